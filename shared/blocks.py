@@ -1,0 +1,208 @@
+"""Blocks: the named tensors, or named slices of tensors, that are selected, frozen, sent, averaged and stored.
+
+A model is described by a table of blocks that together cover each of its tensors exactly once. A fused
+query/key/value matrix is one tensor and three blocks; everything else is one block per tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Annotated, Literal, Self
+
+import ml_dtypes
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+Role = Literal[
+    "query", "key", "value", "output", "mlp", "norm", "embedding", "head", "prompt", "adapter", "other"
+]
+"""What a block is in a transformer."""
+
+DType = Literal["F64", "F32", "F16", "BF16"]
+"""The element types that can be averaged, by their safetensors names."""
+
+NUMPY_DTYPES: dict[DType, np.dtype] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+MAX_BLOCKS = 65_536
+
+
+class Frozen(BaseModel):
+    """A value: immutable, with no unknown fields, and no number that JSON cannot carry."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _checked_name(name: str) -> str:
+    if not name.isprintable() or not name.isascii():
+        raise ValueError("a block's name is printable ASCII")
+    return name
+
+
+Name = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_checked_name)]
+"""A block's or tensor's name. It is a label only: no name is ever used as a path."""
+
+
+class Part(Frozen):
+    """Which rows of `axis` of a tensor a block covers, as half-open spans in ascending order.
+
+    Spans, rather than one range, because some families interleave queries, keys and values head by head.
+    """
+
+    label: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")]
+    axis: Annotated[int, Field(ge=0, le=7)]
+    spans: tuple[tuple[int, int], ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        end = 0
+        for start, stop in self.spans:
+            if not end <= start < stop:
+                raise ValueError(f"spans of part {self.label!r} must ascend without overlap: {self.spans}")
+            end = stop
+        return self
+
+    @property
+    def rows(self) -> int:
+        return sum(stop - start for start, stop in self.spans)
+
+    def index(self) -> np.ndarray:
+        """The covered rows as an integer index, int64 [rows]."""
+        return np.concatenate([np.arange(start, stop) for start, stop in self.spans])
+
+
+class Block(Frozen):
+    """One tensor, or one part of it. `shape` is the block's own: a part's axis counts only its rows."""
+
+    tensor: Name
+    part: Part | None = None
+    role: Role
+    layer: Annotated[int, Field(ge=0)] | None = None
+    shape: tuple[PositiveInt, ...] = Field(max_length=8)
+    dtype: DType
+
+    @model_validator(mode="after")
+    def _part_fits(self) -> Self:
+        if self.part and (len(self.shape) <= self.part.axis or self.shape[self.part.axis] != self.part.rows):
+            raise ValueError(f"block {self.name!r} has shape {self.shape}, which its part does not fit")
+        return self
+
+    @property
+    def name(self) -> str:
+        return f"{self.tensor}#{self.part.label}" if self.part else self.tensor
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * NUMPY_DTYPES[self.dtype].itemsize
+
+
+class Match(Frozen):
+    """Blocks that meet every condition given; a condition left out holds for all. Names are shell patterns."""
+
+    roles: tuple[Role, ...] | None = None
+    layers: tuple[int, ...] | None = None
+    names: tuple[str, ...] | None = None
+
+    def holds(self, block: Block) -> bool:
+        return (
+            (self.roles is None or block.role in self.roles)
+            and (self.layers is None or block.layer in self.layers)
+            and (self.names is None or any(fnmatchcase(block.name, pattern) for pattern in self.names))
+        )
+
+
+class Selector(Frozen):
+    """Blocks that match any of `include` and none of `exclude`."""
+
+    include: tuple[Match, ...] = (Match(),)
+    exclude: tuple[Match, ...] = ()
+
+    def holds(self, block: Block) -> bool:
+        return any(match.holds(block) for match in self.include) and not any(
+            match.holds(block) for match in self.exclude
+        )
+
+    def resolve(self, blocks: Iterable[Block]) -> tuple[Block, ...]:
+        """The selected blocks, in the table's order.
+
+        Raises SelectorError for a match, included or excluded, that no block meets: a condition that selects
+        nothing is nearly always a misspelling, and training the wrong blocks is not noticed by any loss.
+        """
+        table = tuple(blocks)
+        for match in (*self.include, *self.exclude):
+            if not any(match.holds(block) for block in table):
+                raise SelectorError(match, table)
+        return tuple(block for block in table if self.holds(block))
+
+    def __bool__(self) -> bool:
+        return bool(self.include)
+
+
+EVERYTHING = Selector()
+NOTHING = Selector(include=())
+
+
+def roles(*names: Role) -> Selector:
+    """Selects the blocks with any of these roles."""
+    return Selector(include=(Match(roles=names),))
+
+
+def all_but(*names: Role) -> Selector:
+    """Selects the blocks with none of these roles."""
+    return Selector(exclude=(Match(roles=names),))
+
+
+def named(names: Iterable[str]) -> Selector:
+    """Selects blocks by name or shell pattern."""
+    return Selector(include=(Match(names=tuple(names)),))
+
+
+class SelectorError(ValueError):
+    """A selector has a condition that no block of the model meets."""
+
+    def __init__(self, match: Match, blocks: Sequence[Block]) -> None:
+        wanted = match.model_dump(exclude_none=True, mode="json")
+        seen = sorted({block.role for block in blocks})
+        layers = sorted({block.layer for block in blocks if block.layer is not None})
+        super().__init__(
+            f"no block matches {wanted}; the model has the roles {', '.join(seen)}"
+            + (f" and the layers {layers[0]} to {layers[-1]}" if layers else " and no layers")
+        )
+
+
+def check_table(blocks: Sequence[Block]) -> None:
+    """Refuses a table that does not cover each tensor exactly once.
+
+    Raises ValueError naming every duplicate name and every tensor whose parts overlap, leave a gap, or disagree.
+    """
+    if len(blocks) > MAX_BLOCKS:
+        raise ValueError(f"a model has at most {MAX_BLOCKS} blocks, not {len(blocks)}")
+    faults: list[str] = []
+    by_tensor: dict[str, list[Block]] = {}
+    for block in blocks:
+        by_tensor.setdefault(block.tensor, []).append(block)
+    for tensor, group in sorted(by_tensor.items()):
+        parts = [block.part for block in group if block.part]
+        if len(group) == 1 and not parts:
+            continue
+        if len(parts) != len(group):
+            faults.append(f"{tensor}: listed both whole and in parts, or twice")
+            continue
+        rest = {tuple(n for i, n in enumerate(b.shape) if i != b.part.axis) for b in group if b.part}
+        spans = sorted(span for part in parts for span in part.spans)
+        gapless = spans[0][0] == 0 and all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+        alike = len({part.axis for part in parts}) == len({b.dtype for b in group}) == len(rest) == 1
+        if not (gapless and alike and len({part.label for part in parts}) == len(parts)):
+            faults.append(f"{tensor}: its parts overlap, leave a gap, or differ in axis, dtype or shape")
+    if faults:
+        raise ValueError("; ".join(faults))
