@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from math import prod
 from typing import Annotated, Literal, Self
 
@@ -15,9 +16,7 @@ import ml_dtypes
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-Role = Literal[
-    "query", "key", "value", "output", "mlp", "norm", "embedding", "head", "prompt", "adapter", "other"
-]
+Role = Literal["query", "key", "value", "output", "mlp", "norm", "embedding", "head", "prompt", "adapter", "other"]
 """What a block is in a transformer."""
 
 DType = Literal["F64", "F32", "F16", "BF16"]
@@ -200,7 +199,7 @@ def check_table(blocks: Sequence[Block]) -> None:
             continue
         rest = {tuple(n for i, n in enumerate(b.shape) if i != b.part.axis) for b in group if b.part}
         spans = sorted(span for part in parts for span in part.spans)
-        gapless = spans[0][0] == 0 and all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+        gapless = spans[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(spans))
         alike = len({part.axis for part in parts}) == len({b.dtype for b in group}) == len(rest) == 1
         if not (gapless and alike and len({part.label for part in parts}) == len(parts)):
             faults.append(f"{tensor}: its parts overlap, leave a gap, or differ in axis, dtype or shape")

@@ -1,0 +1,30 @@
+"""Byte planes: the first bytes of all elements, then the second bytes, and so on.
+
+Exponents and signs vary little and mantissas much; side by side with their like, the former compress.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shared.codecs.stage import Layout
+from shared.tensors import Array
+
+
+class Shuffle:
+    name = "shuffle"
+    lossless = True
+
+    def layout(self, layout: Layout) -> Layout:
+        return Layout(layout.size * layout.dtype.itemsize, np.dtype(np.uint8))
+
+    def encode(self, values: Array, base: Array) -> Array:
+        # [elements, width] -> [width, elements]
+        return values.view(np.uint8).reshape(-1, values.dtype.itemsize).T.reshape(-1)
+
+    def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
+        planes = encoded.reshape(layout.dtype.itemsize, layout.size)
+        return np.ascontiguousarray(planes.T).reshape(-1).view(layout.dtype)
+
+
+STAGE = Shuffle()

@@ -1,0 +1,259 @@
+"""Every refusal, as one tree, and its form on the wire (RFC 9457, `application/problem+json`).
+
+Problem
+|- BadRequest 400        not readable as HTTP, JSON or a header: mend the caller
+|- Unauthenticated 401   no token, or one that is unknown, expired or revoked
+|- Forbidden 403         the token's role does not reach so far
+|- NotFound 404
+|- Conflict 409          the state is not what the request supposes
+|  |- LeaseLost          the lease lapsed or is another's: drop the work
+|  |- TaskCancelled      the run or round no longer wants it: drop the work
+|  |- RoundClosed        it came too late to be merged
+|  |- StaleVersion       it was trained from another version
+|  |- OffsetMismatch     an upload goes on from another byte
+|  `- UploadBusy         another request is writing to this upload
+|- PreconditionFailed 412
+|- TooLarge 413
+|- RangeUnsatisfiable 416
+|- Invalid 422           read, understood, and wrong: `errors` says where
+|  |- InvalidUpdate      an update that may not be merged
+|  |- DigestMismatch     the bytes are not those that were announced
+|  `- KeyReused          an idempotency key came back with another body
+|- PreconditionRequired 428
+|- TooManyRequests 429   retry after a while
+|- ServerFault 500
+`- Unavailable 503       retry after a while
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from pydantic import JsonValue
+
+from shared.blocks import Frozen
+
+MEDIA_TYPE = "application/problem+json"
+MAX_FAULTS = 50
+
+
+class Fault(Frozen):
+    """One thing wrong: `pointer` is a JSON pointer into the request, or the name of a block or header."""
+
+    pointer: str
+    detail: str
+
+
+class ProblemDocument(Frozen):
+    """The body of every response with a status of 400 or more."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    remedy: str
+    retryable: bool
+    errors: tuple[Fault, ...] = ()
+
+
+class Problem(Exception):
+    """A refusal: what is wrong (`detail`), where (`errors`), and what to do about it (`remedy`)."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "server-fault"
+    title: ClassVar[str] = "The coordinator failed"
+    remedy: ClassVar[str] = "Try again; if it persists, look in the coordinator's log."
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        errors: Sequence[Fault] = (),
+        remedy: str | None = None,
+        retry_after_seconds: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.errors = tuple(errors)
+        self.advice = remedy or self.remedy
+        self.retry_after_seconds = retry_after_seconds
+        self.headers = headers or {}
+
+    def document(self) -> ProblemDocument:
+        shown = self.errors[:MAX_FAULTS]
+        return ProblemDocument(
+            type=f"/problems/{self.code}",
+            title=self.title,
+            status=self.status,
+            detail=self.detail,
+            code=self.code,
+            remedy=self.advice,
+            retryable=self.retryable,
+            errors=shown,
+        )
+
+    def json(self) -> dict[str, JsonValue]:
+        return self.document().model_dump(mode="json")
+
+    def __str__(self) -> str:
+        faults = "".join(f"\n  {fault.pointer}: {fault.detail}" for fault in self.errors[:MAX_FAULTS])
+        return f"{self.detail} [{self.code}] {self.advice}{faults}"
+
+
+class BadRequest(Problem):
+    status = 400
+    code = "bad-request"
+    title = "The request cannot be read"
+    remedy = "Compare the request with the API's description at /docs."
+
+
+class Unauthenticated(Problem):
+    status = 401
+    code = "unauthenticated"
+    title = "The token is missing or not valid"
+    remedy = "Send 'Authorization: Bearer <token>' with a token that an administrator has issued."
+
+
+class Forbidden(Problem):
+    status = 403
+    code = "forbidden"
+    title = "The token's role does not allow this"
+    remedy = "Use a token with one of the roles named, or ask an administrator for one."
+
+
+class NotFound(Problem):
+    status = 404
+    code = "not-found"
+    title = "There is no such thing here"
+    remedy = "Check the identifier; a list of what there is may be had from the collection."
+
+
+class Conflict(Problem):
+    status = 409
+    code = "conflict"
+    title = "The state is not what the request supposes"
+    remedy = "Read the resource again and decide anew."
+
+
+class LeaseLost(Conflict):
+    code = "lease-lost"
+    title = "The lease is no longer yours"
+    remedy = "Drop the work and its private results, and claim again."
+
+
+class TaskCancelled(Conflict):
+    code = "task-cancelled"
+    title = "The task was cancelled"
+    remedy = "Drop the work and its private results, and claim again."
+
+
+class RoundClosed(Conflict):
+    code = "round-closed"
+    title = "The round closed before this update came"
+    remedy = "Drop the update and claim again; a longer deadline or a smaller quorum waits for slow workers."
+
+
+class StaleVersion(Conflict):
+    code = "stale-version"
+    title = "The update was made from another version"
+    remedy = "Fetch the version that the task names, train from it, and submit again."
+
+
+class OffsetMismatch(Conflict):
+    code = "offset-mismatch"
+    title = "The upload goes on from another byte"
+    remedy = "Continue from the offset in the Upload-Offset header of this response."
+
+
+class UploadBusy(Conflict):
+    code = "upload-busy"
+    title = "Another request is writing to this upload"
+    remedy = "Wait for it to end, ask for the offset with HEAD, and continue from there."
+    retryable = True
+
+
+class PreconditionFailed(Problem):
+    status = 412
+    code = "precondition-failed"
+    title = "It has changed since you read it"
+    remedy = "Read it again and repeat the request with its new ETag."
+
+
+class TooLarge(Problem):
+    status = 413
+    code = "too-large"
+    title = "The body is larger than is accepted"
+    remedy = "Send less, or ask the administrator to raise the limit named in the detail."
+
+
+class RangeUnsatisfiable(Problem):
+    status = 416
+    code = "range-unsatisfiable"
+    title = "The range lies outside the blob"
+    remedy = "Ask for a range that begins before the size in the Content-Range header."
+
+
+class Invalid(Problem):
+    status = 422
+    code = "invalid"
+    title = "The request is not valid"
+    remedy = "Mend what the errors name and send it again."
+
+
+class InvalidUpdate(Invalid):
+    code = "invalid-update"
+    title = "The update cannot be merged"
+    remedy = "Nothing of it was used and the round goes on; mend the worker before it claims again."
+
+
+class DigestMismatch(Invalid):
+    code = "digest-mismatch"
+    title = "The bytes are not those that were announced"
+    remedy = "The upload was thrown away; create it anew and send the bytes again."
+
+
+class KeyReused(Invalid):
+    code = "idempotency-key-reused"
+    title = "The idempotency key belongs to another request"
+    remedy = "Use a new Idempotency-Key for each new request, and the same one only to repeat it unchanged."
+
+
+class PreconditionRequired(Problem):
+    status = 428
+    code = "precondition-required"
+    title = "The change needs an If-Match header"
+    remedy = "Read the resource and send its ETag as If-Match, so that no other change is overwritten."
+
+
+class TooManyRequests(Problem):
+    status = 429
+    code = "too-many-requests"
+    title = "Too many requests"
+    remedy = "Wait as long as Retry-After says."
+    retryable = True
+
+
+class ServerFault(Problem):
+    retryable = True
+
+
+class Unavailable(Problem):
+    status = 503
+    code = "unavailable"
+    title = "The coordinator cannot serve this now"
+    remedy = "Wait as long as Retry-After says and try again."
+    retryable = True
+
+
+def _tree(kind: type[Problem]) -> Iterator[type[Problem]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _tree(below)
+
+
+PROBLEMS: dict[str, type[Problem]] = {kind.code: kind for kind in list(_tree(Problem))[1:]}
+"""Every kind of problem by its code."""

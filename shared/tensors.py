@@ -1,0 +1,118 @@
+"""Tensors too large to hold at once: streams of flat chunks, and arithmetic on them.
+
+Everything that the coordinator computes is elementwise over blocks, so a tensor is only ever read as flat chunks of
+`CHUNK` elements, in order. What merges eight updates of any size then needs memory for a few chunks, not for a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import numpy as np
+
+from shared.blocks import NUMPY_DTYPES, DType
+
+CHUNK = 1 << 18
+"""Elements per chunk: 1 MiB of float32, which stays in a core's cache between the steps of a sum."""
+
+Array = np.ndarray
+
+
+class Tensor(Protocol):
+    """A tensor that can be read again and again, chunk by chunk."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> DType: ...
+    def chunks(self) -> Iterator[Array]:
+        """Yields flat arrays of `CHUNK` elements, the last one shorter, in C order and in `dtype`."""
+        ...
+
+
+@dataclass(frozen=True)
+class ArrayTensor:
+    """A tensor held in memory."""
+
+    values: Array
+    dtype: DType = "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def chunks(self) -> Iterator[Array]:
+        flat = np.ascontiguousarray(self.values, dtype=NUMPY_DTYPES[self.dtype]).reshape(-1)
+        for start in range(0, flat.size, CHUNK):
+            yield flat[start : start + CHUNK]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The result of `compute` over the chunks of its sources; nothing is computed until it is read."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    sources: tuple[Tensor, ...]
+    compute: Callable[[Sequence[Array]], Array]
+
+    def chunks(self) -> Iterator[Array]:
+        for parts in zip(*(source.chunks() for source in self.sources), strict=True):
+            yield self.compute(parts).astype(NUMPY_DTYPES[self.dtype], copy=False)
+
+
+def mean_step(base: Tensor, senders: Sequence[tuple[float, Tensor]], whole: float | None = None) -> Tensor:
+    """`base` plus the weighted sum of each sender's difference from it, over `whole` (default: the weights' sum).
+
+    With the default this is the senders' weighted mean; with the weight of a whole cohort it is a step damped by
+    the share that sent. The sum runs in float64 in the order given, so the same senders in the same order give the
+    same bits; and a block that no sender changed comes out bit for bit as it was.
+
+    Raises ValueError if a weight is not positive or a shape differs.
+    """
+    if any(weight <= 0 for weight, _ in senders):
+        raise ValueError(f"weights must be positive: {[weight for weight, _ in senders]}")
+    if any(tensor.shape != base.shape for _, tensor in senders):
+        raise ValueError(f"shapes differ from {base.shape}: {[tensor.shape for _, tensor in senders]}")
+    total = sum(weight for weight, _ in senders) if whole is None else whole
+    shares = [weight / total for weight, _ in senders]
+
+    def step(parts: Sequence[Array]) -> Array:
+        start = parts[0].astype(np.float64)
+        moved = start.copy()
+        for share, part in zip(shares, parts[1:], strict=True):
+            moved += share * (part.astype(np.float64) - start)
+        return moved
+
+    return Computed(base.shape, base.dtype, (base, *(tensor for _, tensor in senders)), step)
+
+
+def to_array(tensor: Tensor) -> Array:
+    """The whole tensor, in its shape and dtype. For small tensors and tests: it holds all of it."""
+    empty = np.empty(0, dtype=NUMPY_DTYPES[tensor.dtype])
+    return np.concatenate([empty, *tensor.chunks()]).reshape(tensor.shape)
+
+
+def chunk_counts(numel: int) -> Iterator[int]:
+    """The number of elements in each chunk of a tensor with `numel` elements."""
+    for start in range(0, numel, CHUNK):
+        yield min(CHUNK, numel - start)
+
+
+def numel(tensor: Tensor) -> int:
+    return prod(tensor.shape)
+
+
+def as_bytes(chunk: Array) -> memoryview:
+    """The chunk's bytes as they are stored and sent: little-endian, C order, without a copy where it can be."""
+    # The view as uint8 is for bfloat16, which does not speak the buffer protocol.
+    return np.ascontiguousarray(chunk).view(np.uint8).data.cast("B")
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """The name of these bytes: `sha256:` and 64 hexadecimal digits."""
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"

@@ -1,0 +1,386 @@
+"""Every request and response of the API. Frozen; what is kept at a site has no place in any of them.
+
+Requests that people write refuse fields they do not know, since a misspelt setting must not pass for a default.
+Messages between coordinator and worker ignore them, so that versions one apart still understand each other.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Annotated, Generic, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from shared import codecs
+from shared.blocks import DType, Frozen, Name
+from shared.methods import Chosen
+from shared.methods.contract import Divide, Plan
+from shared.problems import ProblemDocument
+
+PROTOCOL = 1
+"""The version of the worker protocol that this code speaks."""
+
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""A name that people give: letters, digits, dot, dash and underscore."""
+
+Numbers = Annotated[dict[Annotated[str, Field(max_length=64)], float], Field(max_length=64)]
+
+TaskKind = Literal["train", "evaluate"]
+RunState = Literal["running", "paused", "completed", "failed", "cancelled"]
+RoundState = Literal["open", "merging", "committed", "abandoned"]
+TaskState = Literal["offered", "leased", "accepted", "rejected", "lapsed", "failed", "cancelled"]
+TokenRole = Literal["admin", "orchestrator", "viewer", "site"]
+
+
+class Message(BaseModel):
+    """A value whose reader passes over fields that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+def canonical(value: BaseModel) -> bytes:
+    """The value as JSON in one form only, so that equal values have equal digests."""
+    return json.dumps(value.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+
+# ---------------------------------------------------------------- versions
+
+
+class MemoryEntry(Frozen):
+    digest: Digest
+    shape: tuple[PositiveInt, ...]
+    dtype: DType
+
+
+class Manifest(Frozen):
+    """A version: the digest of each block, and what the method remembers. Its own digest is the version's."""
+
+    blocks: dict[Name, Digest]
+    memory: dict[Name, MemoryEntry] = {}
+    numbers: dict[str, float] = {}
+
+
+class VersionRef(Message):
+    number: NonNegativeInt
+    digest: Digest
+
+
+class Version(VersionRef):
+    created_at: datetime
+
+
+# ---------------------------------------------------------------- runs
+
+
+class Cohort(Frozen):
+    """Who takes part in a round, and how long it may take."""
+
+    size: PositiveInt | None = Field(
+        default=None, description="workers chosen per round; all that are live if left out"
+    )
+    quorum: PositiveInt = Field(default=1, description="updates without which a round is abandoned")
+    deadline_seconds: float = Field(default=3600, gt=0, le=30 * 86400)
+    tries: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")
+    task_tries: PositiveInt = Field(default=3, le=100, description="leases of a task before it counts as lapsed")
+    sites: tuple[Label, ...] | None = Field(default=None, description="sites that may take part; all if left out")
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.size is not None and self.quorum > self.size:
+            raise ValueError(f"a quorum of {self.quorum} cannot come from a cohort of {self.size}")
+        return self
+
+
+class Training(Frozen):
+    """How a worker trains locally. The same for every method."""
+
+    epochs: PositiveInt = Field(default=1, le=1000)
+    batch_size: PositiveInt | None = Field(default=32, description="all examples in one batch if null")
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = Field(default=1e-4, gt=0, le=100)
+    weight_decay: float = Field(default=0.01, ge=0, le=10)
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="for sgd")
+    max_gradient_norm: float | None = Field(default=None, gt=0)
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+class Evaluation(Frozen):
+    """Workers that hold this data set evaluate each new version on it."""
+
+    dataset: Label
+    every: PositiveInt = Field(default=1, description="rounds between evaluations; the last version always counts")
+
+
+class RunSpec(Frozen):
+    """What an orchestrator asks for. `model` and `version` are digests of blobs uploaded before."""
+
+    name: Label
+    method: Chosen
+    model: Digest
+    version: Digest
+    dataset: Label = Field(description="what sites call the data to train on")
+    rounds: PositiveInt = Field(le=1_000_000)
+    seed: NonNegativeInt = Field(default=0, lt=1 << 53)
+    cohort: Cohort = Cohort()
+    training: Training = Training()
+    evaluation: Evaluation | None = None
+    codec: str = Field(default=codecs.LOSSLESS, max_length=128, description="how updates are written for the wire")
+    divide: Divide = "participants"
+    max_update_norm: float | None = Field(default=None, gt=0, description="updates of a larger l2 norm are refused")
+
+    @field_validator("codec")
+    @classmethod
+    def _known_codec(cls, codec: str) -> str:
+        codecs.stages(codec)
+        return codec
+
+
+class Run(Message):
+    id: str
+    state: RunState
+    reason: str | None = None
+    spec: RunSpec
+    version: VersionRef
+    model_bytes: int
+    revision: int
+    created_at: datetime
+    updated_at: datetime
+
+
+class RunPatch(Frozen):
+    state: Literal["running", "paused", "cancelled"]
+
+
+class TaskView(Message):
+    """A task as people see it."""
+
+    id: str
+    run: str
+    round: int
+    worker: str
+    kind: TaskKind
+    state: TaskState
+    token: int
+    leases: int
+    examples: int | None = None
+    numbers: Numbers = {}
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    problem: ProblemDocument | None = None
+
+
+class Round(Message):
+    """One attempt at a round. `version` is the number of the version that it made, once committed."""
+
+    number: int
+    attempt: int
+    state: RoundState
+    stage: str
+    opened_at: datetime
+    deadline_at: datetime
+    closed_at: datetime | None = None
+    reason: str | None = None
+    version: int | None = None
+    tasks: tuple[TaskView, ...] = ()
+
+
+class Measurement(Message):
+    """One evaluation of one version."""
+
+    version: int
+    dataset: str
+    worker: str
+    examples: int
+    numbers: Numbers
+
+
+# ---------------------------------------------------------------- tasks
+
+
+class Claim(Message):
+    """What a worker says of itself when it asks for a task. `datasets` gives the examples it holds of each."""
+
+    worker: Label
+    protocol_min: int = PROTOCOL
+    protocol_max: int = PROTOCOL
+    kinds: tuple[TaskKind, ...] = ("train",)
+    datasets: dict[Label, NonNegativeInt] = Field(max_length=256)
+    methods: tuple[str, ...] = Field(default=(), max_length=256)
+    device: str = Field(default="cpu", max_length=64)
+
+
+class Task(Message):
+    """What one worker is asked to do in one round. Only who shows `token` may report on it."""
+
+    id: str
+    token: int
+    kind: TaskKind
+    run: str
+    run_name: str
+    round: int
+    rounds: int
+    seed: int
+    method: Chosen
+    plan: Plan
+    dataset: str
+    training: Training
+    codec: str
+    divide: Divide
+    model: Digest
+    version: VersionRef
+    lease_seconds: float
+
+
+class Heartbeat(Message):
+    token: int
+
+
+class Lease(Message):
+    lease_seconds: float
+
+
+class Submission(Message):
+    """A finished `train` task: the digest of an uploaded update, and what goes with it."""
+
+    token: int
+    version: Digest
+    update: Digest
+    examples: PositiveInt = Field(lt=1 << 40)
+    numbers: Numbers = {}
+    download_bytes: NonNegativeInt = 0
+
+
+class Evaluated(Message):
+    """A finished `evaluate` task."""
+
+    token: int
+    version: Digest
+    examples: PositiveInt = Field(lt=1 << 40)
+    numbers: Numbers
+    download_bytes: NonNegativeInt = 0
+
+
+class Failure(Message):
+    token: int
+    code: str = Field(max_length=64)
+    detail: str = Field(max_length=2000)
+
+
+# ---------------------------------------------------------------- sites, tokens, status
+
+
+class SiteSpec(Frozen):
+    name: Label
+
+
+class Site(Message):
+    id: str
+    name: str
+    created_at: datetime
+
+
+class WorkerView(Message):
+    id: str
+    name: str
+    site: str
+    kinds: tuple[TaskKind, ...]
+    datasets: dict[str, int]
+    device: str
+    last_seen_at: datetime
+    live: bool
+
+
+class TokenSpec(Frozen):
+    name: Label
+    role: TokenRole
+    site: Label | None = Field(default=None, description="for role site: whose workers it admits")
+    expires_in_days: PositiveInt | None = Field(default=None, le=3650)
+
+    @model_validator(mode="after")
+    def _site_only_for_sites(self) -> Self:
+        if (self.role == "site") != (self.site is not None):
+            raise ValueError("a token of role 'site' names its site, and no other role does")
+        return self
+
+
+class Token(Message):
+    """A token without its secret."""
+
+    id: str
+    name: str
+    role: TokenRole
+    site: str | None
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+
+
+class IssuedToken(Token):
+    """A token with its secret, which is shown this once."""
+
+    secret: str
+
+
+class AuditEntry(Message):
+    seq: int
+    at: datetime
+    actor: str
+    action: str
+    subject: str
+    run: str | None
+    detail: dict[str, JsonValue]
+    previous: str
+    digest: str
+
+
+class Status(Message):
+    """The coordinator at a glance."""
+
+    version: str
+    protocol: int
+    runs: dict[str, int]
+    open_rounds: tuple[Round, ...]
+    workers: tuple[WorkerView, ...]
+    blobs: int
+    blob_bytes: int
+
+
+class About(Message):
+    version: str
+    protocol_min: int
+    protocol_max: int
+
+
+class Readiness(Message):
+    ready: bool
+    schema_at_head: bool
+    store_writable: bool
+
+
+class UploadView(Message):
+    id: str
+    digest: Digest
+    offset: int
+    length: int
+    complete: bool
+
+
+T = TypeVar("T")
+
+
+class Page(Message, Generic[T]):
+    """A page of a collection; `next_cursor` is null on the last one."""
+
+    items: tuple[T, ...]
+    next_cursor: str | None = None
