@@ -65,7 +65,7 @@ class Problem(Exception):
     code: ClassVar[str] = "server-fault"
     title: ClassVar[str] = "The coordinator failed"
     remedy: ClassVar[str] = "Try again; if it persists, look in the coordinator's log."
-    retryable: ClassVar[bool] = False
+    retryable: bool = False
 
     def __init__(
         self,

@@ -209,9 +209,14 @@ class Measurement(Message):
 
 
 class Claim(Message):
-    """What a worker says of itself when it asks for a task. `datasets` gives the examples it holds of each."""
+    """What a worker says of itself when it asks for a task. `datasets` gives the examples it holds of each.
+
+    `instance` is new for each process: who asks again because an answer was lost is given the same lease again,
+    while a second process under the same name is not.
+    """
 
     worker: Label
+    instance: Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
     protocol_min: int = PROTOCOL
     protocol_max: int = PROTOCOL
     kinds: tuple[TaskKind, ...] = ("train",)

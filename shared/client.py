@@ -1,0 +1,322 @@
+"""The REST API as typed methods. Workers, the command line and notebooks all use this.
+
+    with Client("https://tessera.example", token) as client:
+        for run in client.runs():
+            print(run.name, run.state)
+
+Every method raises a `shared.problems.Problem` for a refusal, after repeating what may be repeated.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, TypeAdapter
+
+from shared.model import Model
+from shared.problems import DigestMismatch, NotFound, OffsetMismatch
+from shared.tensors import digest_of
+from shared.transport import Transport
+from shared.wire import (
+    About,
+    AuditEntry,
+    Claim,
+    Evaluated,
+    Failure,
+    Heartbeat,
+    IssuedToken,
+    Lease,
+    Manifest,
+    Measurement,
+    Page,
+    Round,
+    Run,
+    RunPatch,
+    RunSpec,
+    RunState,
+    Site,
+    SiteSpec,
+    Status,
+    Submission,
+    Task,
+    TaskView,
+    Token,
+    TokenSpec,
+    Version,
+    WorkerView,
+)
+
+ONE_REQUEST_BYTES = 1 << 20
+"""A blob up to this size is uploaded in the request that announces it."""
+
+PIECE_BYTES = 1 << 18
+
+T = TypeVar("T", bound=BaseModel)
+Progress = Callable[[int], None]
+"""Told the number of bytes each time some were moved."""
+
+
+class Client:
+    """A coordinator, as seen by one token."""
+
+    def __init__(self, url: str, token: str | None = None, **transport: Any) -> None:
+        self._transport = Transport(url, token, **transport)
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """The coordinator that TESSERA_URL and TESSERA_TOKEN name."""
+        return cls(os.environ.get("TESSERA_URL", "http://127.0.0.1:8470"), os.environ.get("TESSERA_TOKEN"))
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ runs
+
+    def create_run(self, spec: RunSpec, *, key: str | None = None) -> Run:
+        """Starts a run. `key` names this wish: the same key again gives the same run."""
+        return self._create("/v1/runs", spec, Run, key)
+
+    def runs(self) -> Iterator[Run]:
+        return self._pages("/v1/runs", Run)
+
+    def run(self, run_id: str) -> Run:
+        return self._get(f"/v1/runs/{run_id}", Run)
+
+    def set_run_state(self, run_id: str, state: RunState) -> Run:
+        """Pauses, resumes ('running') or cancels a run, unless it changed in between."""
+        etag = self._transport.request("GET", f"/v1/runs/{run_id}").headers["ETag"]
+        patch = RunPatch.model_validate({"state": state})
+        answer = self._send("PATCH", f"/v1/runs/{run_id}", patch, {"If-Match": etag})
+        return Run.model_validate_json(answer.content)
+
+    def rounds(self, run_id: str) -> Iterator[Round]:
+        """Every attempt at every round, with its tasks, oldest first."""
+        return self._pages(f"/v1/runs/{run_id}/rounds", Round)
+
+    def round(self, run_id: str, number: int) -> Round:
+        """The latest attempt at a round."""
+        return self._get(f"/v1/runs/{run_id}/rounds/{number}", Round)
+
+    def versions(self, run_id: str) -> Iterator[Version]:
+        return self._pages(f"/v1/runs/{run_id}/versions", Version)
+
+    def measurements(self, run_id: str) -> Iterator[Measurement]:
+        """What evaluating workers measured, by version."""
+        return self._pages(f"/v1/runs/{run_id}/metrics", Measurement)
+
+    def export(
+        self, run_id: str, file: BinaryIO, number: int | None = None, progress: Progress | None = None
+    ) -> None:
+        """Writes a version (the latest if no number is given) as one safetensors file."""
+        at = "latest" if number is None else str(number)
+        with self._transport.stream(f"/v1/runs/{run_id}/versions/{at}/export", {}) as response:
+            for piece in response.iter_bytes(PIECE_BYTES):
+                file.write(piece)
+                if progress:
+                    progress(len(piece))
+
+    # ------------------------------------------------------------ blobs
+
+    def has_blob(self, digest: str) -> bool:
+        try:
+            self._transport.request("HEAD", f"/v1/blobs/{digest}")
+        except NotFound:
+            return False
+        return True
+
+    def read_blob(self, digest: str) -> bytes:
+        """A small blob, whole. Raises DigestMismatch if the bytes are not those of its name."""
+        file = io.BytesIO()
+        self.fetch_blob(digest, file)
+        return file.getvalue()
+
+    def fetch_blob(self, digest: str, file: BinaryIO, progress: Progress | None = None) -> int:
+        """Writes a blob to an empty file, going on where it broke off, and returns its size in bytes.
+
+        Raises DigestMismatch if the bytes are not those of its name; what was written is then worthless.
+        """
+        received = hashlib.sha256()
+
+        def attempt() -> None:
+            start = file.tell()
+            headers = {"Range": f"bytes={start}-"} if start else {}
+            with self._transport.stream(f"/v1/blobs/{digest}", headers) as response:
+                for piece in response.iter_raw(PIECE_BYTES):
+                    file.write(piece)
+                    received.update(piece)
+                    if progress:
+                        progress(len(piece))
+
+        self._transport.patiently(attempt)
+        if f"sha256:{received.hexdigest()}" != digest:
+            raise DigestMismatch(f"the bytes received for {digest} are others", remedy="Fetch it again.")
+        return file.tell()
+
+    def model(self, digest: str) -> Model:
+        return Model.model_validate_json(self.read_blob(digest))
+
+    def manifest(self, digest: str) -> Manifest:
+        return Manifest.model_validate_json(self.read_blob(digest))
+
+    def put_bytes(self, data: bytes) -> str:
+        """Uploads bytes and returns their digest."""
+        digest = digest_of(data)
+        self._upload(digest, io.BytesIO(data), len(data), None)
+        return digest
+
+    def put_file(self, path: Path, progress: Progress | None = None) -> str:
+        """Uploads a file, going on where it broke off, and returns its digest."""
+        with path.open("rb") as file:
+            digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+            self._upload(digest, file, path.stat().st_size, progress)
+        return digest
+
+    def _upload(self, digest: str, file: BinaryIO, length: int, progress: Progress | None) -> None:
+        whole = length <= ONE_REQUEST_BYTES
+        file.seek(0)
+        headers = {
+            "Upload-Length": str(length),
+            "Upload-Complete": "?1" if whole else "?0",
+            "Repr-Digest": f"sha-256=:{base64.b64encode(bytes.fromhex(digest[7:])).decode()}:",
+            "Idempotency-Key": uuid.uuid4().hex,
+        }
+        body = file.read() if whole else b""
+        answer = self._transport.request("POST", "/v1/uploads", headers=headers, content=body)
+        if progress:
+            progress(len(body))
+        # What the coordinator holds already is complete at once, whatever its size.
+        if answer.headers.get("Upload-Complete") != "?1":
+            self._append(answer.headers["Location"], file, length, progress)
+
+    def _append(self, location: str, file: BinaryIO, length: int, progress: Progress | None) -> None:
+        offset = 0
+
+        def attempt() -> None:
+            nonlocal offset
+            offset = int(self._transport.once("HEAD", location).headers["Upload-Offset"])
+            file.seek(offset)
+            headers = {
+                "Upload-Offset": str(offset),
+                "Upload-Complete": "?1",
+                "Content-Type": "application/partial-upload",
+                "Content-Length": str(length - offset),
+            }
+            pieces = _pieces(file, length - offset, progress)
+            try:
+                self._transport.once("PATCH", location, headers=headers, content=pieces)
+            except OffsetMismatch as problem:
+                # Another request of ours was still being written when this one asked for the offset.
+                problem.retryable = True
+                raise
+
+        self._transport.patiently(attempt)
+
+    # ------------------------------------------------------------ tasks
+
+    def claim(self, claim: Claim, wait_seconds: int = 25) -> Task | None:
+        """Asks for a task, waiting until there is one for up to `wait_seconds`."""
+        headers = {"Prefer": f"wait={wait_seconds}"}
+        answer = self._send("POST", "/v1/tasks/claim", claim, headers)
+        return Task.model_validate_json(answer.content) if answer.status_code == httpx.codes.OK else None
+
+    def task(self, task_id: str) -> TaskView:
+        return self._get(f"/v1/tasks/{task_id}", TaskView)
+
+    def heartbeat(self, task_id: str, token: int) -> Lease:
+        """Renews a lease. Raises LeaseLost, TaskCancelled or RoundClosed when there is nothing left to renew."""
+        return self._post(f"/v1/tasks/{task_id}/heartbeat", Heartbeat(token=token), Lease)
+
+    def submit(self, task_id: str, submission: Submission) -> TaskView:
+        """Hands in a finished `train` task whose update was uploaded before. Accepted when it returns."""
+        return self._post(f"/v1/tasks/{task_id}/update", submission, TaskView)
+
+    def submit_evaluation(self, task_id: str, evaluated: Evaluated) -> TaskView:
+        return self._post(f"/v1/tasks/{task_id}/evaluation", evaluated, TaskView)
+
+    def fail(self, task_id: str, failure: Failure) -> TaskView:
+        """Reports that a task cannot be done here."""
+        return self._post(f"/v1/tasks/{task_id}/failure", failure, TaskView)
+
+    def release(self, task_id: str, token: int) -> TaskView:
+        """Gives a task back undone, to be offered again at once."""
+        return self._post(f"/v1/tasks/{task_id}/release", Heartbeat(token=token), TaskView)
+
+    # ------------------------------------------------------------ sites, tokens, status
+
+    def create_site(self, name: str) -> Site:
+        return self._create("/v1/sites", SiteSpec(name=name), Site)
+
+    def sites(self) -> Iterator[Site]:
+        return self._pages("/v1/sites", Site)
+
+    def workers(self) -> Iterator[WorkerView]:
+        return self._pages("/v1/workers", WorkerView)
+
+    def issue_token(self, spec: TokenSpec) -> IssuedToken:
+        return self._create("/v1/admin/tokens", spec, IssuedToken)
+
+    def tokens(self) -> Iterator[Token]:
+        return self._pages("/v1/admin/tokens", Token)
+
+    def revoke_token(self, token_id: str) -> None:
+        self._transport.request("DELETE", f"/v1/admin/tokens/{token_id}")
+
+    def audit(self) -> Iterator[AuditEntry]:
+        """Every change of state, oldest first; each entry carries the digest of the one before."""
+        return self._pages("/v1/admin/audit", AuditEntry)
+
+    def status(self) -> Status:
+        return self._get("/v1/admin/status", Status)
+
+    def about(self) -> About:
+        return self._get("/version", About)
+
+    # ------------------------------------------------------------ plumbing
+
+    def _get(self, path: str, kind: type[T]) -> T:
+        return kind.model_validate_json(self._transport.request("GET", path).content)
+
+    def _post(self, path: str, body: BaseModel, kind: type[T], headers: dict[str, str] | None = None) -> T:
+        return kind.model_validate_json(self._send("POST", path, body, headers or {}).content)
+
+    def _send(self, method: str, path: str, body: BaseModel, headers: dict[str, str]) -> httpx.Response:
+        headers = {"Content-Type": "application/json", **headers}
+        return self._transport.request(method, path, content=body.model_dump_json(), headers=headers)
+
+    def _create(self, path: str, body: BaseModel, kind: type[T], key: str | None = None) -> T:
+        return self._post(path, body, kind, {"Idempotency-Key": key or uuid.uuid4().hex})
+
+    def _pages(self, path: str, kind: type[T]) -> Iterator[T]:
+        page_of = TypeAdapter(Page[kind])  # type: ignore[valid-type]
+        params: dict[str, str] = {}
+        while True:
+            page = page_of.validate_json(self._transport.request("GET", path, params=params).content)
+            yield from page.items
+            if page.next_cursor is None:
+                return
+            params = {"cursor": page.next_cursor}
+
+
+def _pieces(file: BinaryIO, count: int, progress: Progress | None) -> Iterator[bytes]:
+    while count and (piece := file.read(min(PIECE_BYTES, count))):
+        count -= len(piece)
+        yield piece
+        if progress:
+            progress(len(piece))
