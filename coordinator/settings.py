@@ -1,0 +1,45 @@
+"""Every setting of the coordinator, read once from the environment (`TESSERA_...`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="TESSERA_", frozen=True, extra="forbid")
+
+    database_url: str = Field(
+        default="sqlite:///tessera-data/tessera.db", description="where runs, rounds and tasks are kept"
+    )
+    blob_url: str = Field(
+        default="tessera-data/blobs", description="where blobs are kept: a folder, or s3://bucket/prefix"
+    )
+    staging_dir: Path = Field(
+        default=Path("tessera-data/staging"),
+        description="unfinished uploads; on the blobs' file system, so that finishing one is a rename",
+    )
+    host: str = Field(default="127.0.0.1", description="the address to listen on")
+    port: int = Field(default=8470, ge=1, le=65535, description="the port to listen on")
+    admin_token_file: Path | None = Field(
+        default=None, description="where the first admin token is written, instead of being printed"
+    )
+    lease_seconds: PositiveFloat = Field(default=60.0, description="how long a task is held without a heartbeat")
+    longest_wait_seconds: PositiveFloat = Field(default=60.0, description="the longest a claim may wait for a task")
+    live_seconds: PositiveFloat = Field(default=90.0, description="how long a silent worker counts as live")
+    gather_seconds: PositiveFloat = Field(
+        default=30.0, description="how long a round waits for its full cohort once there is a quorum"
+    )
+    tick_seconds: PositiveFloat = Field(default=0.5, description="how often the conductor looks without being called")
+    evaluation_seconds: PositiveFloat = Field(
+        default=600.0, description="how long a finished run waits for the evaluation of its last version"
+    )
+    inline_bytes: PositiveInt = Field(default=65_536, description="blobs up to this size live in the database")
+    max_upload_bytes: PositiveInt = Field(default=64 << 30, description="the largest blob that is taken")
+    max_body_bytes: PositiveInt = Field(default=1 << 20, description="the largest JSON body that is read")
+    upload_idle_seconds: PositiveFloat = Field(
+        default=120.0, description="how long an upload may stand still before its connection is cut"
+    )
+    merge_readahead_bytes: PositiveInt = Field(default=1 << 18, description="what is read of each update at a time")

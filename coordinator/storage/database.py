@@ -1,0 +1,118 @@
+"""The database: one engine, one way to write, one way to read, one clock."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy.engine import Connection
+from sqlalchemy.orm import Session
+
+import migrations
+
+SCHEMA_DIR = Path(migrations.__file__).parent
+_READING = "tessera_reading"
+
+
+class DatabaseInUse(RuntimeError):
+    """Another coordinator process has this SQLite file."""
+
+
+class SchemaBehind(RuntimeError):
+    """The database's schema is not the one that this code needs."""
+
+
+class Database:
+    """Sessions on one database. On SQLite there is one writer at a time, and a reader sees one moment."""
+
+    def __init__(self, url: str, clock: Callable[[], float] | None = None) -> None:
+        self.url = make_url(url)
+        self._is_sqlite = self.url.get_backend_name() == "sqlite"
+        if self._is_sqlite and self.url.database:
+            Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
+        self.engine = create_engine(self.url, pool_pre_ping=not self._is_sqlite, pool_size=20, max_overflow=40)
+        if self._is_sqlite:
+            _tune_sqlite(self.engine)
+        self._reading = self.engine.execution_options(**{_READING: True})
+        # With SQLite the database's clock is this machine's; time.time spares a query.
+        self._clock = clock or time.time
+
+    def now(self) -> float:
+        """Seconds since 1970 by the clock that judges every deadline."""
+        return self._clock()
+
+    @contextmanager
+    def transaction(self) -> Iterator[Session]:
+        """A session whose changes are all committed when it ends, or none of them."""
+        with Session(self.engine) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Session]:
+        """A session to read with, that sees one moment and holds up no writer."""
+        with Session(self._reading) as session:
+            yield session
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    def hold(self) -> IO[str]:
+        """Marks this process as the coordinator of a SQLite file, for as long as the result is open.
+
+        Raises DatabaseInUse if another process has done so.
+        """
+        path = Path(f"{self.url.database}.lock") if self._is_sqlite else Path("/dev/null")
+        lock = path.open("w")
+        try:
+            if self._is_sqlite:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise DatabaseInUse(
+                f"another coordinator process uses {self.url.database}; SQLite serves one at a time. "
+                "Stop that one, or put TESSERA_DATABASE_URL on PostgreSQL to run several."
+            ) from None
+        return lock
+
+    # ------------------------------------------------------------ schema
+
+    def at_head(self) -> bool:
+        with self.engine.connect() as connection:
+            present = MigrationContext.configure(connection).get_current_heads()
+        return set(present) == set(ScriptDirectory.from_config(alembic_config()).get_heads())
+
+    def require_head(self) -> None:
+        """Raises SchemaBehind unless the schema is the one that this code needs."""
+        if not self.at_head():
+            shown = self.url.render_as_string(hide_password=True)
+            raise SchemaBehind(f"the schema of {shown} is not at head; run 'tessera coordinator migrate'")
+
+
+def alembic_config(connection: Connection | None = None) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(SCHEMA_DIR))
+    config.attributes["connection"] = connection
+    return config
+
+
+def _tune_sqlite(engine: Engine) -> None:
+    @event.listens_for(engine, "connect")
+    def _connected(connection: Any, record: object) -> None:  # noqa: ARG001 (the event's signature)
+        # The driver would begin a transaction only at the first write, too late to read and then write safely.
+        connection.isolation_level = None
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=30000"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def _begun(connection: Connection) -> None:
+        # A writer takes its turn at once: one that had read first could no longer write after another did.
+        reading = connection.get_execution_options().get(_READING, False)
+        connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")

@@ -1,0 +1,220 @@
+"""The tables. What must not be, the schema forbids; the reason stands above each constraint.
+
+Instants are seconds since 1970 by the database's clock, so that they compare alike on every database.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, ForeignKey, Index, LargeBinary, MetaData, String, UniqueConstraint, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+NAMES = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+class Table(DeclarativeBase):
+    metadata = MetaData(naming_convention=NAMES)
+    type_annotation_map = {dict[str, Any]: JSON, list[Any]: JSON, str: String}
+
+
+class SiteRow(Table):
+    __tablename__ = "sites"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    created_at: Mapped[float]
+
+
+class TokenRow(Table):
+    """Who may call. Only a hash of the secret is kept."""
+
+    __tablename__ = "tokens"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    role: Mapped[str]
+    secret_hash: Mapped[str] = mapped_column(unique=True)
+    site_id: Mapped[str | None] = mapped_column(ForeignKey("sites.id"))
+    created_at: Mapped[float]
+    expires_at: Mapped[float | None]
+    revoked_at: Mapped[float | None]
+
+
+class WorkerRow(Table):
+    __tablename__ = "workers"
+    # A worker is known by its site and name, so that a restarted process is the worker that it was.
+    __table_args__ = (UniqueConstraint("site_id", "name"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    site_id: Mapped[str] = mapped_column(ForeignKey("sites.id"))
+    name: Mapped[str]
+    declared: Mapped[dict[str, Any]]
+    created_at: Mapped[float]
+    last_seen_at: Mapped[float] = mapped_column(index=True)
+
+
+class RunRow(Table):
+    __tablename__ = "runs"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    state: Mapped[str] = mapped_column(index=True)
+    reason: Mapped[str | None]
+    spec: Mapped[dict[str, Any]]
+    model_bytes: Mapped[int]
+    version_number: Mapped[int]
+    revision: Mapped[int]
+    created_at: Mapped[float]
+    updated_at: Mapped[float]
+
+
+class VersionRow(Table):
+    """An immutable global state; `digest` names the blob that holds its manifest."""
+
+    __tablename__ = "versions"
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    # One version a number: two conductors that merge the same round cannot both commit.
+    number: Mapped[int] = mapped_column(primary_key=True)
+    digest: Mapped[str]
+    created_at: Mapped[float]
+
+
+class RoundRow(Table):
+    """One attempt at a round. Round n turns version n-1 into version n."""
+
+    __tablename__ = "rounds"
+    __table_args__ = (
+        UniqueConstraint("run_id", "number", "attempt"),
+        # A run has one live round at most, whoever opens it.
+        Index(
+            "uq_rounds_live",
+            "run_id",
+            unique=True,
+            sqlite_where=text("state in ('open', 'merging')"),
+            postgresql_where=text("state in ('open', 'merging')"),
+        ),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id"))
+    number: Mapped[int]
+    attempt: Mapped[int]
+    state: Mapped[str]
+    stage: Mapped[str]
+    opened_at: Mapped[float]
+    deadline_at: Mapped[float]
+    closed_at: Mapped[float | None]
+    reason: Mapped[str | None]
+
+
+class TaskRow(Table):
+    __tablename__ = "tasks"
+    __table_args__ = (
+        # A worker has one task a round, hence one accepted update a round (invariant I1).
+        UniqueConstraint("round_id", "worker_id"),
+        # A version is evaluated once by each worker.
+        Index(
+            "uq_tasks_evaluation",
+            "run_id",
+            "version_number",
+            "worker_id",
+            unique=True,
+            sqlite_where=text("kind = 'evaluate'"),
+            postgresql_where=text("kind = 'evaluate'"),
+        ),
+        Index("ix_tasks_claim", "worker_id", "state"),
+        Index("ix_tasks_run_id_kind", "run_id", "kind"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id"))
+    round_id: Mapped[str | None] = mapped_column(ForeignKey("rounds.id"))
+    worker_id: Mapped[str] = mapped_column(ForeignKey("workers.id"))
+    kind: Mapped[str]
+    state: Mapped[str]
+    version_number: Mapped[int]
+    seed: Mapped[int]
+    plan: Mapped[dict[str, Any]]
+    # The fencing token: it grows with every lease, and every report must show the present one.
+    token: Mapped[int]
+    leases: Mapped[int]
+    instance: Mapped[str | None]
+    lease_expires_at: Mapped[float | None]
+    created_at: Mapped[float]
+    update_digest: Mapped[str | None]
+    upload_bytes: Mapped[int]
+    download_bytes: Mapped[int]
+    examples: Mapped[int | None]
+    numbers: Mapped[dict[str, Any]]
+    problem: Mapped[dict[str, Any] | None]
+
+
+class BlobRow(Table):
+    """Bytes under their digest. Small ones are here; of the others this row is the proof that they are stored."""
+
+    __tablename__ = "blobs"
+
+    digest: Mapped[str] = mapped_column(primary_key=True)
+    size: Mapped[int]
+    inline: Mapped[bytes | None] = mapped_column(LargeBinary)
+    created_at: Mapped[float]
+
+
+class RunBlobRow(Table):
+    """Which blobs a run's model and versions are made of: what its workers may fetch, and what must be kept."""
+
+    __tablename__ = "run_blobs"
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    digest: Mapped[str] = mapped_column(ForeignKey("blobs.digest"), primary_key=True, index=True)
+
+
+class UploadRow(Table):
+    """An announced blob. How much of it is here is the length of its staging file."""
+
+    __tablename__ = "uploads"
+    # Announcing the same bytes again goes on with the same upload.
+    __table_args__ = (UniqueConstraint("owner", "digest"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    owner: Mapped[str]
+    digest: Mapped[str]
+    length: Mapped[int]
+    complete: Mapped[bool]
+    created_at: Mapped[float]
+
+
+class IdempotencyRow(Table):
+    """The first answer to a creating request, kept for its repeats."""
+
+    __tablename__ = "idempotency"
+
+    owner: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    fingerprint: Mapped[str]
+    status: Mapped[int]
+    body: Mapped[dict[str, Any]]
+    created_at: Mapped[float]
+
+
+class AuditRow(Table):
+    """Every change of state, chained: each entry's digest covers the one before."""
+
+    __tablename__ = "audit"
+
+    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    at: Mapped[float]
+    actor: Mapped[str]
+    action: Mapped[str]
+    subject: Mapped[str]
+    run_id: Mapped[str | None] = mapped_column(index=True)
+    detail: Mapped[dict[str, Any]]
+    previous: Mapped[str]
+    digest: Mapped[str]
