@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from shared.blocks import Frozen
 
@@ -247,6 +247,14 @@ class Unavailable(Problem):
     title = "The coordinator cannot serve this now"
     remedy = "Wait as long as Retry-After says and try again."
     retryable = True
+
+
+def faults_of(refusal: ValidationError, pointer: str = "") -> list[Fault]:
+    """What pydantic found wrong, without echoing the input: a hostile body must not come back larger."""
+    return [
+        Fault(pointer="/".join(map(str, (pointer, *error["loc"])))[:300], detail=error["msg"][:300])
+        for error in refusal.errors(include_url=False, include_input=False, include_context=False)[:MAX_FAULTS]
+    ]
 
 
 def _tree(kind: type[Problem]) -> Iterator[type[Problem]]:

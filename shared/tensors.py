@@ -113,6 +113,11 @@ def as_bytes(chunk: Array) -> memoryview:
     return np.ascontiguousarray(chunk).view(np.uint8).data.cast("B")
 
 
+def from_bytes(data: bytes, dtype: DType) -> Array:
+    """The inverse of `as_bytes`: a flat, read-only array over `data`."""
+    return np.frombuffer(data, dtype=NUMPY_DTYPES[dtype])
+
+
 def digest_of(data: bytes | memoryview) -> str:
     """The name of these bytes: `sha256:` and 64 hexadecimal digits."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"

@@ -89,6 +89,7 @@ class Cohort(Frozen):
     size: PositiveInt | None = Field(
         default=None, description="workers chosen per round; all that are live if left out"
     )
+    enough: PositiveInt | None = Field(default=None, description="updates that close a round before its deadline")
     quorum: PositiveInt = Field(default=1, description="updates without which a round is abandoned")
     deadline_seconds: float = Field(default=3600, gt=0, le=30 * 86400)
     tries: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")

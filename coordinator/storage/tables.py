@@ -71,6 +71,8 @@ class RunRow(Table):
     version_number: Mapped[int]
     revision: Mapped[int]
     created_at: Mapped[float]
+    # When it was created or last resumed: attempts that failed before then are forgiven.
+    resumed_at: Mapped[float]
     updated_at: Mapped[float]
 
 

@@ -1,0 +1,46 @@
+"""Blobs in, blobs out: a round's accepted updates become the next version, block by block, chunk by chunk.
+
+The updates are merged in the order of their workers' names, so the same set of updates gives the same bytes whatever
+the order in which they came (invariant I6), and memory is bounded by a few chunks per update (invariant I11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.domain.records import Accepted
+from coordinator.inspection import Inspector
+from coordinator.states import States
+from coordinator.storage.blobs import Stored
+from shared.methods import coordinator_half
+from shared.methods.contract import RunFacts, Update
+from shared.model import Model
+from shared.wire import Manifest, RunSpec, VersionRef
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    states: States
+    inspector: Inspector
+
+    def merge(self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]) -> tuple[Manifest, list[Stored]]:
+        """The next version and its new blobs, made safe; the last of them is the manifest's own."""
+        model = self.states.model(spec.model)
+        manifest = self.states.manifest(base.digest)
+        updates = [
+            Update(
+                worker=entry.worker,
+                examples=entry.examples,
+                blocks=self.inspector.open(entry.digest, model, manifest, entry.plan),
+                numbers=entry.numbers,
+            )
+            for entry in sorted(accepted, key=lambda entry: entry.worker)
+        ]
+        half = coordinator_half(spec.method, run_facts(spec, model))
+        merged = half.merge(self.states.load(model, manifest, base.number), updates)
+        return self.states.store(merged)
+
+
+def run_facts(spec: RunSpec, model: Model) -> RunFacts:
+    return RunFacts(blocks=model.blocks, rounds=spec.rounds, divide=spec.divide)

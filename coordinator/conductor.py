@@ -1,0 +1,246 @@
+"""Snapshot, decide, act: the one place that moves rounds.
+
+It keeps nothing that matters in memory, so it may be killed at any moment: what was committed stands, and the next
+look at the tables says what is still to be done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from random import Random
+
+import structlog
+from sqlalchemy.orm import Session
+
+from coordinator.aggregation import Aggregation, run_facts
+from coordinator.domain import decide as todo
+from coordinator.domain.cohort import choose, dice
+from coordinator.domain.decide import Action, Patience, decide
+from coordinator.presence import Presence
+from coordinator.states import States
+from coordinator.storage import rounds
+from coordinator.storage.blobs import Blobs
+from coordinator.storage.database import Database
+from coordinator.storage.identity import note_seen
+from coordinator.storage.rounds import ACTOR
+from coordinator.storage.snapshots import (
+    Member,
+    eligible,
+    evaluators,
+    live_workers,
+    run_snapshot,
+    runs_to_decide,
+)
+from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow
+from coordinator.storage.transitions import move_run, move_task
+from shared.methods import coordinator_half
+from shared.methods.contract import State
+from shared.model import Model
+from shared.problems import Conflict, Problem
+from shared.wire import RunSpec, VersionRef
+
+log = structlog.get_logger()
+
+
+class Conductor:
+    """Moves every live run on, when called and at every tick."""
+
+    def __init__(
+        self,
+        database: Database,
+        blobs: Blobs,
+        states: States,
+        aggregation: Aggregation,
+        presence: Presence,
+        *,
+        patience: Patience,
+        live_seconds: float,
+        tick_seconds: float,
+        notify: Callable[[Sequence[str]], None],
+    ) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._states = states
+        self._aggregation = aggregation
+        self._presence = presence
+        self._patience = patience
+        self._live_seconds = live_seconds
+        self._tick_seconds = tick_seconds
+        self._notify = notify
+        self._called = threading.Event()
+        self._ended = threading.Event()
+
+    def call(self) -> None:
+        """Something happened: look at once rather than at the next tick."""
+        self._called.set()
+
+    def end(self) -> None:
+        """Stops `conduct` after the action in hand."""
+        self._ended.set()
+        self._called.set()
+
+    def conduct(self) -> None:
+        """Works until `end`."""
+        while not self._ended.is_set():
+            self._called.wait(self._tick_seconds)
+            self._called.clear()
+            try:
+                self.step()
+            except Exception:  # the loop outlives a database that is away for a while
+                log.exception("conductor.step_failed")
+
+    def step(self) -> None:
+        """Looks at every run until none has anything to be done."""
+        self._note_presence()
+        while not self._ended.is_set() and self._pass():
+            pass
+
+    def _pass(self) -> bool:
+        """One look at every run; whether anything was done."""
+        with self._database.snapshot() as session:
+            live = live_workers(session, self._database.now() - self._live_seconds)
+            snapshots = [run_snapshot(session, run_id, live) for run_id in runs_to_decide(session)]
+        acted = False
+        for snapshot in snapshots:
+            for action in decide(snapshot, self._database.now(), self._patience):
+                acted |= self._try(snapshot.id, action)
+        return acted
+
+    def _try(self, run_id: str, action: Action) -> bool:
+        """Does one action, unless another process was faster or the run cannot go on."""
+        try:
+            self._act(run_id, action)
+        except Conflict as conflict:
+            log.info("conductor.overtaken", run=run_id, action=str(action), detail=conflict.detail)
+            return False
+        except (Problem, OSError, ValueError, ArithmeticError, LookupError) as fault:
+            log.exception("conductor.action_failed", run=run_id, action=str(action))
+            return self._halt(run_id, action, fault)
+        log.info("conductor.acted", run=run_id, action=str(action))
+        return True
+
+    def _halt(self, run_id: str, action: Action, fault: Exception) -> bool:
+        """A run that cannot be moved on pauses with its reason, so that a person sees it and the others go on."""
+        reason = f"{type(action).__name__.lower()} failed: {fault}"[:2000]
+        try:
+            with self._database.transaction() as session:
+                move_run(session, self._database.now(), ACTOR, run_id, "pause", reason)
+        except Conflict:
+            return False
+        return True
+
+    def _note_presence(self) -> None:
+        if seen := self._presence.take():
+            with self._database.transaction() as session:
+                note_seen(session, seen)
+
+    # ------------------------------------------------------------ actions
+
+    def _act(self, run_id: str, action: Action) -> None:
+        match action:
+            case todo.Merge(round_id):
+                woken = self._merge(run_id, round_id)
+            case todo.Open(number):
+                woken = self._open(run_id, number)
+            case _:
+                with self._database.transaction() as session:
+                    woken = self._record(session, self._database.now(), run_id, action)
+        self._notify(woken)
+
+    def _record(self, session: Session, now: float, run_id: str, action: Action) -> list[str]:
+        """The actions that need no more than the tables; returns the workers who now have something to do."""
+        match action:
+            case todo.Lapse(task_id, token):
+                task = session.get_one(TaskRow, task_id)
+                _require(task.token == token and (task.lease_expires_at or 0) <= now, "the lease was renewed")
+                move_task(session, now, ACTOR, task, "lapse")
+            case todo.Offer(task_id):
+                task = session.get_one(TaskRow, task_id)
+                move_task(session, now, ACTOR, task, "offer")
+                return [task.worker_id]
+            case todo.Close(round_id, reason):
+                rounds.close_round(session, now, session.get_one(RoundRow, round_id), reason)
+            case todo.Abandon(round_id, reason):
+                rounds.abandon_round(session, now, session.get_one(RoundRow, round_id), reason)
+            case todo.Evaluate(version):
+                return self._offer_evaluation(session, now, session.get_one(RunRow, run_id), version)
+            case todo.CancelEvaluations():
+                rounds.cancel_tasks(session, now, rounds.evaluations_of(session, run_id))
+            case todo.Pause(reason):
+                move_run(session, now, ACTOR, run_id, "pause", reason)
+            case todo.Complete():
+                move_run(session, now, ACTOR, run_id, "complete")
+                rounds.cancel_tasks(session, now, rounds.evaluations_of(session, run_id))
+        return []
+
+    def _open(self, run_id: str, number: int) -> list[str]:
+        """Opens a round of its own accord: the first one, or one that could not open when the last was committed."""
+        spec, base = self._base(run_id)
+        _require(base.number + 1 == number, "the run has moved on")
+        model = self._states.model(spec.model)
+        state = self._states.load(model, self._states.manifest(base.digest), base.number)
+        with self._database.transaction() as session:
+            run = session.get_one(RunRow, run_id)
+            _require(run.state == "running" and run.version_number == base.number, "the run has moved on")
+            live = live_workers(session, self._database.now() - self._live_seconds)
+            return self._open_in(session, run, spec, model, state, eligible(spec, live))
+
+    def _base(self, run_id: str) -> tuple[RunSpec, VersionRef]:
+        """A run's spec and latest version."""
+        with self._database.snapshot() as session:
+            run = session.get_one(RunRow, run_id)
+            version = session.get_one(VersionRow, (run_id, run.version_number))
+            return RunSpec.model_validate(run.spec), VersionRef(number=version.number, digest=version.digest)
+
+    def _open_in(
+        self, session: Session, run: RunRow, spec: RunSpec, model: Model, state: State, willing: Sequence[Member]
+    ) -> list[str]:
+        """Opens the next round; a method that plans nothing ends the run. Returns the workers that were asked."""
+        _require(len(willing) >= spec.cohort.quorum, "too few workers are live")
+        rng = Random(dice(spec.seed, "cohort", state.round + 1))  # noqa: S311 (no secret: reproducible)
+        chosen = set(choose([worker.name for worker in willing], spec.cohort.size, rng))
+        cohort = [worker for worker in willing if worker.name in chosen]
+        half = coordinator_half(spec.method, run_facts(spec, model))
+        plans = half.plan(state, [worker.participant(spec.dataset) for worker in cohort], rng)
+        # What a plan selects must be there: SelectorError pauses the run before any worker hears of it.
+        for plan in plans.values():
+            for selector in (plan.fetch, plan.train, plan.upload):
+                selector.resolve(model.blocks)
+        now = self._database.now()
+        if not plans:
+            move_run(session, now, ACTOR, run.id, "complete", "the method planned nothing more")
+            return []
+        return rounds.open_round(session, now, run, cohort, plans)
+
+    def _offer_evaluation(self, session: Session, now: float, run: RunRow, version: int) -> list[str]:
+        able = evaluators(RunSpec.model_validate(run.spec), live_workers(session, now - self._live_seconds))
+        _require(bool(able), "no evaluating worker is live")
+        rounds.offer_evaluation(session, now, run, version, able[0])
+        return [able[0].id]
+
+    def _merge(self, run_id: str, round_id: str) -> list[str]:
+        """Merges outside of any transaction, then commits version, round and next round in one (invariant I3)."""
+        spec, base = self._base(run_id)
+        with self._database.snapshot() as session:
+            accepted = rounds.accepted_updates(session, round_id)
+        manifest, new = self._aggregation.merge(spec, base, accepted)
+        made = VersionRef(number=base.number + 1, digest=new[-1].digest)
+        model = self._states.model(spec.model)
+        with self._database.transaction() as session:
+            now = self._database.now()
+            self._blobs.record(session, now, new)
+            run = session.get_one(RunRow, run_id)
+            _require(run.version_number == base.number, "the round was merged already")
+            rounds.commit_round(session, now, run, session.get_one(RoundRow, round_id), made, manifest)
+            willing = eligible(spec, live_workers(session, now - self._live_seconds))
+            wanted = spec.cohort.size or spec.cohort.quorum
+            # If its cohort is not all here, a later look opens the next round.
+            if run.state != "running" or made.number >= spec.rounds or len(willing) < wanted:
+                return []
+            return self._open_in(session, run, spec, model, self._states.load(model, manifest, made.number), willing)
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Conflict(otherwise)

@@ -1,0 +1,23 @@
+"""Whether a report on a task still counts. Every call after the claim passes through here (invariant I4)."""
+
+from __future__ import annotations
+
+from shared.problems import LeaseLost, Problem, RoundClosed, TaskCancelled
+
+
+def refusal(state: str, round_state: str | None, shown_token: int, token: int) -> Problem | None:
+    """Why a report that shows `shown_token` is refused for a task in `state` with `token`, or None.
+
+    `round_state` is None for a task that belongs to no round.
+    """
+    if state == "cancelled" and round_state in ("merging", "committed"):
+        return RoundClosed("the round closed without this task's update")
+    if state == "cancelled":
+        return TaskCancelled("the task was cancelled, with its round or its run")
+    if state != "leased" or shown_token != token:
+        return LeaseLost(
+            f"the task is {state} under token {token}; the request shows token {shown_token}"
+            if shown_token != token
+            else f"the task is {state}, not leased"
+        )
+    return None

@@ -1,0 +1,153 @@
+"""What is to be done about a run: the only place where a round moves.
+
+    decide(snapshot, now) -> actions
+
+Pure and total: it sees one moment and says what should happen; the conductor does it, each action guarded by the
+state that this function saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from coordinator.domain.records import RoundSnapshot, RunSnapshot, TaskSnapshot
+
+
+@dataclass(frozen=True)
+class Lapse:
+    """The lease ran out."""
+
+    task: str
+    token: int
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A lapsed task is to be had again."""
+
+    task: str
+
+
+@dataclass(frozen=True)
+class Open:
+    number: int
+
+
+@dataclass(frozen=True)
+class Close:
+    round: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Merge:
+    round: str
+
+
+@dataclass(frozen=True)
+class Abandon:
+    round: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """A version is to be offered to a worker that evaluates."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class CancelEvaluations:
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    reason: str
+
+
+@dataclass(frozen=True)
+class Complete:
+    pass
+
+
+Action = Lapse | Offer | Open | Close | Merge | Abandon | Evaluate | CancelEvaluations | Pause | Complete
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long is waited for what may still come, in seconds."""
+
+    gather_seconds: float
+    """For the full cohort, once there is a quorum."""
+    evaluation_seconds: float
+    """For the last evaluation, once all rounds are done."""
+
+
+def decide(run: RunSnapshot, now: float, patience: Patience) -> list[Action]:
+    if run.state in ("cancelled", "failed"):
+        return list(_wind_up(run))
+    actions = list(_leases(run, now))
+    if run.round:
+        actions += _round(run.round, run, now)
+    elif run.state == "running":
+        actions += _next(run, now, patience)
+    if run.evaluators:
+        actions += [Evaluate(version) for version in run.unevaluated]
+    return actions
+
+
+def _wind_up(run: RunSnapshot) -> Iterator[Action]:
+    if run.round:
+        yield Abandon(run.round.id, f"the run was {run.state}")
+    if run.evaluations:
+        yield CancelEvaluations(f"the run was {run.state}")
+
+
+def _leases(run: RunSnapshot, now: float) -> Iterator[Action]:
+    """A lease that ran out lapses; a lapsed task is offered again while it has tries left."""
+    open_tasks = run.round.tasks if run.round and run.round.state == "open" else ()
+    for task in (*open_tasks, *run.evaluations):
+        if task.state == "leased" and (task.lease_expires_at or 0) <= now:
+            yield Lapse(task.id, task.token)
+        elif task.state == "lapsed" and task.leases < run.cohort.task_tries:
+            yield Offer(task.id)
+
+
+def _round(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Action]:
+    if round_.state == "merging":
+        yield Merge(round_.id)
+        return
+    accepted = sum(task.state == "accepted" for task in round_.tasks)
+    waiting = sum(_may_come(task, run.cohort.task_tries) for task in round_.tasks)
+    quorum = run.cohort.quorum
+    if run.cohort.enough and accepted >= max(run.cohort.enough, quorum):
+        yield Close(round_.id, f"{accepted} updates are enough")
+    elif waiting and accepted + waiting >= quorum and now < round_.deadline_at:
+        return
+    elif accepted >= quorum:
+        yield Close(round_.id, "the deadline came" if waiting else "all tasks ended")
+    else:
+        cause = "by the deadline" if now >= round_.deadline_at else "and no more can come"
+        yield Abandon(round_.id, f"{accepted} of {len(round_.tasks)} updates came {cause}; the quorum is {quorum}")
+
+
+def _may_come(task: TaskSnapshot, tries: int) -> bool:
+    return task.state in ("offered", "leased") or (task.state == "lapsed" and task.leases < tries)
+
+
+def _next(run: RunSnapshot, now: float, patience: Patience) -> Iterator[Action]:
+    """Between rounds: the next one, or the end, or a pause for a reason that a person can read."""
+    waited = now - run.idle_since
+    if run.version >= run.rounds:
+        last_due = run.unevaluated and run.evaluators
+        if not (run.evaluations or last_due) or waited > patience.evaluation_seconds:
+            yield Complete()
+    elif run.abandoned >= run.cohort.tries:
+        yield Pause(f"round {run.version + 1} was abandoned {run.abandoned} times; see its rounds for the reasons")
+    elif run.eligible >= (run.cohort.size or run.cohort.quorum) or (
+        run.eligible >= run.cohort.quorum and waited > patience.gather_seconds
+    ):
+        yield Open(run.version + 1)

@@ -1,0 +1,59 @@
+"""What may become what, as one table each for runs, rounds and tasks.
+
+Every write of a state names its event here, and changes a row only if that row is in one of the event's sources; a
+row that is not is a conflict, never an overwrite. `python -m coordinator.domain.lifecycle` draws the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Move(NamedTuple):
+    sources: tuple[str, ...]
+    target: str
+
+
+Lifecycle = Mapping[str, Move]
+
+RUN: Lifecycle = {
+    "pause": Move(("running",), "paused"),
+    "resume": Move(("paused",), "running"),
+    "cancel": Move(("running", "paused"), "cancelled"),
+    "complete": Move(("running",), "completed"),
+    "fail": Move(("running", "paused"), "failed"),
+}
+
+ROUND: Lifecycle = {
+    "close": Move(("open",), "merging"),
+    "commit": Move(("merging",), "committed"),
+    "abandon": Move(("open", "merging"), "abandoned"),
+}
+
+TASK: Lifecycle = {
+    "lease": Move(("offered",), "leased"),
+    "release": Move(("leased",), "offered"),
+    "lapse": Move(("leased",), "lapsed"),
+    "offer": Move(("lapsed",), "offered"),
+    "accept": Move(("leased",), "accepted"),
+    "reject": Move(("leased",), "rejected"),
+    "fail": Move(("leased",), "failed"),
+    "cancel": Move(("offered", "leased", "lapsed"), "cancelled"),
+}
+
+LIVE_ROUND = ("open", "merging")
+LIVE_RUN = ("running", "paused")
+
+
+def diagram(title: str, lifecycle: Lifecycle) -> str:
+    """The table as a Mermaid state diagram."""
+    arrows = [
+        f"    {source} --> {move.target}: {event}" for event, move in lifecycle.items() for source in move.sources
+    ]
+    return "\n".join([f"---\ntitle: {title}\n---", "stateDiagram-v2", *arrows])
+
+
+if __name__ == "__main__":
+    for name, table in {"Run": RUN, "Round": ROUND, "Task": TASK}.items():
+        print(f"```mermaid\n{diagram(name, table)}\n```\n")

@@ -1,0 +1,63 @@
+"""What the rules see of a run, frozen at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.methods.contract import Plan
+from shared.wire import Cohort
+
+
+@dataclass(frozen=True)
+class TaskSnapshot:
+    id: str
+    state: str
+    token: int
+    leases: int
+    lease_expires_at: float | None
+
+
+@dataclass(frozen=True)
+class RoundSnapshot:
+    id: str
+    number: int
+    state: str
+    opened_at: float
+    deadline_at: float
+    tasks: tuple[TaskSnapshot, ...]
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    id: str
+    state: str
+    rounds: int
+    """Rounds asked for."""
+    version: int
+    """The number of the latest version, which is the number of rounds committed."""
+    cohort: Cohort
+    round: RoundSnapshot | None
+    """The live round, if there is one."""
+    abandoned: int
+    """Attempts at the next round that were abandoned since the run was last resumed."""
+    eligible: int
+    """Live workers that could take part in a round."""
+    idle_since: float
+    """When the run was last changed: created, resumed, or its last round ended."""
+    evaluations: tuple[TaskSnapshot, ...]
+    """Evaluations that are not over."""
+    unevaluated: tuple[int, ...]
+    """Numbers of versions that are due for evaluation and have not been offered to anyone."""
+    evaluators: int
+    """Live workers that could evaluate."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """An accepted update: by whom, made under which plan, and where its bytes are."""
+
+    worker: str
+    digest: str
+    examples: int
+    numbers: dict[str, float]
+    plan: Plan

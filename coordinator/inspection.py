@@ -1,0 +1,76 @@
+"""Every update is checked before it is accepted (invariant I10): its form first, then each value in it, streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+
+from coordinator.states import States
+from coordinator.storage.blobs import Blobs
+from shared.codecs import CodecError
+from shared.methods.contract import Plan
+from shared.model import Model
+from shared.problems import Fault, InvalidUpdate
+from shared.tensors import Tensor
+from shared.update import EncodedTensor, read_update
+from shared.wire import Manifest
+
+MAX_FAULTS = 50
+
+
+@dataclass(frozen=True)
+class Inspector:
+    blobs: Blobs
+    states: States
+
+    def open(self, digest: str, model: Model, manifest: Manifest, plan: Plan) -> dict[str, EncodedTensor]:
+        """An update's blocks, lazily decoded, by name. Raises InvalidUpdate if its form is wrong."""
+        asked = {block.name: block for block in plan.upload.resolve(model.blocks)}
+        bases = {name: self.states.tensor(block, manifest) for name, block in asked.items()}
+        return read_update(lambda: self.blobs.open(digest), self.blobs.size(digest), asked, bases)
+
+    def check(
+        self, digest: str, model: Model, manifest: Manifest, plan: Plan, max_norm: float | None
+    ) -> Mapping[str, float]:
+        """Reads the whole update and returns what was measured: its `update_norm`.
+
+        Raises InvalidUpdate naming every block that cannot be decoded or is not finite, or a norm out of bounds.
+        """
+        blocks = self.open(digest, model, manifest, plan)
+        if not blocks:
+            raise InvalidUpdate("the update holds no block", remedy="Send at least one of the blocks asked for.")
+        faults: list[Fault] = []
+        squares = 0.0
+        for name, tensor in blocks.items():
+            try:
+                squares += _step_squares(tensor, tensor.base)
+            except (CodecError, NotFinite) as fault:
+                faults.append(Fault(pointer=name, detail=str(fault)[:300]))
+            if len(faults) >= MAX_FAULTS:
+                break
+        if faults:
+            raise InvalidUpdate(f"{len(faults)} blocks of the update cannot be used", errors=faults)
+        norm = sqrt(squares)
+        if max_norm is not None and norm > max_norm:
+            raise InvalidUpdate(f"the update's l2 norm is {norm:.6g}; this run takes at most {max_norm:.6g}")
+        return {"update_norm": norm}
+
+
+class NotFinite(ValueError):
+    """A block holds NaN or infinity."""
+
+
+def _step_squares(tensor: Tensor, base: Tensor) -> float:
+    """The sum of squares of the difference. Raises NotFinite."""
+    total = 0.0
+    for chunk, start in zip(tensor.chunks(), base.chunks(), strict=True):
+        # float64 overflows on no finite float32, so whatever is not finite here came so.
+        values = chunk.astype(np.float64)
+        if not np.isfinite(values).all():
+            raise NotFinite(f"{int((~np.isfinite(values)).sum())} or more values are NaN or infinite")
+        step = values - start.astype(np.float64)
+        total += float(step @ step)
+    return total

@@ -1,0 +1,135 @@
+"""Versions as values: a manifest of digests becomes a `State` of lazy tensors, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from coordinator.storage.blobs import Blobs, Stored
+from shared.blocks import NUMPY_DTYPES, Block, DType
+from shared.methods.contract import State
+from shared.model import Model
+from shared.problems import Fault, Invalid, NotFound, faults_of
+from shared.tensors import Array, Tensor, as_bytes, chunk_counts, from_bytes, numel
+from shared.wire import Manifest, MemoryEntry, canonical
+
+D = TypeVar("D", Model, Manifest)
+
+MAX_DOCUMENT_BYTES = 64 << 20
+"""The largest model document or manifest that is read."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that is a blob: read anew, chunk by chunk, each time."""
+
+    blobs: Blobs
+    digest: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    def chunks(self) -> Iterator[Array]:
+        width = NUMPY_DTYPES[self.dtype].itemsize
+        with self.blobs.open(self.digest) as file:
+            for count in chunk_counts(numel(self)):
+                yield from_bytes(file.read(count * width), self.dtype)
+
+
+class States:
+    """Reads and writes versions. Models and manifests never change, so those read lately are kept."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs = blobs
+        self.model = lru_cache(maxsize=16)(self._read_model)
+        self.manifest = lru_cache(maxsize=64)(self._read_manifest)
+
+    def _read_model(self, digest: str) -> Model:
+        return Model.model_validate_json(self._document(digest))
+
+    def _read_manifest(self, digest: str) -> Manifest:
+        return Manifest.model_validate_json(self._document(digest))
+
+    def _document(self, digest: str) -> bytes:
+        size = self._blobs.size(digest)
+        if size > MAX_DOCUMENT_BYTES:
+            raise Invalid(f"blob {digest} has {size} bytes; a document has at most {MAX_DOCUMENT_BYTES}")
+        return self._blobs.read(digest)
+
+    def load(self, model: Model, manifest: Manifest, number: int) -> State:
+        """The state that a version holds, none of its tensors read yet."""
+        return State(
+            round=number,
+            model={block.name: self.tensor(block, manifest) for block in model.blocks},
+            memory={
+                name: StoredTensor(self._blobs, entry.digest, entry.shape, entry.dtype)
+                for name, entry in manifest.memory.items()
+            },
+            numbers=manifest.numbers,
+        )
+
+    def tensor(self, block: Block, manifest: Manifest) -> StoredTensor:
+        return StoredTensor(self._blobs, manifest.blocks[block.name], block.shape, block.dtype)
+
+    def store(self, state: State) -> tuple[Manifest, list[Stored]]:
+        """Makes a state's tensors safe, computing what is not stored yet, one at a time.
+
+        Returns its manifest and the blobs to enter, the manifest's own last.
+        """
+        new: list[Stored] = []
+        blocks = {name: self._settle(tensor, new) for name, tensor in sorted(state.model.items())}
+        memory = {
+            name: MemoryEntry(digest=self._settle(tensor, new), shape=tensor.shape, dtype=tensor.dtype)
+            for name, tensor in sorted(state.memory.items())
+        }
+        manifest = Manifest(blocks=blocks, memory=memory, numbers=dict(state.numbers))
+        new.append(self._blobs.put([canonical(manifest)]))
+        return manifest, new
+
+    def _settle(self, tensor: Tensor, new: list[Stored]) -> str:
+        if isinstance(tensor, StoredTensor):
+            return tensor.digest
+        stored = self._blobs.put(as_bytes(chunk) for chunk in tensor.chunks())
+        new.append(stored)
+        return stored.digest
+
+    # ------------------------------------------------------------ checking what an orchestrator brings
+
+    def check(self, model_digest: str, version_digest: str) -> tuple[Model, Manifest]:
+        """A new run's model and first version. Raises Invalid saying everything that does not fit together."""
+        model = self._checked("/model", Model, model_digest)
+        manifest = self._checked("/version", Manifest, version_digest)
+        faults = [
+            Fault(pointer=f"/version/blocks/{name}", detail="the model has no such block")
+            for name in sorted(set(manifest.blocks) - set(model.by_name))
+        ]
+        for name, block in sorted(model.by_name.items()):
+            faults += self._blob_faults(name, block.nbytes, manifest.blocks)
+        if faults:
+            raise Invalid("the first version does not fit the model", errors=faults)
+        return model, manifest
+
+    def _checked(self, pointer: str, kind: type[D], digest: str) -> D:
+        try:
+            return kind.model_validate_json(self._document(digest))
+        except NotFound:
+            faults = [Fault(pointer=pointer, detail=f"blob {digest} was not uploaded")]
+        except ValidationError as refusal:
+            faults = faults_of(refusal, pointer)
+        raise Invalid(f"the run's {pointer[1:]} document cannot be used", errors=faults)
+
+    def _blob_faults(self, name: str, nbytes: int, blocks: Mapping[str, str]) -> Iterator[Fault]:
+        pointer = f"/version/blocks/{name}"
+        if name not in blocks:
+            yield Fault(pointer=pointer, detail="this block of the model is missing")
+            return
+        try:
+            size = self._blobs.size(blocks[name])
+        except NotFound:
+            yield Fault(pointer=pointer, detail=f"blob {blocks[name]} was not uploaded")
+        else:
+            if size != nbytes:
+                yield Fault(pointer=pointer, detail=f"blob {blocks[name]} has {size} bytes; the block has {nbytes}")

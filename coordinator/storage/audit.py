@@ -1,0 +1,47 @@
+"""The audit chain: every change of state, in the transaction that makes it (invariant I15)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coordinator.storage.tables import AuditRow
+
+GENESIS = "0" * 64
+
+
+def record(
+    session: Session,
+    now: float,
+    actor: str,
+    action: str,
+    subject: str,
+    *,
+    run_id: str | None = None,
+    **detail: Any,
+) -> None:
+    """Appends an entry whose digest covers its content and the entry before it."""
+    session.flush()
+    last = session.execute(select(AuditRow.seq, AuditRow.digest).order_by(AuditRow.seq.desc()).limit(1)).first()
+    seq, previous = (last.seq + 1, last.digest) if last else (1, GENESIS)
+    entry = {
+        "seq": seq,
+        "at": now,
+        "actor": actor,
+        "action": action,
+        "subject": subject,
+        "run_id": run_id,
+        "detail": detail,
+    }
+    session.add(AuditRow(**entry, previous=previous, digest=link(previous, entry)))
+    session.flush()
+
+
+def link(previous: str, entry: dict[str, Any]) -> str:
+    """The digest of an entry behind the entry whose digest is `previous`."""
+    text = json.dumps([previous, entry], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

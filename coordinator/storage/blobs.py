@@ -1,0 +1,209 @@
+"""Bytes under their sha-256: small ones in the database, the others in an object store.
+
+A blob is never visible in part. Its bytes are written under a temporary name, flushed to the disk, renamed to their
+digest and only then entered in the `blobs` table; what the table does not know does not exist. The store is any that
+`obstore` speaks to, a local folder by default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import obstore
+from obstore.store import LocalStore, from_url
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coordinator.storage.database import Database
+from coordinator.storage.tables import BlobRow
+from shared.problems import NotFound
+from shared.tensors import digest_of
+
+PIECE_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A blob whose bytes are safe, not yet entered in the table. `inline` has them if they are few."""
+
+    digest: str
+    size: int
+    inline: bytes | None = None
+
+
+class Blobs:
+    def __init__(
+        self, database: Database, url: str, staging_dir: Path, inline_bytes: int, readahead_bytes: int
+    ) -> None:
+        self._database = database
+        self._inline_bytes = inline_bytes
+        self._readahead_bytes = readahead_bytes
+        self.staging_dir = staging_dir
+        staging_dir.mkdir(parents=True, exist_ok=True)
+        self._root = None if "://" in url else Path(url)
+        self._store = LocalStore(url, mkdir=True) if self._root else from_url(url)
+
+    # ------------------------------------------------------------ writing
+
+    def put(self, pieces: Iterable[bytes | memoryview]) -> Stored:
+        """Makes bytes safe under their digest. To be entered with `record`."""
+        source = iter(pieces)
+        head = bytearray()
+        for piece in source:
+            head += piece
+            if len(head) > self._inline_bytes:
+                return self._put_file(head, source)
+        return Stored(digest_of(bytes(head)), len(head), bytes(head))
+
+    def _put_file(self, head: bytearray, rest: Iterator[bytes | memoryview]) -> Stored:
+        path = self.staging_dir / f"put-{uuid.uuid4().hex}"
+        received = hashlib.sha256(head)
+        try:
+            with path.open("xb") as file:
+                size = file.write(head)
+                for piece in rest:
+                    size += file.write(piece)
+                    received.update(piece)
+            return self.adopt(path, f"sha256:{received.hexdigest()}", size)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def adopt(self, path: Path, digest: str, size: int) -> Stored:
+        """Takes over a finished file of the staging folder, whose digest was checked."""
+        if size <= self._inline_bytes:
+            return Stored(digest, size, path.read_bytes())
+        _flush(path)
+        if self._root:
+            final = self._root / _key(digest)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            # The name is the content, so replacing a file of the same name changes nothing.
+            path.replace(final)
+            _flush(final.parent)
+            _flush(self._root)
+        else:
+            obstore.put(self._store, _key(digest), path)
+        return Stored(digest, size)
+
+    def record(self, session: Session, now: float, stored: Sequence[Stored]) -> None:
+        """Enters blobs in the table; those already there stay as they are."""
+        new = {blob.digest: blob for blob in stored}
+        known = session.scalars(select(BlobRow.digest).where(BlobRow.digest.in_(new)))
+        for digest in known:
+            del new[digest]
+        session.add_all(
+            BlobRow(digest=blob.digest, size=blob.size, inline=blob.inline, created_at=now) for blob in new.values()
+        )
+        session.flush()
+
+    def save(self, pieces: Iterable[bytes | memoryview]) -> Stored:
+        """`put` and `record` in one."""
+        stored = self.put(pieces)
+        with self._database.transaction() as session:
+            self.record(session, self._database.now(), [stored])
+        return stored
+
+    def writable(self) -> bool:
+        """Whether the staging folder takes a file."""
+        probe = self.staging_dir / f"probe-{uuid.uuid4().hex}"
+        try:
+            probe.write_bytes(b"probe")
+            probe.unlink()
+        except OSError:
+            return False
+        return True
+
+    def sweep(self) -> int:
+        """Removes what killed processes left half-written, and returns how many files there were.
+
+        Unfinished uploads stay: their senders may come back for them.
+        """
+        left = [path for kind in ("put-*", "probe-*") for path in self.staging_dir.glob(kind)]
+        for path in left:
+            path.unlink()
+        return len(left)
+
+    # ------------------------------------------------------------ reading
+
+    def size(self, digest: str) -> int:
+        """Raises NotFound."""
+        return self._row(digest).size
+
+    def open(self, digest: str) -> BinaryIO:
+        """The blob as a seekable file. Raises NotFound."""
+        row = self._row(digest)
+        if row.inline is not None:
+            return io.BytesIO(row.inline)
+        return io.BufferedReader(_StoreFile(self._store, _key(digest), self._readahead_bytes), PIECE_BYTES)
+
+    def read(self, digest: str) -> bytes:
+        """A whole blob. Raises NotFound."""
+        with self.open(digest) as file:
+            return file.read()
+
+    async def stream(self, blob: Stored, start: int, stop: int) -> AsyncIterator[bytes]:
+        """Bytes `start` to `stop` of a blob, piece by piece, as the receiver takes them."""
+        if blob.inline is not None:
+            yield blob.inline[start:stop]
+        elif start < stop:
+            options: obstore.GetOptions = {"range": (start, stop)}
+            result = await obstore.get_async(self._store, _key(blob.digest), options=options)
+            async for piece in result.stream(min_chunk_size=PIECE_BYTES):
+                yield bytes(piece)
+
+    def find(self, session: Session, digest: str) -> Stored:
+        """Raises NotFound."""
+        row = session.get(BlobRow, digest)
+        if row is None:
+            raise NotFound(f"there is no blob {digest}")
+        return Stored(row.digest, row.size, row.inline)
+
+    def _row(self, digest: str) -> Stored:
+        with self._database.snapshot() as session:
+            return self.find(session, digest)
+
+
+class _StoreFile(io.RawIOBase):
+    """An object of the store as a plain readable file."""
+
+    def __init__(self, store: obstore.store.ObjectStore, key: str, readahead_bytes: int) -> None:
+        self._reader = obstore.open_reader(store, key, buffer_size=readahead_bytes)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._reader.seek(offset, whence)
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data = self._reader.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._reader.close()
+        super().close()
+
+
+def _key(digest: str) -> str:
+    hexadecimal = digest.removeprefix("sha256:")
+    return f"{hexadecimal[:2]}/{hexadecimal}"
+
+
+def _flush(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

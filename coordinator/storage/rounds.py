@@ -1,0 +1,143 @@
+"""Opening, merging and ending rounds: what the conductor writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from coordinator.domain.cohort import dice
+from coordinator.domain.records import Accepted
+from coordinator.storage import audit
+from coordinator.storage.identity import new_id
+from coordinator.storage.snapshots import Member
+from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from coordinator.storage.transitions import move_round, move_task
+from shared.methods.contract import Plan
+from shared.wire import Manifest, RunSpec, VersionRef
+
+ACTOR = "conductor"
+
+
+def open_round(
+    session: Session, now: float, run: RunRow, cohort: Sequence[Member], plans: Mapping[str, Plan]
+) -> list[str]:
+    """Opens the run's next round with one task for each planned worker; returns the workers' ids."""
+    spec = RunSpec.model_validate(run.spec)
+    number = run.version_number + 1
+    same = (RoundRow.run_id == run.id) & (RoundRow.number == number)
+    before = session.scalar(select(func.max(RoundRow.attempt)).where(same)) or 0
+    planned = [worker for worker in cohort if worker.name in plans]
+    round_ = RoundRow(
+        id=new_id(),
+        run_id=run.id,
+        number=number,
+        attempt=before + 1,
+        state="open",
+        stage=plans[planned[0].name].stage,
+        opened_at=now,
+        deadline_at=now + spec.cohort.deadline_seconds,
+    )
+    session.add(round_)
+    # Rows that refer to each other only by id are written in the order of the flushes.
+    session.flush()
+    for worker in planned:
+        # The seed depends on the round and the worker but not on the attempt: who tries again gets the same dice.
+        seed = dice(spec.seed, "train", number, worker.name)
+        session.add(_task(now, run.id, "train", worker.id, run.version_number, seed, plans[worker.name], round_.id))
+    names = [worker.name for worker in planned]
+    audit.record(session, now, ACTOR, "round.open", round_.id, run_id=run.id, number=number, cohort=names)
+    return [worker.id for worker in planned]
+
+
+def offer_evaluation(session: Session, now: float, run: RunRow, version: int, worker: Member) -> None:
+    spec = RunSpec.model_validate(run.spec)
+    task = _task(now, run.id, "evaluate", worker.id, version, dice(spec.seed, "evaluate", version), Plan(), None)
+    session.add(task)
+    audit.record(session, now, ACTOR, "task.evaluate", task.id, run_id=run.id, version=version, worker=worker.name)
+
+
+def _task(
+    now: float, run_id: str, kind: str, worker_id: str, version: int, seed: int, plan: Plan, round_id: str | None
+) -> TaskRow:
+    return TaskRow(
+        id=new_id(),
+        run_id=run_id,
+        round_id=round_id,
+        worker_id=worker_id,
+        kind=kind,
+        state="offered",
+        version_number=version,
+        seed=seed,
+        plan=plan.model_dump(mode="json"),
+        token=0,
+        leases=0,
+        created_at=now,
+        upload_bytes=0,
+        download_bytes=0,
+        numbers={},
+    )
+
+
+def cancel_tasks(session: Session, now: float, which: Sequence[TaskRow]) -> None:
+    """Cancels what is not over yet."""
+    for task in which:
+        if task.state in ("offered", "leased", "lapsed"):
+            move_task(session, now, ACTOR, task, "cancel")
+
+
+def tasks_of(session: Session, round_id: str) -> Sequence[TaskRow]:
+    return session.scalars(select(TaskRow).where(TaskRow.round_id == round_id).order_by(TaskRow.id)).all()
+
+
+def evaluations_of(session: Session, run_id: str) -> Sequence[TaskRow]:
+    return session.scalars(select(TaskRow).where(TaskRow.run_id == run_id, TaskRow.kind == "evaluate")).all()
+
+
+def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
+    """No more updates are taken; what was accepted is to be merged."""
+    move_round(session, now, ACTOR, round_, "close", reason)
+    cancel_tasks(session, now, tasks_of(session, round_.id))
+
+
+def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
+    move_round(session, now, ACTOR, round_, "abandon", reason)
+    cancel_tasks(session, now, tasks_of(session, round_.id))
+
+
+def accepted_updates(session: Session, round_id: str) -> list[Accepted]:
+    rows = session.execute(
+        select(TaskRow, WorkerRow.name, SiteRow.name)
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .where(TaskRow.round_id == round_id, TaskRow.state == "accepted")
+    )
+    # An accepted task has a digest and a count: they are written together with that state.
+    return [
+        Accepted(f"{s}/{n}", t.update_digest or "", t.examples or 0, t.numbers, Plan.model_validate(t.plan))
+        for t, n, s in rows
+    ]
+
+
+def add_version(session: Session, now: float, run_id: str, number: int, digest: str, manifest: Manifest) -> None:
+    """Enters a version whose blobs are entered already."""
+    session.add(VersionRow(run_id=run_id, number=number, digest=digest, created_at=now))
+    wanted = {digest, *manifest.blocks.values(), *(entry.digest for entry in manifest.memory.values())}
+    same = (RunBlobRow.run_id == run_id) & RunBlobRow.digest.in_(wanted)
+    known = set(session.scalars(select(RunBlobRow.digest).where(same)))
+    session.add_all(RunBlobRow(run_id=run_id, digest=blob) for blob in sorted(wanted - known))
+    session.flush()
+
+
+def commit_round(
+    session: Session, now: float, run: RunRow, round_: RoundRow, version: VersionRef, manifest: Manifest
+) -> None:
+    """The round's end and its version, in the caller's one transaction."""
+    move_round(session, now, ACTOR, round_, "commit", round_.reason)
+    add_version(session, now, run.id, version.number, version.digest, manifest)
+    run.version_number = version.number
+    run.revision += 1
+    run.updated_at = now
+    session.flush()
+    audit.record(session, now, ACTOR, "version", version.digest, run_id=run.id, number=version.number)

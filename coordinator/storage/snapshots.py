@@ -1,0 +1,136 @@
+"""What `decide` is given: a run at one moment, and who could take part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
+from coordinator.domain.records import RoundSnapshot, RunSnapshot, TaskSnapshot
+from coordinator.storage.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from shared.methods.contract import Participant
+from shared.wire import RunSpec
+
+MAX_UNEVALUATED = 16
+
+
+@dataclass(frozen=True)
+class Member:
+    """A live worker: its row, the name that orders and seeds everything, and what it declared."""
+
+    id: str
+    name: str
+    site: str
+    declared: dict[str, Any]
+
+    def participant(self, dataset: str) -> Participant:
+        return Participant(self.name, self.declared["datasets"].get(dataset, 0))
+
+
+def live_workers(session: Session, since: float) -> list[Member]:
+    """Every worker heard of since then, in the order of names (`site/worker`)."""
+    rows = session.execute(
+        select(WorkerRow.id, WorkerRow.name, SiteRow.name.label("site"), WorkerRow.declared)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .where(WorkerRow.last_seen_at >= since)
+    )
+    return sorted((Member(r.id, f"{r.site}/{r.name}", r.site, r.declared) for r in rows), key=lambda m: m.name)
+
+
+def eligible(spec: RunSpec, live: Sequence[Member]) -> list[Member]:
+    """Who could train in a round of this run: allowed, willing, with the data and the method."""
+    return [
+        worker
+        for worker in live
+        if (spec.cohort.sites is None or worker.site in spec.cohort.sites)
+        and "train" in worker.declared["kinds"]
+        and spec.method.name in worker.declared["methods"]
+        and worker.declared["datasets"].get(spec.dataset, 0) > 0
+    ]
+
+
+def evaluators(spec: RunSpec, live: Sequence[Member]) -> list[Member]:
+    """Who could evaluate this run's versions."""
+    if spec.evaluation is None:
+        return []
+    wanted = spec.evaluation.dataset
+    return [w for w in live if "evaluate" in w.declared["kinds"] and w.declared["datasets"].get(wanted, 0) > 0]
+
+
+def runs_to_decide(session: Session) -> list[str]:
+    """Runs that are live, and ended ones that still have rounds or tasks to wind up."""
+    open_rounds = select(RoundRow.run_id).where(RoundRow.state.in_(LIVE_ROUND))
+    open_tasks = select(TaskRow.run_id).where(TaskRow.state.in_(("offered", "leased")))
+    which = RunRow.state.in_(LIVE_RUN) | RunRow.id.in_(open_rounds) | RunRow.id.in_(open_tasks)
+    return list(session.scalars(select(RunRow.id).where(which).order_by(RunRow.created_at, RunRow.id)))
+
+
+def run_snapshot(session: Session, run_id: str, live: Sequence[Member]) -> RunSnapshot:
+    run = session.get_one(RunRow, run_id)
+    spec = RunSpec.model_validate(run.spec)
+    round_ = session.scalars(
+        select(RoundRow).where(RoundRow.run_id == run_id, RoundRow.state.in_(LIVE_ROUND))
+    ).one_or_none()
+    pending = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate")
+    pending &= TaskRow.state.in_(("offered", "leased")) | (
+        (TaskRow.state == "lapsed") & (TaskRow.leases < spec.cohort.task_tries)
+    )
+    return RunSnapshot(
+        id=run.id,
+        state=run.state,
+        rounds=spec.rounds,
+        version=run.version_number,
+        cohort=spec.cohort,
+        round=_round_snapshot(session, round_) if round_ else None,
+        abandoned=_abandoned(session, run),
+        eligible=len(eligible(spec, live)),
+        idle_since=_idle_since(session, run),
+        evaluations=tuple(map(_task_snapshot, session.scalars(select(TaskRow).where(pending)))),
+        unevaluated=tuple(_unevaluated(session, run, spec)),
+        evaluators=len(evaluators(spec, live)),
+    )
+
+
+def _round_snapshot(session: Session, row: RoundRow) -> RoundSnapshot:
+    tasks = session.scalars(select(TaskRow).where(TaskRow.round_id == row.id).order_by(TaskRow.id))
+    return RoundSnapshot(
+        row.id, row.number, row.state, row.opened_at, row.deadline_at, tuple(map(_task_snapshot, tasks))
+    )
+
+
+def _task_snapshot(row: TaskRow) -> TaskSnapshot:
+    return TaskSnapshot(row.id, row.state, row.token, row.leases, row.lease_expires_at)
+
+
+def _abandoned(session: Session, run: RunRow) -> int:
+    count = select(func.count()).where(
+        RoundRow.run_id == run.id,
+        RoundRow.number == run.version_number + 1,
+        RoundRow.state == "abandoned",
+        RoundRow.opened_at >= run.resumed_at,
+    )
+    return session.scalar(count) or 0
+
+
+def _idle_since(session: Session, run: RunRow) -> float:
+    ended = session.scalar(select(func.max(RoundRow.closed_at)).where(RoundRow.run_id == run.id))
+    return max(run.resumed_at, ended or 0.0)
+
+
+def _unevaluated(session: Session, run: RunRow, spec: RunSpec) -> list[int]:
+    """Versions that are due for evaluation and were offered to nobody: every n-th, the first and the last."""
+    if spec.evaluation is None:
+        return []
+    due = (VersionRow.number % spec.evaluation.every == 0) | (VersionRow.number == spec.rounds)
+    offered = select(TaskRow.version_number).where(TaskRow.run_id == run.id, TaskRow.kind == "evaluate")
+    numbers = (
+        select(VersionRow.number)
+        .where(VersionRow.run_id == run.id, due, VersionRow.number.not_in(offered))
+        .order_by(VersionRow.number)
+        .limit(MAX_UNEVALUATED)
+    )
+    return list(session.scalars(numbers))

@@ -1,0 +1,152 @@
+"""What workers do to tasks: claim, renew, report. Each write shows the fencing token (invariant I4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from coordinator.domain.acceptance import refusal
+from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow, WorkerRow
+from coordinator.storage.transitions import move_task
+from shared.methods.contract import Plan
+from shared.problems import NotFound, Problem
+from shared.wire import Evaluated, RunSpec, Submission, Task, VersionRef
+
+
+@dataclass(frozen=True)
+class Held:
+    """A task with what is around it."""
+
+    task: TaskRow
+    round: RoundRow | None
+    run: RunRow
+    version: VersionRef
+
+    @property
+    def spec(self) -> RunSpec:
+        return RunSpec.model_validate(self.run.spec)
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.model_validate(self.task.plan)
+
+    def require(self, token: int) -> None:
+        """Raises LeaseLost, TaskCancelled or RoundClosed unless the token holds this task."""
+        problem = refusal(self.task.state, self.round.state if self.round else None, token, self.task.token)
+        if problem:
+            raise problem
+
+
+def held(session: Session, task_id: str, site_id: str | None) -> Held:
+    """Raises NotFound if there is no such task, or if it is another site's."""
+    task = session.get(TaskRow, task_id)
+    worker = session.get(WorkerRow, task.worker_id) if task else None
+    if task is None or worker is None or (site_id is not None and worker.site_id != site_id):
+        raise NotFound(f"there is no task {task_id}")
+    run = session.get_one(RunRow, task.run_id)
+    round_ = session.get(RoundRow, task.round_id) if task.round_id else None
+    version = session.get_one(VersionRow, (task.run_id, task.version_number))
+    return Held(task, round_, run, VersionRef(number=version.number, digest=version.digest))
+
+
+def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None:
+    """The task that this process of the worker holds already, or else the oldest that is offered to the worker."""
+    mine = select(TaskRow).where(TaskRow.worker_id == worker_id).order_by(TaskRow.created_at, TaskRow.id).limit(1)
+    # An answer that was lost on its way is given again rather than left to lapse.
+    again = session.scalars(mine.where(TaskRow.state == "leased", TaskRow.instance == instance)).first()
+    return again or session.scalars(mine.where(TaskRow.state == "offered")).first()
+
+
+def lease(session: Session, now: float, actor: str, task: TaskRow, instance: str, seconds: float) -> None:
+    """Gives the task to this process. Raises Conflict if another was faster."""
+    if task.state == "leased":
+        _renew(session, task.id, task.token, now + seconds)
+    else:
+        values = {
+            "token": task.token + 1,
+            "leases": task.leases + 1,
+            "instance": instance,
+            "lease_expires_at": now + seconds,
+        }
+        move_task(session, now, actor, task, "lease", values)
+    session.refresh(task)
+
+
+def renew(session: Session, now: float, task_id: str, site_id: str | None, token: int, seconds: float) -> None:
+    """Raises LeaseLost, TaskCancelled or RoundClosed."""
+    held(session, task_id, site_id).require(token)
+    _renew(session, task_id, token, now + seconds)
+
+
+def _renew(session: Session, task_id: str, token: int, expires_at: float) -> None:
+    same = (TaskRow.id == task_id) & (TaskRow.token == token) & (TaskRow.state == "leased")
+    session.execute(update(TaskRow).where(same).values(lease_expires_at=expires_at))
+
+
+def release(session: Session, now: float, actor: str, entry: Held, token: int) -> None:
+    """Back to be offered at once; a lease given up in good order is not counted as a try."""
+    entry.require(token)
+    move_task(session, now, actor, entry.task, "release", {"leases": entry.task.leases - 1, "lease_expires_at": None})
+
+
+def fail(session: Session, now: float, actor: str, entry: Held, token: int, problem: Problem) -> None:
+    entry.require(token)
+    move_task(session, now, actor, entry.task, "fail", {"problem": problem.json()})
+
+
+def reject(session: Session, now: float, actor: str, entry: Held, token: int, problem: Problem) -> None:
+    entry.require(token)
+    move_task(session, now, actor, entry.task, "reject", {"problem": problem.json()})
+
+
+def accept(
+    session: Session,
+    now: float,
+    actor: str,
+    entry: Held,
+    report: Submission | Evaluated,
+    upload_bytes: int,
+    numbers: dict[str, float],
+) -> None:
+    """The report counts from here on, and only once (invariant I1)."""
+    entry.require(report.token)
+    values = {
+        "examples": report.examples,
+        "numbers": numbers,
+        "download_bytes": report.download_bytes,
+        "upload_bytes": upload_bytes,
+        "update_digest": report.update if isinstance(report, Submission) else None,
+    }
+    move_task(session, now, actor, entry.task, "accept", values)
+
+
+def was_accepted(entry: Held, report: Submission | Evaluated) -> bool:
+    """Whether this very report was accepted before, and only the answer was lost."""
+    same_update = not isinstance(report, Submission) or entry.task.update_digest == report.update
+    return entry.task.state == "accepted" and entry.task.token == report.token and same_update
+
+
+def task_message(entry: Held, lease_seconds: float) -> Task:
+    """What the worker is told."""
+    task, spec = entry.task, entry.spec
+    return Task(
+        id=task.id,
+        token=task.token,
+        kind=task.kind,
+        run=task.run_id,
+        run_name=spec.name,
+        round=entry.round.number if entry.round else task.version_number,
+        rounds=spec.rounds,
+        seed=task.seed,
+        method=spec.method,
+        plan=entry.plan,
+        dataset=spec.evaluation.dataset if task.kind == "evaluate" and spec.evaluation else spec.dataset,
+        training=spec.training,
+        codec=spec.codec,
+        divide=spec.divide,
+        model=spec.model,
+        version=entry.version,
+        lease_seconds=lease_seconds,
+    )

@@ -1,0 +1,236 @@
+"""Rows as the API shows them, and pages of them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from sqlalchemy import Select, func, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from coordinator.storage.tables import (
+    AuditRow,
+    BlobRow,
+    RoundRow,
+    RunRow,
+    SiteRow,
+    TaskRow,
+    TokenRow,
+    VersionRow,
+    WorkerRow,
+)
+from shared.problems import BadRequest, NotFound
+from shared.wire import (
+    AuditEntry,
+    Measurement,
+    Page,
+    Round,
+    Run,
+    Site,
+    TaskView,
+    Token,
+    Version,
+    VersionRef,
+    WorkerView,
+)
+
+V = TypeVar("V", bound=BaseModel)
+
+
+def instant(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def maybe_instant(seconds: float | None) -> datetime | None:
+    return None if seconds is None else instant(seconds)
+
+
+def page(
+    session: Session,
+    query: Select[Any],
+    keys: Sequence[InstrumentedAttribute[Any]],
+    view: Callable[[Any], V],
+    limit: int,
+    cursor: str | None,
+) -> Page[V]:
+    """One page of `query` in the order of `keys`, which must be unique together and selected first.
+
+    The cursor holds the last keys shown, so pages neither skip nor repeat while rows are added.
+    """
+    ordered = query.order_by(*keys).limit(limit + 1)
+    if cursor is not None:
+        ordered = ordered.where(_after(keys, _decode(cursor, len(keys))))
+    rows = session.execute(ordered).all()
+    shown = rows[:limit]
+    more = _encode([getattr(shown[-1][0], key.key) for key in keys]) if len(rows) > limit else None
+    return Page(items=tuple(view(row) for row in shown), next_cursor=more)
+
+
+def _after(keys: Sequence[InstrumentedAttribute[Any]], values: Sequence[Any]) -> Any:
+    """(a, b) > (x, y), spelled out, which every database understands."""
+    first, value = keys[0], values[0]
+    if len(keys) == 1:
+        return first > value
+    return (first > value) | ((first == value) & _after(keys[1:], values[1:]))
+
+
+def _encode(values: Sequence[object]) -> str:
+    return base64.urlsafe_b64encode("\n".join(map(repr, values)).encode()).decode()
+
+
+def _decode(cursor: str, count: int) -> list[Any]:
+    try:
+        texts = base64.urlsafe_b64decode(cursor).decode().split("\n")
+        values = [text[1:-1] if text.startswith("'") else float(text) for text in texts]
+    except (binascii.Error, ValueError):
+        values = []
+    if len(values) != count:
+        raise BadRequest("the cursor is not one that this collection gave", remedy="Begin without a cursor.")
+    return values
+
+
+# ---------------------------------------------------------------- views
+
+
+def run_view(session: Session, row: RunRow) -> Run:
+    version = session.get_one(VersionRow, (row.id, row.version_number))
+    return Run.model_validate(
+        {
+            "id": row.id,
+            "state": row.state,
+            "reason": row.reason,
+            "spec": row.spec,
+            "version": VersionRef(number=version.number, digest=version.digest),
+            "model_bytes": row.model_bytes,
+            "revision": row.revision,
+            "created_at": instant(row.created_at),
+            "updated_at": instant(row.updated_at),
+        }
+    )
+
+
+def find_run(session: Session, run_id: str) -> RunRow:
+    """Raises NotFound."""
+    row = session.get(RunRow, run_id)
+    if row is None:
+        raise NotFound(f"there is no run {run_id}")
+    return row
+
+
+def round_view(session: Session, row: RoundRow) -> Round:
+    named = (
+        select(TaskRow, WorkerRow.name, SiteRow.name)
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .where(TaskRow.round_id == row.id)
+    )
+    tasks = [task_view(task, f"{site}/{name}", row.number) for task, name, site in session.execute(named)]
+    return Round(
+        number=row.number,
+        attempt=row.attempt,
+        state=row.state,
+        stage=row.stage,
+        opened_at=instant(row.opened_at),
+        deadline_at=instant(row.deadline_at),
+        closed_at=maybe_instant(row.closed_at),
+        reason=row.reason,
+        version=row.number if row.state == "committed" else None,
+        tasks=tuple(sorted(tasks, key=lambda task: task.worker)),
+    )
+
+
+def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
+    return TaskView.model_validate(
+        {
+            "id": row.id,
+            "run": row.run_id,
+            "round": round_number,
+            "worker": worker,
+            "kind": row.kind,
+            "state": row.state,
+            "token": row.token,
+            "leases": row.leases,
+            "examples": row.examples,
+            "numbers": row.numbers,
+            "upload_bytes": row.upload_bytes,
+            "download_bytes": row.download_bytes,
+            "problem": row.problem,
+        }
+    )
+
+
+def worker_name(session: Session, worker_id: str) -> str:
+    """`site/worker`."""
+    query = select(SiteRow.name, WorkerRow.name).join(WorkerRow, WorkerRow.site_id == SiteRow.id)
+    return "/".join(session.execute(query.where(WorkerRow.id == worker_id)).one())
+
+
+def version_view(row: VersionRow) -> Version:
+    return Version(number=row.number, digest=row.digest, created_at=instant(row.created_at))
+
+
+def measurement_view(session: Session, row: TaskRow, dataset: str) -> Measurement:
+    return Measurement(
+        version=row.version_number,
+        dataset=dataset,
+        worker=worker_name(session, row.worker_id),
+        examples=row.examples or 0,
+        numbers=row.numbers,
+    )
+
+
+def site_view(row: SiteRow) -> Site:
+    return Site(id=row.id, name=row.name, created_at=instant(row.created_at))
+
+
+def worker_view(row: WorkerRow, site: str, live_since: float) -> WorkerView:
+    return WorkerView(
+        id=row.id,
+        name=row.name,
+        site=site,
+        kinds=tuple(row.declared["kinds"]),
+        datasets=row.declared["datasets"],
+        device=row.declared["device"],
+        last_seen_at=instant(row.last_seen_at),
+        live=row.last_seen_at >= live_since,
+    )
+
+
+def token_view(row: TokenRow, site: str | None) -> Token:
+    return Token(
+        id=row.id,
+        name=row.name,
+        role=row.role,
+        site=site,
+        created_at=instant(row.created_at),
+        expires_at=maybe_instant(row.expires_at),
+        revoked_at=maybe_instant(row.revoked_at),
+    )
+
+
+def audit_view(row: AuditRow) -> AuditEntry:
+    return AuditEntry(
+        seq=row.seq,
+        at=instant(row.at),
+        actor=row.actor,
+        action=row.action,
+        subject=row.subject,
+        run=row.run_id,
+        detail=row.detail,
+        previous=row.previous,
+        digest=row.digest,
+    )
+
+
+def counts_by_state(session: Session) -> dict[str, int]:
+    return dict(session.execute(select(RunRow.state, func.count()).group_by(RunRow.state)).tuples().all())
+
+
+def blob_totals(session: Session) -> tuple[int, int]:
+    """How many blobs there are and how many bytes they hold."""
+    count, size = session.execute(select(func.count(), func.coalesce(func.sum(BlobRow.size), 0))).one()
+    return count, size
