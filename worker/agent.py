@@ -1,0 +1,216 @@
+"""The worker's loop: claim, do, submit, again."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import structlog
+import torch
+
+from shared.blocks import SelectorError
+from shared.client import Client
+from shared.codecs import CodecError
+from shared.methods import UnknownMethod, methods
+from shared.problems import (
+    Forbidden,
+    InvalidUpdate,
+    LeaseLost,
+    Problem,
+    RoundClosed,
+    StaleVersion,
+    TaskCancelled,
+    Unauthenticated,
+)
+from shared.wire import Claim, Failure, Task
+from worker.blockmap import UnknownArchitecture
+from worker.cache import BlobTooLarge
+from worker.models import ConfigError, ModelMismatch
+from worker.policy import PolicyViolation
+from worker.renewal import Renewal, Stop, Stopped
+from worker.settings import Settings, token_of
+from worker.trainer import TrainingDiverged
+from worker.workbench import Report, TaskFailure, Workbench
+
+LONGEST_PAUSE_SECONDS = 30.0
+COMPLAINT_SECONDS = 60.0
+SHORTEST_POLL_SECONDS = 1.0
+
+# The work is no longer wanted, which is nobody's fault.
+UNWANTED = (LeaseLost, TaskCancelled, RoundClosed, StaleVersion)
+
+# Failures whose text we wrote ourselves, about models and plans; any other text might quote data.
+TELLABLE: dict[type[Exception], str] = {
+    PolicyViolation: "policy-violation",
+    TrainingDiverged: "diverged",
+    ConfigError: "model-refused",
+    ModelMismatch: "model-mismatch",
+    UnknownArchitecture: "unknown-architecture",
+    SelectorError: "invalid-plan",
+    UnknownMethod: "unknown-method",
+    CodecError: "unknown-codec",
+    BlobTooLarge: "too-large",
+}
+
+
+class Agent:
+    """One worker process. `stop` ends it from another thread or a signal handler.
+
+    Raises SettingsError for a data set, device or token that the settings name and that cannot be used.
+    """
+
+    def __init__(self, settings: Settings, stop: Stop) -> None:
+        token = token_of(settings)
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        self._stop = stop
+        self._client = Client(settings.url, token, sleep=stop.sleep)
+        # For the claim and the heartbeats, which other threads make: it tries once, and whoever asked decides.
+        self._impatient = Client(settings.url, token, patience_seconds=0)
+        self._poll_seconds = settings.poll_seconds
+        self._bench = Workbench(self._client, settings)
+        self._outage = Outage(stop)
+        self._log = structlog.get_logger("worker").bind(worker=settings.name)
+        self._claim = Claim(
+            worker=settings.name,
+            instance=uuid4().hex,
+            kinds=settings.kinds,
+            datasets={name: dataset.examples for name, dataset in self._bench.datasets.items()},
+            methods=tuple(sorted(filter(settings.policy.allows_method, methods()))),
+            device=describe(self._bench.device),
+        )
+
+    def run(self) -> None:
+        """Claims and does tasks until asked to stop. Raises Problem if the coordinator will not have this worker."""
+        claim = self._claim
+        self._log.info("started", device=claim.device, datasets=claim.datasets, kinds=claim.kinds)
+        try:
+            while True:
+                task = self._next()
+                if task is not None:
+                    self._do(task)
+        except Stopped:
+            self._log.info("stopped")
+        finally:
+            self._client.close()
+
+    def _next(self) -> Task | None:
+        """A task, or None if there is none yet."""
+        asked_at = time.monotonic()
+        try:
+            self._bench.vault.settle(self._client.task)
+            claim = partial(self._impatient.claim, self._claim, self._poll_seconds)
+            task = self._stop.interruptible(claim, self._give_back)
+        except Problem as problem:
+            if not problem.retryable:
+                raise
+            self._outage.wait(problem)
+            return None
+        self._outage.over()
+        if task is None and time.monotonic() - asked_at < SHORTEST_POLL_SECONDS:
+            self._stop.sleep(SHORTEST_POLL_SECONDS)
+        return task
+
+    def _do(self, task: Task) -> None:
+        log = self._log.bind(run=task.run_name, round=task.round, stage=task.plan.stage, kind=task.kind)
+        report = Report()
+        started_at = time.monotonic()
+        heartbeat = partial(self._impatient.heartbeat, task.id, task.token)
+        try:
+            with Renewal(heartbeat, task.lease_seconds) as renewal:
+
+                def check() -> None:
+                    self._stop.check()
+                    renewal.check()
+
+                self._bench.do(task, check, report)
+        except Stopped:
+            self._give_back(task)
+            raise
+        except (Unauthenticated, Forbidden):
+            raise
+        except UNWANTED as problem:
+            log.info("task-dropped", reason=problem.code, detail=problem.detail)
+        except InvalidUpdate as problem:
+            log.warning("update-refused", detail=problem.detail, errors=[str(fault) for fault in problem.errors])
+        except Exception as fault:  # noqa: BLE001  (whatever goes wrong in a task, the worker goes on to the next)
+            self._report_failure(task, fault, log)
+        else:
+            log.info(
+                "task-done",
+                examples=report.examples,
+                **report.numbers,
+                download_bytes=report.download_bytes,
+                upload_bytes=report.upload_bytes,
+                seconds=round(time.monotonic() - started_at, 2),
+            )
+
+    def _report_failure(self, task: Task, fault: Exception, log: Any) -> None:
+        if isinstance(fault, Problem) and fault.retryable:
+            # The coordinator cannot be told either; the lease lapses by itself.
+            log.warning("task-dropped", reason=fault.code, detail=fault.detail)
+            return
+        code, detail = told(fault)
+        log.error("task-failed", code=code, detail=detail, exc_info=fault if code == "failed" else None)
+        try:
+            self._client.fail(task.id, Failure(token=task.token, code=code, detail=detail))
+        except (Unauthenticated, Forbidden):
+            raise
+        except Problem as problem:
+            log.warning("failure-not-reported", reason=problem.code)
+
+    def _give_back(self, task: Task | None) -> None:
+        """Lets another worker have the task at once. Should it not get through, the lease lapses by itself."""
+        if task is None:
+            return
+        try:
+            self._impatient.release(task.id, task.token)
+        except Problem as problem:
+            self._log.warning("task-not-released", run=task.run_name, reason=problem.code)
+        else:
+            self._log.info("task-released", run=task.run_name, round=task.round)
+
+
+class Outage:
+    """A coordinator that does not answer: waits longer and longer, and says so once a minute."""
+
+    def __init__(self, stop: Stop) -> None:
+        self._stop = stop
+        self._log = structlog.get_logger("worker")
+        self._pause_seconds = 1.0
+        self._said_at: float | None = None
+
+    def wait(self, problem: Problem) -> None:
+        now = time.monotonic()
+        if self._said_at is None or now - self._said_at >= COMPLAINT_SECONDS:
+            self._said_at = now
+            self._log.warning("coordinator-away", reason=problem.code, detail=problem.detail)
+        self._stop.sleep(max(self._pause_seconds, problem.retry_after_seconds or 0))
+        self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
+
+    def over(self) -> None:
+        if self._said_at is not None:
+            self._log.info("coordinator-back")
+        self._said_at, self._pause_seconds = None, 1.0
+
+
+def told(fault: Exception) -> tuple[str, str]:
+    """The code and text under which the coordinator hears of a failure. Quotes nothing that might be data."""
+    if isinstance(fault, Problem):
+        return fault.code, fault.detail[:2000]
+    if isinstance(fault, TaskFailure):
+        return fault.code, str(fault)[:2000]
+    for kind, code in TELLABLE.items():
+        if isinstance(fault, kind):
+            return code, str(fault)[:2000]
+    if isinstance(fault, torch.OutOfMemoryError | MemoryError):
+        return "out-of-memory", "the model and its batches do not fit into this worker's memory"
+    return "failed", f"{type(fault).__name__}; the worker's own log has more"
+
+
+def describe(device: torch.device) -> str:
+    """The device as people read it, at most 64 characters."""
+    name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+    return name[:64]

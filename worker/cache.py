@@ -1,0 +1,170 @@
+"""Blobs that a worker has fetched, by digest, so that what has not changed is not fetched again.
+
+A cache belongs to one process. Its size is bounded; what was used longest ago goes first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from shared.blocks import NUMPY_DTYPES, Block, DType
+from shared.problems import DigestMismatch
+from shared.tensors import Array, chunk_counts
+from worker.files import sweep, written_whole
+
+DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+PIECE_BYTES = 1 << 20
+NAMES = re.compile(r"sha256-([0-9a-f]{64})")
+
+Progress = Callable[[int], None]
+Source = Callable[[str, BinaryIO, Progress], object]
+"""Writes the blob of a digest to a file, telling of the bytes as they come: `Client.fetch_blob`."""
+
+
+class BlobTooLarge(ValueError):
+    """A blob has more bytes than what it should hold can have, or than the cache has room for."""
+
+
+class Cache:
+    """The blobs under `folder`, at most `limit_bytes` of them. Starting it removes what a killed process left."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder)
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._pinned: set[str] = set()
+        # A disk may have spoilt what an earlier process wrote, so each blob is hashed once more before its first use.
+        self._checked: set[str] = set()
+        self._bytes = OrderedDict(_found(folder))  # by digest, the longest unused first
+        self._make_room(0)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self._bytes.values())
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._bytes
+
+    @contextmanager
+    def pinning(self) -> Iterator[None]:
+        """While it lasts, nothing that is fetched is evicted."""
+        try:
+            yield
+        finally:
+            self._pinned.clear()
+
+    def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path:
+        """Where the blob lies, once it is there. `source` is asked only for what is not.
+
+        Raises DigestMismatch for bytes that are not the digest's, and BlobTooLarge for more than `max_bytes` of them
+        or more than fit beside what the present task needs.
+        """
+        path = self._path(digest)
+        self._pinned.add(digest)
+        if not self._holds(digest, path):
+            self._download(digest, path, max_bytes, source, progress)
+        self._bytes.move_to_end(digest)
+        os.utime(path)
+        return path
+
+    def _path(self, digest: str) -> Path:
+        match = DIGEST.fullmatch(digest)
+        if match is None:
+            raise ValueError(f"not a digest: {digest[:80]!r}")
+        return self._folder / match[1][:2] / f"sha256-{match[1]}"
+
+    def _holds(self, digest: str, path: Path) -> bool:
+        if digest not in self._bytes:
+            return False
+        if path.exists() and (digest in self._checked or _digest_at(path) == digest):
+            self._checked.add(digest)
+            return True
+        path.unlink(missing_ok=True)
+        del self._bytes[digest]
+        return False
+
+    def _download(self, digest: str, path: Path, max_bytes: int, source: Source, progress: Progress | None) -> None:
+        received = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal received
+            received += nbytes
+            if received > max_bytes:
+                raise BlobTooLarge(f"{digest} has more than the {max_bytes} bytes that it may have")
+            if progress:
+                progress(nbytes)
+
+        with written_whole(path) as file:
+            source(digest, file, count)
+            size = file.tell()
+            file.seek(0)
+            if _digest_of(file) != digest:
+                raise DigestMismatch(f"the bytes received for {digest} are others", remedy="Fetch it again.")
+            self._make_room(size)
+        self._bytes[digest] = size
+        self._checked.add(digest)
+
+    def _make_room(self, nbytes: int) -> None:
+        over = self.total_bytes + nbytes - self._limit_bytes
+        for digest in [digest for digest in self._bytes if digest not in self._pinned]:
+            if over <= 0:
+                return
+            self._path(digest).unlink(missing_ok=True)
+            over -= self._bytes.pop(digest)
+        if over > 0:
+            raise BlobTooLarge(f"the task needs {over} bytes more than cache_bytes ({self._limit_bytes}): raise it")
+
+
+def _found(folder: Path) -> list[tuple[str, int]]:
+    used = {}
+    for path in folder.glob("??/sha256-*"):
+        if match := NAMES.fullmatch(path.name):
+            stat = path.stat()
+            used[f"sha256:{match[1]}"] = (stat.st_mtime_ns, stat.st_size)
+    return [(digest, size) for digest, (_, size) in sorted(used.items(), key=lambda item: item[1])]
+
+
+def _digest_at(path: Path) -> str:
+    with path.open("rb") as file:
+        return _digest_of(file)
+
+
+def _digest_of(file: BinaryIO) -> str:
+    """The digest of a file from its position to its end."""
+    found = hashlib.sha256()
+    while piece := file.read(PIECE_BYTES):
+        found.update(piece)
+    return f"sha256:{found.hexdigest()}"
+
+
+@dataclass(frozen=True)
+class BlobTensor:
+    """A block in a blob: its bytes in C order, read chunk by chunk, anew each time."""
+
+    path: Path
+    block: Block
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.block.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.block.dtype
+
+    def chunks(self) -> Iterator[Array]:
+        dtype = NUMPY_DTYPES[self.block.dtype]
+        with self.path.open("rb") as file:
+            for count in chunk_counts(self.block.numel):
+                yield np.frombuffer(file.read(count * dtype.itemsize), dtype=dtype)

@@ -1,0 +1,129 @@
+"""`tessera worker`: runs a worker, and checks its settings."""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import structlog
+import typer
+from transformers.utils import logging as transformers_logging
+
+from shared.client import Client
+from shared.problems import Forbidden, Problem, Unauthenticated
+from worker.agent import Agent, describe
+from worker.renewal import Stop
+from worker.settings import Settings, SettingsError, datasets_of, device_of, read_settings, token_of
+
+BAD_SETTINGS = 2
+NOT_ADMITTED = 3
+
+app = typer.Typer(no_args_is_help=True, help="Run a worker beside the data, and check its settings.")
+
+ConfigFile = Annotated[Path, typer.Option("--config", help="The worker's settings, as TOML.")]
+
+
+@contextmanager
+def _bad_settings_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except SettingsError as fault:
+        typer.echo(f"error: {fault}", err=True)
+        raise typer.Exit(BAD_SETTINGS) from fault
+
+
+@app.callback()
+def quiet() -> None:
+    """Run a worker beside the data, and check its settings."""
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@app.command()
+def run(config: ConfigFile) -> None:
+    """Claim tasks and do them until SIGTERM or SIGINT; a second one ends the process at once."""
+    stop = Stop()
+
+    def ask_to_stop(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        stop.request()
+
+    with _bad_settings_in_one_line():
+        settings = read_settings(config)
+        _log_as(settings)
+        with _alone(settings.state_dir):
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, ask_to_stop)
+            _run(Agent(settings, stop), settings)
+
+
+def _run(agent: Agent, settings: Settings) -> None:
+    try:
+        agent.run()
+    except (Unauthenticated, Forbidden) as problem:
+        typer.echo(f"error: {settings.url} does not admit worker {settings.name}: {problem}", err=True)
+        raise typer.Exit(NOT_ADMITTED) from problem
+    except Problem as problem:
+        typer.echo(f"error: {settings.url} refuses worker {settings.name}: {problem}", err=True)
+        raise typer.Exit(1) from problem
+
+
+@app.command()
+def check(config: ConfigFile) -> None:
+    """Read the settings, count the examples of each data set, and see whether the coordinator answers."""
+    with _bad_settings_in_one_line():
+        settings = read_settings(config)
+        token = token_of(settings)
+        typer.echo(f"device       {describe(device_of(settings))}")
+        loaded = datasets_of(settings)
+    for name in settings.datasets:
+        told = f"{loaded[name].examples} examples" if name in loaded else "kept from runs by the policy"
+        typer.echo(f"data set     {name}: {told}")
+    try:
+        with Client(settings.url, token, patience_seconds=0) as client:
+            about = client.about()
+    except Problem as problem:
+        typer.echo(f"coordinator  {settings.url} does not answer: {problem}", err=True)
+        raise typer.Exit(1) from problem
+    typer.echo(f"coordinator  {settings.url} answers: version {about.version}")
+
+
+@contextmanager
+def _alone(state_dir: Path) -> Iterator[None]:
+    """Keeps a second worker out of the same folder: cache and vault belong to one process."""
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = (state_dir / "lock").open("a")
+    except OSError as fault:
+        raise SettingsError(f"state_dir: {state_dir} cannot be used: {fault.strerror}") from fault
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as fault:
+            raise SettingsError(f"state_dir: another worker is using {state_dir}") from fault
+        yield
+
+
+def _log_as(settings: Settings) -> None:
+    """Lines for people on a terminal, JSON for everything else."""
+    console = sys.stdout.isatty() if settings.log == "auto" else settings.log == "console"
+    render: list[structlog.typing.Processor] = (
+        [structlog.dev.ConsoleRenderer()]
+        if console
+        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *render,
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stdout),
+    )

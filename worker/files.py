@@ -1,0 +1,51 @@
+"""Files that are whole or not there: temporary name, fsync, rename, fsync of the folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
+
+TEMPORARY = ".tmp"
+"""How the names of files end that are not whole yet."""
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A new file to write and read, which takes the name `path` once the block ends well, and vanishes otherwise."""
+    with temporary_file(path.parent) as (temporary, file):
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        replace(temporary, path)
+
+
+@contextmanager
+def temporary_file(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """A new file to write and read, under a name of its own, which is removed if it still has it at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / (uuid4().hex + TEMPORARY)
+    try:
+        with path.open("x+b") as file:
+            yield path, file
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def replace(old: Path, new: Path) -> None:
+    """Renames a file over another in the same folder, and has it survive a power cut when it returns."""
+    old.replace(new)
+    folder = os.open(new.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a process that was killed left half written, at any depth."""
+    for left in folder.rglob(f"*{TEMPORARY}"):
+        left.unlink(missing_ok=True)

@@ -1,0 +1,98 @@
+"""What a site allows, whatever a coordinator asks. Judged with the worker's own block table, never another's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from shared.blocks import EVERYTHING, Block, Frozen, Selector
+from shared.wire import Label, Task, TaskKind
+
+GIB = 1 << 30
+SHOWN = 8
+
+
+class PolicyViolation(Exception):
+    """A task asks for what the site does not allow. `rule` is the setting that forbids it."""
+
+    def __init__(self, rule: str, detail: str) -> None:
+        super().__init__(f"{rule}: {detail}")
+        self.rule = rule
+        self.detail = detail
+
+
+class Policy(Frozen):
+    """A site's rules. By default any installed method may use any data set that the settings name, within bounds."""
+
+    methods: tuple[str, ...] | None = Field(default=None, description="methods allowed; all installed if left out")
+    datasets: tuple[Label, ...] | None = Field(default=None, description="data sets that runs may use")
+    may_send: Selector = Field(default=EVERYTHING, description="blocks that may leave")
+    never_send: tuple[str, ...] = Field(
+        default=(), description="names of blocks that never leave, as shell patterns; stronger than may_send"
+    )
+    max_epochs: PositiveInt = Field(default=100, description="passes over the data in one task, over all phases")
+    max_model_bytes: PositiveInt = 64 * GIB
+    max_upload_bytes: PositiveInt = 16 * GIB
+    max_lease_seconds: PositiveFloat = 3600.0
+
+    def allows_method(self, name: str) -> bool:
+        return self.methods is None or name in self.methods
+
+    def allows_dataset(self, name: str) -> bool:
+        return self.datasets is None or name in self.datasets
+
+    def allows_sending(self, block: Block) -> bool:
+        return self.may_send.holds(block) and not any(fnmatchcase(block.name, name) for name in self.never_send)
+
+    def check_task(self, task: Task, kinds: Sequence[TaskKind]) -> None:
+        """Judges a task by itself, before anything is fetched for it. Raises PolicyViolation."""
+        if task.kind not in kinds:
+            raise PolicyViolation("kinds", f"this worker does not {task.kind}")
+        if not self.allows_method(task.method.name):
+            raise PolicyViolation("methods", f"the method {task.method.name!r} is not allowed here")
+        if not self.allows_dataset(task.dataset):
+            raise PolicyViolation("datasets", f"runs may not use the data set {task.dataset!r}")
+        if task.kind == "train":
+            self.check_epochs(task.training.epochs)
+        if task.lease_seconds > self.max_lease_seconds:
+            raise PolicyViolation(
+                "max_lease_seconds",
+                f"a lease of {task.lease_seconds} s is longer than the {self.max_lease_seconds} s allowed",
+            )
+
+    def check_epochs(self, epochs: int) -> None:
+        if epochs > self.max_epochs:
+            raise PolicyViolation("max_epochs", f"{epochs} epochs are more than the {self.max_epochs} allowed")
+
+    def check_model(self, nbytes: int) -> None:
+        if nbytes > self.max_model_bytes:
+            raise PolicyViolation(
+                "max_model_bytes", f"a model of {nbytes} bytes is larger than the {self.max_model_bytes} allowed"
+            )
+
+    def check_upload(self, asked: Iterable[Block]) -> None:
+        """Judges the blocks that a plan asks for, before they are trained. Raises PolicyViolation naming them."""
+        refused = [block.name for block in asked if not self.allows_sending(block)]
+        if refused:
+            raise PolicyViolation("may_send", f"these blocks may not leave: {_listed(refused)}")
+
+    def check_egress(self, names: Iterable[str], nbytes: int, asked: Sequence[Block], kept: Iterable[str]) -> None:
+        """Judges what is about to leave: the names in an update file of `nbytes`, against what the plan asked for,
+        what the site allows, and what the method meant to keep. Raises PolicyViolation."""
+        names = set(names)
+        if unasked := names - {block.name for block in asked}:
+            raise PolicyViolation("plan", f"the plan did not ask for {_listed(unasked)}")
+        self.check_upload(block for block in asked if block.name in names)
+        if private := names & set(kept):
+            raise PolicyViolation("vault", f"the method keeps these and sends them too: {_listed(private)}")
+        if nbytes > self.max_upload_bytes:
+            raise PolicyViolation(
+                "max_upload_bytes", f"an update of {nbytes} bytes is larger than the {self.max_upload_bytes} allowed"
+            )
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:SHOWN]) + (f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else "")

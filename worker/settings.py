@@ -1,0 +1,146 @@
+"""What a worker is told once, when it starts: a TOML file, over which the environment's TESSERA_* variables win.
+
+url = "https://tessera.example"
+token_file = "/run/secrets/tessera"
+name = "north-1"
+state_dir = "/var/lib/tessera"
+
+[datasets.ward-images]
+kind = "arrays"
+file = "/data/ward-images.safetensors"
+
+[policy]
+never_send = ["*embeddings*"]
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import SettingsError as SourceError
+
+from shared.wire import Label, TaskKind
+from worker.data import DataError, Dataset, load
+from worker.policy import GIB, Policy
+
+ENVIRONMENT_PREFIX = "TESSERA_"
+
+
+class SettingsError(ValueError):
+    """The settings cannot be used; says which key is wrong and why."""
+
+
+class DataSource(BaseModel):
+    """Where a data set comes from: its kind, and beside it the options of that kind."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    kind: str
+
+    @property
+    def options(self) -> dict[str, object]:
+        return dict(self.model_extra or {})
+
+
+class Settings(BaseSettings):
+    """A worker's settings. Unknown keys are refused."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid"
+    )
+
+    url: Annotated[str, Field(pattern=r"^https?://")]
+    token: SecretStr | None = Field(default=None, description="stronger than token_file")
+    token_file: Path | None = None
+    name: Label = Field(description="what this worker is called; its own among the site's workers")
+    state_dir: Path = Field(description="where cache and vault are; this worker's alone")
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,2})?)$")] = "auto"
+    kinds: tuple[TaskKind, ...] = Field(default=("train", "evaluate"), min_length=1)
+    threads: PositiveInt | None = Field(default=None, description="threads of one operation; torch's choice if unset")
+    cache_bytes: PositiveInt = 20 * GIB
+    poll_seconds: int = Field(default=25, ge=0, le=50, description="how long to let the coordinator think")
+    datasets: dict[Label, DataSource] = Field(min_length=1)
+    policy: Policy = Policy()
+    log: Literal["auto", "console", "json"] = "auto"
+
+    @model_validator(mode="after")
+    def _has_token(self) -> Self:
+        if self.token is None and self.token_file is None:
+            raise ValueError("give token_file (or token), as an administrator issued it")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003  (the signature is theirs)
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The environment first, then what the file said."""
+        return env_settings, init_settings
+
+
+def read_settings(path: Path) -> Settings:
+    """The settings of a TOML file and the environment. Raises SettingsError."""
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        return Settings(**given)
+    except OSError as fault:
+        raise SettingsError(f"{path} cannot be read: {fault.strerror}") from fault
+    except tomllib.TOMLDecodeError as fault:
+        raise SettingsError(f"{path} is not TOML: {fault}") from fault
+    except SourceError as fault:
+        raise SettingsError(f"environment: {fault}") from fault
+    except ValidationError as fault:
+        raise SettingsError(f"{path}: {_told(fault)}") from None
+
+
+def _told(fault: ValidationError) -> str:
+    """Each wrong key and why, without the values: a token may be among them."""
+    return "; ".join(
+        f"{'.'.join(map(str, error['loc'])) or 'settings'}: "
+        + ("no such setting" if error["type"] == "extra_forbidden" else error["msg"])
+        for error in fault.errors(include_url=False, include_input=False)
+    )
+
+
+def token_of(settings: Settings) -> str:
+    """The token, from where the settings say. Raises SettingsError if its file cannot be read or is empty."""
+    if settings.token is not None:
+        return settings.token.get_secret_value()
+    try:
+        token = settings.token_file.read_text(encoding="ascii").strip() if settings.token_file else ""
+    except (OSError, UnicodeDecodeError) as fault:
+        raise SettingsError(f"token_file: {settings.token_file} cannot be read as a token") from fault
+    if not token:
+        raise SettingsError(f"token_file: {settings.token_file} is empty")
+    return token
+
+
+def datasets_of(settings: Settings) -> dict[str, Dataset]:
+    """The data sets that the policy lets runs use, by name. Raises SettingsError naming the option that is wrong."""
+    loaded: dict[str, Dataset] = {}
+    for name, source in settings.datasets.items():
+        if settings.policy.allows_dataset(name):
+            try:
+                loaded[name] = load(source.kind, source.options)
+            except DataError as fault:
+                raise SettingsError(f"datasets.{name}.{fault}") from fault
+    return loaded
+
+
+def device_of(settings: Settings) -> torch.device:
+    """The device to train on: with `auto` a GPU if there is one. Raises SettingsError for a GPU that is not there."""
+    if settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device = torch.device("cuda" if settings.device == "auto" else settings.device)
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(f"device: there is no {device} here, of {torch.cuda.device_count()} CUDA devices")
+    return device

@@ -1,0 +1,158 @@
+"""The one local training loop: every method trains through it, and says only what differs."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shared.blocks import Block
+from shared.methods.contract import Phase, Plan, Tally, WorkerHalf
+from shared.tensors import Array
+from shared.wire import Training
+from worker.data import Dataset
+from worker.models import Freeze, named_tensors, read_block
+
+Batch = dict[str, Tensor]
+Check = Callable[[], None]
+"""Called between batches; raises whatever ends the task early."""
+
+
+class TrainingDiverged(ArithmeticError):
+    """The loss is no longer a number."""
+
+
+@dataclass
+class LocalWork:
+    """One task, as the method's worker half sees it."""
+
+    model: PreTrainedModel
+    plan: Plan
+    blocks: Sequence[Block]
+    vault: Mapping[str, Array]
+
+    def read(self, block: Block) -> Array:
+        return read_block(named_tensors(self.model), block)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A data set in batches on a device, in a new order each time it is gone through if there is a generator."""
+
+    dataset: Dataset
+    size: int | None
+    device: torch.device
+    generator: torch.Generator | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.dataset.batches(self.size, self.generator):
+            yield {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds every global source of randomness: Python's, numpy's, and torch's on each device."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002  (the global state is what other libraries draw from)
+    torch.manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Trains a model for one task.
+
+    In float32 on the CPU, the same model, data, seed and number of threads give the same bits.
+    """
+
+    half: WorkerHalf[Any]
+    work: LocalWork
+    training: Training
+    device: torch.device
+    check: Check
+
+    def train(self, phases: Sequence[Phase], dataset: Dataset, seed: int) -> Tally:
+        """Goes through the phases, each with an optimizer of its own over the blocks that it trains.
+
+        The tally's loss is the mean over the examples of the last epoch. Raises TrainingDiverged, SelectorError for a
+        phase that names blocks which the model lacks, and what `check` raises.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        batches = Batches(dataset, self.training.batch_size, self.device, generator)
+        self.work.model.train()
+        steps, loss = 0, math.nan
+        for phase in phases:
+            epoch = _Epoch(self, phase)
+            for _ in range(epochs_of(phase, self.training)):
+                loss = epoch.run(batches)
+            steps += epoch.steps
+        return Tally(examples=dataset.examples, steps=steps, loss=loss)
+
+
+def epochs_of(phase: Phase, training: Training) -> int:
+    return training.epochs if phase.epochs is None else phase.epochs
+
+
+class _Epoch:
+    """One phase's state: what it trains, its optimizer, and the steps that it has made."""
+
+    def __init__(self, trainer: Trainer, phase: Phase) -> None:
+        self.steps = 0
+        self._trainer = trainer
+        self._freeze = Freeze(trainer.work.model, phase.train.resolve(trainer.work.blocks))
+        self._optimizer = _optimizer(self._freeze.parameters, trainer.training)
+        # Float16's small gradients vanish unless scaled; on the CPU 16 bits mean bfloat16, which needs no scaling.
+        scaled = trainer.training.precision == "float16" and trainer.device.type == "cuda"
+        self._scaler = torch.amp.GradScaler(trainer.device.type, enabled=scaled)
+
+    def run(self, batches: Batches) -> float:
+        """Goes through the data once. Returns the mean loss over its examples."""
+        total, examples = 0.0, 0
+        for batch in batches:
+            self._trainer.check()
+            count = len(next(iter(batch.values())))
+            total += self._step(batch) * count
+            examples += count
+        return total / examples
+
+    def _step(self, batch: Batch) -> float:
+        half, work, training = self._trainer.half, self._trainer.work, self._trainer.training
+        self._optimizer.zero_grad(set_to_none=True)
+        with autocast(training, self._trainer.device):
+            loss = half.loss(work, batch)
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise TrainingDiverged(
+                f"the loss is {value} at step {self.steps} with a learning rate of {training.learning_rate:g}"
+            )
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self._scaler.unscale_(self._optimizer)
+        half.after_backward(work)
+        self._freeze.mask_gradients()
+        if training.max_gradient_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._freeze.parameters, training.max_gradient_norm)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._freeze.restore()
+        self.steps += 1
+        return value
+
+
+def _optimizer(parameters: Sequence[Tensor], training: Training) -> torch.optim.Optimizer:
+    if training.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=training.learning_rate, weight_decay=training.weight_decay)
+    return torch.optim.SGD(
+        parameters, lr=training.learning_rate, momentum=training.momentum, weight_decay=training.weight_decay
+    )
+
+
+def autocast(training: Training, device: torch.device) -> AbstractContextManager[object]:
+    """The precision of the forward pass: float16 only on a GPU, bfloat16 in its place elsewhere."""
+    half = torch.float16 if training.precision == "float16" and device.type == "cuda" else torch.bfloat16
+    return torch.autocast(device.type, dtype=half, enabled=training.precision != "float32")

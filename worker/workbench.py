@@ -1,0 +1,265 @@
+"""Does one task: fetches what it lacks, trains or evaluates, and hands in the result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from shared import codecs
+from shared.blocks import Block
+from shared.client import Client
+from shared.container import read_header
+from shared.methods import worker_half
+from shared.methods.contract import Harvest, RunFacts, Tally, WorkerHalf
+from shared.model import Model
+from shared.problems import Problem
+from shared.tensors import ArrayTensor, to_array
+from shared.update import Change, write_update
+from shared.wire import Evaluated, Manifest, Submission, Task
+from worker.blockmap import block_table
+from worker.cache import BlobTensor, Cache
+from worker.data import Dataset
+from worker.evaluator import evaluate
+from worker.files import sweep, temporary_file
+from worker.models import build, named_tensors, write_block
+from worker.settings import Settings, datasets_of, device_of
+from worker.trainer import Batches, Check, LocalWork, Trainer, epochs_of, seed_everything
+from worker.vault import Vault
+
+MAX_DOCUMENT_BYTES = 64 << 20
+"""The most that a model document or a manifest may have: both are JSON of a few hundred bytes a block."""
+
+
+class TaskFailure(ValueError):
+    """A task cannot be done as it was given. `code` is for programs; the text goes to the coordinator."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+
+
+@dataclass
+class Report:
+    """What doing a task came to, for the log. Counted up while it is done."""
+
+    examples: int = 0
+    numbers: dict[str, float] = field(default_factory=dict)
+    download_bytes: int = 0
+    upload_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A model as it was built, kept for the next round of the same run."""
+
+    run: str
+    digest: str
+    model: PreTrainedModel
+    blocks: tuple[Block, ...]
+    structure: tuple[tuple[str, type], ...]
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A task with its version loaded."""
+
+    document: Model
+    built: _Built
+    half: WorkerHalf[Any]
+    work: LocalWork
+    bases: Mapping[str, BlobTensor]
+    """The version's value of each fetched block."""
+
+
+class Workbench:
+    """What the tasks of one worker share: the client, the cache, the vault, the data, the device, the last model."""
+
+    def __init__(self, client: Client, settings: Settings) -> None:
+        settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        sweep(settings.state_dir)
+        self.vault = Vault(settings.state_dir / "vault")
+        self.datasets = datasets_of(settings)
+        self.device = device_of(settings)
+        self._client = client
+        self._cache = Cache(settings.state_dir / "cache", settings.cache_bytes)
+        self._state_dir = settings.state_dir
+        self._policy = settings.policy
+        self._kinds = settings.kinds
+        self._last: _Built | None = None
+
+    def do(self, task: Task, check: Check, report: Report) -> None:
+        """Does a task to its end: when this returns, the coordinator has accepted the result.
+
+        Raises PolicyViolation before anything that the site forbids is done, Problem for what the coordinator
+        refuses, whatever `check` raises to end the task early, and other exceptions for a task that cannot be done.
+        """
+        self._policy.check_task(task, self._kinds)
+        codecs.stages(task.codec)
+        dataset = self.datasets.get(task.dataset)
+        if dataset is None:
+            raise TaskFailure("unknown-dataset", f"there is no data set {task.dataset!r} here")
+        report.examples = dataset.examples
+        with self._cache.pinning():
+            ready = self._prepared(task, check, report)
+            if task.kind == "train":
+                self._train(task, ready, dataset, check, report)
+            else:
+                self._evaluate(task, ready, dataset, check, report)
+        # A method may have inserted modules; what is left of them must not become part of the next round's model.
+        if _structure(ready.built.model) == ready.built.structure:
+            self._last = ready.built
+
+    # ------------------------------------------------------------ before training
+
+    def _prepared(self, task: Task, check: Check, report: Report) -> _Ready:
+        document = Model.model_validate_json(self._document(task.model, check, report))
+        self._policy.check_model(document.nbytes)
+        fetched = {block.name for block in task.plan.fetch.resolve(document.blocks)}
+        built = self._model(task, document, whole=len(fetched) == len(document.blocks))
+        if task.kind == "train":
+            self._check_plan(task, built.blocks, fetched)
+        bases = self._fetch(task, [block for block in built.blocks if block.name in fetched], built, check, report)
+        tensors = named_tensors(built.model)
+        for base in bases.values():
+            write_block(tensors, base.block, to_array(base))
+        seed_everything(task.seed)
+        half = worker_half(task.method, RunFacts(built.blocks, task.rounds, task.divide))
+        work = LocalWork(built.model, task.plan, built.blocks, self.vault.load(task.run))
+        half.prepare(work)
+        return _Ready(document, built, half, work, bases)
+
+    def _document(self, digest: str, check: Check, report: Report) -> bytes:
+        return self._blob(digest, MAX_DOCUMENT_BYTES, check, report).read_bytes()
+
+    def _blob(self, digest: str, max_bytes: int, check: Check, report: Report) -> Path:
+        def received(nbytes: int) -> None:
+            report.download_bytes += nbytes
+            check()
+
+        return self._cache.fetch(digest, max_bytes, self._client.fetch_blob, received)
+
+    def _model(self, task: Task, document: Model, *, whole: bool) -> _Built:
+        """The run's model: the last round's, if all of it is about to be overwritten, else a new one.
+
+        What a round leaves in blocks that the next one does not fetch must not become where the next one starts.
+        """
+        last, self._last = self._last, None
+        if whole and last and (last.run, last.digest) == (task.run, task.model):
+            return last
+        del last
+        model = build(document, seed=task.seed).to(self.device)  # type: ignore[arg-type]
+        return _Built(task.run, task.model, model, block_table(model), _structure(model))
+
+    def _check_plan(self, task: Task, blocks: Sequence[Block], fetched: set[str]) -> None:
+        asked = task.plan.upload.resolve(blocks)
+        self._policy.check_upload(asked)
+        if baseless := sorted(block.name for block in asked if block.name not in fetched):
+            raise TaskFailure(
+                "invalid-plan", f"an update is a difference, and the plan fetches no base for {baseless[:8]}"
+            )
+
+    def _fetch(
+        self, task: Task, wanted: Sequence[Block], built: _Built, check: Check, report: Report
+    ) -> dict[str, BlobTensor]:
+        manifest = Manifest.model_validate_json(self._document(task.version.digest, check, report))
+        if odd := sorted(set(manifest.blocks) ^ {block.name for block in built.blocks}):
+            raise TaskFailure("invalid-version", f"the version and the model differ in the blocks {odd[:8]}")
+        bases: dict[str, BlobTensor] = {}
+        for block in wanted:
+            path = self._blob(manifest.blocks[block.name], block.nbytes, check, report)
+            if path.stat().st_size != block.nbytes:
+                raise TaskFailure("invalid-version", f"the blob of {block.name} has not {block.nbytes} bytes")
+            bases[block.name] = BlobTensor(path, block)
+        return bases
+
+    # ------------------------------------------------------------ train and hand in
+
+    def _train(self, task: Task, ready: _Ready, dataset: Dataset, check: Check, report: Report) -> None:
+        half, work = ready.half, ready.work
+        selected = half.select(work, Batches(dataset, task.training.batch_size, self.device))
+        phases = half.phases(work, selected)
+        self._policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
+        tally = Trainer(half, work, task.training, self.device, check).train(phases, dataset, task.seed)
+        harvest = half.harvest(work, selected, tally)
+        measured = {"loss": tally.loss} if math.isfinite(tally.loss) else {}
+        report.numbers = {**measured, **harvest.numbers}
+        self._submit(task, self._upload(task, ready, harvest, check, report), harvest, tally, report)
+
+    def _upload(self, task: Task, ready: _Ready, harvest: Harvest, check: Check, report: Report) -> str:
+        def sent(nbytes: int) -> None:
+            report.upload_bytes += nbytes
+            check()
+
+        changes = _changes(harvest, ready.bases)
+        with temporary_file(self._state_dir) as (path, file):
+            write_update(file, task.codec, changes)
+            file.flush()
+            self._check_egress(path, task.plan.upload.resolve(ready.built.blocks), harvest)
+            check()
+            return self._client.put_file(path, sent)
+
+    def _check_egress(self, path: Path, asked: Sequence[Block], harvest: Harvest) -> None:
+        """Reads the very file that is about to leave, whatever was meant to be in it."""
+        nbytes = path.stat().st_size
+        with path.open("rb") as file:
+            header = read_header(file, nbytes)
+        self._policy.check_egress(header.entries, nbytes, asked, harvest.keep)
+
+    def _submit(self, task: Task, update: str, harvest: Harvest, tally: Tally, report: Report) -> None:
+        submission = Submission(
+            token=task.token,
+            version=task.version.digest,
+            update=update,
+            examples=tally.examples,
+            numbers=report.numbers,
+            download_bytes=report.download_bytes,
+        )
+        staged = self.vault.stage(task.run, task.id, task.token, harvest.keep)
+        try:
+            view = self._client.submit(task.id, submission)
+        except Problem as problem:
+            # Without an answer the file stays staged, and `settle` finds out later what became of the task.
+            if not problem.retryable:
+                staged.discard()
+            raise
+        if view.state == "accepted":
+            staged.commit()
+        else:
+            staged.discard()
+
+    def _evaluate(self, task: Task, ready: _Ready, dataset: Dataset, check: Check, report: Report) -> None:
+        batches = Batches(dataset, task.training.batch_size, self.device)
+        report.numbers = evaluate(ready.work.model, ready.document.head, batches, check)
+        check()
+        evaluated = Evaluated(
+            token=task.token,
+            version=task.version.digest,
+            examples=dataset.examples,
+            numbers=report.numbers,
+            download_bytes=report.download_bytes,
+        )
+        self._client.submit_evaluation(task.id, evaluated)
+
+
+def _changes(harvest: Harvest, bases: Mapping[str, BlobTensor]) -> list[Change]:
+    """What is sent, in the block table's order. Raises TaskFailure for what is no block, or of another shape."""
+    if unknown := sorted(set(harvest.upload) - set(bases)):
+        raise TaskFailure("invalid-harvest", f"the method sends what was not fetched: {unknown[:8]}")
+    changes = []
+    for name, base in bases.items():
+        if name in harvest.upload:
+            values = harvest.upload[name]
+            if values.shape != base.shape:
+                raise TaskFailure("invalid-harvest", f"{name} has shape {base.shape}, not {values.shape}")
+            changes.append(Change(base.block, ArrayTensor(values, base.dtype), base))
+    return changes
+
+
+def _structure(model: torch.nn.Module) -> tuple[tuple[str, type], ...]:
+    return tuple((name, type(module)) for name, module in model.named_modules())
