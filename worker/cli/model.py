@@ -1,0 +1,210 @@
+"""`tessera model`: makes the folder that a run starts from, and shows the blocks of one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, cast
+from uuid import uuid4
+
+import torch
+import typer
+from pydantic import JsonValue, ValidationError
+from rich.console import Console
+from rich.table import Table
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from shared.blocks import Block
+from shared.model import BLOCKS_FILE, WEIGHTS_FILE, Head, Model
+from worker.blockmap import block_table
+from worker.models import AUTO_CLASSES, check_model, config_from, instantiate, named_tensors
+
+app = typer.Typer(no_args_is_help=True, help="Make and inspect the models that runs start from.")
+
+Config = dict[str, JsonValue]
+
+# What transformers notes down for itself, and what names code that we never run: nothing here shapes a tensor.
+BOOKKEEPING = {"transformers_version", "architectures", "auto_map", "name_or_path"}
+
+
+@contextmanager
+def _bad_input_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError, ImportError, RuntimeError, SafetensorError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.callback()
+def quiet() -> None:
+    """Make and inspect the models that runs start from."""
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@app.command()
+def init(
+    out: Annotated[Path, typer.Argument(help="The folder to make. It may not exist yet.")],
+    config: Annotated[str, typer.Option(help="A config.json, a folder that has one, or a name on the hub.")],
+    head: Annotated[Head, typer.Option(help="What the model is for.")],
+    seed: Annotated[int, typer.Option(help="Decides the weights that are random.")] = 0,
+    pretrained: Annotated[bool, typer.Option(help="Take the weights from the folder or the hub too.")] = False,
+    labels: Annotated[int | None, typer.Option(min=1, help="How many classes the head tells apart.")] = None,
+) -> None:
+    """Make a model folder: transformers' own layout, and the table of the model's blocks."""
+    with _bad_input_in_one_line():
+        if out.exists():
+            raise ValueError(f"{out} exists already: remove it or choose another name")
+        settings = _plain(_read_config(config))
+        if labels is not None:
+            settings = {key: value for key, value in settings.items() if key not in {"id2label", "label2id"}}
+            settings["num_labels"] = labels
+        model = _pretrained(config, settings, head, seed) if pretrained else instantiate(settings, head, seed=seed)
+        document = _document(model, head)
+        _write(out, model, document)
+    typer.echo(f"{out}: {len(document.blocks)} blocks, {document.nbytes} bytes")
+
+
+@app.command()
+def blocks(
+    path: Annotated[Path, typer.Argument(help="A model folder, or its blocks.json.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show how many parameters and bytes each layer has in each role."""
+    with _bad_input_in_one_line():
+        rows = _summary(_read_document(path).blocks)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    table = Table("layer", "role", "blocks", "parameters", "bytes")
+    for column in (0, 2, 3, 4):
+        table.columns[column].justify = "right"
+    for row in rows:
+        layer = "-" if row["layer"] is None else str(row["layer"])
+        table.add_row(layer, str(row["role"]), *(f"{row[key]:,}" for key in ("blocks", "parameters", "bytes")))
+    totals = (sum(cast("int", row[key]) for row in rows) for key in ("blocks", "parameters", "bytes"))
+    table.add_section()
+    table.add_row("", "total", *(f"{total:,}" for total in totals))
+    Console().print(table)
+
+
+def _read_config(source: str) -> Config:
+    path = Path(source)
+    if path.is_dir():
+        path /= "config.json"
+    if path.suffix == ".json" or path.is_file():
+        config = json.loads(path.read_bytes())
+    else:
+        config, _ = PreTrainedConfig.get_config_dict(source)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a transformers config: it holds no JSON object")
+    return config
+
+
+def _plain(config: Config) -> Config:
+    """The config without what transformers notes down for itself, at any depth."""
+
+    def strip(value: JsonValue) -> JsonValue:
+        if isinstance(value, list):
+            return [strip(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        kept = {key: item for key, item in value.items() if key not in BOOKKEEPING and not key.startswith("_")}
+        # A label may be called anything.
+        return {key: item if key == "label2id" else strip(item) for key, item in kept.items()}
+
+    return cast("Config", strip(config))
+
+
+def _pretrained(source: str, config: Config, head: Head, seed: int) -> PreTrainedModel:
+    if not Path(source).is_dir() and Path(source).suffix == ".json":
+        raise ValueError(f"--pretrained takes weights from a folder or the hub, and {source} is neither")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        loaded: tuple[PreTrainedModel, dict[str, Any]] = AUTO_CLASSES[head].from_pretrained(
+            source,
+            config=config_from(config),
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes="num_labels" in config,
+            output_loading_info=True,
+        )
+    model, info = loaded
+    _check_loaded(model, {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    return model
+
+
+def _check_loaded(model: PreTrainedModel, absent: set[str]) -> None:
+    """Refuses weights of another architecture, which transformers would quietly replace by random ones."""
+    may_be_new = {"head", "other"}
+    if odd := sorted({b.tensor for b in block_table(model) if b.tensor in absent and b.role not in may_be_new}):
+        shown = ", ".join(odd[:6]) + (", ..." if len(odd) > 6 else "")
+        raise ValueError(f"the weights do not fit a {model.config.model_type}; they lack {shown}")
+    if absent:
+        typer.echo(f"new and random: {', '.join(sorted(absent))}")
+
+
+def _document(model: PreTrainedModel, head: Head) -> Model:
+    """The model as a run names it, proven to be rebuilt from its config alone."""
+    config = _plain(json.loads(model.config.to_json_string()))
+    document = Model(config=config, head=head, blocks=block_table(model))
+    check_model(document)
+    return document
+
+
+def _write(out: Path, model: PreTrainedModel, document: Model) -> None:
+    """Makes the folder under another name first, so that `out` is whole or not there."""
+    folder = out.parent / f".{out.name}.{uuid4().hex}"
+    folder.mkdir(parents=True)
+    try:
+        # One file, with the names that the model has in memory rather than those of older checkpoints.
+        tensors = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+        model.save_pretrained(folder, state_dict=tensors, save_original_format=False, max_shard_size=1 << 62)
+        _check_names(folder / WEIGHTS_FILE, document)
+        table = folder / BLOCKS_FILE
+        table.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        # safetensors lets only the owner read; a coordinator may run as another user.
+        (folder / WEIGHTS_FILE).chmod(table.stat().st_mode)
+        folder.rename(out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_names(weights: Path, document: Model) -> None:
+    with safe_open(weights, framework="numpy") as file:
+        odd = {block.tensor for block in document.blocks} ^ set(file.keys())
+    if odd:
+        raise ValueError(f"transformers saved other tensors than the model has: {', '.join(sorted(odd))}")
+
+
+def _read_document(path: Path) -> Model:
+    file = path / BLOCKS_FILE if path.is_dir() else path
+    try:
+        return Model.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(step) for step in first["loc"])
+        raise ValueError(f"{file} is not a table of blocks: {where} {first['msg']}") from error
+
+
+def _summary(blocks: Sequence[Block]) -> list[dict[str, str | int | None]]:
+    """A row for each layer and role, what is outside the layers first."""
+    groups: dict[tuple[int, str], list[Block]] = {}
+    for block in blocks:
+        groups.setdefault((-1 if block.layer is None else block.layer, block.role), []).append(block)
+    return [
+        {
+            "layer": None if layer < 0 else layer,
+            "role": role,
+            "blocks": len(group),
+            "parameters": sum(block.numel for block in group),
+            "bytes": sum(block.nbytes for block in group),
+        }
+        for (layer, role), group in sorted(groups.items())
+    ]
