@@ -1,0 +1,1 @@
+"""The command line: `tessera`, and the commands that need nothing but the API."""

@@ -1,0 +1,104 @@
+"""How the commands reach a coordinator, and how they find what a person names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from shared.client import Client
+from shared.problems import Fault, Invalid, NotFound
+from shared.wire import Run, Token
+
+DEFAULT_URL = "http://127.0.0.1:8470"
+
+# Long enough for a passing fault, short enough that a person at a terminal does not wonder.
+PATIENCE_SECONDS = 10.0
+
+Url = Annotated[str, typer.Option(envvar="TESSERA_URL", help="Where the coordinator is.")]
+TokenText = Annotated[
+    str | None, typer.Option(envvar="TESSERA_TOKEN", show_envvar=True, help="The token; stronger than --token-file.")
+]
+TokenFile = Annotated[Path | None, typer.Option(envvar="TESSERA_TOKEN_FILE", help="A file that holds the token.")]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Which coordinator, and as whom: what a command group's options say."""
+
+    url: str
+    token: str | None
+    token_file: Path | None
+
+    def client(self, patience_seconds: float = PATIENCE_SECONDS) -> Client:
+        """A client, to be closed by the caller. Raises Invalid for a token that cannot be read or sent."""
+        if not self.url.startswith(("http://", "https://")):
+            raise Invalid(f"{self.url!r} is not a coordinator's URL", remedy="Give one that begins with https://.")
+        return Client(self.url, self._read_token(), patience_seconds=patience_seconds)
+
+    def _read_token(self) -> str | None:
+        text = self.token
+        if not text and self.token_file:
+            try:
+                text = self.token_file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as fault:
+                detail = f"the token in {self.token_file} cannot be read: {fault}"
+                raise Invalid(detail, remedy="Give --token, or another --token-file.") from fault
+        token = (text or "").strip()
+        if not (token.isascii() and token.isprintable()):
+            raise Invalid("the token has characters that no token has", remedy="Give it as it was issued.")
+        return token or None
+
+
+def connect(
+    ctx: typer.Context, url: Url = DEFAULT_URL, token: TokenText = None, token_file: TokenFile = None
+) -> None:
+    """A command group's callback: its options become what `client_of` connects with."""
+    ctx.obj = Connection(url, token, token_file)
+
+
+def client_of(ctx: typer.Context, patience_seconds: float = PATIENCE_SECONDS) -> Client:
+    """The client for a command, closed when the command ends."""
+    connection: Connection = ctx.obj
+    return ctx.with_resource(connection.client(patience_seconds))
+
+
+def find_run(client: Client, named: str) -> Run:
+    """The run with this id, or the only one whose id begins so or whose name it is."""
+    try:
+        return client.run(named)
+    except NotFound:
+        return only("run", named, client.runs(), lambda run: run.id, lambda run: run.spec.name)
+
+
+def find_token(client: Client, named: str) -> Token:
+    """The token with this id, or the only one not revoked whose id begins so or whose name it is."""
+    tokens = list(client.tokens())
+    exact = [token for token in tokens if token.id == named]
+    if exact:
+        return exact[0]
+    live = [token for token in tokens if token.revoked_at is None]
+    return only("token", named, live, lambda token: token.id, lambda token: token.name)
+
+
+def only(kind: str, named: str, among: Iterable[T], id_of: Callable[[T], str], name_of: Callable[[T], str]) -> T:
+    """The one thing whose name is `named` or whose id begins so.
+
+    Raises NotFound if there is none, and Invalid naming them if there are several.
+    """
+    found = [thing for thing in among if named and (name_of(thing) == named or id_of(thing).startswith(named))]
+    if not found:
+        raise NotFound(f"there is no {kind} {named!r}", remedy=f"List what there is: `tessera {_LISTS[kind]}`.")
+    if len(found) > 1:
+        faults = [Fault(pointer=id_of(thing), detail=name_of(thing)) for thing in found]
+        detail = f"{named!r} could be any of {len(found)} {kind}s"
+        raise Invalid(detail, errors=faults, remedy="Give more of the id.")
+    return found[0]
+
+
+_LISTS = {"run": "run list", "token": "admin token list"}

@@ -1,0 +1,76 @@
+"""Writes a version of a run to a file, or to a folder that transformers' `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from shared.client import Client
+from shared.model import BLOCKS_FILE, WEIGHTS_FILE
+from shared.problems import Invalid
+from shared.wire import Run
+
+CONFIG_FILE = "config.json"
+
+Progress = Callable[[int], None]
+
+
+def export_file(client: Client, run: Run, out: Path, number: int | None, progress: Progress) -> None:
+    """Writes a version (the latest if `number` is None) as one safetensors file, replacing one of that name."""
+    with _in_place_of(out) as partial:
+        _export(client, run, partial, number, progress)
+        partial.replace(out)
+
+
+def export_folder(
+    client: Client, run: Run, out: Path, number: int | None, progress: Progress, like: Path | None = None
+) -> None:
+    """Writes a version with its config and table of blocks: a model folder, from which a run can start again.
+
+    What else is in the folder `like` (a tokenizer, say) is copied beside them. Raises Invalid if `out` exists.
+    """
+    if out.exists():
+        raise Invalid(f"{out} exists already", remedy="Remove it or choose another name.")
+    model = client.model(run.spec.model)
+    with _in_place_of(out) as partial:
+        partial.mkdir()
+        _export(client, run, partial / WEIGHTS_FILE, number, progress)
+        (partial / BLOCKS_FILE).write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        (partial / CONFIG_FILE).write_text(json.dumps(model.config, indent=2) + "\n", encoding="utf-8")
+        if like:
+            _copy_rest(like, partial)
+        partial.rename(out)
+
+
+def _export(client: Client, run: Run, file: Path, number: int | None, progress: Progress) -> None:
+    with file.open("wb") as opened:
+        client.export(run.id, opened, number, progress)
+
+
+def _copy_rest(like: Path, folder: Path) -> None:
+    if not (like / CONFIG_FILE).is_file():
+        raise Invalid(f"{like} is not a model folder: it has no {CONFIG_FILE}", remedy="Name the run's model folder.")
+    # Weights in any form would be those of another version.
+    weights = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf"}
+    for file in sorted(like.iterdir()):
+        if file.is_file() and file.suffix not in weights and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
+
+
+@contextmanager
+def _in_place_of(out: Path) -> Iterator[Path]:
+    """A name beside `out` to write to; what is left under it at the end is removed."""
+    partial = out.parent / f".{out.name}.{uuid4().hex}.partial"
+    try:
+        yield partial
+    except OSError as fault:
+        raise Invalid(f"{out} cannot be written: {fault}", remedy="Choose another place.") from fault
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink(missing_ok=True)

@@ -1,0 +1,102 @@
+"""`tessera`: finds its commands by the entry point group `tessera.commands` and imports one only to run it.
+
+So `tessera run list` needs no torch, `tessera coordinator serve` neither, and another installed package can add a
+command. What a user can mend becomes one message and an exit code: 1 for a refusal, 2 for a wrong or missing command.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points, version
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_group
+
+from shared.cli.output import complain, show_problem, wants_json
+from shared.problems import Problem
+
+COMMANDS = "tessera.commands"
+
+# Said here rather than taken from the commands, so that `tessera --help` imports none of them.
+SUMMARIES = {
+    "admin": "Sites, workers, tokens, and the coordinator at a glance.",
+    "coordinator": "Serve the API and conduct runs; migrate the database.",
+    "model": "Make and inspect the models that runs start from.",
+    "run": "Start, watch, steer and export runs.",
+    "worker": "Train for a coordinator with this site's data.",
+}
+
+# What is imported from these is part of this project; anything else comes with an extra.
+PARTS = ("shared", "coordinator", "worker")
+
+
+class Installed(TyperGroup):
+    """The commands that are installed."""
+
+    def list_commands(self, ctx: object) -> list[str]:
+        return sorted(_entries())
+
+    def get_command(self, ctx: object, cmd_name: str) -> TyperGroup | None:
+        """What `--help` lists: the name and a summary, without the command's code."""
+        return TyperGroup(name=cmd_name, help=SUMMARIES.get(cmd_name)) if cmd_name in _entries() else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command itself, for running it and for completing its arguments."""
+        name, placeholder, rest = super().resolve_command(ctx, args)
+        if name is None or placeholder is None:
+            return name, placeholder, rest
+        entry = _entries()[name]
+        try:
+            return name, get_group(entry.load()), rest
+        except ModuleNotFoundError as fault:
+            complain(_what_is_missing(entry, fault))
+            raise typer.Exit(2) from fault
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Problem as problem:
+            show_problem(problem, as_json=wants_json(ctx))
+            raise typer.Exit(1) from problem
+
+
+def _entries() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=COMMANDS)}
+
+
+def _what_is_missing(entry: EntryPoint, fault: ModuleNotFoundError) -> str:
+    """One sentence for a package that is not installed. Raises `fault` again if it is a module of our own."""
+    part = entry.module.partition(".")[0]
+    missing = (fault.name or "").partition(".")[0]
+    if missing == part and find_spec(part) is None:
+        return f"`tessera {entry.name}` is not part of this installation: it has no package {part!r}."
+    if missing in PARTS or not missing:
+        raise fault
+    package = entry.dist.name if entry.dist else "tessera"
+    wanted = f"{package}[{part}]" if part in PARTS else package
+    return f'`tessera {entry.name}` needs {missing}, which is not installed: pip install "{wanted}"'
+
+
+app = typer.Typer(cls=Installed, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tessera {version('tessera')}")
+        raise typer.Exit
+
+
+@app.callback()
+def tessera(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Federated learning of transformers over REST: only the blocks a round asks for travel."""
+
+
+def main() -> None:
+    """The entry point `tessera`. Exit codes: 0, 1 refused, 2 wrong usage, 130 interrupted, or a command's own."""
+    get_group(app).main(prog_name="tessera")

@@ -1,0 +1,201 @@
+"""`tessera run`: starts, watches, steers and exports runs."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from shared.cli import output
+from shared.cli.connection import client_of, connect, find_run
+from shared.cli.export import export_file, export_folder
+from shared.cli.output import AsJson
+from shared.cli.rounds import Outcome, follow, outcomes, scores_by_version
+from shared.cli.spec import read_spec
+from shared.cli.upload import upload_model
+from shared.cli.watching import watch_as_json, watch_as_text
+from shared.modelfolder import ModelFolder
+from shared.wire import Run, RunSpec, RunState
+
+app = typer.Typer(no_args_is_help=True, callback=connect, help="Start, watch, steer and export runs.")
+
+# A run outlives many a restart of its coordinator, and so does watching it.
+WATCHING_PATIENCE_SECONDS = 300.0
+
+EXIT_CODES: dict[RunState, int] = {"completed": 0, "failed": 1, "cancelled": 1, "paused": 3}
+
+ROUND_COLUMNS = ("round", "stage", "state", "accepted", "accuracy", "macro-F1", "down", "up", "seconds")
+
+Named = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beginning of it, or its name.")]
+
+
+@app.command()
+def create(
+    ctx: typer.Context,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.toml", help="What to run: method, dataset, rounds, cohort ...")
+    ],
+    model: Annotated[Path, typer.Option(help="The model folder to start from (see `tessera model init`).")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Changes a setting, e.g. cohort.quorum=2.")
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(help="Names this wish: creating with the same key again gives the same run.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Upload a model and start a run; prints the run's id."""
+    wanted = read_spec(file, settings or [])
+    folder = ModelFolder.open(model)
+    client = client_of(ctx)
+    with output.progress(quiet=as_json) as bar:
+        task = bar.add_task("model", total=folder.model.nbytes)
+        uploaded = upload_model(client, folder, lambda count: bar.advance(task, count))
+    spec = RunSpec.model_validate({**wanted, "model": uploaded.model, "version": uploaded.version})
+    run = client.create_run(spec, key=key or uuid.uuid4().hex)
+    if as_json:
+        output.print_json(run)
+        return
+    output.note(f"sent {output.size(uploaded.sent_bytes)} of a model of {output.size(folder.model.nbytes)}")
+    output.out().print(run.id)
+
+
+@app.command("list")
+def list_runs(ctx: typer.Context, as_json: AsJson = False) -> None:
+    """List the runs."""
+    runs = list(client_of(ctx).runs())
+    if as_json:
+        output.print_json(runs)
+        return
+    rows = [
+        (
+            run.id,
+            run.spec.name,
+            run.state,
+            run.spec.method.name,
+            f"{run.version.number}/{run.spec.rounds}",
+            output.ago(run.updated_at),
+        )
+        for run in runs
+    ]
+    output.out().print(output.table(("id", "name", "state", "method", "rounds", "changed"), rows))
+
+
+@app.command()
+def show(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
+    """Show a run and its rounds."""
+    client = client_of(ctx)
+    found = find_run(client, run)
+    rounds = outcomes(client.rounds(found.id), scores_by_version(client.measurements(found.id)))
+    if as_json:
+        output.print_json({"run": found, "rounds": [outcome.as_json() for outcome in rounds]})
+        return
+    console = output.out()
+    console.print(output.table(("", ""), _facts(found)))
+    console.print()
+    console.print(_round_table(rounds))
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    settings = ", ".join(f"{name} {value}" for name, value in run.spec.method.settings.items())
+    return [
+        ("run", f"{run.spec.name} ({run.id})"),
+        ("state", run.state + (f": {run.reason}" if run.reason else "")),
+        ("method", run.spec.method.name + (f" ({settings})" if settings else "")),
+        ("version", f"{run.version.number} of {run.spec.rounds}"),
+        ("dataset", run.spec.dataset),
+        ("model", output.size(run.model_bytes) or ""),
+        ("codec", run.spec.codec),
+    ]
+
+
+def _round_table(rounds: list[Outcome]) -> Table:
+    numbers = ("round", "accepted", "accuracy", "macro-F1", "down", "up", "seconds")
+    return output.table(ROUND_COLUMNS, [_row(outcome) for outcome in rounds], right=numbers)
+
+
+def _row(outcome: Outcome) -> tuple[object, ...]:
+    made = outcome.round
+    return (
+        made.number if made.attempt == 1 else f"{made.number} (try {made.attempt})",
+        made.stage,
+        made.state + (f": {made.reason}" if made.state == "abandoned" and made.reason else ""),
+        f"{outcome.accepted}/{outcome.asked}",
+        output.share(outcome.scores.get("accuracy")),
+        output.share(outcome.scores.get("macro_f1")),
+        output.size(outcome.download_bytes),
+        output.size(outcome.upload_bytes),
+        output.seconds(outcome.seconds(datetime.now(UTC))),
+    )
+
+
+@app.command()
+def watch(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
+    """Follow a run until it ends or pauses. Exit code 0: completed, 1: failed or cancelled, 3: paused."""
+    client = client_of(ctx, WATCHING_PATIENCE_SECONDS)
+    found = find_run(client, run)
+    glimpses = follow(client, found.id)
+    last = watch_as_json(glimpses) if as_json else watch_as_text(glimpses)
+    raise typer.Exit(EXIT_CODES[last.state])
+
+
+@app.command()
+def pause(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
+    """Open no more rounds; the one that is open goes on to its end."""
+    _set_state(ctx, run, "paused", as_json=as_json)
+
+
+@app.command()
+def resume(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
+    """Let a paused run go on."""
+    _set_state(ctx, run, "running", as_json=as_json)
+
+
+@app.command()
+def cancel(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
+    """End a run for good; what it has committed stays."""
+    _set_state(ctx, run, "cancelled", as_json=as_json)
+
+
+def _set_state(ctx: typer.Context, named: str, state: RunState, *, as_json: bool) -> None:
+    client = client_of(ctx)
+    run = client.set_run_state(find_run(client, named).id, state)
+    if as_json:
+        output.print_json(run)
+    else:
+        output.out().print(f"{run.spec.name} is {run.state}")
+
+
+@app.command()
+def export(
+    ctx: typer.Context,
+    run: Named,
+    out: Annotated[Path, typer.Argument(help="A .safetensors file, or the model folder to make.")],
+    version: Annotated[int | None, typer.Option(min=0, help="Which version; the latest if left out.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Make a folder, with what else is in this one (a tokenizer, say).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a version as one safetensors file, or as a folder that transformers' from_pretrained loads."""
+    client = client_of(ctx)
+    found = find_run(client, run)
+    with output.progress(quiet=as_json) as bar:
+        task = bar.add_task(out.name, total=found.model_bytes)
+
+        def progress(count: int) -> None:
+            bar.advance(task, count)
+
+        if out.suffix == ".safetensors" and model is None:
+            export_file(client, found, out, version, progress)
+        else:
+            export_folder(client, found, out, version, progress, model)
+    number = found.version.number if version is None else version
+    if as_json:
+        output.print_json({"run": found.id, "version": number, "path": str(out)})
+    else:
+        output.out().print(f"{out}: version {number} of {found.spec.name}", soft_wrap=True)
