@@ -35,6 +35,4 @@ def load(kind: str, options: Mapping[str, object]) -> Dataset:
     except ValidationError as fault:
         first = fault.errors(include_url=False, include_input=False)[0]
         raise DataError(f"{'.'.join(map(str, first['loc'])) or kind}: {first['msg']}") from None
-    except OSError as fault:
-        raise DataError(f"{fault.filename}: {fault.strerror}") from fault
     return dataset

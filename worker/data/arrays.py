@@ -21,8 +21,8 @@ def arrays(options: ArraysOptions) -> Dataset:
     """The file's tensors under their own names and dtypes, each [examples, ...]."""
     try:
         return Dataset(load_file(options.file))
-    except SafetensorError as fault:
-        raise DataError(f"file: {options.file} is not a safetensors file: {fault}") from fault
+    except (OSError, SafetensorError) as fault:
+        raise DataError(f"file: {options.file} cannot be read as safetensors: {fault}") from fault
     except DataError as fault:
         raise DataError(f"file: {options.file}: {fault}") from fault
 

@@ -61,4 +61,4 @@ class Adapter(Generic[O]):
     kind: str
     options: type[O]
     open: Callable[[O], Dataset]
-    """Raises DataError, or OSError for a file that cannot be read."""
+    """Raises DataError."""

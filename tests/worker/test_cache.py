@@ -1,0 +1,131 @@
+"""The cache: by digest, verified, bounded, and never half written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from shared.blocks import Block
+from shared.problems import DigestMismatch
+from shared.tensors import CHUNK, digest_of, to_array
+from worker.cache import BlobTensor, BlobTooLarge, Cache
+
+
+class Origin:
+    """Where blobs come from: counts what it is asked for."""
+
+    def __init__(self, *blobs: bytes) -> None:
+        self.blobs = {digest_of(blob): blob for blob in blobs}
+        self.asked: list[str] = []
+
+    def __call__(self, digest: str, file: BinaryIO, progress: Callable[[int], None]) -> None:
+        self.asked.append(digest)
+        for start in range(0, len(self.blobs[digest]), 4):
+            piece = self.blobs[digest][start : start + 4]
+            file.write(piece)
+            progress(len(piece))
+
+
+ONE, TWO, THREE = b"1" * 10, b"2" * 10, b"3" * 10
+
+
+def test_a_blob_is_fetched_once_even_by_a_later_process(tmp_path: Path) -> None:
+    origin, moved = Origin(ONE), []
+    for _ in range(2):
+        cache = Cache(tmp_path, 100)
+        for _ in range(2):
+            path = cache.fetch(digest_of(ONE), 10, origin, moved.append)
+    assert path.read_bytes() == ONE
+    assert len(origin.asked) == 1
+    assert sum(moved) == 10
+    digest = hashlib.sha256(ONE).hexdigest()
+    assert path == tmp_path / digest[:2] / f"sha256-{digest}"
+
+
+def test_bytes_that_are_not_the_digests_never_become_visible(tmp_path: Path) -> None:
+    origin, cache = Origin(ONE), Cache(tmp_path, 100)
+    origin.blobs[digest_of(ONE)] = TWO
+    with pytest.raises(DigestMismatch):
+        cache.fetch(digest_of(ONE), 10, origin)
+    assert digest_of(ONE) not in cache
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_blob_larger_than_it_may_be_is_cut_off_while_it_comes(tmp_path: Path) -> None:
+    moved: list[int] = []
+    with pytest.raises(BlobTooLarge, match="more than the 6 bytes"):
+        Cache(tmp_path, 100).fetch(digest_of(ONE), 6, Origin(ONE), moved.append)
+    assert sum(moved) == 4
+
+
+def test_what_was_used_longest_ago_is_evicted_first(tmp_path: Path) -> None:
+    origin, cache = Origin(ONE, TWO, THREE), Cache(tmp_path, 20)
+    for blob in (ONE, TWO, ONE, THREE):
+        with cache.pinning():
+            cache.fetch(digest_of(blob), 10, origin)
+    assert [digest_of(blob) in cache for blob in (ONE, TWO, THREE)] == [True, False, True]
+    assert cache.total_bytes == sum(path.stat().st_size for path in tmp_path.rglob("sha256-*")) == 20
+
+
+def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
+    origin, cache = Origin(ONE, TWO, THREE), Cache(tmp_path, 20)
+    for age, blob in ((1, ONE), (2, TWO)):
+        with cache.pinning():
+            os.utime(cache.fetch(digest_of(blob), 10, origin), ns=(0, 10**18 - age))
+    Cache(tmp_path, 20).fetch(digest_of(THREE), 10, origin)
+    assert [digest_of(blob) in Cache(tmp_path, 20) for blob in (ONE, TWO, THREE)] == [True, False, True]
+
+
+def test_what_the_present_task_needs_is_never_evicted(tmp_path: Path) -> None:
+    origin, cache = Origin(ONE, TWO, THREE), Cache(tmp_path, 20)
+    with cache.pinning():
+        paths = [cache.fetch(digest_of(blob), 10, origin) for blob in (ONE, TWO)]
+        with pytest.raises(BlobTooLarge, match="10 bytes more than cache_bytes"):
+            cache.fetch(digest_of(THREE), 10, origin)
+        assert [path.read_bytes() for path in paths] == [ONE, TWO]
+
+
+def test_a_lower_limit_is_kept_from_the_start(tmp_path: Path) -> None:
+    origin, cache = Origin(ONE, TWO), Cache(tmp_path, 20)
+    for blob in (ONE, TWO):
+        cache.fetch(digest_of(blob), 10, origin)
+    assert Cache(tmp_path, 10).total_bytes == 10
+
+
+def test_a_blob_that_the_disk_spoilt_is_fetched_again(tmp_path: Path) -> None:
+    origin = Origin(ONE)
+    Cache(tmp_path, 100).fetch(digest_of(ONE), 10, origin).write_bytes(TWO)
+    assert Cache(tmp_path, 100).fetch(digest_of(ONE), 10, origin).read_bytes() == ONE
+    assert len(origin.asked) == 2
+
+
+def test_what_a_killed_process_left_is_swept_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "ab").mkdir()
+    left = tmp_path / "ab" / "0123.tmp"
+    left.write_bytes(b"half")
+    Cache(tmp_path, 100)
+    assert not left.exists()
+
+
+def test_a_digest_that_is_a_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not a digest"):
+        Cache(tmp_path, 100).fetch("sha256:../../../etc/passwd", 10, Origin())
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_a_blob_tensor_gives_the_blocks_values_chunk_by_chunk(tmp_path: Path, dtype: str) -> None:
+    kind = np.float32 if dtype == "F32" else ml_dtypes.bfloat16
+    values = np.arange(3 * (CHUNK // 2)).reshape(3, -1).astype(kind)
+    path = tmp_path / "blob"
+    path.write_bytes(values.tobytes())
+    tensor = BlobTensor(path, Block(tensor="w", role="other", shape=values.shape, dtype=dtype))
+    assert [len(chunk) for chunk in tensor.chunks()] == [CHUNK, CHUNK // 2]
+    assert to_array(tensor).tobytes() == values.tobytes()
+    assert to_array(tensor).shape == values.shape

@@ -1,0 +1,79 @@
+"""Scores against numbers worked out by hand, on a real model whose answers are set."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from shared.model import Head
+from worker.data import Dataset
+from worker.evaluator import evaluate
+from worker.models import instantiate
+from worker.trainer import Batches, TrainingDiverged
+
+VIT = {
+    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 8, "num_labels": 3,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8,
+}  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2", "vocab_size": 4, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2,
+    "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def scores(model: PreTrainedModel, head: Head, dataset: Dataset, size: int | None = 2) -> dict[str, float]:
+    return evaluate(model, head, Batches(dataset, size, torch.device("cpu")), lambda: None)
+
+
+def always(label: int, logit: float = math.log(2)) -> PreTrainedModel:
+    """An image classifier that gives one label twice the odds of each other one, whatever it sees."""
+    model = instantiate(VIT, "image-classification")
+    with torch.no_grad():
+        model.classifier.weight.zero_()
+        model.classifier.bias.copy_(torch.eye(3)[label] * logit)
+    return model
+
+
+def test_accuracy_macro_f1_and_loss_are_those_worked_out_by_hand() -> None:
+    data = Dataset({"pixel_values": torch.zeros(5, 1, 8, 8), "labels": torch.tensor([0, 0, 0, 1, 2])})
+    found = scores(always(0), "image-classification", data)
+    assert found["accuracy"] == pytest.approx(3 / 5)
+    # Class 0: precision 3/5, recall 1, F1 = 2*(3/5)/(8/5) = 3/4. Classes 1 and 2: never predicted, so 0.
+    assert found["macro_f1"] == pytest.approx((3 / 4 + 0 + 0) / 3)
+    # The softmax of (ln 2, 0, 0) is (1/2, 1/4, 1/4).
+    assert found["loss"] == pytest.approx((3 * math.log(2) + 2 * math.log(4)) / 5)
+
+
+def test_the_batch_size_does_not_change_the_scores() -> None:
+    data = Dataset({"pixel_values": torch.randn(5, 1, 8, 8), "labels": torch.tensor([0, 0, 0, 1, 2])})
+    whole = scores(always(1), "image-classification", data, None)
+    assert scores(always(1), "image-classification", data, 2) == pytest.approx(whole)
+
+
+def test_a_language_model_is_scored_on_the_words_that_follow_and_not_on_padding() -> None:
+    model = instantiate(GPT2, "causal-lm")
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # all four words alike: the first, 0, is the one predicted
+    words = torch.tensor([[3, 0, 0, 1], [3, 0, 2, 2]])
+    labels = torch.tensor([[3, 0, 0, 1], [3, 0, -100, -100]])
+    found = scores(model, "causal-lm", Dataset({"input_ids": words, "labels": labels}), size=1)
+    assert found["accuracy"] == pytest.approx(3 / 4)  # of 0, 0, 1 and 0
+    assert found["loss"] == pytest.approx(math.log(4))
+
+
+def test_evaluation_leaves_the_weights_alone_and_makes_no_gradients() -> None:
+    model = always(2)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    data = Dataset({"pixel_values": torch.randn(3, 1, 8, 8), "labels": torch.tensor([0, 1, 2])})
+    assert scores(model, "image-classification", data) == scores(model, "image-classification", data)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert not model.training
+
+
+def test_a_version_whose_loss_is_no_number_is_reported() -> None:
+    data = Dataset({"pixel_values": torch.full((2, 1, 8, 8), torch.nan), "labels": torch.tensor([0, 1])})
+    with pytest.raises(TrainingDiverged, match="loss on this data is nan"):
+        scores(instantiate(VIT, "image-classification"), "image-classification", data)

@@ -1,0 +1,96 @@
+"""The site's policy: what it forbids is refused before it happens, and the rule is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.blocks import Block, roles
+from shared.methods import Chosen
+from shared.methods.contract import Plan
+from shared.wire import Task, Training, VersionRef
+from worker.policy import Policy, PolicyViolation
+
+TABLE = tuple(
+    Block(tensor=name, role=role, shape=(4,), dtype="F32")
+    for name, role in (("embed", "embedding"), ("layer.0.query", "query"), ("layer.0.value", "value"), ("fc", "head"))
+)
+DIGEST = f"sha256:{'0' * 64}"
+
+
+def task(**more: object) -> Task:
+    given = {
+        "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 0, "rounds": 2, "seed": 0,
+        "method": Chosen(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(), "codec": "raw",
+        "divide": "participants", "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST),
+        "lease_seconds": 60.0,
+    }  # fmt: skip
+    return Task.model_validate({**given, **more})
+
+
+def test_the_defaults_allow_an_ordinary_task() -> None:
+    policy = Policy()
+    policy.check_task(task(), ("train",))
+    policy.check_upload(TABLE)
+    policy.check_egress([block.name for block in TABLE], 1000, TABLE, kept=[])
+
+
+@pytest.mark.parametrize(
+    ("rule", "policy", "asked"),
+    [
+        ("methods", Policy(methods=("fedfrozen",)), task()),
+        ("datasets", Policy(datasets=("clinics",)), task()),
+        ("max_epochs", Policy(max_epochs=2), task(training=Training(epochs=3))),
+        ("max_lease_seconds", Policy(max_lease_seconds=30), task()),
+        ("kinds", Policy(), task(kind="evaluate")),
+    ],
+)
+def test_a_task_that_breaks_a_rule_is_refused_by_its_name(rule: str, policy: Policy, asked: Task) -> None:
+    with pytest.raises(PolicyViolation) as violation:
+        policy.check_task(asked, ("train",))
+    assert violation.value.rule == rule
+
+
+def test_a_model_larger_than_allowed_is_refused() -> None:
+    policy = Policy(max_model_bytes=100)
+    policy.check_model(100)
+    with pytest.raises(PolicyViolation, match="101 bytes"):
+        policy.check_model(101)
+
+
+@pytest.mark.parametrize(
+    ("policy", "refused"),
+    [
+        (Policy(may_send=roles("value", "head")), "embed, layer.0.query"),
+        (Policy(never_send=("*query", "fc")), "fc, layer.0.query"),
+        (Policy(may_send=roles("value"), never_send=("*.value",)), "embed, fc, layer.0.query, layer.0.value"),
+    ],
+)
+def test_a_plan_that_asks_for_what_may_not_leave_is_refused_with_the_blocks_names(
+    policy: Policy, refused: str
+) -> None:
+    with pytest.raises(PolicyViolation, match=refused) as violation:
+        policy.check_upload(TABLE)
+    assert violation.value.rule == "may_send"
+
+
+def test_a_rule_for_blocks_that_a_model_lacks_forbids_nothing_of_it() -> None:
+    Policy(never_send=("prompt.*",)).check_upload(TABLE)
+
+
+@pytest.mark.parametrize(
+    ("rule", "names", "nbytes", "kept"),
+    [
+        ("plan", ["layer.0.value", "embed"], 10, []),  # in the model, and not asked for
+        ("plan", ["layer.0.value", "diary"], 10, []),  # in no model
+        ("may_send", ["layer.0.query"], 10, []),
+        ("vault", ["layer.0.value"], 10, ["layer.0.value"]),
+        ("max_upload_bytes", ["layer.0.value"], 1001, []),
+    ],
+)
+def test_a_file_that_holds_more_than_it_may_does_not_leave(
+    rule: str, names: list[str], nbytes: int, kept: list[str]
+) -> None:
+    policy = Policy(never_send=("*query",), max_upload_bytes=1000)
+    with pytest.raises(PolicyViolation) as violation:
+        policy.check_egress(names, nbytes, TABLE[1:3], kept)
+    assert violation.value.rule == rule

@@ -1,0 +1,168 @@
+"""Leases that are kept and lost, and the wish to stop, with real threads and real sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from shared.client import Client
+from shared.problems import LeaseLost, Problem, RoundClosed, TaskCancelled, Unauthenticated
+from shared.transport import Unreachable
+from shared.wire import Lease
+from worker.renewal import Renewal, Stop, Stopped
+
+SOON = 10.0
+
+
+def eventually(condition: threading.Event) -> None:
+    assert condition.wait(SOON)
+
+
+@pytest.fixture
+def deaf() -> Iterator[str]:
+    """The URL of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_lease_is_renewed_four_times_in_its_length() -> None:
+    beats: list[float] = []
+    enough = threading.Event()
+
+    def heartbeat() -> Lease:
+        beats.append(time.monotonic())
+        if len(beats) == 5:
+            enough.set()
+        return Lease(lease_seconds=0.4)
+
+    with Renewal(heartbeat, lease_seconds=0.4) as renewal:
+        eventually(enough)
+        renewal.check()
+    between = [later - earlier for earlier, later in pairwise(beats)]
+    assert min(between) >= 0.1
+
+
+@pytest.mark.parametrize("problem", [LeaseLost("x"), TaskCancelled("x"), RoundClosed("x"), Unauthenticated("x")])
+def test_what_ends_a_lease_is_carried_to_whoever_checks(problem: Problem) -> None:
+    asked = threading.Event()
+
+    def heartbeat() -> Lease:
+        asked.set()
+        raise problem
+
+    with Renewal(heartbeat, lease_seconds=0.1) as renewal:
+        eventually(asked)
+        renewal._thread.join(SOON)
+        with pytest.raises(type(problem)):
+            renewal.check()
+
+
+def test_a_lease_survives_an_outage_that_is_shorter_than_itself() -> None:
+    beats = []
+    recovered = threading.Event()
+
+    def heartbeat() -> Lease:
+        beats.append(1)
+        if len(beats) < 3:
+            raise Unreachable("down")
+        recovered.set()
+        return Lease(lease_seconds=60.0)
+
+    with Renewal(heartbeat, lease_seconds=0.2, clock=lambda: 0.0) as renewal:
+        eventually(recovered)
+        renewal.check()
+
+
+def test_a_lease_that_could_not_be_renewed_for_its_length_is_lost() -> None:
+    now = [100.0]
+
+    def heartbeat() -> Lease:
+        raise Unreachable("down")
+
+    with Renewal(heartbeat, lease_seconds=60.0, clock=lambda: now[0]) as renewal:
+        now[0] = 160.0
+        renewal.check()
+        now[0] = 160.1
+        with pytest.raises(LeaseLost, match="could not be renewed for 60 s"):
+            renewal.check()
+
+
+def test_a_heartbeat_that_hangs_does_not_hide_that_the_lease_ran_out(deaf: str) -> None:
+    now = [0.0]
+    with (
+        Client(deaf, "token", patience_seconds=0) as client,
+        Renewal(lambda: client.heartbeat("task", 1), lease_seconds=0.1, clock=lambda: now[0]) as renewal,
+    ):
+        now[0] = 1.0
+        with pytest.raises(LeaseLost):
+            renewal.check()
+
+
+def test_no_heartbeat_is_sent_once_the_task_is_over() -> None:
+    with Renewal(lambda: Lease(lease_seconds=0.05), lease_seconds=0.05) as renewal:
+        pass
+    assert not renewal._thread.is_alive()
+
+
+def test_stopping_ends_a_sleep_at_once_from_another_thread() -> None:
+    stop = Stop()
+    threading.Timer(0.05, stop.request).start()
+    started_at = time.monotonic()
+    with pytest.raises(Stopped):
+        stop.sleep(60)
+    assert time.monotonic() - started_at < SOON
+    with pytest.raises(Stopped):
+        stop.check()
+
+
+def test_a_signal_ends_a_long_poll_at_once(deaf: str) -> None:
+    stop = Stop()
+    before = signal.signal(signal.SIGUSR1, lambda *_: stop.request())
+    try:
+        with Client(deaf, "token", patience_seconds=0) as client:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            started_at = time.monotonic()
+            with pytest.raises(Stopped):
+                stop.interruptible(lambda: client.task("any"), too_late=lambda _: None)
+            assert time.monotonic() - started_at < SOON
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_result_that_comes_after_the_wish_to_stop_is_given_back() -> None:
+    stop, go, given_back = Stop(), threading.Event(), threading.Event()
+    late: list[str] = []
+
+    def slow() -> str:
+        eventually(go)
+        return "a task"
+
+    def give_back(result: str) -> None:
+        late.append(result)
+        given_back.set()
+
+    stop_soon = threading.Timer(0.05, stop.request)
+    stop_soon.start()
+    with pytest.raises(Stopped):
+        stop.interruptible(slow, give_back)
+    go.set()
+    eventually(given_back)
+    assert late == ["a task"]
+
+
+def test_an_interruptible_call_gives_its_result_and_its_problem() -> None:
+    stop = Stop()
+
+    def refused() -> str:
+        raise LeaseLost("gone")
+
+    assert stop.interruptible(lambda: "a task", too_late=pytest.fail) == "a task"
+    with pytest.raises(LeaseLost):
+        stop.interruptible(refused, too_late=pytest.fail)

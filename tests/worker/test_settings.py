@@ -1,0 +1,126 @@
+"""A worker's settings: read from a file and the environment, and refused by the name of what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from worker.cli.worker import app
+from worker.settings import Settings, SettingsError, datasets_of, device_of, read_settings, token_of
+
+GOOD = """
+url = "http://127.0.0.1:9"
+token = "tsr_secret"
+name = "north-1"
+state_dir = "state"
+
+[datasets.digits]
+kind = "digits"
+shards = { count = 3, index = 1 }
+
+[datasets.held-out]
+kind = "digits"
+part = "test"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TESSERA_URL", "TESSERA_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "worker.toml"
+    path.write_text(text)
+    return path
+
+
+def refusal(folder: Path, text: str) -> str:
+    with pytest.raises(SettingsError) as refused:
+        read_settings(written(folder, text))
+    return str(refused.value)
+
+
+def test_a_plain_file_gives_settings_with_safe_defaults(tmp_path: Path) -> None:
+    settings = read_settings(written(tmp_path, GOOD))
+    assert settings.datasets["digits"].options == {"shards": {"count": 3, "index": 1}}
+    assert settings.cache_bytes == 20 * 2**30
+    assert settings.poll_seconds == 25
+    assert token_of(settings) == "tsr_secret"
+    assert "tsr_secret" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("name =", "nmae =", "nmae: no such setting"),
+        ('"north-1"', '"north 1"', "name: "),
+        ("[datasets.digits]", "[policy]\nmax_epoch = 3\n[datasets.digits]", "policy.max_epoch: no such setting"),
+        ('"http://127.0.0.1:9"', '"127.0.0.1"', "url: "),
+        ('token = "tsr_secret"', "", "give token_file"),
+        ('state_dir = "state"', 'state_dir = "state"\ndevice = "tpu"', "device: "),
+        ('state_dir = "state"', "state_dir = ", "is not TOML"),
+    ],
+)
+def test_a_wrong_key_is_named(tmp_path: Path, old: str, new: str, told: str) -> None:
+    found = refusal(tmp_path, GOOD.replace(old, new))
+    assert told in found
+    assert "tsr_secret" not in found
+
+
+def test_the_environment_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESSERA_NAME", "south-2")
+    monkeypatch.setenv("TESSERA_POLICY__MAX_EPOCHS", "2")
+    settings = read_settings(written(tmp_path, GOOD + "[policy]\nnever_send = ['head*']\n"))
+    assert settings.name == "south-2"
+    assert settings.policy.max_epochs == 2
+    assert settings.policy.never_send == ("head*",)
+
+
+def test_the_token_may_lie_in_a_file_of_its_own(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("tsr_other\n")
+    settings = read_settings(written(tmp_path, GOOD.replace('token = "tsr_secret"', f'token_file = "{secret}"')))
+    assert token_of(settings) == "tsr_other"
+    secret.write_text("\n")
+    with pytest.raises(SettingsError, match=r"token_file: .* is empty"):
+        token_of(settings)
+
+
+def test_data_sets_that_the_policy_withholds_are_not_loaded(tmp_path: Path) -> None:
+    settings = read_settings(written(tmp_path, GOOD + "[policy]\ndatasets = ['held-out']\n"))
+    assert {name: dataset.examples for name, dataset in datasets_of(settings).items()} == {"held-out": 360}
+
+
+def test_a_wrong_option_of_a_data_set_is_named_by_its_place(tmp_path: Path) -> None:
+    settings = read_settings(written(tmp_path, GOOD.replace("index = 1", "index = 5")))
+    with pytest.raises(SettingsError, match=r"datasets\.digits\.shards: .*index 5 is not below count 3"):
+        datasets_of(settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_refused_and_auto_does_without(tmp_path: Path) -> None:
+    settings: Settings = read_settings(written(tmp_path, GOOD))
+    assert device_of(settings) == torch.device("cpu")
+    with pytest.raises(SettingsError, match="device: there is no cuda:1 here, of 0"):
+        device_of(settings.model_copy(update={"device": "cuda:1"}))
+
+
+def test_check_lists_data_sets_and_says_that_nobody_answers(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["check", "--config", str(written(tmp_path, GOOD))])
+    assert result.exit_code == 1
+    assert "held-out: 360 examples" in result.output
+    assert "http://127.0.0.1:9 does not answer" in result.output
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_bad_settings_end_with_one_line_and_a_code_of_their_own(tmp_path: Path, command: str) -> None:
+    path = written(tmp_path, GOOD.replace("name =", "nmae ="))
+    result = CliRunner().invoke(app, [command, "--config", str(path)])
+    assert result.exit_code == 2
+    assert "nmae: no such setting" in result.output
+    assert "Traceback" not in result.output

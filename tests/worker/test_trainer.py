@@ -1,0 +1,180 @@
+"""The local training loop, on real models that are small enough to write the arithmetic out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from shared.blocks import EVERYTHING, SelectorError, all_but, named, roles
+from shared.methods import Chosen, worker_half
+from shared.methods.contract import Phase, Plan, RunFacts, Tally
+from shared.model import Head
+from shared.wire import Training
+from worker.blockmap import block_table
+from worker.data import Dataset
+from worker.models import instantiate
+from worker.renewal import Stop, Stopped
+from worker.trainer import LocalWork, Trainer, TrainingDiverged, seed_everything
+
+VIT = {
+    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 3,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "hidden_dropout_prob": 0.1,
+}  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2", "vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2,
+    "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def images(count: int = 24) -> Dataset:
+    generator = torch.Generator().manual_seed(5)
+    pixels = torch.randn(count, 1, 8, 8, generator=generator)
+    return Dataset({"pixel_values": pixels, "labels": torch.randint(0, 3, (count,), generator=generator)})
+
+
+def sentences() -> Dataset:
+    words = torch.randint(0, 20, (6, 8), generator=torch.Generator().manual_seed(5))
+    return Dataset({"input_ids": words, "labels": words})
+
+
+def work_on(config: dict[str, object] = VIT, head: Head = "image-classification", **more: object) -> LocalWork:
+    model = instantiate({**config, **more}, head, seed=1)
+    return LocalWork(model, Plan(), block_table(model), {})
+
+
+def values_of(work: LocalWork) -> dict[str, bytes]:
+    return {block.name: work.read(block).tobytes() for block in work.blocks}
+
+
+def train(
+    work: LocalWork,
+    *phases: Phase,
+    data: Dataset | None = None,
+    seed: int = 0,
+    check: Callable[[], None] = lambda: None,
+    **training: object,
+) -> Tally:
+    half = worker_half(Chosen(name="fedavg"), RunFacts(tuple(work.blocks), rounds=1))
+    seed_everything(seed)
+    settings = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
+    trainer = Trainer(half, work, settings, CPU, check)
+    return trainer.train(phases or [Phase(EVERYTHING)], data or images(), seed)
+
+
+def test_two_runs_from_one_seed_are_bit_identical_and_another_seed_is_not() -> None:
+    results = []
+    for seed in (3, 3, 4):
+        work = work_on()
+        results.append((train(work, seed=seed, epochs=2), values_of(work)))
+    assert results[0] == results[1]
+    assert results[0][1] != results[2][1]
+    assert results[0][0].steps == 2 * 3  # two epochs of 24 examples in batches of 8
+
+
+def test_a_full_batch_sgd_step_is_theta_minus_rate_times_gradient() -> None:
+    work, reference = work_on(hidden_dropout_prob=0.0), work_on(hidden_dropout_prob=0.0)
+    tally = train(work, batch_size=None, optimizer="sgd", learning_rate=0.5, weight_decay=0.0)
+    reference.model.train()
+    (batch,) = images().batches(None, torch.Generator().manual_seed(0))
+    loss = reference.model(**batch).loss
+    loss.backward()
+    for (name, theta), (_, after) in zip(
+        reference.model.named_parameters(), work.model.named_parameters(), strict=True
+    ):
+        step = torch.zeros(()) if theta.grad is None else 0.5 * theta.grad
+        assert torch.equal(after, theta - step), name
+    assert tally == Tally(examples=24, steps=1, loss=float(loss.detach()))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_frozen_rows_of_a_fused_matrix_keep_every_bit(optimizer: str) -> None:
+    work = work_on(GPT2, "causal-lm")
+    before = values_of(work)
+    train(work, Phase(roles("value")), data=sentences(), batch_size=2, optimizer=optimizer, weight_decay=0.1)
+    after = values_of(work)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {block.name for block in work.blocks if block.role == "value"}
+    assert any(name.endswith("c_attn.weight#value") for name in changed)
+
+
+def test_each_phase_trains_its_own_blocks_for_its_own_epochs() -> None:
+    work, between = work_on(), []
+    steps = []
+
+    def check() -> None:
+        steps.append(1)
+        between.append(values_of(work))
+
+    tally = train(work, Phase(roles("head"), epochs=2), Phase(all_but("head")), epochs=1, check=check)
+    start, middle, end = between[0], between[6], values_of(work)
+    heads = {block.name for block in work.blocks if block.role == "head"}
+    assert {name for name in start if start[name] != middle[name]} == heads
+    assert {name for name in start if middle[name] == end[name]} == heads
+    assert tally.steps == len(steps) == 2 * 3 + 1 * 3
+
+
+def test_the_gradient_is_clipped_to_the_length_asked_for() -> None:
+    work = work_on(hidden_dropout_prob=0.0)
+    before = np.concatenate([work.read(block).ravel() for block in work.blocks])
+    train(work, batch_size=None, optimizer="sgd", learning_rate=1.0, weight_decay=0.0, max_gradient_norm=0.01)
+    after = np.concatenate([work.read(block).ravel() for block in work.blocks])
+    assert np.linalg.norm(after - before) == pytest.approx(1.0 * 0.01, rel=1e-3)
+
+
+def test_a_loss_that_is_no_number_is_reported_with_step_and_rate() -> None:
+    data = images()
+    data.tensors["pixel_values"][:] = torch.inf
+    with pytest.raises(TrainingDiverged, match=r"nan at step 0 with a learning rate of 0\.05"):
+        train(work_on(), data=data)
+
+
+def test_the_check_ends_training_between_two_batches() -> None:
+    work, stop, seen = work_on(), Stop(), []
+
+    def check() -> None:
+        seen.append(values_of(work))
+        if len(seen) == 3:
+            stop.request()
+        stop.check()
+
+    with pytest.raises(Stopped):
+        train(work, epochs=9, check=check)
+    assert len(seen) == 3
+    assert values_of(work) == seen[2] != seen[1]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_sixteen_bit_training_on_the_cpu_keeps_float32_weights(precision: str) -> None:
+    exact, rough = work_on(hidden_dropout_prob=0.0), work_on(hidden_dropout_prob=0.0)
+    tallies = [train(exact), train(rough, precision=precision)]
+    assert tallies[0].loss == pytest.approx(tallies[1].loss, rel=0.05)
+    assert {parameter.dtype for parameter in rough.model.parameters()} == {torch.float32}
+    assert values_of(exact) != values_of(rough)
+
+
+def test_training_lowers_the_loss() -> None:
+    work = work_on(hidden_dropout_prob=0.0)
+    first = train(work, learning_rate=0.005).loss
+    assert train(work, learning_rate=0.005, epochs=20).loss < 0.7 * first
+
+
+def test_a_phase_that_names_no_block_of_the_model_is_refused() -> None:
+    with pytest.raises(SelectorError, match=r"no\.such\.block"):
+        train(work_on(), Phase(named(["no.such.block"])))
+
+
+def test_what_is_read_is_what_the_default_harvest_sends() -> None:
+    work = work_on()
+    work.plan = Plan(upload=roles("head"))
+    half = worker_half(Chosen(name="fedavg"), RunFacts(tuple(work.blocks), rounds=1))
+    harvest = half.harvest(work, roles("head"), Tally(examples=24, steps=1, loss=1.0))
+    model: PreTrainedModel = work.model
+    sent: Sequence[str] = sorted(harvest.upload)
+    assert sent == ["classifier.bias", "classifier.weight"]
+    assert np.array_equal(harvest.upload["classifier.weight"], model.classifier.weight.detach().numpy())
+    assert harvest.keep == {}
