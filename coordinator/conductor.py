@@ -238,7 +238,13 @@ class Conductor:
             # If its cohort is not all here, a later look opens the next round.
             if run.state != "running" or made.number >= spec.rounds or len(willing) < wanted:
                 return []
-            return self._open_in(session, run, spec, model, self._states.load(model, manifest, made.number), willing)
+            state = self._states.load(model, manifest, made.number)
+            try:
+                return self._open_in(session, run, spec, model, state, willing)
+            except ValueError:
+                # The method cannot plan. What was merged is committed all the same; the next look fails too, and
+                # pauses the run with the reason.
+                return []
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -132,22 +132,30 @@ def _check_spans(entries: Mapping[str, Entry], data_bytes: int) -> None:
         raise ContainerError(f"the header describes {end} bytes of data; the file has {data_bytes}")
 
 
-def write(
-    file: BinaryIO,
-    layout: Iterable[tuple[str, str, tuple[int, ...]]],
-    data: Iterable[bytes | memoryview],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Writes tensors whose sizes are known: `layout` gives (name, dtype, shape), `data` their bytes in that order."""
+Layout = Iterable[tuple[str, str, tuple[int, ...]]]
+"""Tensors in the order of their data, as (name, dtype, shape)."""
+
+
+def header_bytes(layout: Layout, metadata: Mapping[str, str] | None = None) -> bytes:
+    """The beginning of a file, up to where the data begins."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in layout:
         start, end = end, end + prod(shape) * DTYPE_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    file.write(_packed(header))
+    return _packed(header)
+
+
+def write(
+    file: BinaryIO, layout: Layout, data: Iterable[bytes | memoryview], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes tensors whose sizes are known; `data` has their bytes in the layout's order."""
+    tensors = list(layout)
+    file.write(header_bytes(tensors, metadata))
     written = sum(file.write(piece) for piece in data)
-    if written != end:
-        raise ContainerError(f"{written} bytes were given for tensors of {end}")
+    expected = sum(prod(shape) * DTYPE_BYTES[dtype] for _, dtype, shape in tensors)
+    if written != expected:
+        raise ContainerError(f"{written} bytes were given for tensors of {expected}")
 
 
 def write_streams(

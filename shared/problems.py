@@ -22,6 +22,7 @@ Problem
 |- PreconditionRequired 428
 |- TooManyRequests 429   retry after a while
 |- ServerFault 500
+|  `- WorkerFailed       shown with a task, never sent as an answer
 `- Unavailable 503       retry after a while
 """
 
@@ -239,6 +240,15 @@ class TooManyRequests(Problem):
 
 class ServerFault(Problem):
     retryable = True
+
+
+class WorkerFailed(ServerFault):
+    """What a worker says of a task that it could not do; shown with the task, never sent as an answer."""
+
+    code = "worker-failed"
+    title = "The worker could not do the task"
+    remedy = "The worker's log says more."
+    retryable = False
 
 
 class Unavailable(Problem):

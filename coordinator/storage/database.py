@@ -44,6 +44,7 @@ class Database:
         self._reading = self.engine.execution_options(**{_READING: True})
         # With SQLite the database's clock is this machine's; time.time spares a query.
         self._clock = clock or time.time
+        self._lock: IO[str] | None = None
 
     def now(self) -> float:
         """Seconds since 1970 by the clock that judges every deadline."""
@@ -63,24 +64,24 @@ class Database:
 
     def close(self) -> None:
         self.engine.dispose()
+        if self._lock:
+            self._lock.close()
 
-    def hold(self) -> IO[str]:
-        """Marks this process as the coordinator of a SQLite file, for as long as the result is open.
+    def hold(self) -> None:
+        """Marks this process as the one coordinator of a SQLite file, until it ends or closes the database.
 
         Raises DatabaseInUse if another process has done so.
         """
-        path = Path(f"{self.url.database}.lock") if self._is_sqlite else Path("/dev/null")
-        lock = path.open("w")
+        if not self._is_sqlite:
+            return
+        self._lock = Path(f"{self.url.database}.lock").open("w")  # noqa: SIM115 (open as long as it is held)
         try:
-            if self._is_sqlite:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.close()
             raise DatabaseInUse(
                 f"another coordinator process uses {self.url.database}; SQLite serves one at a time. "
                 "Stop that one, or put TESSERA_DATABASE_URL on PostgreSQL to run several."
             ) from None
-        return lock
 
     # ------------------------------------------------------------ schema
 

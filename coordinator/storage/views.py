@@ -51,7 +51,7 @@ def maybe_instant(seconds: float | None) -> datetime | None:
 
 def page(
     session: Session,
-    query: Select[Any],
+    query: Select[*tuple[Any, ...]],
     keys: Sequence[InstrumentedAttribute[Any]],
     view: Callable[[Any], V],
     limit: int,

@@ -1,0 +1,64 @@
+"""Who may call what, and what a handler is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import Depends, Header, Query, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from coordinator.services import Services
+from coordinator.storage.identity import Principal, authenticate
+from shared.problems import Forbidden, Unauthenticated
+from shared.wire import TokenRole
+
+_bearer = HTTPBearer(auto_error=False, description="A token that an administrator issued.")
+
+
+def services(request: Request) -> Services:
+    found: Services = request.app.state.services
+    return found
+
+
+Serving = Annotated[Services, Depends(services)]
+
+
+def principal(
+    serving: Serving, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+) -> Principal:
+    """The caller. Raises Unauthenticated."""
+    if credentials is None:
+        raise Unauthenticated("the request carries no bearer token", headers={"WWW-Authenticate": "Bearer"})
+    with serving.database.snapshot() as session:
+        return authenticate(session, serving.database.now(), credentials.credentials)
+
+
+def allow(*roles: TokenRole) -> Callable[[Principal], Principal]:
+    """A dependency that admits these roles. Administrators are admitted to all but what only a site can do."""
+
+    def admitted(caller: Annotated[Principal, Depends(principal)]) -> Principal:
+        if caller.role not in roles:
+            raise Forbidden(f"this needs a token of role {' or '.join(roles)}; yours has role {caller.role}")
+        return caller
+
+    return admitted
+
+
+Viewer = Annotated[Principal, Depends(allow("viewer", "orchestrator", "admin"))]
+Orchestrator = Annotated[Principal, Depends(allow("orchestrator", "admin"))]
+Admin = Annotated[Principal, Depends(allow("admin"))]
+SiteCaller = Annotated[Principal, Depends(allow("site"))]
+Anyone = Annotated[Principal, Depends(principal)]
+
+Key = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=128,
+        description="Names this wish: the same key again gives the first answer.",
+    ),
+]
+Limit = Annotated[int, Query(ge=1, le=500, description="the most items to return")]
+Cursor = Annotated[str | None, Query(max_length=512, description="the next_cursor of the page before")]

@@ -1,0 +1,88 @@
+"""For administrators: tokens, the audit chain, the coordinator at a glance, metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from sqlalchemy import select
+
+from coordinator.api.access import Admin, Cursor, Key, Limit, Serving, Viewer
+from coordinator.api.reading import BoundedRoute
+from coordinator.metrics import exposition
+from coordinator.storage import identity, views
+from coordinator.storage.idempotency import once
+from coordinator.storage.tables import AuditRow, RoundRow, SiteRow, TokenRow, WorkerRow
+from coordinator.version import VERSION
+from shared.problems import Conflict
+from shared.wire import PROTOCOL, AuditEntry, IssuedToken, Page, Status, Token, TokenSpec
+
+router = APIRouter(tags=["admin"], route_class=BoundedRoute)
+
+
+@router.post("/v1/admin/tokens", status_code=201, operation_id="issueToken")
+def issue_token(spec: TokenSpec, serving: Serving, caller: Admin, key: Key = None) -> IssuedToken:
+    """Issues a token. Its secret is shown this once and kept nowhere."""
+    secret: str | None = None
+    with serving.database.transaction() as session:
+        now = serving.database.now()
+
+        def create() -> Token:
+            nonlocal secret
+            row, secret = identity.issue_token(session, now, caller.actor, spec)
+            return views.token_view(row, spec.site)
+
+        token = once(session, now, caller, key, spec, Token, create)
+    if secret is None:
+        raise Conflict(
+            f"token {token.id} was issued under this key before, and its secret was shown then",
+            remedy="If the secret was lost, revoke the token and issue another under a new key.",
+        )
+    return IssuedToken(**token.model_dump(), secret=secret)
+
+
+@router.get("/v1/admin/tokens", operation_id="listTokens")
+def list_tokens(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Cursor = None) -> Page[Token]:
+    with serving.database.snapshot() as session:
+        query = select(TokenRow, SiteRow.name).outerjoin(SiteRow, SiteRow.id == TokenRow.site_id)
+        keys = (TokenRow.created_at, TokenRow.id)
+        return views.page(session, query, keys, lambda r: views.token_view(r[0], r[1]), limit, cursor)
+
+
+@router.delete("/v1/admin/tokens/{token_id}", status_code=204, operation_id="revokeToken")
+def revoke_token(token_id: str, serving: Serving, caller: Admin) -> None:
+    """Ends a token at once."""
+    with serving.database.transaction() as session:
+        identity.revoke_token(session, serving.database.now(), caller.actor, token_id)
+
+
+@router.get("/v1/admin/audit", operation_id="listAudit")
+def list_audit(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Cursor = None) -> Page[AuditEntry]:
+    """Every change of state, oldest first, each chained to the one before."""
+    with serving.database.snapshot() as session:
+        return views.page(session, select(AuditRow), (AuditRow.seq,), lambda r: views.audit_view(r[0]), limit, cursor)
+
+
+@router.get("/v1/admin/status", operation_id="getStatus")
+def status(serving: Serving, caller: Viewer) -> Status:
+    """Who is doing what right now."""
+    since = serving.database.now() - serving.settings.live_seconds
+    with serving.database.snapshot() as session:
+        live = select(WorkerRow, SiteRow.name).join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        workers = session.execute(live.where(WorkerRow.last_seen_at >= since).order_by(SiteRow.name, WorkerRow.name))
+        open_rounds = session.scalars(select(RoundRow).where(RoundRow.state.in_(("open", "merging"))))
+        blobs, blob_bytes = views.blob_totals(session)
+        return Status(
+            version=VERSION,
+            protocol=PROTOCOL,
+            runs=views.counts_by_state(session),
+            open_rounds=tuple(views.round_view(session, row) for row in open_rounds),
+            workers=tuple(views.worker_view(row, site, since) for row, site in workers),
+            blobs=blobs,
+            blob_bytes=blob_bytes,
+        )
+
+
+@router.get("/metrics", operation_id="getMetrics", response_class=Response)
+def metrics(serving: Serving, caller: Viewer) -> Response:
+    """Prometheus metrics. They tell how a run goes, so they need a viewer's token like everything else."""
+    return Response(exposition(serving), media_type=CONTENT_TYPE_LATEST)

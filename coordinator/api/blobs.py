@@ -1,0 +1,184 @@
+"""For everybody: bytes under their digest, up and down.
+
+Uploads follow the IETF draft 'Resumable Uploads for HTTP' (draft-ietf-httpbis-resumable-upload) without its interim
+responses, which the server cannot send.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Path, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import StreamingResponse
+from sqlalchemy import exists, select
+from sqlalchemy.orm import Session
+
+from coordinator.api.access import Anyone, Serving, allow
+from coordinator.metrics import SENT_BYTES
+from coordinator.services import Services
+from coordinator.storage.blobs import Stored
+from coordinator.storage.identity import Principal
+from coordinator.storage.tables import RunBlobRow, TaskRow, WorkerRow
+from coordinator.storage.uploads import Upload, Uploads, owned
+from shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
+
+router = APIRouter(prefix="/v1", tags=["blobs"])
+
+DigestPath = Annotated[str, Path(pattern=r"^sha256:[0-9a-f]{64}$")]
+Sender = Annotated[Principal, Depends(allow("site", "orchestrator", "admin"))]
+Complete = Annotated[str, Header(alias="Upload-Complete", pattern=r"^\?[01]$")]
+
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+_REPR_DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/=]{44}):")
+
+
+def uploads(serving: Serving) -> Uploads:
+    return Uploads(serving.database, serving.blobs, serving.settings.upload_idle_seconds)
+
+
+Uploading = Annotated[Uploads, Depends(uploads)]
+
+# ---------------------------------------------------------------- down
+
+
+@router.get("/blobs/{digest}", operation_id="getBlob", response_class=StreamingResponse)
+@router.head("/blobs/{digest}", operation_id="headBlob")
+def get_blob(
+    digest: DigestPath,
+    request: Request,
+    serving: Serving,
+    caller: Anyone,
+    range_: Annotated[str | None, Header(alias="Range", max_length=64)] = None,
+    if_range: Annotated[str | None, Header(alias="If-Range", max_length=128)] = None,
+    if_none_match: Annotated[str | None, Header(alias="If-None-Match", max_length=2048)] = None,
+) -> Response:
+    """A blob of a run that the caller has to do with. Immutable: its name is its content."""
+    with serving.database.snapshot() as session:
+        _require_reach(session, caller, digest)
+        blob = serving.blobs.find(session, digest)
+    etag = f'"{digest}"'
+    headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": "private, max-age=31536000, immutable"}
+    if if_none_match and etag in if_none_match:
+        return Response(status_code=304, headers=headers)
+    span = _span(range_, blob.size) if range_ and if_range in (None, etag) else None
+    start, stop = span or (0, blob.size)
+    headers["Content-Length"] = str(stop - start)
+    if span:
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{blob.size}"
+    status = 206 if span else 200
+    if request.method == "HEAD":
+        return Response(status_code=status, headers=headers, media_type="application/octet-stream")
+    body = _counted(serving, blob, start, stop)
+    return StreamingResponse(body, status, headers, media_type="application/octet-stream")
+
+
+async def _counted(serving: Services, blob: Stored, start: int, stop: int) -> AsyncIterator[bytes]:
+    async for piece in serving.blobs.stream(blob, start, stop):
+        SENT_BYTES.inc(len(piece))
+        yield piece
+
+
+def _require_reach(session: Session, caller: Principal, digest: str) -> None:
+    """A site reads the blobs of runs that it has had a task in; a sender reads what it sent; others read all runs'.
+
+    Raises NotFound, the same whether the blob exists or not: its name must tell nothing.
+    """
+    reach = select(RunBlobRow.digest).where(RunBlobRow.digest == digest)
+    if caller.site_id is not None:
+        reach = (
+            reach.join(TaskRow, TaskRow.run_id == RunBlobRow.run_id)
+            .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+            .where(WorkerRow.site_id == caller.site_id)
+        )
+    sent = caller.site_id is None and owned(session, caller.owner, digest) is not None
+    if not sent and not session.scalar(select(exists(reach))):
+        raise NotFound(f"there is no blob {digest} within this token's reach")
+
+
+def _span(header: str, size: int) -> tuple[int, int] | None:
+    """The bytes that a Range header asks for, as start and stop; None if it asks for several ranges, or nothing."""
+    match = _RANGE.fullmatch(header.replace(" ", ""))
+    if match is None or match.groups() == ("", ""):
+        return None
+    first, last = match.groups()
+    if not first:
+        start, stop = max(0, size - int(last)), size
+    else:
+        start, stop = int(first), min(int(last) + 1, size) if last else size
+    if start >= stop:
+        raise RangeUnsatisfiable(
+            f"the blob has {size} bytes; {header} asks for none of them", headers={"Content-Range": f"bytes */{size}"}
+        )
+    return start, stop
+
+
+# ---------------------------------------------------------------- up
+
+
+@router.post("/uploads", status_code=201, operation_id="createUpload")
+async def create_upload(
+    request: Request,
+    serving: Serving,
+    uploading: Uploading,
+    caller: Sender,
+    length: Annotated[int, Header(alias="Upload-Length", ge=0)],
+    complete: Complete,
+    repr_digest: Annotated[str, Header(alias="Repr-Digest", max_length=256)],
+) -> Response:
+    """Announces a blob by its digest and length. With `Upload-Complete: ?1` its bytes are the body."""
+    if length > serving.settings.max_upload_bytes:
+        limit = serving.settings.max_upload_bytes
+        raise TooLarge(f"{length} bytes were announced; at most {limit} are taken (setting max_upload_bytes)")
+    upload = await run_in_threadpool(uploading.announce, caller.owner, _digest(repr_digest), length)
+    if complete == "?1" and not upload.complete and uploading.offset(upload) == 0:
+        await uploading.whole(upload, request.stream())
+        upload = await run_in_threadpool(uploading.find, upload.id, caller.owner)
+    return Response(status_code=201, headers={"Location": f"/v1/uploads/{upload.id}", **_progress(uploading, upload)})
+
+
+@router.head("/uploads/{upload_id}", status_code=204, operation_id="headUpload")
+def head_upload(upload_id: str, uploading: Uploading, caller: Sender) -> Response:
+    """How much of an upload has arrived."""
+    headers = _progress(uploading, uploading.find(upload_id, caller.owner))
+    return Response(status_code=204, headers={**headers, "Cache-Control": "no-store"})
+
+
+@router.patch("/uploads/{upload_id}", status_code=204, operation_id="appendUpload")
+async def append_upload(
+    upload_id: str,
+    request: Request,
+    uploading: Uploading,
+    caller: Sender,
+    offset: Annotated[int, Header(alias="Upload-Offset", ge=0)],
+) -> Response:
+    """Adds bytes to an upload, from where it stands."""
+    if request.headers.get("Content-Type") != "application/partial-upload":
+        raise BadRequest("the body of a PATCH to an upload has Content-Type application/partial-upload")
+    upload = await run_in_threadpool(uploading.find, upload_id, caller.owner)
+    await uploading.append(upload, offset, request.stream())
+    upload = await run_in_threadpool(uploading.find, upload_id, caller.owner)
+    return Response(status_code=204, headers=_progress(uploading, upload))
+
+
+def _progress(uploading: Uploads, upload: Upload) -> dict[str, str]:
+    return {
+        "Upload-Offset": str(uploading.offset(upload)),
+        "Upload-Length": str(upload.length),
+        "Upload-Complete": "?1" if upload.complete else "?0",
+    }
+
+
+def _digest(header: str) -> str:
+    match = _REPR_DIGEST.fullmatch(header)
+    try:
+        digest = base64.b64decode(match.group(1), validate=True) if match else b""
+    except binascii.Error:
+        digest = b""
+    if len(digest) != 32:
+        raise BadRequest("Repr-Digest must be 'sha-256=:<44 characters of base64>:'")
+    return f"sha256:{digest.hex()}"

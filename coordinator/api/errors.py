@@ -1,0 +1,86 @@
+"""Every failure leaves as problem+json, and no failure echoes what it was sent."""
+
+from __future__ import annotations
+
+import http
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
+from coordinator.metrics import PROBLEMS_TOTAL
+from shared.problems import (
+    MAX_FAULTS,
+    MEDIA_TYPE,
+    PROBLEMS,
+    BadRequest,
+    Fault,
+    Invalid,
+    NotFound,
+    Problem,
+    ServerFault,
+)
+
+log = structlog.get_logger()
+
+
+def respond(problem: Problem) -> Response:
+    headers = {k: v for k, v in problem.headers.items() if k.lower() != "content-length"}
+    if problem.retry_after_seconds is not None:
+        headers["Retry-After"] = str(max(1, round(problem.retry_after_seconds)))
+    PROBLEMS_TOTAL.labels(code=problem.code).inc()
+    return JSONResponse(problem.json(), status_code=problem.status, headers=headers, media_type=MEDIA_TYPE)
+
+
+def _problem(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, Problem)  # noqa: S101 (registered for it)
+    return respond(problem)
+
+
+def _invalid(request: Request, refusal: Exception) -> Response:
+    assert isinstance(refusal, RequestValidationError)  # noqa: S101 (registered for it)
+    errors = refusal.errors()
+    faults = [
+        Fault(
+            pointer="/".join(("", *map(str, error["loc"][1:] or error["loc"])))[:300], detail=str(error["msg"])[:300]
+        )
+        for error in errors[:MAX_FAULTS]
+    ]
+    unreadable = any(error["type"] == "json_invalid" for error in errors)
+    kind = BadRequest if unreadable else Invalid
+    return respond(kind("the request has faults; each is named", errors=faults))
+
+
+def _http(request: Request, refusal: Exception) -> Response:
+    """Starlette's own refusals: no such route, wrong method."""
+    assert isinstance(refusal, HTTPException)  # noqa: S101 (registered for it)
+    phrase = http.HTTPStatus(refusal.status_code).phrase
+    kind: type[Problem] = NotFound if refusal.status_code == 404 else BadRequest
+    problem = kind(f"{request.method} {request.url.path}: {phrase}", headers=dict(refusal.headers or {}))
+    document = problem.json() | {"status": refusal.status_code}
+    PROBLEMS_TOTAL.labels(code=problem.code).inc()
+    return JSONResponse(document, refusal.status_code, headers=problem.headers, media_type=MEDIA_TYPE)
+
+
+def _fault(request: Request, fault: Exception) -> Response:
+    log.error("request.failed", method=request.method, path=request.url.path, exc_info=fault)
+    return respond(ServerFault("the coordinator failed to answer this request; its log says why"))
+
+
+def page_of(code: str) -> Response:
+    """The page that a problem's `type` points to."""
+    kind = PROBLEMS.get(code)
+    if kind is None:
+        raise NotFound(f"there is no problem {code!r}; there are {', '.join(sorted(PROBLEMS))}")
+    retry = "It may pass: try again." if kind.retryable else "Repeating the request unchanged will not help."
+    return PlainTextResponse(f"{kind.status} {kind.code}\n\n{kind.title}.\n\n{kind.remedy}\n{retry}\n")
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(Problem, _problem)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _fault)
+    app.get("/problems/{code}", include_in_schema=False)(page_of)

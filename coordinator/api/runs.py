@@ -1,0 +1,214 @@
+"""For orchestrators: runs, their rounds, versions and measurements."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Response
+from fastapi import Path as PathParam
+from fastapi.responses import StreamingResponse
+from pydantic import ValidationError
+from sqlalchemy import select
+
+from coordinator.aggregation import run_facts
+from coordinator.api.access import Cursor, Key, Limit, Orchestrator, Serving, Viewer
+from coordinator.api.reading import BoundedRoute
+from coordinator.domain.lifecycle import LIVE_RUN
+from coordinator.export import Export
+from coordinator.services import Services
+from coordinator.storage import audit, rounds, views
+from coordinator.storage.blobs import Stored
+from coordinator.storage.idempotency import once
+from coordinator.storage.identity import new_id
+from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
+from coordinator.storage.transitions import move_run
+from shared.methods import UnknownMethod, check, coordinator_half
+from shared.model import Model
+from shared.problems import (
+    Conflict,
+    Fault,
+    Invalid,
+    NotFound,
+    PreconditionFailed,
+    PreconditionRequired,
+    faults_of,
+)
+from shared.wire import Manifest, Measurement, Page, Round, Run, RunPatch, RunSpec, Version
+
+router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=BoundedRoute)
+
+Number = Annotated[str, PathParam(pattern=r"^(latest|[0-9]{1,9})$", description="a version's number, or 'latest'")]
+
+
+@router.post("", status_code=201, operation_id="createRun")
+def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: Response, key: Key = None) -> Run:
+    """Starts a run from a model and a first version that were uploaded before."""
+    _check_method(spec)
+    model, manifest = serving.states.check(spec.model, spec.version)
+    started, new = _started(serving, spec, model, manifest)
+    with serving.database.transaction() as session:
+        now = serving.database.now()
+
+        def create() -> Run:
+            serving.blobs.record(session, now, new)
+            run = RunRow(
+                id=new_id(),
+                name=spec.name,
+                state="running",
+                spec=spec.model_dump(mode="json"),
+                model_bytes=model.nbytes,
+                version_number=0,
+                revision=1,
+                created_at=now,
+                resumed_at=now,
+                updated_at=now,
+            )
+            session.add(run)
+            session.flush()
+            rounds.add_version(session, now, run.id, 0, new[-1].digest if new else spec.version, started)
+            session.add(RunBlobRow(run_id=run.id, digest=spec.model))
+            audit.record(session, now, caller.actor, "run.create", run.id, run_id=run.id, spec=run.spec)
+            return views.run_view(session, run)
+
+        run = once(session, now, caller, key, spec, Run, create)
+    serving.conductor.call()
+    response.headers["Location"] = f"/v1/runs/{run.id}"
+    response.headers["ETag"] = _etag(run.revision)
+    return run
+
+
+def _check_method(spec: RunSpec) -> None:
+    try:
+        check(spec.method)
+    except UnknownMethod as fault:
+        raise Invalid(str(fault), errors=[Fault(pointer="/method/name", detail=str(fault))]) from None
+    except ValidationError as refusal:
+        faults = faults_of(refusal, "/method/settings")
+        raise Invalid(f"the settings of method {spec.method.name!r} have faults", errors=faults) from None
+
+
+def _started(serving: Services, spec: RunSpec, model: Model, manifest: Manifest) -> tuple[Manifest, list[Stored]]:
+    """The first version, with what the method's server half remembers from the start."""
+    given = serving.states.load(model, manifest, 0)
+    state = coordinator_half(spec.method, run_facts(spec, model)).start(given)
+    return (manifest, []) if state == given else serving.states.store(state)
+
+
+@router.get("", operation_id="listRuns")
+def list_runs(serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None) -> Page[Run]:
+    with serving.database.snapshot() as session:
+        keys = (RunRow.created_at, RunRow.id)
+        return views.page(session, select(RunRow), keys, lambda row: views.run_view(session, row[0]), limit, cursor)
+
+
+@router.get("/{run_id}", operation_id="getRun")
+def get_run(run_id: str, serving: Serving, caller: Viewer, response: Response) -> Run:
+    with serving.database.snapshot() as session:
+        run = views.run_view(session, views.find_run(session, run_id))
+    response.headers["ETag"] = _etag(run.revision)
+    return run
+
+
+@router.patch("/{run_id}", operation_id="patchRun")
+def patch_run(
+    run_id: str,
+    patch: RunPatch,
+    serving: Serving,
+    caller: Orchestrator,
+    response: Response,
+    if_match: Annotated[str | None, Header(alias="If-Match")] = None,
+) -> Run:
+    """Pauses, resumes or cancels. A pause lets the round in progress end; a cancellation ends it at once."""
+    event = {"paused": "pause", "running": "resume", "cancelled": "cancel"}[patch.state]
+    if if_match is None:
+        raise PreconditionRequired("the request carries no If-Match header")
+    with serving.database.transaction() as session:
+        row = views.find_run(session, run_id)
+        if if_match != _etag(row.revision):
+            raise PreconditionFailed(f"the run is at revision {row.revision}; If-Match names {if_match[:64]}")
+        if row.state == patch.state:
+            raise Conflict(f"the run is {row.state} already")
+        if row.state not in LIVE_RUN:
+            raise Conflict(f"the run is {row.state}, which is final", remedy="Start a new run from its last version.")
+        move_run(session, serving.database.now(), caller.actor, run_id, event)
+        session.refresh(row)
+        run = views.run_view(session, row)
+    serving.conductor.call()
+    response.headers["ETag"] = _etag(run.revision)
+    return run
+
+
+@router.get("/{run_id}/rounds", operation_id="listRounds")
+def list_rounds(
+    run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None
+) -> Page[Round]:
+    """Every attempt at every round, with its tasks, oldest first."""
+    with serving.database.snapshot() as session:
+        views.find_run(session, run_id)
+        query = select(RoundRow).where(RoundRow.run_id == run_id)
+        keys = (RoundRow.number, RoundRow.attempt)
+        return views.page(session, query, keys, lambda row: views.round_view(session, row[0]), limit, cursor)
+
+
+@router.get("/{run_id}/rounds/{number}", operation_id="getRound")
+def get_round(run_id: str, number: int, serving: Serving, caller: Viewer) -> Round:
+    """The latest attempt at a round."""
+    with serving.database.snapshot() as session:
+        same = (RoundRow.run_id == run_id) & (RoundRow.number == number)
+        row = session.scalars(select(RoundRow).where(same).order_by(RoundRow.attempt.desc()).limit(1)).first()
+        if row is None:
+            raise NotFound(f"run {run_id} has no round {number}")
+        return views.round_view(session, row)
+
+
+@router.get("/{run_id}/versions", operation_id="listVersions")
+def list_versions(
+    run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None
+) -> Page[Version]:
+    with serving.database.snapshot() as session:
+        views.find_run(session, run_id)
+        query = select(VersionRow).where(VersionRow.run_id == run_id)
+        return views.page(session, query, (VersionRow.number,), lambda r: views.version_view(r[0]), limit, cursor)
+
+
+@router.get("/{run_id}/versions/{number}/export", operation_id="exportVersion", response_class=StreamingResponse)
+def export_version(run_id: str, number: Number, serving: Serving, caller: Viewer) -> StreamingResponse:
+    """A version as one safetensors file of whole tensors, under the names that transformers knows them by."""
+    with serving.database.snapshot() as session:
+        run = views.find_run(session, run_id)
+        wanted = run.version_number if number == "latest" else int(number)
+        version = session.get(VersionRow, (run_id, wanted))
+        if version is None:
+            raise NotFound(f"run {run_id} has no version {number}; the latest is {run.version_number}")
+        spec, digest = RunSpec.model_validate(run.spec), version.digest
+    model = serving.states.model(spec.model)
+    export = Export(serving.states.load(model, serving.states.manifest(digest), wanted), model)
+    headers = {
+        "Content-Length": str(export.nbytes),
+        "Content-Disposition": f'attachment; filename="{spec.name}-{wanted}.safetensors"',
+    }
+    return StreamingResponse(export.pieces(), media_type="application/octet-stream", headers=headers)
+
+
+@router.get("/{run_id}/metrics", operation_id="listMeasurements")
+def list_measurements(
+    run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None
+) -> Page[Measurement]:
+    """What evaluating workers measured, by version."""
+    with serving.database.snapshot() as session:
+        spec = RunSpec.model_validate(views.find_run(session, run_id).spec)
+        dataset = spec.evaluation.dataset if spec.evaluation else ""
+        done = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & (TaskRow.state == "accepted")
+        keys = (TaskRow.version_number, TaskRow.id)
+        return views.page(
+            session,
+            select(TaskRow).where(done),
+            keys,
+            lambda row: views.measurement_view(session, row[0], dataset),
+            limit,
+            cursor,
+        )
+
+
+def _etag(revision: int) -> str:
+    return f'"{revision}"'

@@ -1,0 +1,43 @@
+"""For administrators and those who look on: sites and their workers."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from sqlalchemy import select
+
+from coordinator.api.access import Admin, Cursor, Key, Limit, Serving, Viewer
+from coordinator.api.reading import BoundedRoute
+from coordinator.storage import identity, views
+from coordinator.storage.idempotency import once
+from coordinator.storage.tables import SiteRow, WorkerRow
+from shared.wire import Page, Site, SiteSpec, WorkerView
+
+router = APIRouter(prefix="/v1", tags=["sites"], route_class=BoundedRoute)
+
+
+@router.post("/sites", status_code=201, operation_id="createSite")
+def create_site(spec: SiteSpec, serving: Serving, caller: Admin, key: Key = None) -> Site:
+    with serving.database.transaction() as session:
+        now = serving.database.now()
+
+        def create() -> Site:
+            return views.site_view(identity.create_site(session, now, caller.actor, spec.name))
+
+        return once(session, now, caller, key, spec, Site, create)
+
+
+@router.get("/sites", operation_id="listSites")
+def list_sites(serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None) -> Page[Site]:
+    with serving.database.snapshot() as session:
+        return views.page(session, select(SiteRow), (SiteRow.name,), lambda r: views.site_view(r[0]), limit, cursor)
+
+
+@router.get("/workers", operation_id="listWorkers")
+def list_workers(serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None) -> Page[WorkerView]:
+    """Every worker ever enrolled; `live` says whether it was heard of lately."""
+    since = serving.database.now() - serving.settings.live_seconds
+    with serving.database.snapshot() as session:
+        query = select(WorkerRow, SiteRow.name).join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        return views.page(
+            session, query, (WorkerRow.id,), lambda r: views.worker_view(r[0], r[1], since), limit, cursor
+        )

@@ -1,0 +1,213 @@
+"""For workers: claim a task, keep it, report on it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Response
+from fastapi.concurrency import run_in_threadpool
+
+from coordinator.api.access import Anyone, Serving, SiteCaller
+from coordinator.api.reading import BoundedRoute
+from coordinator.metrics import UPDATES_TOTAL
+from coordinator.services import Services
+from coordinator.storage import identity, tasks, views
+from coordinator.storage.identity import Principal
+from coordinator.storage.tasks import Held
+from coordinator.storage.uploads import owned
+from shared.problems import Conflict, Fault, Invalid, InvalidUpdate, Problem, StaleVersion, WorkerFailed
+from shared.wire import PROTOCOL, Claim, Evaluated, Failure, Heartbeat, Lease, Submission, Task, TaskView
+
+router = APIRouter(prefix="/v1/tasks", tags=["tasks"], route_class=BoundedRoute)
+
+_WAIT = re.compile(r"wait=(\d{1,4})")
+
+
+@router.post("/claim", operation_id="claimTask", response_model=Task, responses={204: {"description": "nothing now"}})
+async def claim(
+    body: Claim,
+    serving: Serving,
+    caller: SiteCaller,
+    prefer: Annotated[str, Header(max_length=128, description="'wait=25' waits that long for a task")] = "",
+) -> Response:
+    """Leases the next task that is offered to this worker, waiting for one if asked to."""
+    _require_protocol(body)
+    wanted = _WAIT.search(prefer)
+    wait = min(float(wanted.group(1)) if wanted else 0.0, serving.settings.longest_wait_seconds)
+    deadline = asyncio.get_running_loop().time() + wait
+    worker_id = await run_in_threadpool(_enrol, serving, caller, body)
+    with serving.gate.waiting(worker_id) as bell:
+        while True:
+            bell.clear()
+            task = await run_in_threadpool(_lease, serving, caller, worker_id, body.instance)
+            if task is not None:
+                return Response(task.model_dump_json(), media_type="application/json")
+            try:
+                if not serving.gate.closed:
+                    await asyncio.wait_for(bell.wait(), deadline - asyncio.get_running_loop().time())
+            except TimeoutError:
+                pass
+            if serving.gate.closed or not bell.is_set():
+                return Response(status_code=204)
+
+
+def _require_protocol(body: Claim) -> None:
+    if not body.protocol_min <= PROTOCOL <= body.protocol_max:
+        spoken = f"{body.protocol_min} to {body.protocol_max}"
+        raise Invalid(
+            f"this coordinator speaks protocol {PROTOCOL}; the worker speaks {spoken}",
+            errors=[Fault(pointer="/protocol_max", detail=spoken)],
+            remedy="Install a version of the worker that speaks this protocol; GET /version tells it.",
+        )
+
+
+def _enrol(serving: Services, caller: Principal, body: Claim) -> str:
+    """The worker's id. The tables are written to only when it has something new to say of itself."""
+    site_id = caller.site_id or ""
+    now = serving.database.now()
+    with serving.database.snapshot() as session:
+        worker_id = identity.enrolled(session, site_id, body)
+    if worker_id is None:
+        with serving.database.transaction() as session:
+            worker_id = identity.enrol(session, now, site_id, body)
+        serving.conductor.call()
+    serving.presence.note(worker_id, now)
+    return worker_id
+
+
+def _lease(serving: Services, caller: Principal, worker_id: str, instance: str) -> Task | None:
+    with serving.database.snapshot() as session:
+        if tasks.claimable(session, worker_id, instance) is None:
+            return None
+    with serving.database.transaction() as session:
+        task = tasks.claimable(session, worker_id, instance)
+        if task is None:
+            return None
+        seconds = serving.settings.lease_seconds
+        try:
+            tasks.lease(session, serving.database.now(), caller.actor, task, instance, seconds)
+        except Conflict:
+            # Another thread of this worker was faster; there may be another task.
+            return None
+        return tasks.task_message(tasks.held(session, task.id, caller.site_id), seconds)
+
+
+@router.get("/{task_id}", operation_id="getTask")
+def get_task(task_id: str, serving: Serving, caller: Anyone) -> TaskView:
+    """A task; a site sees its own only."""
+    with serving.database.snapshot() as session:
+        entry = tasks.held(session, task_id, caller.site_id)
+        name = views.worker_name(session, entry.task.worker_id)
+        return views.task_view(entry.task, name, entry.round.number if entry.round else entry.task.version_number)
+
+
+@router.post("/{task_id}/heartbeat", operation_id="renewLease")
+def heartbeat(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCaller) -> Lease:
+    """Renews the lease. A problem tells that there is nothing left to do: `lease-lost`, `task-cancelled`, ..."""
+    seconds = serving.settings.lease_seconds
+    with serving.database.transaction() as session:
+        now = serving.database.now()
+        tasks.renew(session, now, task_id, caller.site_id, body.token, seconds)
+        serving.presence.note(tasks.held(session, task_id, caller.site_id).task.worker_id, now)
+    return Lease(lease_seconds=seconds)
+
+
+@router.post("/{task_id}/update", operation_id="submitUpdate")
+def submit_update(task_id: str, body: Submission, serving: Serving, caller: SiteCaller) -> TaskView:
+    """Hands in an update that was uploaded before. It is accepted when this returns, or refused and named why."""
+    with serving.database.snapshot() as session:
+        entry = tasks.held(session, task_id, caller.site_id)
+        if tasks.was_accepted(entry, body):
+            return _view(serving, caller, task_id)
+        _require_report(entry, body, "train")
+        upload_bytes = owned(session, caller.owner, body.update)
+    if upload_bytes is None:
+        missing = Fault(pointer="/update", detail="no finished upload of yours has this digest")
+        raise Invalid(f"{body.update} was not uploaded", errors=[missing], remedy="Upload it, then submit again.")
+    try:
+        measured = _inspect(serving, entry, body.update)
+    except InvalidUpdate as problem:
+        _reject(serving, caller, task_id, body.token, problem)
+        UPDATES_TOTAL.labels(outcome="rejected").inc()
+        raise
+    _accept(serving, caller, task_id, body, upload_bytes, {**body.numbers, **measured})
+    UPDATES_TOTAL.labels(outcome="accepted").inc()
+    return _view(serving, caller, task_id)
+
+
+@router.post("/{task_id}/evaluation", operation_id="submitEvaluation")
+def submit_evaluation(task_id: str, body: Evaluated, serving: Serving, caller: SiteCaller) -> TaskView:
+    """Hands in what a version was measured at."""
+    with serving.database.snapshot() as session:
+        entry = tasks.held(session, task_id, caller.site_id)
+        if tasks.was_accepted(entry, body):
+            return _view(serving, caller, task_id)
+        _require_report(entry, body, "evaluate")
+    _accept(serving, caller, task_id, body, 0, dict(body.numbers))
+    return _view(serving, caller, task_id)
+
+
+@router.post("/{task_id}/failure", operation_id="reportFailure")
+def report_failure(task_id: str, body: Failure, serving: Serving, caller: SiteCaller) -> TaskView:
+    """Reports that the task cannot be done here; the round goes on without it."""
+    problem = WorkerFailed(f"{body.code}: {body.detail}")
+    with serving.database.transaction() as session:
+        entry = tasks.held(session, task_id, caller.site_id)
+        tasks.fail(session, serving.database.now(), caller.actor, entry, body.token, problem)
+    serving.conductor.call()
+    return _view(serving, caller, task_id)
+
+
+@router.post("/{task_id}/release", operation_id="releaseTask")
+def release(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCaller) -> TaskView:
+    """Gives the task back undone; it is offered again at once."""
+    with serving.database.transaction() as session:
+        entry = tasks.held(session, task_id, caller.site_id)
+        tasks.release(session, serving.database.now(), caller.actor, entry, body.token)
+        worker_id = entry.task.worker_id
+    serving.gate.notify([worker_id])
+    return _view(serving, caller, task_id)
+
+
+def _require_report(entry: Held, body: Submission | Evaluated, kind: str) -> None:
+    entry.require(body.token)
+    if entry.task.kind != kind:
+        raise Conflict(f"this is a task to {entry.task.kind}, not to {kind}")
+    if body.version != entry.version.digest:
+        raise StaleVersion(f"the task starts from {entry.version.digest}; the report is about {body.version}")
+
+
+def _inspect(serving: Services, entry: Held, digest: str) -> dict[str, float]:
+    """Reads the whole update, outside of any transaction. Raises InvalidUpdate."""
+    spec = entry.spec
+    model = serving.states.model(spec.model)
+    manifest = serving.states.manifest(entry.version.digest)
+    return dict(serving.inspector.check(digest, model, manifest, entry.plan, spec.max_update_norm))
+
+
+def _reject(serving: Services, caller: Principal, task_id: str, token: int, problem: Problem) -> None:
+    with serving.database.transaction() as session:
+        entry = tasks.held(session, task_id, caller.site_id)
+        tasks.reject(session, serving.database.now(), caller.actor, entry, token, problem)
+    serving.conductor.call()
+
+
+def _accept(
+    serving: Services,
+    caller: Principal,
+    task_id: str,
+    body: Submission | Evaluated,
+    upload_bytes: int,
+    numbers: dict[str, float],
+) -> None:
+    with serving.database.transaction() as session:
+        entry = tasks.held(session, task_id, caller.site_id)
+        if not tasks.was_accepted(entry, body):
+            tasks.accept(session, serving.database.now(), caller.actor, entry, body, upload_bytes, numbers)
+    serving.conductor.call()
+
+
+def _view(serving: Services, caller: Principal, task_id: str) -> TaskView:
+    return get_task(task_id, serving, caller)

@@ -1,0 +1,124 @@
+"""`tessera coordinator`: serve, conduct, migrate."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import structlog
+import typer
+import uvicorn
+from alembic import command
+from pydantic import ValidationError
+
+from coordinator import logs
+from coordinator.app import create_app
+from coordinator.services import Services, assemble
+from coordinator.settings import Settings
+from coordinator.storage.database import Database, DatabaseInUse, SchemaBehind, alembic_config
+from coordinator.storage.identity import first_token
+
+app = typer.Typer(help="Run a coordinator. Settings come from the environment: TESSERA_DATABASE_URL and others.")
+log = structlog.get_logger()
+
+
+@app.command()
+def migrate() -> None:
+    """Bring the database's schema to what this version needs. Safe to repeat."""
+    database = Database(_settings().database_url)
+    with database.engine.begin() as connection:
+        command.upgrade(alembic_config(connection), "head")
+    typer.echo(f"the schema of {database.url.render_as_string(hide_password=True)} is at head", err=True)
+
+
+@app.command()
+def serve() -> None:
+    """Serve the API, and move the rounds."""
+    services = _opened()
+    _hand_over_first_token(services)
+    settings = services.settings
+    config = uvicorn.Config(
+        create_app(services),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=20,
+    )
+    log.info("coordinator.serving", url=f"http://{settings.host}:{settings.port}")
+    _Server(config, services).run()
+
+
+@app.command()
+def conduct() -> None:
+    """Move the rounds without serving the API."""
+    services = _opened()
+
+    def end(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 (the signal handler's signature)
+        services.conductor.end()
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    log.info("coordinator.conducting")
+    services.conductor.conduct()
+
+
+class _Server(uvicorn.Server):
+    """A server that sends waiting workers home when it is told to stop, rather than waiting for them."""
+
+    def __init__(self, config: uvicorn.Config, services: Services) -> None:
+        super().__init__(config)
+        self._services = services
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._services.gate.close()
+        super().handle_exit(sig, frame)
+
+
+def _settings() -> Settings:
+    try:
+        return Settings()
+    except ValidationError as refusal:
+        for error in refusal.errors(include_url=False, include_input=False):
+            typer.echo(f"setting TESSERA_{'_'.join(map(str, error['loc'])).upper()}: {error['msg']}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _opened() -> Services:
+    """The services, on a database at head that no other process holds."""
+    logs.configure()
+    services = assemble(_settings())
+    try:
+        services.database.require_head()
+        services.database.hold()
+    except (DatabaseInUse, SchemaBehind) as refusal:
+        typer.echo(str(refusal), err=True)
+        raise typer.Exit(2) from None
+    swept = services.blobs.sweep()
+    log.info("coordinator.opened", database=services.settings.database_url, swept_files=swept)
+    return services
+
+
+def _hand_over_first_token(services: Services) -> None:
+    """Prints the first admin token, once; only its hash is kept."""
+    with services.database.transaction() as session:
+        secret = first_token(session, services.database.now())
+        path = services.settings.admin_token_file
+        if secret is None:
+            return
+        if path is not None:
+            _write_secret(path, secret)
+            log.info("coordinator.admin_token_written", path=str(path))
+        else:
+            print(f"first admin token (shown only this once): {secret}", file=sys.stderr, flush=True)
+
+
+def _write_secret(path: Path, secret: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(secret + "\n")

@@ -1,0 +1,23 @@
+"""Structured logs: for people on a terminal, as JSON elsewhere. Both go to standard error."""
+
+from __future__ import annotations
+
+import sys
+
+import structlog
+
+
+def configure() -> None:
+    people = sys.stderr.isatty()
+    renderer = structlog.dev.ConsoleRenderer() if people else structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            *([] if people else [structlog.processors.format_exc_info]),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(20),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )

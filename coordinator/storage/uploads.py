@@ -1,0 +1,206 @@
+"""Uploads that may break off at any byte and go on.
+
+How much has arrived is the length of the staging file, so nothing has to be written down while bytes come in, and
+nothing is lost with the process that received them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coordinator.metrics import RECEIVED_BYTES
+from coordinator.storage.blobs import Blobs, Stored
+from coordinator.storage.database import Database
+from coordinator.storage.identity import new_id
+from coordinator.storage.tables import UploadRow
+from shared.problems import BadRequest, DigestMismatch, NotFound, OffsetMismatch, TooLarge, UploadBusy
+from shared.tensors import digest_of
+
+WRITE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Upload:
+    id: str
+    owner: str
+    digest: str
+    length: int
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Uploads:
+    database: Database
+    blobs: Blobs
+    idle_seconds: float
+
+    # ------------------------------------------------------------ the table
+
+    def announce(self, owner: str, digest: str, length: int) -> Upload:
+        """A new upload, or the one that this owner has announced before. Raises BadRequest if the lengths differ."""
+        with self.database.transaction() as session:
+            same = (UploadRow.owner == owner) & (UploadRow.digest == digest)
+            row = session.scalars(select(UploadRow).where(same)).one_or_none()
+            if row is None:
+                now = self.database.now()
+                row = UploadRow(
+                    id=new_id(), owner=owner, digest=digest, length=length, complete=False, created_at=now
+                )
+                session.add(row)
+            elif row.length != length:
+                raise BadRequest(f"{digest} was announced with {row.length} bytes before, now with {length}")
+            return _record(row)
+
+    def find(self, upload_id: str, owner: str) -> Upload:
+        """Raises NotFound if there is no such upload of this owner."""
+        with self.database.snapshot() as session:
+            row = session.get(UploadRow, upload_id)
+            if row is None or row.owner != owner:
+                raise NotFound(f"there is no upload {upload_id}", remedy="Announce the blob anew.")
+            return _record(row)
+
+    def offset(self, upload: Upload) -> int:
+        """How many bytes have arrived."""
+        if upload.complete:
+            return upload.length
+        path = self._path(upload)
+        return path.stat().st_size if path.exists() else 0
+
+    # ------------------------------------------------------------ the bytes
+
+    async def whole(self, upload: Upload, body: AsyncIterator[bytes]) -> None:
+        """A blob that comes in the request that announces it. A small one never touches the staging folder."""
+        if upload.length > WRITE_BYTES:
+            await self.append(upload, 0, body)
+            return
+        received = bytearray()
+        async for piece in self._moving(body):
+            received += piece
+            if len(received) > upload.length:
+                raise _longer(upload)
+        if len(received) < upload.length:
+            raise BadRequest(f"{len(received)} bytes came of {upload.length}", remedy="Send the whole blob again.")
+        await asyncio.to_thread(self._keep, upload, bytes(received))
+
+    def _keep(self, upload: Upload, data: bytes) -> None:
+        if digest_of(data) != upload.digest:
+            raise _mismatch(upload, digest_of(data))
+        self._complete(upload, self.blobs.put([data]))
+
+    async def append(self, upload: Upload, offset: int, body: AsyncIterator[bytes]) -> int:
+        """Adds bytes from `offset` on and returns the new offset; completes the upload when all are here.
+
+        Raises OffsetMismatch, UploadBusy, TooLarge, DigestMismatch.
+        """
+        if upload.complete:
+            return upload.length
+        with self._locked(upload) as file:
+            received = await asyncio.to_thread(_resume, file, upload, offset)
+            pending = bytearray()
+            try:
+                async for piece in self._moving(body):
+                    pending += piece
+                    if file.tell() + len(pending) > upload.length:
+                        raise _longer(upload)
+                    if len(pending) >= WRITE_BYTES:
+                        await asyncio.to_thread(_write, file, received, pending)
+            finally:
+                # What has come is kept even when the sender is cut off, so that it need not come again.
+                if file.tell() + len(pending) <= upload.length:
+                    _write(file, received, pending)
+                file.flush()
+            if file.tell() == upload.length:
+                await asyncio.to_thread(self._finish, upload, received.hexdigest())
+            return file.tell()
+
+    async def _moving(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The body, for as long as it moves: a slow sender is waited for, a silent one is not."""
+        pieces = aiter(body)
+        while True:
+            try:
+                piece = await asyncio.wait_for(anext(pieces), self.idle_seconds)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise BadRequest(
+                    f"no byte came for {self.idle_seconds:g} s", remedy="Go on with the upload from its offset."
+                ) from None
+            RECEIVED_BYTES.inc(len(piece))
+            yield piece
+
+    def _finish(self, upload: Upload, hexadecimal: str) -> None:
+        path = self._path(upload)
+        if f"sha256:{hexadecimal}" != upload.digest:
+            path.unlink()
+            raise _mismatch(upload, f"sha256:{hexadecimal}")
+        self._complete(upload, self.blobs.adopt(path, upload.digest, upload.length))
+        path.unlink(missing_ok=True)
+
+    def _complete(self, upload: Upload, stored: Stored) -> None:
+        with self.database.transaction() as session:
+            self.blobs.record(session, self.database.now(), [stored])
+            session.get_one(UploadRow, upload.id).complete = True
+
+    def _path(self, upload: Upload) -> Path:
+        return self.blobs.staging_dir / f"upload-{upload.id}"
+
+    @contextmanager
+    def _locked(self, upload: Upload) -> Iterator[BinaryIO]:
+        """The staging file, for one request at a time. Raises UploadBusy."""
+        with self._path(upload).open("ab+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UploadBusy(f"upload {upload.id} is being written to", retry_after_seconds=1) from None
+            yield file
+
+
+def owned(session: Session, owner: str, digest: str) -> int | None:
+    """The length of a complete upload of this owner, or None."""
+    same = (UploadRow.owner == owner) & (UploadRow.digest == digest) & UploadRow.complete
+    return session.scalar(select(UploadRow.length).where(same))
+
+
+def _resume(file: BinaryIO, upload: Upload, offset: int) -> hashlib._Hash:
+    """The hash of what is here, which must end at `offset`."""
+    end = file.seek(0, 2)
+    if end != offset:
+        raise OffsetMismatch(
+            f"upload {upload.id} stands at byte {end}, not {offset}", headers={"Upload-Offset": str(end)}
+        )
+    file.seek(0)
+    received = hashlib.sha256()
+    while piece := file.read(WRITE_BYTES):
+        received.update(piece)
+    return received
+
+
+def _write(file: BinaryIO, received: hashlib._Hash, pending: bytearray) -> None:
+    file.write(pending)
+    received.update(pending)
+    pending.clear()
+
+
+def _longer(upload: Upload) -> TooLarge:
+    return TooLarge(
+        f"more bytes came than the {upload.length} that were announced",
+        remedy="Announce the true length, and send no more than that.",
+    )
+
+
+def _mismatch(upload: Upload, found: str) -> DigestMismatch:
+    return DigestMismatch(f"{upload.digest} was announced; the bytes are {found}")
+
+
+def _record(row: UploadRow) -> Upload:
+    return Upload(row.id, row.owner, row.digest, row.length, row.complete)
