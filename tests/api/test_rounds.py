@@ -1,0 +1,90 @@
+"""Whole rounds over HTTP, with workers that follow a script."""
+
+from __future__ import annotations
+
+import io
+from itertools import pairwise, permutations
+
+import numpy as np
+from safetensors.numpy import load
+
+from shared.methods import Chosen
+from shared.wire import Cohort, Evaluation
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+
+
+def test_a_round_commits_the_weighted_mean_of_its_updates(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    start = values(model)
+    run = start_run(client, model, start, cohort=Cohort(size=2, quorum=2))
+    light = ScriptedWorker(coordinator.client("site", "a"), datasets={"data": 10})
+    heavy = ScriptedWorker(coordinator.client("site", "b"), datasets={"data": 30})
+    light.enrol()
+    heavy.enrol()
+
+    light.train(light.take(), step=1.0)
+    heavy.train(heavy.take(), step=2.0)
+
+    until(lambda: client.run(run.id).state == "completed")
+    file = io.BytesIO()
+    client.export(run.id, file)
+    merged = load(file.getvalue())
+    # (10 * 1 + 30 * 2) / 40 = 1.75
+    np.testing.assert_allclose(merged["head.weight"], start["head.weight"] + 1.75, rtol=1e-6)
+    fused = np.concatenate([start[f"layer.0.qkv.weight#{role}"] for role in ("query", "key", "value")])
+    np.testing.assert_allclose(merged["layer.0.qkv.weight"], fused + 1.75, rtol=1e-6)
+
+
+def test_frozen_blocks_keep_their_digest_and_are_neither_sent_nor_asked_for(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    frozen = Chosen(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
+    run = start_run(client, model, values(model), method=frozen, rounds=3)
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+
+    for _ in range(3):
+        worker.train(worker.take())
+    until(lambda: client.run(run.id).state == "completed")
+
+    manifests = [client.manifest(version.digest).blocks for version in client.versions(run.id)]
+    changed = [{n for n in after if after[n] != before[n]} for before, after in pairwise(manifests)]
+    value_and_head = {"layer.0.qkv.weight#value", "head.weight"}
+    assert changed == [set(model.by_name), value_and_head, value_and_head]
+    rounds = list(client.rounds(run.id))
+    assert [r.stage for r in rounds] == ["warm-up", "frozen", "frozen"]
+    assert rounds[1].tasks[0].upload_bytes < rounds[0].tasks[0].upload_bytes
+
+
+def test_every_due_version_is_evaluated_once(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    run = start_run(client, model, values(model), rounds=3, evaluation=Evaluation(dataset="held-out", every=2))
+    judge = ScriptedWorker(coordinator.client("site", "judge"), kinds=("evaluate",), datasets={"held-out": 5})
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+
+    judge.enrol()
+    for _ in range(3):
+        worker.train(worker.take())
+    for number in (0, 2, 3):
+        task = judge.take()
+        assert task.version.number == number
+        judge.evaluate(task, accuracy=number / 10)
+
+    until(lambda: client.run(run.id).state == "completed")
+    measured = [(m.version, m.numbers["accuracy"], m.worker) for m in client.measurements(run.id)]
+    assert measured == [(0, 0.0, "judge/w"), (2, 0.2, "judge/w"), (3, 0.3, "judge/w")]
+
+
+def test_the_order_of_arrival_does_not_change_a_bit(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    workers = [ScriptedWorker(coordinator.client("site", s), datasets={"data": 7 + i}) for i, s in enumerate("abc")]
+    for worker in workers:
+        worker.enrol()
+    digests = set()
+    for order in permutations(range(3)):
+        run = start_run(client, model, values(model), cohort=Cohort(size=3, quorum=3))
+        tasks = [worker.take() for worker in workers]
+        for index in order:
+            workers[index].train(tasks[index], step=0.1 * (index + 1))
+        until(lambda run=run: client.run(run.id).state == "completed")
+        digests.add(client.run(run.id).version.digest)
+    assert len(digests) == 1

@@ -1,0 +1,95 @@
+"""A real coordinator: uvicorn on a free port, a real SQLite file, a real blob folder."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import uvicorn
+from alembic import command
+
+from coordinator.app import create_app
+from coordinator.services import Services, assemble
+from coordinator.settings import Settings
+from coordinator.storage.database import alembic_config
+from coordinator.storage.identity import create_site, issue_token
+from shared.client import Client
+from shared.wire import TokenRole, TokenSpec
+
+WAIT_SECONDS = 20.0
+
+
+class LiveCoordinator:
+    """Started with `with`. Stopping and starting again keeps the folder, as a restart does."""
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] | None = None, **settings: Any) -> None:
+        quick = {"tick_seconds": 0.05, "gather_seconds": 0.5, "longest_wait_seconds": 5.0}
+        self.settings = Settings(
+            database_url=f"sqlite:///{folder}/tessera.db",
+            blob_url=str(folder / "blobs"),
+            staging_dir=folder / "staging",
+            **{**quick, **settings},
+        )
+        self._clock = clock
+        self._clients: list[Client] = []
+
+    def __enter__(self) -> Self:
+        self.services: Services = assemble(self.settings, self._clock)
+        with self.services.database.engine.begin() as connection:
+            command.upgrade(alembic_config(connection), "head")
+        self.services.blobs.sweep()
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(create_app(self.services), log_level="error", timeout_graceful_shutdown=5)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
+        self._thread.start()
+        until(lambda: self._server.started)
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.services.gate.close()
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+        for client in self._clients:
+            client.close()
+
+    def token(self, role: TokenRole, site: str | None = None) -> str:
+        """A new token, straight from the tables; a site is made if it is missing."""
+        database = self.services.database
+        with database.transaction() as session:
+            spec = TokenSpec(name=f"test-{role}", role=role, site=site)
+            if site is not None and site not in self._sites:
+                create_site(session, database.now(), "test", site)
+                self._sites.add(site)
+            return issue_token(session, database.now(), "test", spec)[1]
+
+    @property
+    def _sites(self) -> set[str]:
+        return self.__dict__.setdefault("_site_names", set())
+
+    def client(self, role: TokenRole = "admin", site: str | None = None, **transport: Any) -> Client:
+        client = Client(self.url, self.token(role, site), **{"patience_seconds": 5.0, **transport})
+        self._clients.append(client)
+        return client
+
+    def http(self, role: TokenRole = "admin", site: str | None = None) -> httpx.Client:
+        """A bare HTTP client, for requests that the typed one would never send."""
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token(role, site)}"})
+
+
+def until(condition: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
+    """The first true value of `condition`. Fails the test if none comes in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        if value := condition():
+            return value
+        assert time.monotonic() < deadline, f"this did not come true within {seconds} s: {condition}"
+        time.sleep(0.01)

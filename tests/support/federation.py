@@ -1,0 +1,140 @@
+"""A small model that no one builds, and workers that do what a test tells them: real HTTP, real update files."""
+
+from __future__ import annotations
+
+import io
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shared.blocks import NUMPY_DTYPES, Block, Part
+from shared.client import Client
+from shared.methods import Chosen
+from shared.model import Model
+from shared.tensors import ArrayTensor, as_bytes, from_bytes
+from shared.update import Change, write_update
+from shared.wire import (
+    Claim,
+    Cohort,
+    Evaluated,
+    Evaluation,
+    Manifest,
+    Run,
+    RunSpec,
+    Submission,
+    Task,
+    TaskView,
+    canonical,
+)
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def small_model(width: int = 4) -> Model:
+    """One attention layer, its query, key and value fused, with an MLP and a head."""
+    fused = [
+        Block(
+            tensor="layer.0.qkv.weight",
+            part=Part(label=role, axis=0, spans=((i * width, (i + 1) * width),)),
+            role=role,
+            layer=0,
+            shape=(width, width),
+            dtype="F32",
+        )
+        for i, role in enumerate(("query", "key", "value"))
+    ]
+    rest = [
+        Block(tensor="layer.0.output.weight", role="output", layer=0, shape=(width, width), dtype="F32"),
+        Block(tensor="layer.0.mlp.weight", role="mlp", layer=0, shape=(width, 4 * width), dtype="F32"),
+        Block(tensor="head.weight", role="head", shape=(2, width), dtype="F32"),
+    ]
+    return Model(config={"model_type": "bert"}, head="text-classification", blocks=(*fused, *rest))
+
+
+def values(model: Model, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {b.name: rng.normal(size=b.shape).astype(NUMPY_DTYPES[b.dtype]) for b in model.blocks}
+
+
+def start_run(client: Client, model: Model, start: Arrays, **spec: Any) -> Run:
+    """Uploads a model and its first version, and starts a run on it."""
+    blocks = {name: client.put_bytes(bytes(as_bytes(array))) for name, array in start.items()}
+    model_digest = client.put_bytes(canonical(model))
+    version = client.put_bytes(canonical(Manifest(blocks=blocks)))
+    wanted = {"name": "test", "method": Chosen(name="fedavg"), "dataset": "data", "rounds": 1, **spec}
+    return client.create_run(RunSpec(model=model_digest, version=version, **wanted))
+
+
+@dataclass
+class ScriptedWorker:
+    """A worker that trains by adding a constant."""
+
+    client: Client
+    name: str = "w"
+    kinds: tuple[Any, ...] = ("train",)
+    datasets: dict[str, int] = field(default_factory=lambda: {"data": 10})
+    methods: tuple[str, ...] = ("fedavg", "fedfrozen")
+    instance: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def claim(self, wait_seconds: int = 5) -> Task | None:
+        claim = Claim(
+            worker=self.name,
+            instance=self.instance,
+            kinds=self.kinds,
+            datasets=self.datasets,
+            methods=self.methods,
+        )
+        return self.client.claim(claim, wait_seconds)
+
+    def enrol(self) -> None:
+        """Makes itself known. A task that it gets by the way, `take` gets again."""
+        self.claim(0)
+
+    def take(self, wait_seconds: int = 5) -> Task:
+        task = self.claim(wait_seconds)
+        assert task is not None, f"no task was offered to {self.name} within {wait_seconds} s"
+        return task
+
+    def fetch(self, task: Task) -> dict[str, np.ndarray]:
+        model, manifest = self.client.model(task.model), self.client.manifest(task.version.digest)
+        return {
+            b.name: from_bytes(self.client.read_blob(manifest.blocks[b.name]), b.dtype).reshape(b.shape)
+            for b in task.plan.fetch.resolve(model.blocks)
+        }
+
+    def upload(self, task: Task, changed: Arrays) -> str:
+        """Writes these blocks as an update, asked for or not, uploads it and returns its digest."""
+        model, base = self.client.model(task.model), self.fetch(task)
+        changes = [
+            Change(model.by_name[name], ArrayTensor(array, model.by_name[name].dtype), ArrayTensor(base[name]))
+            for name, array in changed.items()
+        ]
+        file = io.BytesIO()
+        write_update(file, task.codec, changes)
+        return self.client.put_bytes(file.getvalue())
+
+    def submit(self, task: Task, digest: str, examples: int | None = None) -> TaskView:
+        submission = Submission(
+            token=task.token,
+            version=task.version.digest,
+            update=digest,
+            examples=examples or self.datasets[task.dataset],
+        )
+        return self.client.submit(task.id, submission)
+
+    def train(self, task: Task, step: float = 1.0) -> TaskView:
+        """Adds `step` to every block that the plan trains, and sends what it asks for."""
+        model, base = self.client.model(task.model), self.fetch(task)
+        trained = {b.name for b in task.plan.train.resolve(model.blocks)}
+        sent = [b.name for b in task.plan.upload.resolve(model.blocks) if b.name in trained]
+        return self.submit(task, self.upload(task, {name: base[name] + np.float32(step) for name in sent}))
+
+    def evaluate(self, task: Task, **numbers: float) -> TaskView:
+        evaluated = Evaluated(token=task.token, version=task.version.digest, examples=5, numbers=numbers)
+        return self.client.submit_evaluation(task.id, evaluated)
+
+
+__all__ = ["Cohort", "Evaluation", "ScriptedWorker", "small_model", "start_run", "values"]
