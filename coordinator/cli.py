@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Annotated
 
 import structlog
 import typer
@@ -35,8 +36,12 @@ def migrate() -> None:
 
 
 @app.command()
-def serve() -> None:
+def serve(
+    first_migrate: Annotated[bool, typer.Option("--migrate", help="bring the schema to head first")] = False,
+) -> None:
     """Serve the API, and move the rounds."""
+    if first_migrate:
+        migrate()
     services = _opened()
     _hand_over_first_token(services)
     settings = services.settings
@@ -105,7 +110,10 @@ def _opened() -> Services:
 
 
 def _hand_over_first_token(services: Services) -> None:
-    """Prints the first admin token, once; only its hash is kept."""
+    """Prints the first admin token, once; only its hash is kept.
+
+    It is handed over before it is entered: killed in between, the next start issues another.
+    """
     with services.database.transaction() as session:
         secret = first_token(session, services.database.now())
         path = services.settings.admin_token_file

@@ -1,0 +1,47 @@
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: help install demo test check fix system migrate image clean
+
+help: ## show this help
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(INSTALLED) ## create .venv with everything in it
+
+# Made anew when what is to be installed changes.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tessera needs Python 3.11 or newer")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(INSTALLED)
+
+demo: install ## four institutions train one transformer without sharing data
+	$(BIN)/python -m examples.digits $(if $(SCOPE),--scope $(SCOPE))
+
+test: install ## run every test but the long ones
+	$(BIN)/python -m pytest
+
+check: install ## format, lint, types; changes nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fix: install ## format and mend what can be mended
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+system: install ## the tests with real processes and real crashes alone
+	$(BIN)/python -m pytest tests/system
+
+migrate: install ## bring the database that TESSERA_DATABASE_URL names to head
+	$(BIN)/tessera coordinator migrate
+
+image: ## build the coordinator's and the worker's container images
+	docker build --target coordinator --tag tessera-coordinator .
+	docker build --target worker --tag tessera-worker .
+
+clean: ## remove the environment and what the demo left
+	rm -rf .venv demo-output build *.egg-info
