@@ -1,0 +1,1 @@
+"""Things to try that need nothing but this checkout."""

@@ -1,0 +1,202 @@
+"""Runs the demo: real processes, a run of FedFrozen followed round by round, a picture, the model checked again."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import get_args
+
+from rich.console import Console
+from rich.markup import escape
+
+from examples.digits import screen
+from examples.digits.federation import HERE, LABORATORY, SITES, Federation, holdings
+from examples.digits.ledger import Entry, percent_of_full, stages
+from examples.digits.picture import draw
+from examples.digits.processes import Died, Processes
+from examples.digits.reload import measure
+from shared.cli.export import export_folder
+from shared.cli.output import show_problem
+from shared.cli.rounds import Glimpse, at_work, follow
+from shared.cli.spec import read_spec
+from shared.cli.upload import upload_model
+from shared.client import Client
+from shared.methods.fedfrozen import Scope
+from shared.modelfolder import ModelFolder
+from shared.problems import Problem
+from shared.wire import Run, RunSpec
+
+# Says that a folder was made by this demo, and so may be replaced by it.
+MARK = ".tessera-demo"
+
+
+def arguments() -> argparse.Namespace:
+    scopes = get_args(Scope)
+    scope = os.environ.get("SCOPE") or None
+    parser = argparse.ArgumentParser(prog="python -m examples.digits", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="a folder, replaced on each run")
+    parser.add_argument("--scope", choices=scopes, default=scope, help="what trains once queries and keys are frozen")
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="as in run.toml"
+    )
+    given = parser.parse_args()
+    if given.scope and given.scope not in scopes:
+        parser.error(f"SCOPE is {given.scope!r}; it can be {', '.join(scopes)}")
+    return given
+
+
+def main() -> int:
+    """0: done; 1: something ended that should not have; 130: interrupted."""
+    console = Console(highlight=False)
+    given = arguments()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    try:
+        folder = _fresh(given.out)
+        processes = Processes(folder)
+        try:
+            _demo(console, Federation(folder, processes), given)
+        finally:
+            # From here on nothing interrupts: each process is given its time to end, and no more.
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            processes.stop()
+    except KeyboardInterrupt:
+        console.print(f"\nInterrupted. Every process was stopped; their logs are in {escape(str(given.out))}.")
+        return 130
+    except Died as death:
+        console.print(f"\n[red]{escape(str(death))}[/]. The end of {escape(str(death.log))}:\n")
+        console.print(escape(death.tail()), soft_wrap=True)
+        return 1
+    except Problem as problem:
+        show_problem(problem, as_json=False)
+        return 1
+    except (DemoFailed, TimeoutError) as fault:
+        console.print(f"\n[red]{escape(str(fault))}[/]")
+        return 1
+    return 0
+
+
+class DemoFailed(Exception):
+    """The demo ran and did not show what it is to show."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (the signal handler's signature)
+    raise KeyboardInterrupt
+
+
+def _fresh(out: Path) -> Path:
+    """An empty folder, in place of the one that the last demo made."""
+    if out.exists():
+        if not (out / MARK).is_file():
+            raise DemoFailed(f"{out} exists and no demo made it: remove it, or give another --out")
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    (out / MARK).touch()
+    return out.resolve()
+
+
+def _demo(console: Console, federation: Federation, given: argparse.Namespace) -> None:
+    begun_at = time.monotonic()
+    console.print(
+        "[bold]Tessera[/]: four institutions train a vision transformer, and no image leaves any of them.\n"
+    )
+    wanted = read_spec(HERE / "run.toml", [*given.settings, *_scope_setting(given.scope)])
+    screen.print_skew(console, holdings())
+    with console.status("starting a coordinator"):
+        federation.start_coordinator()
+    with federation.admin() as client:
+        folder = _gather(console, federation, client)
+        uploaded = upload_model(client, folder)
+        spec = RunSpec.model_validate({**wanted, "model": uploaded.model, "version": uploaded.version})
+        run = client.create_run(spec, key=uuid.uuid4().hex)
+        entries = _follow(console, federation, client, run, folder.model.nbytes)
+        screen.print_summary(console, entries, time.monotonic() - begun_at)
+        _say_what_it_shows(console, entries)
+        draw(entries, federation.folder / "rounds.png")
+        _check_export(console, federation, client, run, entries[-1])
+    console.print(f"Picture, model and logs: {escape(str(given.out))}")
+
+
+def _scope_setting(scope: str | None) -> list[str]:
+    return [f"method.settings.scope={scope}"] if scope else []
+
+
+def _gather(console: Console, federation: Federation, client: Client) -> ModelFolder:
+    """Starts every worker, and makes the model while they start."""
+    for holding in holdings():
+        federation.start_worker(client, holding)
+    with console.status("making the model") as status:
+        folder = federation.make_model()
+        for there in federation.await_workers(client):
+            status.update(f"{there} of {len(SITES) + 1} workers are there")
+    console.print(
+        f"\nA coordinator at {federation.url} and {len(SITES)} workers that train; {LABORATORY} measures every "
+        f"version. The model has {len(folder.model.blocks)} blocks, {folder.model.nbytes / 1e6:.2f} MB."
+    )
+    return folder
+
+
+def _follow(console: Console, federation: Federation, client: Client, run: Run, model_bytes: int) -> list[Entry]:
+    """Prints each round as it ends; returns those that were committed."""
+    entries: list[Entry] = []
+    screen.print_header(console)
+    with console.status("") as status:
+        for glimpse in follow(client, run.id, poll_seconds=0.25):
+            federation.processes.check()
+            for outcome in glimpse.ended:
+                if outcome.round.state == "committed":
+                    before = entries[-1].scores if entries else {}
+                    entries.append(Entry.of(outcome, model_bytes))
+                    screen.print_round(console, entries[-1], before)
+                else:
+                    console.print(f"round {outcome.round.number} was abandoned: {escape(outcome.round.reason or '')}")
+            status.update(_open_line(glimpse))
+    if glimpse.run.state != "completed" or not entries:
+        raise DemoFailed(f"the run is {glimpse.run.state}: {glimpse.run.reason}")
+    return entries
+
+
+def _open_line(glimpse: Glimpse) -> str:
+    made = glimpse.open
+    if made is None:
+        return "the last version is being measured"
+    return escape(f"round {made.number}: {made.state}; {at_work(made)}".replace("/worker-1", ""))
+
+
+def _say_what_it_shows(console: Console, entries: list[Entry]) -> None:
+    frozen = stages(entries).get("frozen", [])
+    if len(frozen) > 1:
+        console.print(
+            f"Stage two moved {percent_of_full(frozen):.1f} % of the bytes of full exchanges; its first round still "
+            f"fetched what the last warm-up round had changed, and without that one it is "
+            f"{percent_of_full(frozen[1:]):.1f} %."
+        )
+
+
+def _check_export(console: Console, federation: Federation, client: Client, run: Run, last: Entry) -> None:
+    """Exports the global model and sees whether transformers alone gets the same accuracy out of it."""
+    out = federation.folder / "global-model"
+    with suppress(FileNotFoundError):
+        shutil.rmtree(out)
+    export_folder(client, run, out, None, lambda _: None)
+    again = measure(out)
+    told = last.scores["accuracy"]
+    console.print(
+        f"\nExported; loaded again with transformers' from_pretrained: accuracy {again.accuracy:.4f}, "
+        f"macro F1 {again.macro_f1:.4f}. The laboratory had measured {told:.4f} and {last.scores['macro_f1']:.4f}."
+    )
+    if abs(again.accuracy - told) > 1e-9:
+        raise DemoFailed("the exported model is not the one that was measured")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

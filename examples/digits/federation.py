@@ -1,0 +1,170 @@
+"""A whole federation on one machine: a coordinator, four institutions that train and a laboratory that measures."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from examples.digits.processes import Processes, tessera
+from shared.client import Client
+from shared.modelfolder import ModelFolder
+from shared.wire import TaskKind, TokenSpec
+from worker.data.digits import DigitsOptions, Shards, digits
+
+HERE = Path(__file__).parent
+
+SITES = ("charite", "karolinska", "la-paz", "st-mary")
+LABORATORY = "reference-lab"
+WORKER = "worker-1"
+
+TRAIN_DATA = "digits"
+TEST_DATA = "digits-test"
+
+# Each digit is divided among the sites in proportions drawn from Dirichlet(0.1): most have seen only some of them.
+ALPHA = 0.1
+SEED = 0
+
+CLASSES = 10
+READY_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A site's data: under which name, and which part of the digits it is."""
+
+    site: str
+    dataset: str
+    options: DigitsOptions
+    kind: TaskKind
+
+
+def holdings() -> tuple[Holding, ...]:
+    """What each site holds. The laboratory's images are with none of the others."""
+    training = (
+        DigitsOptions(shards=Shards(count=len(SITES), index=index, alpha=ALPHA, seed=SEED))
+        for index in range(len(SITES))
+    )
+    return (
+        *(Holding(site, TRAIN_DATA, options, "train") for site, options in zip(SITES, training, strict=True)),
+        Holding(LABORATORY, TEST_DATA, DigitsOptions(part="test"), "evaluate"),
+    )
+
+
+def label_counts(holding: Holding) -> list[int]:
+    """How many images of each digit a site holds."""
+    labels = digits(holding.options).tensors["labels"].numpy()
+    return [int(count) for count in np.bincount(labels, minlength=CLASSES)]
+
+
+class Federation:
+    """The processes of the demo, and where they keep what is theirs."""
+
+    def __init__(self, folder: Path, processes: Processes) -> None:
+        self.folder = folder
+        self.processes = processes
+        self.url = f"http://127.0.0.1:{_free_port()}"
+
+    def start_coordinator(self) -> None:
+        """On a fresh database and an empty store; returns once it is ready."""
+        home = self.folder / "coordinator"
+        home.mkdir()
+        settings = {
+            "TESSERA_DATABASE_URL": f"sqlite:///{home / 'tessera.db'}",
+            "TESSERA_BLOB_URL": str(home / "blobs"),
+            "TESSERA_STAGING_DIR": str(home / "staging"),
+            "TESSERA_HOST": "127.0.0.1",
+            "TESSERA_PORT": self.url.rpartition(":")[2],
+            "TESSERA_ADMIN_TOKEN_FILE": str(self._admin_token_file),
+        }
+        self.processes.start("migrate", tessera("coordinator", "migrate"), settings)
+        self.processes.finish("migrate")
+        self.processes.start("coordinator", tessera("coordinator", "serve"), settings)
+        self._await_ready()
+
+    @property
+    def _admin_token_file(self) -> Path:
+        return self.folder / "coordinator" / "admin-token"
+
+    def _await_ready(self) -> None:
+        give_up_at = time.monotonic() + READY_SECONDS
+        while time.monotonic() < give_up_at:
+            self.processes.check()
+            try:
+                if httpx.get(f"{self.url}/healthz/ready", timeout=5).is_success:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        raise TimeoutError(f"the coordinator was not ready after {READY_SECONDS:.0f} s; see coordinator.log")
+
+    def admin(self) -> Client:
+        return Client(self.url, self._admin_token_file.read_text(encoding="ascii").strip())
+
+    def start_worker(self, admin: Client, holding: Holding) -> None:
+        """Admits a site and starts its worker, with a token that reaches no further than that site."""
+        home = self.folder / holding.site
+        home.mkdir()
+        admin.create_site(holding.site)
+        issued = admin.issue_token(TokenSpec(name=holding.site, role="site", site=holding.site))
+        token_file = home / "token"
+        token_file.touch(mode=0o600)
+        token_file.write_text(issued.secret, encoding="ascii")
+        config = home / "worker.toml"
+        config.write_text(self._worker_settings(holding, home, token_file), encoding="utf-8")
+        self.processes.start(holding.site, tessera("worker", "run", "--config", str(config)), {})
+
+    def _worker_settings(self, holding: Holding, home: Path, token_file: Path) -> str:
+        lines = [
+            f"url = {_toml(self.url)}",
+            f"token_file = {_toml(str(token_file))}",
+            f"name = {_toml(WORKER)}",
+            f"state_dir = {_toml(str(home / 'state'))}",
+            f"kinds = [{_toml(holding.kind)}]",
+            'device = "cpu"',
+            "threads = 1",
+            "",
+            f"[datasets.{holding.dataset}]",
+            'kind = "digits"',
+            f"part = {_toml(holding.options.part)}",
+        ]
+        if shards := holding.options.shards:
+            values = ", ".join(f"{name} = {value}" for name, value in shards.model_dump().items())
+            lines.append(f"shards = {{ {values} }}")
+        return "\n".join(lines) + "\n"
+
+    def await_workers(self, admin: Client) -> Iterator[int]:
+        """Yields how many workers there are until all are."""
+        wanted = len(SITES) + 1
+        there = 0
+        while there < wanted:
+            self.processes.check()
+            there = sum(worker.live for worker in admin.workers())
+            yield there
+            time.sleep(0.2)
+
+    def make_model(self) -> ModelFolder:
+        """A vision transformer with random weights, as a model folder."""
+        out = self.folder / "model"
+        options = ("--config", str(HERE / "vit.json"), "--head", "image-classification", "--seed", str(SEED))
+        self.processes.start("model-init", tessera("model", "init", str(out), *options), {})
+        self.processes.finish("model-init")
+        return ModelFolder.open(out)
+
+
+def _toml(text: str) -> str:
+    # A JSON string is a TOML basic string as long as it is ASCII, which `json.dumps` sees to.
+    return json.dumps(text)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

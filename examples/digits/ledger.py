@@ -1,0 +1,59 @@
+"""What the rounds of a run came to, in figures: scores, and bytes beside those of exchanging the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from shared.cli.rounds import Outcome
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A committed round. Bytes are of all its workers together, each way."""
+
+    number: int
+    stage: str
+    accepted: int
+    asked: int
+    scores: Mapping[str, float]
+    download_bytes: int
+    upload_bytes: int
+    model_bytes: int
+    seconds: float
+
+    @classmethod
+    def of(cls, outcome: Outcome, model_bytes: int) -> Entry:
+        """Counts the workers whose update was accepted: what others moved was not part of an exchange."""
+        done = [task for task in outcome.round.tasks if task.state == "accepted"]
+        return cls(
+            number=outcome.round.number,
+            stage=outcome.round.stage,
+            accepted=outcome.accepted,
+            asked=outcome.asked,
+            scores=outcome.scores,
+            download_bytes=sum(task.download_bytes for task in done),
+            upload_bytes=sum(task.upload_bytes for task in done),
+            model_bytes=model_bytes,
+            seconds=outcome.seconds() or 0.0,
+        )
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.download_bytes + self.upload_bytes
+
+    @property
+    def full_bytes(self) -> int:
+        """What it would have taken to send each worker the whole model, uncompressed, and have it back."""
+        return 2 * self.accepted * self.model_bytes
+
+
+def stages(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """The rounds of each stage, in order."""
+    return {name: list(members) for name, members in groupby(entries, key=lambda entry: entry.stage)}
+
+
+def percent_of_full(entries: Sequence[Entry]) -> float:
+    """The bytes moved, per hundred of full exchanges."""
+    return 100 * sum(entry.moved_bytes for entry in entries) / max(1, sum(entry.full_bytes for entry in entries))

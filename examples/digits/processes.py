@@ -1,0 +1,103 @@
+"""Real processes, each in a group of its own, with a log file each, and none left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+GRACE_SECONDS = 10.0
+
+# One thread each: five processes share a laptop's cores. Nothing here is to be looked up on a hub.
+CALM = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class Died(Exception):
+    """A process ended that should not have."""
+
+    def __init__(self, name: str, code: int, log: Path) -> None:
+        super().__init__(f"{name} ended with exit code {code}")
+        self.log = log
+
+    def tail(self, lines: int = 15) -> str:
+        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def environment(settings: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with these settings, and none of Tessera's own that may lie about in it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TESSERA_")}
+    return {**kept, **CALM, **settings}
+
+
+def tessera(*arguments: str) -> list[str]:
+    """A `tessera` command line, run by this interpreter."""
+    return [sys.executable, "-m", "shared.cli", *arguments]
+
+
+class Processes:
+    """What was started, in that order; stopped in the opposite one."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, command: Sequence[str], settings: Mapping[str, str]) -> None:
+        with self._log(name).open("ab") as log:
+            self._running[name] = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment(settings),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A group of its own, so that the terminal's ^C reaches this process alone and it stops them in order.
+                start_new_session=True,
+            )
+
+    def finish(self, name: str) -> None:
+        """Waits until a process has ended. Raises Died if it failed."""
+        if code := self._running.pop(name).wait():
+            raise Died(name, code, self._log(name))
+
+    def check(self) -> None:
+        """Raises Died if any of them has ended."""
+        for name, process in self._running.items():
+            if (code := process.poll()) is not None:
+                raise Died(name, code, self._log(name))
+
+    def stop(self) -> None:
+        """Ends all, the first one last so that the others can still say good-bye to it."""
+        first, *others = self._running.values() or (None,)
+        for group in (others, [first]):
+            _end([process for process in group if process])
+        self._running.clear()
+
+    def _log(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM to all, then SIGKILL to those that have not ended in time."""
+    for process in processes:
+        _signal(process, signal.SIGTERM)
+    give_up_at = time.monotonic() + GRACE_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(0.0, give_up_at - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _signal(process, signal.SIGKILL)
+            process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    if process.poll() is None:
+        # It may end between the look and the signal.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
