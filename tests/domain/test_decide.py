@@ -1,0 +1,306 @@
+"""Every rule of `decide`, with literals: what is seen, and what is to be done about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.domain.decide import (
+    Abandon,
+    CancelEvaluations,
+    Close,
+    Complete,
+    Evaluate,
+    Lapse,
+    Merge,
+    Offer,
+    Open,
+    Patience,
+    Pause,
+    decide,
+)
+from coordinator.domain.records import RoundSnapshot, RunSnapshot, TaskSnapshot
+from shared.wire import Cohort, RunState, TaskState
+
+NOW = 1000.0
+PATIENCE = Patience(gather_seconds=30, evaluation_seconds=600)
+
+
+def task(state: str, name: str = "t", *, leases: int = 1, expires_at: float | None = NOW + 60) -> TaskSnapshot:
+    return TaskSnapshot(name, state, token=leases, leases=leases, lease_expires_at=expires_at)
+
+
+def a_round(*states: str, state: str = "open", deadline_at: float = NOW + 100) -> RoundSnapshot:
+    tasks = tuple(task(s, f"t{i}") for i, s in enumerate(states))
+    return RoundSnapshot("r", 1, state, NOW - 100, deadline_at, tasks)
+
+
+def run(**facts: Any) -> RunSnapshot:
+    """A run between rounds, changed just now, with nobody there."""
+    blank = RunSnapshot(
+        id="run",
+        state="running",
+        rounds=3,
+        version=0,
+        cohort=Cohort(quorum=2),
+        round=None,
+        abandoned=0,
+        eligible=0,
+        idle_since=NOW,
+        evaluations=(),
+        unevaluated=(),
+        evaluators=0,
+    )
+    return replace(blank, **facts)
+
+
+def decided(snapshot: RunSnapshot, now: float = NOW) -> list[object]:
+    return list(decide(snapshot, now, PATIENCE))
+
+
+# ---------------------------------------------------------------- leases
+
+
+def test_a_lease_lapses_at_the_moment_it_expires_and_not_before() -> None:
+    live = replace(a_round("leased", "leased"), tasks=(task("leased", "t", leases=2, expires_at=NOW), task("leased")))
+    assert decided(run(round=live)) == [Lapse("t", token=2)]
+    assert decided(run(round=live), NOW - 0.001) == []
+
+
+def test_a_lapsed_task_is_offered_again_while_it_has_tries_left() -> None:
+    cohort = Cohort(quorum=1, task_tries=3)
+    live = replace(a_round(), tasks=(task("lapsed", "second", leases=2), task("lapsed", "last", leases=3)))
+    assert decided(run(round=live, cohort=cohort)) == [Offer("second")]
+
+
+def test_an_evaluation_s_lease_lapses_and_is_offered_again_too() -> None:
+    pending = (task("leased", "slow", expires_at=NOW - 1), task("lapsed", "lost"))
+    assert decided(run(evaluations=pending)) == [Lapse("slow", 1), Offer("lost")]
+
+
+def test_leases_of_a_round_that_is_being_merged_are_left_alone() -> None:
+    live = replace(a_round(state="merging"), tasks=(task("leased", expires_at=NOW - 1),))
+    assert decided(run(round=live)) == [Merge("r")]
+
+
+# ---------------------------------------------------------------- the round in progress
+
+
+def test_an_open_round_waits_while_more_may_come_before_the_deadline() -> None:
+    assert decided(run(round=a_round("accepted", "accepted", "leased"))) == []
+    assert decided(run(round=a_round("accepted", "offered"))) == []
+
+
+def test_a_round_closes_at_its_deadline_if_the_quorum_is_there() -> None:
+    live = a_round("accepted", "accepted", "leased", deadline_at=NOW)
+    assert decided(run(round=live)) == [Close("r", "the deadline came")]
+    assert decided(run(round=live), NOW - 0.001) == []
+
+
+def test_a_round_closes_early_once_all_its_tasks_have_ended() -> None:
+    ended = a_round("accepted", "accepted", "failed", "rejected")
+    assert decided(run(round=ended)) == [Close("r", "all tasks ended")]
+
+
+def test_a_round_closes_early_once_enough_updates_are_in() -> None:
+    cohort = Cohort(size=4, quorum=1, enough=2)
+    assert decided(run(cohort=cohort, round=a_round("accepted", "leased", "leased", "leased"))) == []
+    closed = decided(run(cohort=cohort, round=a_round("accepted", "accepted", "leased", "offered")))
+    assert closed == [Close("r", "2 updates are enough")]
+
+
+def test_enough_never_undercuts_the_quorum() -> None:
+    cohort = Cohort(size=4, quorum=3, enough=1)
+    assert decided(run(cohort=cohort, round=a_round("accepted", "accepted", "leased", "leased"))) == []
+
+
+def test_a_round_is_abandoned_at_its_deadline_without_a_quorum() -> None:
+    live = a_round("accepted", "leased", "offered", deadline_at=NOW)
+    cause = "1 of 3 updates came by the deadline; the quorum is 2"
+    assert decided(run(round=live)) == [Abandon("r", cause)]
+
+
+def test_a_round_is_abandoned_as_soon_as_its_quorum_is_out_of_reach() -> None:
+    live = a_round("accepted", "failed", "rejected")
+    assert decided(run(round=live)) == [Abandon("r", "1 of 3 updates came and no more can come; the quorum is 2")]
+    # One accepted and one under way could make two, but not three.
+    assert decided(run(round=a_round("accepted", "leased", "failed"))) == []
+    out_of_reach = decided(run(round=a_round("accepted", "leased", "failed"), cohort=Cohort(quorum=3)))
+    assert [type(action) for action in out_of_reach] == [Abandon]
+
+
+def test_a_lapsed_task_counts_as_possible_only_while_it_has_tries_left() -> None:
+    cohort = Cohort(quorum=1, task_tries=2)
+    may_come = replace(a_round(), tasks=(task("lapsed", leases=1),))
+    spent = replace(a_round(), tasks=(task("lapsed", leases=2),))
+    assert decided(run(cohort=cohort, round=may_come)) == [Offer("t")]
+    assert [type(action) for action in decided(run(cohort=cohort, round=spent))] == [Abandon]
+
+
+def test_a_closed_round_is_merged_even_if_the_run_is_paused() -> None:
+    assert decided(run(state="paused", round=a_round("accepted", state="merging"))) == [Merge("r")]
+
+
+# ---------------------------------------------------------------- between rounds
+
+
+def test_the_next_round_opens_at_once_when_the_full_cohort_is_there() -> None:
+    wanted = Cohort(size=3, quorum=2)
+    assert decided(run(cohort=wanted, version=1, eligible=3)) == [Open(2)]
+
+
+def test_a_round_gathers_for_a_while_once_there_is_a_quorum() -> None:
+    wanted = Cohort(size=3, quorum=2)
+    gathering = run(cohort=wanted, eligible=2, idle_since=NOW)
+    assert decided(gathering, NOW + 30) == []
+    assert decided(gathering, NOW + 30.001) == [Open(1)]
+
+
+def test_no_round_opens_below_the_quorum_however_long_it_waits() -> None:
+    assert decided(run(cohort=Cohort(size=3, quorum=2), eligible=1), NOW + 1e9) == []
+
+
+def test_without_a_cohort_size_the_quorum_is_enough_to_open() -> None:
+    assert decided(run(cohort=Cohort(quorum=2), eligible=2)) == [Open(1)]
+    assert decided(run(cohort=Cohort(quorum=2), eligible=1)) == []
+
+
+def test_a_round_is_tried_again_and_then_the_run_pauses_with_a_reason() -> None:
+    cohort = Cohort(quorum=2, tries=3)
+    assert decided(run(cohort=cohort, version=4, rounds=9, abandoned=2, eligible=2)) == [Open(5)]
+    reason = "round 5 was abandoned 3 times; see its rounds for the reasons"
+    assert decided(run(cohort=cohort, version=4, rounds=9, abandoned=3, eligible=2)) == [Pause(reason)]
+
+
+def test_a_run_completes_after_its_last_round() -> None:
+    assert decided(run(version=3, rounds=3, eligible=9)) == [Complete()]
+
+
+@pytest.mark.parametrize("state", ["paused", "completed"])
+def test_a_run_that_is_not_running_opens_nothing(state: str) -> None:
+    assert decided(run(state=state, eligible=9), NOW + 1e9) == []
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def test_due_versions_are_offered_to_evaluators_if_there_are_any() -> None:
+    due = run(unevaluated=(0, 2), evaluators=1)
+    assert decided(due) == [Evaluate(0), Evaluate(2)]
+    assert decided(replace(due, evaluators=0)) == []
+
+
+def test_a_finished_run_waits_for_its_last_evaluation_and_no_longer_than_agreed() -> None:
+    waiting = run(version=3, evaluations=(task("leased", expires_at=NOW + 1e6),), idle_since=NOW)
+    assert decided(waiting, NOW + 600) == []
+    assert decided(waiting, NOW + 600.001) == [Complete()]
+
+
+def test_a_finished_run_offers_its_last_version_before_it_completes() -> None:
+    assert decided(run(version=3, unevaluated=(3,), evaluators=1)) == [Evaluate(3)]
+
+
+def test_a_finished_run_does_not_wait_for_evaluators_that_are_not_there() -> None:
+    assert decided(run(version=3, unevaluated=(3,), evaluators=0)) == [Complete()]
+
+
+# ---------------------------------------------------------------- winding up
+
+
+@pytest.mark.parametrize("state", ["cancelled", "failed"])
+def test_a_run_that_was_ended_winds_up_its_round_and_its_evaluations(state: str) -> None:
+    ended = run(state=state, round=a_round("leased"), evaluations=(task("leased"),), eligible=9)
+    reason = f"the run was {state}"
+    assert decided(ended) == [Abandon("r", reason), CancelEvaluations(reason)]
+    assert decided(run(state=state, eligible=9)) == []
+
+
+# ---------------------------------------------------------------- whatever is seen
+
+
+COHORTS = st.builds(
+    lambda quorum, spare, enough, tries, task_tries: Cohort(
+        size=None if spare is None else quorum + spare,
+        quorum=quorum,
+        enough=enough,
+        tries=tries,
+        task_tries=task_tries,
+    ),
+    st.integers(1, 4),
+    st.none() | st.integers(0, 3),
+    st.none() | st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+INSTANTS = st.floats(0, 2 * NOW)
+TASKS = st.builds(
+    TaskSnapshot,
+    st.uuids().map(str),
+    st.sampled_from(get_args(TaskState)),
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.none() | INSTANTS,
+)
+ROUNDS = st.builds(
+    RoundSnapshot,
+    st.just("r"),
+    st.integers(1, 5),
+    st.sampled_from(["open", "merging"]),
+    INSTANTS,
+    INSTANTS,
+    st.lists(TASKS, max_size=5).map(tuple),
+)
+RUNS = st.builds(
+    RunSnapshot,
+    st.just("run"),
+    st.sampled_from(get_args(RunState)),
+    st.integers(1, 5),
+    st.integers(0, 5),
+    COHORTS,
+    st.none() | ROUNDS,
+    st.integers(0, 4),
+    st.integers(0, 6),
+    INSTANTS,
+    st.lists(TASKS, max_size=2).map(tuple),
+    st.lists(st.integers(0, 5), unique=True, max_size=3).map(tuple),
+    st.integers(0, 2),
+)
+
+
+@given(snapshot=RUNS, now=INSTANTS)
+def test_no_moment_asks_for_two_moves_of_a_round_or_of_a_run(snapshot: RunSnapshot, now: float) -> None:
+    actions = decide(snapshot, now, PATIENCE)
+    assert sum(isinstance(a, Open | Close | Merge | Abandon | Pause | Complete) for a in actions) <= 1
+    assert len(actions) == len(set(actions))
+    assert decide(snapshot, now, PATIENCE) == actions
+
+
+@given(snapshot=RUNS, now=INSTANTS)
+def test_every_action_fits_what_was_seen(snapshot: RunSnapshot, now: float) -> None:
+    accepted = sum(task.state == "accepted" for task in snapshot.round.tasks) if snapshot.round else 0
+    for action in decide(snapshot, now, PATIENCE):
+        match action:
+            case Open(number):
+                assert snapshot.round is None
+                assert (snapshot.state, number) == ("running", snapshot.version + 1)
+                assert number <= snapshot.rounds
+                assert snapshot.eligible >= snapshot.cohort.quorum
+            case Close():
+                assert accepted >= snapshot.cohort.quorum
+            case Merge():
+                assert snapshot.round is not None
+                assert snapshot.round.state == "merging"
+            case Pause() | Complete():
+                assert snapshot.state == "running"
+            case Abandon() if snapshot.state not in ("cancelled", "failed"):
+                assert accepted < snapshot.cohort.quorum
+
+
+@given(snapshot=RUNS, now=INSTANTS)
+def test_an_open_round_past_its_deadline_never_stays_open(snapshot: RunSnapshot, now: float) -> None:
+    if snapshot.round and snapshot.round.state == "open" and now >= snapshot.round.deadline_at:
+        assert any(isinstance(action, Close | Abandon) for action in decide(snapshot, now, PATIENCE))
