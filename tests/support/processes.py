@@ -1,0 +1,151 @@
+"""Coordinators and workers as real processes, to be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from shared.client import Client
+from shared.wire import TokenSpec
+from tests.support.coordinator import until
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Process:
+    """A program in a process group of its own, with its output in a file."""
+
+    def __init__(self, folder: Path, name: str, arguments: list[str], environment: Mapping[str, str] | None = None):
+        self.log = folder / f"{name}.log"
+        with self.log.open("ab") as log:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                env={**os.environ, **(environment or {})},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def kill(self) -> None:
+        """kill -9, and waits until it is gone."""
+        self.popen.kill()
+        self.popen.wait()
+
+    def terminate(self) -> int:
+        """SIGTERM; the exit code."""
+        self.popen.send_signal(signal.SIGTERM)
+        return self.popen.wait(timeout=30)
+
+    def said(self, text: str) -> bool:
+        return text in self.log.read_text(errors="replace")
+
+    def peak_bytes(self) -> int:
+        """The most memory that it has held at any time (VmHWM)."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
+
+
+class CoordinatorProcess:
+    """`coordinator serve` on one port and folder, that can be killed and started again."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        quick = {"tick_seconds": 0.1, "gather_seconds": 60.0}
+        self._environment = {
+            f"TESSERA_{key.upper()}": str(value)
+            for key, value in {
+                "database_url": f"sqlite:///{folder}/tessera.db",
+                "blob_url": folder / "blobs",
+                "staging_dir": folder / "staging",
+                "port": self.port,
+                "admin_token_file": folder / "admin.token",
+                **quick,
+                **settings,
+            }.items()
+        }
+        self._clients: list[Client] = []
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        for client in self._clients:
+            client.close()
+        if self.process.popen.poll() is None:
+            self.process.kill()
+
+    def start(self) -> None:
+        self.process = Process(self.folder, "coordinator", ["coordinator", "serve", "--migrate"], self._environment)
+        until(self._ready)
+
+    def _ready(self) -> bool:
+        assert self.process.popen.poll() is None, self.process.log.read_text()
+        try:
+            return httpx.get(f"{self.url}/healthz/ready").is_success
+        except httpx.TransportError:
+            return False
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def admin(self) -> Client:
+        return self._client((self.folder / "admin.token").read_text().strip())
+
+    def site(self, name: str) -> Client:
+        """A client of a new site."""
+        return self._client(self.site_token(name))
+
+    def site_token(self, name: str) -> str:
+        admin = self.admin()
+        admin.create_site(name)
+        return admin.issue_token(TokenSpec(name=name, role="site", site=name)).secret
+
+    def _client(self, token: str) -> Client:
+        client = Client(self.url, token, patience_seconds=30)
+        self._clients.append(client)
+        return client
+
+
+def worker_process(coordinator: CoordinatorProcess, site: str, datasets: str, **settings: Any) -> Process:
+    """`tessera worker run` for a new site; `datasets` is TOML. Starting it again is `restart`."""
+    folder = coordinator.folder / site
+    folder.mkdir(exist_ok=True)
+    options = {
+        "url": coordinator.url,
+        "token": coordinator.site_token(site),
+        "name": "w",
+        "state_dir": str(folder / "state"),
+        "threads": 1,
+        "poll_seconds": 5,
+        **settings,
+    }
+    # JSON's strings, numbers and lists are TOML's.
+    lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
+    (folder / "worker.toml").write_text("\n".join([*lines, datasets]))
+    return start_worker(folder)
+
+
+def start_worker(folder: Path) -> Process:
+    """The worker whose settings lie in `folder`, once more."""
+    return Process(folder, "worker", ["shared.cli", "worker", "run", "--config", str(folder / "worker.toml")])

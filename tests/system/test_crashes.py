@@ -1,0 +1,173 @@
+"""kill -9 of any process at any moment: no accepted update and no committed round is lost (invariant I5)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from shared.cli.upload import upload_model
+from shared.client import Client
+from shared.methods import Chosen
+from shared.modelfolder import ModelFolder
+from shared.problems import RoundClosed
+from shared.wire import Cohort, Run, RunSpec, Training
+from tests.support.coordinator import until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.processes import CoordinatorProcess, Process, start_worker, worker_process
+
+Keep = Callable[[Process], Process]
+
+
+def shard(index: int) -> str:
+    return f"""
+[datasets.digits]
+kind = "digits"
+shards = {{count = 2, index = {index}, alpha = 0.5, seed = 0}}
+"""
+
+
+def digits_run(client: Client, vit: ModelFolder, rounds: int, **cohort: object) -> Run:
+    uploaded = upload_model(client, vit)
+    return client.create_run(
+        RunSpec(
+            name="digits",
+            method=Chosen(name="fedfrozen", settings={"warmup_rounds": 2, "scope": "v_head"}),
+            model=uploaded.model,
+            version=uploaded.version,
+            dataset="digits",
+            rounds=rounds,
+            cohort=Cohort.model_validate({"size": 2, "quorum": 2, **cohort}),
+            training=Training(learning_rate=1e-3),
+        )
+    )
+
+
+def test_an_accepted_update_survives_the_coordinator(live: CoordinatorProcess) -> None:
+    client, model = live.admin(), small_model()
+    start = values(model)
+    run = start_run(client, model, start, cohort=Cohort(size=2, quorum=2))
+    first, second = ScriptedWorker(live.site("a")), ScriptedWorker(live.site("b"))
+    first.enrol()
+    second.enrol()
+    first.train(first.take(), step=1.0)
+    task = second.take()
+
+    live.kill()
+    live.start()
+
+    second.train(task, step=3.0)
+    until(lambda: client.run(run.id).state == "completed")
+    file = io.BytesIO()
+    client.export(run.id, file)
+    # Both count: (1 + 3) / 2 = 2
+    np.testing.assert_allclose(load(file.getvalue())["head.weight"], start["head.weight"] + 2.0, rtol=1e-6)
+
+
+def final_version(folder: Path, vit: ModelFolder, running: Keep, *, disturbed: bool) -> str:
+    """The digest of a run's last version after four rounds by two real workers."""
+    with CoordinatorProcess(folder, lease_seconds=3) as coordinator:
+        workers = [running(worker_process(coordinator, site, shard(i))) for i, site in enumerate("ab")]
+        client = coordinator.admin()
+        run = digits_run(client, vit, rounds=4)
+        if disturbed:
+            disturb(coordinator, client, run, workers, running)
+        until(lambda: ended(client, run), seconds=100)
+        for worker in workers:
+            worker.kill()
+        return client.run(run.id).version.digest
+
+
+def ended(client: Client, run: Run) -> bool:
+    state = client.run(run.id).state
+    assert state in ("running", "completed"), client.run(run.id).reason
+    return state == "completed"
+
+
+def disturb(coordinator: CoordinatorProcess, client: Client, run: Run, workers: list[Process], running: Keep) -> None:
+    """Kills the coordinator in round 1, pauses and resumes after it, kills a worker in a later round."""
+
+    def tasks(state: str) -> int:
+        rounds = list(client.rounds(run.id))
+        return sum(task.state == state for task in rounds[-1].tasks) if rounds else 0
+
+    until(lambda: tasks("leased") >= 1, seconds=60)
+    coordinator.kill()
+    coordinator.start()
+    client.set_run_state(run.id, "paused")
+    until(lambda: not any(r.state in ("open", "merging") for r in client.rounds(run.id)), seconds=60)
+    client.set_run_state(run.id, "running")
+    until(lambda: tasks("leased") >= 1, seconds=60)
+    workers[0].kill()
+    workers[0] = running(start_worker(coordinator.folder / "a"))
+
+
+def test_a_run_that_was_killed_and_paused_is_bit_identical_to_one_that_was_not(
+    tmp_path: Path, vit: ModelFolder, running: Keep
+) -> None:
+    undisturbed = final_version(tmp_path / "one", vit, running, disturbed=False)
+    disturbed = final_version(tmp_path / "two", vit, running, disturbed=True)
+    assert disturbed == undisturbed
+
+
+def test_the_task_of_a_killed_worker_is_offered_again(live: CoordinatorProcess) -> None:
+    client, model = live.admin(), small_model()
+    run = start_run(client, model, values(model))
+    site = live.site("a")
+    before = ScriptedWorker(site)
+    before.enrol()
+    lost = before.take()
+
+    # The process is gone: nobody renews its lease, and its successor is another instance of the same worker.
+    after = ScriptedWorker(site)
+    again = until(lambda: after.claim(1), seconds=15)
+
+    assert (again.id, again.token) == (lost.id, lost.token + 1)
+    after.train(again)
+    until(lambda: client.run(run.id).state == "completed")
+
+
+def test_a_round_closes_with_its_quorum_when_a_worker_is_killed(live: CoordinatorProcess) -> None:
+    client, model = live.admin(), small_model()
+    start = values(model)
+    cohort = Cohort(size=2, quorum=1, task_tries=1)
+    run = start_run(client, model, start, cohort=cohort)
+    alive, killed = ScriptedWorker(live.site("a")), ScriptedWorker(live.site("b"))
+    alive.enrol()
+    killed.enrol()
+    late = killed.take()
+    alive.train(alive.take(), step=5.0)
+
+    until(lambda: client.run(run.id).state == "completed", seconds=15)
+    with pytest.raises(RoundClosed):
+        killed.train(late, step=100.0)
+    file = io.BytesIO()
+    client.export(run.id, file)
+    np.testing.assert_allclose(load(file.getvalue())["head.weight"], start["head.weight"] + 5.0, rtol=1e-6)
+
+
+def test_a_worker_that_is_told_to_stop_gives_its_task_back_at_once(
+    live: CoordinatorProcess, vit: ModelFolder, running: Keep
+) -> None:
+    client = live.admin()
+    worker = running(worker_process(live, "a", shard(0)))
+    uploaded = upload_model(client, vit)
+    spec = RunSpec(
+        name="long",
+        method=Chosen(name="fedavg"),
+        model=uploaded.model,
+        version=uploaded.version,
+        dataset="digits",
+        rounds=1,
+        training=Training(epochs=100, batch_size=1),
+    )
+    run = client.create_run(spec)
+    until(lambda: any(t.state == "leased" for r in client.rounds(run.id) for t in r.tasks), seconds=60)
+
+    assert worker.terminate() == 0
+    (round_,) = client.rounds(run.id)
+    assert [task.state for task in round_.tasks] == ["offered"]

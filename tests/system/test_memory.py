@@ -1,0 +1,50 @@
+"""Memory is bounded by a few chunks per update, not by clients times model (invariant I11)."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import numpy as np
+
+from shared.blocks import Block
+from shared.model import Model
+from shared.tensors import ArrayTensor
+from shared.update import Change, write_update
+from shared.wire import Cohort
+from tests.support.coordinator import until
+from tests.support.federation import ScriptedWorker, start_run
+from tests.support.processes import CoordinatorProcess
+
+MIB = 1 << 20
+UPDATE_BYTES = 100_000_000
+
+
+def test_merging_eight_updates_of_100_mb_takes_under_300_mib(live: CoordinatorProcess) -> None:
+    # One block of the whole size, which is the worst case.
+    block = Block(tensor="weight", role="mlp", layer=0, shape=(UPDATE_BYTES // 4,), dtype="F32")
+    model = Model(config={"model_type": "bert"}, head="features", blocks=(block,))
+    start = np.zeros(block.shape, np.float32)
+    client = live.admin()
+    run = start_run(client, model, {"weight": start}, cohort=Cohort(size=8, quorum=8), codec="raw")
+    workers = [ScriptedWorker(live.site(f"s{index}")) for index in range(8)]
+    for worker in workers:
+        worker.enrol()
+
+    for index, worker in enumerate(workers):
+        task = worker.take()
+        file = io.BytesIO()
+        value = ArrayTensor(np.full(block.shape, index, np.float32))
+        write_update(file, "raw", [Change(block, value, ArrayTensor(start))])
+        assert file.getbuffer().nbytes >= UPDATE_BYTES
+        worker.submit(task, worker.client.put_bytes(file.getvalue()))
+
+    until(lambda: client.run(run.id).state == "completed", seconds=60)
+    merged = np.frombuffer(
+        client.read_blob(client.manifest(client.run(run.id).version.digest).blocks["weight"]), "<f4"
+    )
+    # (0 + 1 + ... + 7) / 8 = 3.5
+    assert (merged == 3.5).all()
+    peak = live.process.peak_bytes()
+    print(f"peak memory of the coordinator: {peak / MIB:.0f} MiB, on {os.cpu_count()} cores")
+    assert peak < 300 * MIB
