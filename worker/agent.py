@@ -67,8 +67,9 @@ class Agent:
             torch.set_num_threads(settings.threads)
         self._stop = stop
         self._client = Client(settings.url, token, sleep=stop.sleep)
-        # For the claim and the heartbeats, which other threads make: it tries once, and whoever asked decides.
-        self._impatient = Client(settings.url, token, patience_seconds=0)
+        # For claims and heartbeats, which other threads make and may be left behind in: each has a client of its own,
+        # which tries once and leaves it to whoever asked to decide what then.
+        self._connect = partial(Client, settings.url, token, patience_seconds=0)
         self._poll_seconds = settings.poll_seconds
         self._bench = Workbench(self._client, settings)
         self._outage = Outage(stop)
@@ -101,8 +102,7 @@ class Agent:
         asked_at = time.monotonic()
         try:
             self._bench.vault.settle(self._client.task)
-            claim = partial(self._impatient.claim, self._claim, self._poll_seconds)
-            task = self._stop.interruptible(claim, self._give_back)
+            task = self._stop.interruptible(self._ask, self._give_back)
         except Problem as problem:
             if not problem.retryable:
                 raise
@@ -113,19 +113,16 @@ class Agent:
             self._stop.sleep(SHORTEST_POLL_SECONDS)
         return task
 
+    def _ask(self) -> Task | None:
+        with self._connect() as client:
+            return client.claim(self._claim, self._poll_seconds)
+
     def _do(self, task: Task) -> None:
         log = self._log.bind(run=task.run_name, round=task.round, stage=task.plan.stage, kind=task.kind)
         report = Report()
         started_at = time.monotonic()
-        heartbeat = partial(self._impatient.heartbeat, task.id, task.token)
         try:
-            with Renewal(heartbeat, task.lease_seconds) as renewal:
-
-                def check() -> None:
-                    self._stop.check()
-                    renewal.check()
-
-                self._bench.do(task, check, report)
+            self._under_lease(task, report)
         except Stopped:
             self._give_back(task)
             raise
@@ -141,11 +138,23 @@ class Agent:
             log.info(
                 "task-done",
                 examples=report.examples,
-                **report.numbers,
+                numbers=report.numbers,
                 download_bytes=report.download_bytes,
                 upload_bytes=report.upload_bytes,
                 seconds=round(time.monotonic() - started_at, 2),
             )
+
+    def _under_lease(self, task: Task, report: Report) -> None:
+        with (
+            self._connect() as client,
+            Renewal(partial(client.heartbeat, task.id, task.token), task.lease_seconds) as renewal,
+        ):
+
+            def check() -> None:
+                self._stop.check()
+                renewal.check()
+
+            self._bench.do(task, check, report)
 
     def _report_failure(self, task: Task, fault: Exception, log: Any) -> None:
         if isinstance(fault, Problem) and fault.retryable:
@@ -166,7 +175,8 @@ class Agent:
         if task is None:
             return
         try:
-            self._impatient.release(task.id, task.token)
+            with self._connect() as client:
+                client.release(task.id, task.token)
         except Problem as problem:
             self._log.warning("task-not-released", run=task.run_name, reason=problem.code)
         else:

@@ -43,8 +43,8 @@ class Policy(Frozen):
     def allows_dataset(self, name: str) -> bool:
         return self.datasets is None or name in self.datasets
 
-    def allows_sending(self, block: Block) -> bool:
-        return self.may_send.holds(block) and not any(fnmatchcase(block.name, name) for name in self.never_send)
+    def _withholds(self, block: Block) -> bool:
+        return any(fnmatchcase(block.name, pattern) for pattern in self.never_send)
 
     def check_task(self, task: Task, kinds: Sequence[TaskKind]) -> None:
         """Judges a task by itself, before anything is fetched for it. Raises PolicyViolation."""
@@ -74,8 +74,10 @@ class Policy(Frozen):
 
     def check_upload(self, asked: Iterable[Block]) -> None:
         """Judges the blocks that a plan asks for, before they are trained. Raises PolicyViolation naming them."""
-        refused = [block.name for block in asked if not self.allows_sending(block)]
-        if refused:
+        blocks = tuple(asked)
+        if refused := [block.name for block in blocks if self._withholds(block)]:
+            raise PolicyViolation("never_send", f"these blocks never leave: {_listed(refused)}")
+        if refused := [block.name for block in blocks if not self.may_send.holds(block)]:
             raise PolicyViolation("may_send", f"these blocks may not leave: {_listed(refused)}")
 
     def check_egress(self, names: Iterable[str], nbytes: int, asked: Sequence[Block], kept: Iterable[str]) -> None:

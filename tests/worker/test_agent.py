@@ -1,0 +1,266 @@
+"""Whole tasks: a real coordinator, a real agent in a thread, real models, and methods that misbehave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sqlalchemy import func, select
+
+from coordinator.storage.tables import UploadRow
+from shared.blocks import named, roles
+from shared.client import Client
+from shared.methods import Chosen, methods
+from shared.methods.contract import (
+    CoordinatorHalf,
+    Harvest,
+    Method,
+    MethodSettings,
+    Participant,
+    Plan,
+    State,
+    Tally,
+    Work,
+    WorkerHalf,
+)
+from shared.model import Model
+from shared.problems import Unauthenticated
+from shared.wire import Cohort, Evaluation, Run, TaskView, Training
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import ScriptedWorker, start_run
+from worker.agent import Agent, told
+from worker.blockmap import block_table
+from worker.models import instantiate, named_tensors, read_block
+from worker.renewal import Stop
+from worker.settings import Settings
+
+VIT = {
+    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+}  # fmt: skip
+HEAD = "classifier.weight"
+SECRET = "patient 4711"
+
+
+class Personal(WorkerHalf[MethodSettings]):
+    """Keeps the head at the site and sends the rest."""
+
+    def harvest(self, work: Work, selected: Any, tally: Tally) -> Harvest:
+        whole = super().harvest(work, selected, tally).upload
+        rounds_before = float(work.vault["rounds"][0]) if work.vault else 0.0
+        keep = {name: array for name, array in whole.items() if name == HEAD}
+        count = torch.tensor([rounds_before + 1]).numpy()
+        sent = {name: array for name, array in whole.items() if name != HEAD}
+        return Harvest(sent, {**keep, "rounds": count}, {"rounds_before": rounds_before})
+
+
+class Leaky(WorkerHalf[MethodSettings]):
+    """Sends more than the plan asks for."""
+
+    def harvest(self, work: Work, selected: Any, tally: Tally) -> Harvest:
+        return Harvest({block.name: work.read(block) for block in work.blocks})
+
+
+class Talkative(WorkerHalf[MethodSettings]):
+    """Fails with data in its message."""
+
+    def select(self, work: Work, batches: Any) -> Any:
+        raise KeyError(SECRET)
+
+
+class HeadOnly(CoordinatorHalf[MethodSettings]):
+    def plan_for(self, state: State, worker: Participant) -> Plan:
+        return Plan(upload=roles("head"))
+
+
+@pytest.fixture(autouse=True)
+def _more_methods() -> Iterator[None]:
+    """Installs the methods of this file, as an entry point would."""
+    halves = {"personal": Personal, "leaky": Leaky, "talkative": Talkative}
+    for name, half in halves.items():
+        coordinator = HeadOnly if name == "leaky" else CoordinatorHalf[MethodSettings]
+        methods()[name] = Method(name, MethodSettings, coordinator, half, "a test")
+    yield
+    for name in halves:
+        del methods()[name]
+
+
+def begin(client: Client, **spec: Any) -> Run:
+    model = instantiate(VIT, "image-classification")
+    blocks = block_table(model)
+    start = {block.name: read_block(named_tensors(model), block) for block in blocks}
+    document = Model(config=VIT, head="image-classification", blocks=blocks)
+    training = Training(learning_rate=0.01, batch_size=256)
+    wanted = {"dataset": "digits", "training": training, "cohort": Cohort(tries=1, task_tries=1), **spec}
+    return start_run(client, document, start, **wanted)
+
+
+@contextmanager
+def working(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> Iterator[Stop]:
+    """An agent of site a, at work in a thread. Fails the test if it ends otherwise than by being stopped."""
+    digits = {"kind": "digits", "shards": {"count": 8, "index": 0, "alpha": 100}}
+    given = {
+        "url": coordinator.url, "token": coordinator.token("site", "a"), "name": "w", "state_dir": folder / "state",
+        "datasets": {"digits": digits, "held-out": {"kind": "digits", "part": "test"}}, "threads": 1,
+    }  # fmt: skip
+    stop = Stop()
+    agent = Agent(Settings(**{**given, **settings}), stop)
+    ended: list[str] = []
+
+    def work() -> None:
+        agent.run()
+        ended.append("as asked")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield stop
+    finally:
+        stop.request()
+        thread.join(20)
+    assert ended == ["as asked"]
+
+
+def task_of(client: Client, run: Run, number: int, ready: Callable[[TaskView], bool]) -> TaskView:
+    def found() -> TaskView | None:
+        tasks = [task for made in client.rounds(run.id) if made.number == number for task in made.tasks]
+        return next((task for task in tasks if ready(task)), None)
+
+    view: TaskView = until(found)
+    return view
+
+
+def uploads(coordinator: LiveCoordinator) -> int | None:
+    with coordinator.services.database.snapshot() as session:
+        return session.scalar(select(func.count()).select_from(UploadRow))
+
+
+def failed(task: TaskView) -> bool:
+    return task.state == "failed"
+
+
+def test_an_agent_trains_and_evaluates_a_run_to_its_end(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client()
+    frozen = Chosen(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
+    run = begin(client, method=frozen, rounds=2, evaluation=Evaluation(dataset="held-out"))
+    with working(coordinator, tmp_path):
+        until(lambda: client.run(run.id).state == "completed")
+    scores = {found.version: found.numbers for found in client.measurements(run.id)}
+    assert set(scores) >= {1, 2}
+    assert set(scores[2]) == {"accuracy", "macro_f1", "loss"}
+    whole, partial = (made.tasks[0] for made in client.rounds(run.id))
+    assert 0 < partial.upload_bytes < whole.upload_bytes
+    assert whole.examples == partial.examples
+
+
+def test_what_is_kept_comes_back_in_the_next_round_and_never_travels(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    run = begin(client, method=Chosen(name="personal"), rounds=3)
+    with working(coordinator, tmp_path):
+        until(lambda: client.run(run.id).state == "completed")
+    assert [made.tasks[0].numbers["rounds_before"] for made in client.rounds(run.id)] == [0.0, 1.0, 2.0]
+    first, *_, last = (client.manifest(version.digest).blocks for version in client.versions(run.id))
+    assert {name for name in first if first[name] == last[name]} == {HEAD}
+    assert [path.name for path in (tmp_path / "state" / "vault" / run.id).iterdir()] == ["current.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("method", "policy", "told_why"),
+    [
+        ("leaky", {}, "policy-violation: plan: the plan did not ask for"),
+        ("fedavg", {"never_send": ["*embeddings*"]}, "policy-violation: never_send: "),
+        ("fedavg", {"max_upload_bytes": 100}, "policy-violation: max_upload_bytes: "),
+        ("fedavg", {"max_model_bytes": 100}, "policy-violation: max_model_bytes: "),
+        ("talkative", {}, "failed: KeyError; the worker's own log has more"),
+    ],
+)
+def test_what_may_not_be_done_fails_the_task_and_sends_nothing(
+    coordinator: LiveCoordinator, tmp_path: Path, method: str, policy: dict[str, Any], told_why: str
+) -> None:
+    client = coordinator.client()
+    run = begin(client, method=Chosen(name=method))
+    uploads_before = uploads(coordinator)
+    with working(coordinator, tmp_path, policy=policy):
+        task = task_of(client, run, 1, failed)
+    assert task.problem is not None
+    assert told_why in task.problem.detail
+    assert SECRET not in task.problem.detail
+    assert uploads(coordinator) == uploads_before
+    assert list((tmp_path / "state").glob("*.tmp")) == []
+
+
+def test_an_agent_goes_on_after_a_task_that_failed(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client()
+    bad = begin(client, method=Chosen(name="talkative"))
+    with working(coordinator, tmp_path):
+        task_of(client, bad, 1, failed)
+        good = begin(client)
+        until(lambda: client.run(good.id).state == "completed")
+
+
+def test_stopping_in_the_middle_of_training_gives_the_task_back_at_once(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    run = begin(client, training=Training(epochs=1000, batch_size=4))
+    with working(coordinator, tmp_path, policy={"max_epochs": 1000}) as stop:
+        task_of(client, run, 1, lambda task: task.state == "leased")
+        stop.request()
+        task_of(client, run, 1, lambda task: task.state == "offered")
+
+
+def test_cancelling_a_run_ends_its_training_and_the_agent_takes_the_next(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "coordinator", lease_seconds=1.6) as coordinator:
+        client = coordinator.client()
+        run = begin(client, training=Training(epochs=1000, batch_size=4))
+        with working(coordinator, tmp_path, policy={"max_epochs": 1000}):
+            task_of(client, run, 1, lambda task: task.state == "leased")
+            client.set_run_state(run.id, "cancelled")
+            following = begin(client, cohort=Cohort(tries=5, task_tries=5))
+            until(lambda: client.run(following.id).state == "completed")
+
+
+def test_a_second_round_fetches_only_what_the_first_one_changed(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client()
+    head_only = Chosen(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"})
+    run = begin(client, method=head_only, rounds=2)
+    with working(coordinator, tmp_path):
+        until(lambda: client.run(run.id).state == "completed")
+    first, second = (made.tasks[0] for made in client.rounds(run.id))
+    model = client.model(run.spec.model)
+    changed = sum(block.nbytes for block in roles("value").resolve(model.blocks))
+    manifest = len(client.read_blob(list(client.versions(run.id))[1].digest))
+    assert second.download_bytes == changed + manifest
+    assert first.download_bytes > model.nbytes
+
+
+def test_a_worker_that_is_not_admitted_ends_with_the_reason(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    datasets: Any = {"digits": {"kind": "digits"}}
+    settings = Settings(url=coordinator.url, token="no such", name="w", state_dir=tmp_path, datasets=datasets)
+    with pytest.raises(Unauthenticated):
+        Agent(settings, Stop()).run()
+
+
+def test_only_texts_of_our_own_are_told_to_the_coordinator() -> None:
+    assert told(ValueError(SECRET)) == ("failed", "ValueError; the worker's own log has more")
+    assert told(torch.OutOfMemoryError(SECRET))[0] == "out-of-memory"
+    with pytest.raises(ValueError, match="no block matches") as refused:
+        named(["x"]).resolve(())
+    assert told(refused.value) == ("invalid-plan", str(refused.value))
+
+
+def test_two_workers_of_two_sites_make_one_version(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client()
+    run = begin(client, cohort=Cohort(size=2, quorum=2))
+    other = ScriptedWorker(coordinator.client("site", "b"), name="v", datasets={"digits": 5})
+    with working(coordinator, tmp_path):
+        other.train(other.take(), step=0.0)
+        until(lambda: client.run(run.id).state == "completed")
+    assert {task.worker for made in client.rounds(run.id) for task in made.tasks} == {"a/w", "b/v"}
