@@ -41,7 +41,7 @@ from worker.settings import Settings
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_dropout_prob": 0.2,
 }  # fmt: skip
 HEAD = "classifier.weight"
 SECRET = "patient 4711"
@@ -156,6 +156,16 @@ def test_an_agent_trains_and_evaluates_a_run_to_its_end(coordinator: LiveCoordin
     whole, partial = (made.tasks[0] for made in client.rounds(run.id))
     assert 0 < partial.upload_bytes < whole.upload_bytes
     assert whole.examples == partial.examples
+
+
+def test_two_runs_from_one_seed_make_the_same_version(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client, made = coordinator.client(), []
+    with working(coordinator, tmp_path):
+        for seed in (3, 3, 4):
+            run = begin(client, seed=seed, rounds=2)
+            until(lambda run=run: client.run(run.id).state == "completed")
+            made.append(client.run(run.id).version.digest)
+    assert made[0] == made[1] != made[2]
 
 
 def test_what_is_kept_comes_back_in_the_next_round_and_never_travels(
