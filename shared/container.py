@@ -81,6 +81,10 @@ def read_header(file: BinaryIO, file_bytes: int, max_header_bytes: int = MAX_HEA
     if 8 + length > file_bytes:
         raise ContainerError(f"the header claims {length} bytes of a file of {file_bytes}")
     table = _parse(file.read(length))
+    for name in table:
+        # Above all no lone surrogates, which cannot be written into any answer.
+        if not name.isprintable():
+            raise ContainerError(f"{name[:200]!r} is no name of a tensor")
     metadata = _checked(_METADATA, "__metadata__", table.pop("__metadata__", {}))
     entries = {name: _checked(_ENTRY, name, value) for name, value in table.items()}
     _check_spans(entries, file_bytes - 8 - length)

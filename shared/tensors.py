@@ -85,7 +85,8 @@ def mean_step(base: Tensor, senders: Sequence[tuple[float, Tensor]], whole: floa
         start = parts[0].astype(np.float64)
         moved = start.copy()
         for share, part in zip(shares, parts[1:], strict=True):
-            moved += share * (part.astype(np.float64) - start)
+            # Subtracted, because x - 0.0 is x for every x, while -0.0 + 0.0 is 0.0.
+            moved -= share * (start - part.astype(np.float64))
         return moved
 
     return Computed(base.shape, base.dtype, (base, *(tensor for _, tensor in senders)), step)

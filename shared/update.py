@@ -72,7 +72,7 @@ def read_update(
     """
     header = _header(open_file, nbytes, asked)
     faults = [
-        Fault(pointer=name, detail="this block was not asked for")
+        Fault(pointer=name[:300], detail="this block was not asked for")
         for name in sorted(set(header.entries) - set(asked))
     ]
     chosen = {name: header.metadata.get(_CODEC + name, "") for name in header.entries}

@@ -264,7 +264,7 @@ class Submission(Message):
     update: Digest
     examples: PositiveInt = Field(lt=1 << 40)
     numbers: Numbers = {}
-    download_bytes: NonNegativeInt = 0
+    download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
 
 
 class Evaluated(Message):
@@ -274,7 +274,7 @@ class Evaluated(Message):
     version: Digest
     examples: PositiveInt = Field(lt=1 << 40)
     numbers: Numbers
-    download_bytes: NonNegativeInt = 0
+    download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
 
 
 class Failure(Message):

@@ -35,12 +35,20 @@ STAGES: dict[str, Stage] = {
 
 @lru_cache
 def stages(codec: str) -> tuple[Stage, ...]:
-    """The stages that a codec names. Raises CodecError naming the unknown ones and those there are."""
+    """The stages that a codec names.
+
+    Raises CodecError naming the unknown ones and those there are, or saying why they cannot stand in this row.
+    """
     names = [] if codec == RAW else codec.split("+")
     unknown = [name for name in names if name not in STAGES]
     if unknown:
         raise CodecError(f"codec {codec!r} has unknown stages {unknown}; there are raw, {', '.join(sorted(STAGES))}")
-    return tuple(STAGES[name] for name in names)
+    if len(set(names)) < len(names):
+        # A sender chooses the codec of its blocks: a thousand stages in a row would cost a thousand passes.
+        raise CodecError(f"codec {codec!r} names a stage twice")
+    line = tuple(STAGES[name] for name in names)
+    _layouts(line, Layout(1, NUMPY_DTYPES["F32"]))
+    return line
 
 
 def encode(codec: str, tensor: Tensor, base: Tensor) -> Iterator[bytes | memoryview]:
@@ -101,15 +109,24 @@ def decode(codec: str, block: Block, base: Tensor, file: BinaryIO, nbytes: int) 
 
 
 def _layouts(line: tuple[Stage, ...], layout: Layout) -> list[Layout]:
-    """What each stage is handed when encoding, which is what it must give back when decoding."""
+    """What each stage is handed when encoding, which is what it must give back when decoding.
+
+    Raises CodecError if a stage cannot take what the one before it gives.
+    """
     layouts = [layout]
     for stage in line:
+        if layouts[-1].size < 0:
+            # Its decoding would have no bound: what a frame unpacks to is known only from the layout.
+            raise CodecError(f"stage {stage.name} cannot follow one whose size depends on the data")
         layouts.append(stage.layout(layouts[-1]))
     return layouts
 
 
 def _decode_chunk(line: tuple[Stage, ...], layouts: list[Layout], piece: Array, base: Array) -> Array:
-    values = piece.view(layouts[0].dtype) if not line else piece
+    size, dtype = layouts[-1]
+    if size >= 0 and piece.nbytes != size * dtype.itemsize:
+        raise CodecError(f"a chunk has {piece.nbytes} bytes, not {size * dtype.itemsize}")
+    values = piece.view(dtype)
     for stage, layout in zip(reversed(line), reversed(layouts[:-1]), strict=True):
         values = stage.decode(values, layout, base)
         if (values.size, values.dtype) != layout:

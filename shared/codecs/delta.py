@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared.codecs.stage import Layout
+from shared.codecs.stage import CodecError, Layout
 from shared.tensors import Array
 
 _UNSIGNED = {width: np.dtype(f"<u{width}") for width in (2, 4, 8)}
@@ -21,7 +21,10 @@ class Delta:
     lossless = True
 
     def layout(self, layout: Layout) -> Layout:
-        return Layout(layout.size, _UNSIGNED[layout.dtype.itemsize])
+        width = layout.dtype.itemsize
+        if width not in _UNSIGNED:
+            raise CodecError("stage delta takes numbers of 2, 4 or 8 bytes; it comes first")
+        return Layout(layout.size, _UNSIGNED[width])
 
     def encode(self, values: Array, base: Array) -> Array:
         width = values.dtype.itemsize

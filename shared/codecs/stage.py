@@ -25,7 +25,7 @@ class Stage(Protocol):
     lossless: bool
 
     def layout(self, layout: Layout) -> Layout:
-        """The layout of what `encode` returns for an array of this layout."""
+        """The layout of what `encode` returns for an array of this layout. Raises CodecError if it takes none."""
         ...
 
     def encode(self, values: Array, base: Array) -> Array:

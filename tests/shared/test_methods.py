@@ -1,0 +1,120 @@
+"""The methods there are: their plans, their settings, and that importing them needs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from random import Random
+
+import pytest
+from pydantic import ValidationError
+
+from shared.blocks import SelectorError
+from shared.methods import Chosen, UnknownMethod, check, coordinator_half, methods, worker_half
+from shared.methods.contract import Participant, Plan, RunFacts, State
+from tests.support.federation import small_model
+
+MODEL = small_model()
+FACTS = RunFacts(blocks=MODEL.blocks, rounds=10)
+COHORT = [Participant("a/w", 10), Participant("b/w", 30)]
+
+
+def plan_at(chosen: Chosen, round_: int) -> Plan:
+    plans = coordinator_half(chosen, FACTS).plan(State(round_, {}), COHORT, rng())
+    assert set(plans) == {"a/w", "b/w"}
+    assert plans["a/w"] == plans["b/w"]
+    return plans["a/w"]
+
+
+def rng() -> Random:
+    return Random(0)  # noqa: S311 (no secret: reproducible)
+
+
+def roles_of(plan: Plan) -> tuple[set[str], set[str]]:
+    """The roles that a plan trains and uploads."""
+    return {b.role for b in plan.train.resolve(MODEL.blocks)}, {b.role for b in plan.upload.resolve(MODEL.blocks)}
+
+
+ALL = {"query", "key", "value", "output", "mlp", "head"}
+
+
+def test_fedavg_trains_and_sends_everything_in_every_round() -> None:
+    for round_ in (0, 5):
+        assert roles_of(plan_at(Chosen(name="fedavg"), round_)) == (ALL, ALL)
+
+
+@pytest.mark.parametrize(
+    ("scope", "trained"),
+    [
+        ("all_but_qk", ALL - {"query", "key"}),
+        ("attn_vo", {"value", "output", "head"}),
+        ("v_head", {"value", "head"}),
+        ("v_only", {"value"}),
+    ],
+)
+def test_fedfrozen_freezes_after_its_warm_up(scope: str, trained: set[str]) -> None:
+    chosen = Chosen(name="fedfrozen", settings={"warmup_rounds": 2, "scope": scope})
+    for round_ in (0, 1):
+        assert plan_at(chosen, round_).stage == "warm-up"
+        assert roles_of(plan_at(chosen, round_)) == (ALL, ALL)
+    for round_ in (2, 9):
+        assert plan_at(chosen, round_).stage == "frozen"
+        assert roles_of(plan_at(chosen, round_)) == (trained, trained)
+
+
+def test_fedfrozen_without_a_warm_up_freezes_from_the_start() -> None:
+    assert plan_at(Chosen(name="fedfrozen", settings={"warmup_rounds": 0}), 0).stage == "frozen"
+
+
+def test_a_scope_that_the_model_has_no_blocks_for_is_an_error_and_not_an_empty_plan() -> None:
+    headless = [block for block in MODEL.blocks if block.role != "value"]
+    plan = plan_at(Chosen(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"}), 0)
+    with pytest.raises(SelectorError):
+        plan.train.resolve(headless)
+
+
+def test_an_unknown_method_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UnknownMethod, match=r"no method 'fedsgd'; installed are .*fedavg.*fedfrozen"):
+        check(Chosen(name="fedsgd"))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("fedavg", {"warmup_rounds": 1}),
+        ("fedfrozen", {"warmup": 1}),
+        ("fedfrozen", {"warmup_rounds": -1}),
+        ("fedfrozen", {"scope": "qk_only"}),
+    ],
+)
+def test_settings_that_a_method_does_not_take_are_refused(name: str, settings: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        check(Chosen(name=name, settings=settings))
+
+
+def test_every_method_names_its_source_and_is_known_by_its_own_name() -> None:
+    for name, method in methods().items():
+        assert method.name == name
+        assert "arXiv" in method.source
+        chosen = Chosen(name=name)
+        assert coordinator_half(chosen, FACTS).settings == worker_half(chosen, FACTS).settings
+
+
+def test_both_halves_of_every_method_are_made_in_an_interpreter_without_torch() -> None:
+    program = (
+        "import sys\n"
+        "class Raising:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('torch', 'transformers'):\n"
+        "            raise RuntimeError(f'{name} was imported')\n"
+        "sys.meta_path.insert(0, Raising())\n"
+        "from shared.methods import Chosen, coordinator_half, methods, worker_half\n"
+        "from shared.methods.contract import RunFacts\n"
+        "facts = RunFacts(blocks=(), rounds=1)\n"
+        "for name in methods():\n"
+        "    coordinator_half(Chosen(name=name), facts), worker_half(Chosen(name=name), facts)\n"
+        "print(' '.join(sorted(methods())))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {"fedavg", "fedfrozen"} <= set(done.stdout.split())

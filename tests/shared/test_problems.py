@@ -1,0 +1,88 @@
+"""The error tree, and its way over the wire and back."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import httpx
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from shared import problems
+from shared.problems import MAX_FAULTS, MEDIA_TYPE, PROBLEMS, Fault, Problem, ProblemDocument, faults_of
+from shared.transport import problem_of
+
+ANY_PROBLEM = pytest.mark.parametrize("kind", PROBLEMS.values(), ids=PROBLEMS)
+
+
+def test_the_tree_drawn_at_the_top_of_the_file_is_the_tree_there_is() -> None:
+    drawn = set(re.findall(r"- (\w+)", problems.__doc__ or ""))
+    assert drawn == {kind.__name__ for kind in PROBLEMS.values()}
+
+
+@ANY_PROBLEM
+def test_each_problem_says_what_it_is_and_what_to_do(kind: type[Problem]) -> None:
+    assert kind.title
+    assert kind.remedy.endswith(".")
+    assert 400 <= kind.status < 600
+
+
+def test_no_two_problems_share_a_code_or_a_title() -> None:
+    assert len({kind.title for kind in PROBLEMS.values()}) == len(PROBLEMS)
+
+
+@ANY_PROBLEM
+def test_a_problem_that_is_sent_is_the_problem_that_is_raised(kind: type[Problem]) -> None:
+    sent = kind("what is wrong", errors=[Fault(pointer="/a", detail="b")], remedy="Do this.")
+    answer = httpx.Response(
+        sent.status,
+        content=json.dumps(sent.json()),
+        headers={"Content-Type": MEDIA_TYPE, "Retry-After": "7"},
+    )
+    raised = problem_of(answer)
+    assert type(raised) is kind
+    assert (raised.detail, raised.errors, raised.advice) == (sent.detail, sent.errors, sent.advice)
+    assert raised.retry_after_seconds == 7
+
+
+def test_a_problem_of_a_newer_coordinator_is_known_by_its_status() -> None:
+    document = PROBLEMS["conflict"]("new").document().model_copy(update={"code": "brand-new"})
+    raised = problem_of(httpx.Response(409, content=document.model_dump_json(), headers={"Content-Type": MEDIA_TYPE}))
+    assert isinstance(raised, problems.Conflict)
+
+
+@pytest.mark.parametrize(("status", "code"), [(404, "not-found"), (502, "unavailable"), (418, "server-fault")])
+def test_an_answer_that_is_no_problem_is_told_by_its_status(status: int, code: str) -> None:
+    assert problem_of(httpx.Response(status, text="<html>a proxy's page</html>")).code == code
+
+
+def test_the_number_of_faults_shown_is_bounded() -> None:
+    problem = problems.Invalid("many", errors=[Fault(pointer=f"/{i}", detail="x") for i in range(1000)])
+    assert len(problem.document().errors) == MAX_FAULTS
+    assert len(str(problem).splitlines()) == MAX_FAULTS + 1
+
+
+def test_a_document_has_the_members_of_rfc_9457_and_its_type_is_a_page() -> None:
+    document = ProblemDocument.model_validate(problems.LeaseLost("it lapsed").json())
+    assert (document.type, document.status, document.title) == ("/problems/lease-lost", 409, problems.LeaseLost.title)
+
+
+def test_validation_faults_say_where_and_never_what_was_sent() -> None:
+    class Inner(BaseModel):
+        number: int
+
+    class Outer(BaseModel):
+        items: list[Inner]
+
+    with pytest.raises(ValidationError) as caught:
+        Outer.model_validate({"items": [{"number": 1}, {"number": "secret"}]})
+    (fault,) = faults_of(caught.value, "/body")
+    assert fault.pointer == "/body/items/1/number"
+    assert "secret" not in fault.detail
+
+
+@pytest.mark.parametrize("code", ["lease-lost", "task-cancelled", "round-closed", "stale-version"])
+def test_what_tells_a_worker_to_drop_its_work_is_not_to_be_repeated(code: str) -> None:
+    assert issubclass(PROBLEMS[code], problems.Conflict)
+    assert not PROBLEMS[code].retryable

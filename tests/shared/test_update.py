@@ -1,0 +1,99 @@
+"""Update files: what a worker writes, the coordinator reads; what it should not have written is named."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from shared import codecs
+from shared.problems import InvalidUpdate
+from shared.tensors import ArrayTensor, to_array
+from shared.update import Change, EncodedTensor, read_update, write_update
+from tests.support.federation import small_model, values
+from tests.support.updates import update_file
+
+MODEL = small_model()
+BASE = values(MODEL)
+BASES = {name: ArrayTensor(array) for name, array in BASE.items()}
+ASKED = {name: MODEL.by_name[name] for name in ("head.weight", "layer.0.qkv.weight#value")}
+HEAD = BASE["head.weight"].tobytes()
+
+
+def written(changed: dict[str, np.ndarray], codec: str = codecs.LOSSLESS) -> bytes:
+    file = io.BytesIO()
+    changes = [Change(MODEL.by_name[name], ArrayTensor(array), BASES[name]) for name, array in changed.items()]
+    write_update(file, codec, changes)
+    return file.getvalue()
+
+
+def read(data: bytes) -> dict[str, EncodedTensor]:
+    return read_update(lambda: io.BytesIO(data), len(data), ASKED, BASES)
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd", codecs.LOSSLESS])
+def test_what_is_written_is_read_bit_for_bit_and_as_often_as_wanted(codec: str) -> None:
+    changed = {name: BASE[name] + np.float32(0.001) for name in ASKED}
+    tensors = read(written(changed, codec))
+    for _ in range(2):
+        assert {name: to_array(t).tobytes() for name, t in tensors.items()} == {
+            name: array.tobytes() for name, array in changed.items()
+        }
+
+
+def test_a_part_of_what_was_asked_for_is_an_update_too() -> None:
+    assert list(read(written({"head.weight": BASE["head.weight"]}))) == ["head.weight"]
+
+
+def test_an_update_is_a_safetensors_file_that_names_each_block_s_codec() -> None:
+    data = written({name: BASE[name] for name in ASKED})
+    assert sorted(load(data)) == sorted(ASKED)
+
+
+def test_blocks_that_were_not_asked_for_are_all_named() -> None:
+    frozen = {n: BASE[n] for n in ("layer.0.qkv.weight#query", "layer.0.qkv.weight#key", "head.weight")}
+    with pytest.raises(InvalidUpdate) as caught:
+        read(written(frozen))
+    assert [(f.pointer, f.detail) for f in caught.value.errors] == [
+        ("layer.0.qkv.weight#key", "this block was not asked for"),
+        ("layer.0.qkv.weight#query", "this block was not asked for"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not a well-formed safetensors file"),
+        (update_file({"head.weight": HEAD}, format_=None), "format is 'none'"),
+        (update_file({"head.weight": HEAD}, format_="tessera-update/9"), "format is 'tessera-update/9'"),
+        (update_file({"head.weight": HEAD}, padding=10_000), "at most 6144 are read"),
+    ],
+)
+def test_a_file_of_another_form_is_refused_as_a_whole(data: bytes, message: str) -> None:
+    with pytest.raises(InvalidUpdate, match=message):
+        read(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "detail"),
+    [
+        (update_file({"head.weight": HEAD}, codec="gzip"), "unknown stages"),
+        (update_file({"head.weight": HEAD}, codec="zstd+zstd"), "names a stage twice"),
+        (update_file({"head.weight": HEAD}, codec=None), "unknown stages"),
+        (update_file({"head.weight": HEAD[:-4]}), r"28 bytes were sent for a block of 32 bytes \(F32 \[2, 4\]\)"),
+        (update_file({"head.weight": HEAD + bytes(4)}), "36 bytes were sent"),
+        (update_file({"head.weight": HEAD}, dtype="F32"), r"a U8 vector, not F32 \[8\]"),
+        (update_file({"head.weight": HEAD}, shape=(2, 16)), r"a U8 vector, not U8 \[2, 16\]"),
+        # 32 + 32 // 64 + 1024 = 1056 is the most that 32 bytes may take.
+        (update_file({"head.weight": bytes(1057)}, codec="zstd"), "1057 encoded bytes are more than"),
+    ],
+)
+def test_a_block_of_another_form_is_named(data: bytes, detail: str) -> None:
+    with pytest.raises(InvalidUpdate) as caught:
+        read(data)
+    (fault,) = caught.value.errors
+    assert fault.pointer == "head.weight"
+    with pytest.raises(AssertionError, match=detail):
+        raise AssertionError(fault.detail)

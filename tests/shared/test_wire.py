@@ -1,0 +1,103 @@
+"""Messages: strict where people write them, tolerant where programs one version apart do."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from shared import codecs
+from shared.methods import Chosen
+from shared.wire import Claim, Cohort, Manifest, RunSpec, Submission, TokenSpec, canonical
+
+DIGEST = f"sha256:{'0' * 64}"
+SPEC = {"name": "r", "method": {"name": "fedavg"}, "model": DIGEST, "version": DIGEST, "dataset": "d", "rounds": 1}
+SUBMISSION = {"token": 1, "version": DIGEST, "update": DIGEST, "examples": 1}
+
+
+def test_a_run_s_defaults_are_lossless_and_take_all_workers() -> None:
+    spec = RunSpec.model_validate(SPEC)
+    assert spec.codec == codecs.LOSSLESS
+    assert (spec.cohort.size, spec.cohort.quorum, spec.divide) == (None, 1, "participants")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"round": 1},
+        {"cohort": {"sise": 2}},
+        {"training": {"lr": 1}},
+        {"rounds": 0},
+        {"seed": 1 << 53},
+        {"name": "a/b"},
+        {"name": "../x"},
+        {"model": "sha256:xyz"},
+        {"model": DIGEST.upper()},
+        {"codec": "gzip"},
+        {"codec": "zstd+delta"},
+        {"divide": "nobody"},
+        {"max_update_norm": 0},
+        {"max_update_norm": float("nan")},
+        {"cohort": {"deadline_seconds": float("inf")}},
+        {"training": {"learning_rate": 0}},
+    ],
+)
+def test_a_run_that_cannot_be_meant_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        RunSpec.model_validate(SPEC | change)
+
+
+def test_a_quorum_must_fit_into_its_cohort() -> None:
+    assert Cohort(size=3, quorum=3).quorum == 3
+    with pytest.raises(ValidationError, match="a quorum of 4 cannot come from a cohort of 3"):
+        Cohort(size=3, quorum=4)
+
+
+def test_messages_between_programs_pass_over_what_they_do_not_know() -> None:
+    assert Submission.model_validate(SUBMISSION | {"from_the_future": 1}).token == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"examples": 0},
+        {"examples": 1 << 40},
+        {"examples": 1.5},
+        {"numbers": {"loss": float("nan")}},
+        {"numbers": {str(i): 0 for i in range(65)}},
+        {"numbers": {"x" * 65: 0}},
+        {"download_bytes": -1},
+        {"download_bytes": 1 << 63},
+    ],
+)
+def test_a_submission_s_numbers_are_bounded(change: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Submission.model_validate(SUBMISSION | change)
+
+
+@pytest.mark.parametrize("field", [{"worker": "a/b"}, {"instance": "short"}, {"datasets": {"d": -1}}])
+def test_what_a_worker_says_of_itself_is_bounded(field: dict[str, object]) -> None:
+    claim = {"worker": "w", "instance": "0" * 32, "datasets": {"d": 1}}
+    assert Claim.model_validate(claim).kinds == ("train",)
+    with pytest.raises(ValidationError):
+        Claim.model_validate(claim | field)
+
+
+@pytest.mark.parametrize(("role", "site"), [("site", None), ("admin", "a"), ("viewer", "a")])
+def test_a_token_names_a_site_if_and_only_if_it_is_a_site_s(role: str, site: str | None) -> None:
+    with pytest.raises(ValidationError, match="names its site"):
+        TokenSpec.model_validate({"name": "t", "role": role, "site": site})
+
+
+def test_equal_values_have_one_canonical_form() -> None:
+    one = Manifest(blocks={"a": DIGEST, "b": DIGEST}, numbers={"x": 1.0})
+    other = Manifest(numbers={"x": 1}, blocks={"b": DIGEST, "a": DIGEST})
+    assert canonical(one) == canonical(other)
+    assert canonical(one) == b'{"blocks":{"a":"%s","b":"%s"},"memory":{},"numbers":{"x":1.0}}' % (
+        (DIGEST.encode(),) * 2
+    )
+
+
+def test_a_value_cannot_be_changed() -> None:
+    chosen = Chosen(name="fedavg")
+    with pytest.raises(ValidationError, match="frozen"):
+        chosen.name = "other"  # type: ignore[misc]
