@@ -20,12 +20,12 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self, TypeVar
 
 import httpx
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, ValidationError
 
 from shared.model import Model
-from shared.problems import DigestMismatch, NotFound, OffsetMismatch
+from shared.problems import DigestMismatch, Invalid, NotFound, OffsetMismatch, faults_of
 from shared.tensors import digest_of
-from shared.transport import Transport
+from shared.transport import NotUnderstood, Transport, Unreachable
 from shared.wire import (
     About,
     AuditEntry,
@@ -59,6 +59,9 @@ ONE_REQUEST_BYTES = 1 << 20
 """A blob up to this size is uploaded in the request that announces it."""
 
 PIECE_BYTES = 1 << 18
+
+MAX_DOCUMENT_BYTES = 64 << 20
+"""The largest model document or manifest that is read whole."""
 
 T = TypeVar("T", bound=BaseModel)
 Progress = Callable[[int], None]
@@ -104,7 +107,7 @@ class Client:
         etag = self._transport.request("GET", f"/v1/runs/{run_id}").headers["ETag"]
         patch = RunPatch.model_validate({"state": state})
         answer = self._send("PATCH", f"/v1/runs/{run_id}", patch, {"If-Match": etag})
-        return Run.model_validate_json(answer.content)
+        return _read(Run, answer.content)
 
     def rounds(self, run_id: str) -> Iterator[Round]:
         """Every attempt at every round, with its tasks, oldest first."""
@@ -141,10 +144,15 @@ class Client:
             return False
         return True
 
-    def read_blob(self, digest: str) -> bytes:
-        """A small blob, whole. Raises DigestMismatch if the bytes are not those of its name."""
+    def read_blob(self, digest: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+        """A blob of at most `max_bytes`, whole. Raises Invalid for a larger one, and DigestMismatch."""
         file = io.BytesIO()
-        self.fetch_blob(digest, file)
+
+        def bounded(_: int) -> None:
+            if file.tell() > max_bytes:
+                raise Invalid(f"{digest} has more than {max_bytes} bytes", remedy="Use fetch_blob for large blobs.")
+
+        self.fetch_blob(digest, file, bounded)
         return file.getvalue()
 
     def fetch_blob(self, digest: str, file: BinaryIO, progress: Progress | None = None) -> int:
@@ -158,6 +166,8 @@ class Client:
             start = file.tell()
             headers = {"Range": f"bytes={start}-"} if start else {}
             with self._transport.stream(f"/v1/blobs/{digest}", headers) as response:
+                if start and response.status_code != httpx.codes.PARTIAL_CONTENT:
+                    raise Unreachable("the rest of a blob was asked for, and all of it came")
                 for piece in response.iter_raw(PIECE_BYTES):
                     file.write(piece)
                     received.update(piece)
@@ -170,10 +180,10 @@ class Client:
         return file.tell()
 
     def model(self, digest: str) -> Model:
-        return Model.model_validate_json(self.read_blob(digest))
+        return _read(Model, self.read_blob(digest))
 
     def manifest(self, digest: str) -> Manifest:
-        return Manifest.model_validate_json(self.read_blob(digest))
+        return _read(Manifest, self.read_blob(digest))
 
     def put_bytes(self, data: bytes) -> str:
         """Uploads bytes and returns their digest."""
@@ -234,7 +244,7 @@ class Client:
         """Asks for a task, waiting until there is one for up to `wait_seconds`."""
         headers = {"Prefer": f"wait={wait_seconds}"}
         answer = self._send("POST", "/v1/tasks/claim", claim, headers)
-        return Task.model_validate_json(answer.content) if answer.status_code == httpx.codes.OK else None
+        return _read(Task, answer.content) if answer.status_code == httpx.codes.OK else None
 
     def task(self, task_id: str) -> TaskView:
         return self._get(f"/v1/tasks/{task_id}", TaskView)
@@ -291,10 +301,10 @@ class Client:
     # ------------------------------------------------------------ plumbing
 
     def _get(self, path: str, kind: type[T]) -> T:
-        return kind.model_validate_json(self._transport.request("GET", path).content)
+        return _read(kind, self._transport.request("GET", path).content)
 
     def _post(self, path: str, body: BaseModel, kind: type[T], headers: dict[str, str] | None = None) -> T:
-        return kind.model_validate_json(self._send("POST", path, body, headers or {}).content)
+        return _read(kind, self._send("POST", path, body, headers or {}).content)
 
     def _send(self, method: str, path: str, body: BaseModel, headers: dict[str, str]) -> httpx.Response:
         headers = {"Content-Type": "application/json", **headers}
@@ -304,14 +314,21 @@ class Client:
         return self._post(path, body, kind, {"Idempotency-Key": key or uuid.uuid4().hex})
 
     def _pages(self, path: str, kind: type[T]) -> Iterator[T]:
-        page_of = TypeAdapter(Page[kind])  # type: ignore[valid-type]
+        page_of: type[Page[T]] = Page[kind]  # type: ignore[valid-type]
         params: dict[str, str] = {}
         while True:
-            page = page_of.validate_json(self._transport.request("GET", path, params=params).content)
+            page = _read(page_of, self._transport.request("GET", path, params=params).content)
             yield from page.items
             if page.next_cursor is None:
                 return
             params = {"cursor": page.next_cursor}
+
+
+def _read(kind: type[T], content: bytes) -> T:
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as refusal:
+        raise NotUnderstood(f"the answer is no {kind.__name__}", errors=faults_of(refusal)) from None
 
 
 def _pieces(file: BinaryIO, count: int, progress: Progress | None) -> Iterator[bytes]:

@@ -26,6 +26,15 @@ class Unreachable(Unavailable):
     remedy = "Check the URL and the network, and that the coordinator runs."
 
 
+class NotUnderstood(ServerFault):
+    """The coordinator's answer is not what this version of the API has there."""
+
+    code = "answer-not-understood"
+    title = "The coordinator's answer is not understood"
+    remedy = "Compare the versions on both sides (GET /version); the older one needs an update."
+    retryable = False
+
+
 class Transport:
     """An httpx client that repeats what failed for a passing reason, for up to `patience_seconds` a request.
 

@@ -43,7 +43,8 @@ async def claim(
             bell.clear()
             task = await run_in_threadpool(_lease, serving, caller, worker_id, body.instance)
             if task is not None:
-                return Response(task.model_dump_json(), media_type="application/json")
+                # Without defaults: a worker of the version before understands what does not use what is new.
+                return Response(task.model_dump_json(exclude_defaults=True), media_type="application/json")
             try:
                 if not serving.gate.closed:
                     await asyncio.wait_for(bell.wait(), deadline - asyncio.get_running_loop().time())

@@ -227,7 +227,8 @@ def audit_view(row: AuditRow) -> AuditEntry:
 
 
 def counts_by_state(session: Session) -> dict[str, int]:
-    return dict(session.execute(select(RunRow.state, func.count()).group_by(RunRow.state)).tuples().all())
+    rows = session.execute(select(RunRow.state, func.count().label("runs")).group_by(RunRow.state))
+    return {row.state: row.runs for row in rows}
 
 
 def blob_totals(session: Session) -> tuple[int, int]:

@@ -159,7 +159,10 @@ class WorkerHalf(Generic[C]):
         self.run = run
 
     def prepare(self, work: Work) -> None:
-        """Before training: insert prompts or adapters, restore what the vault holds."""
+        """Before training: insert prompts or adapters, restore what the vault holds.
+
+        Hooks that it registers it must take off again in `harvest`: the model may serve the next round as it is.
+        """
 
     def select(self, work: Work, batches: Iterable[Mapping[str, torch.Tensor]]) -> Selector:
         """The blocks to train and send, out of those the plan trains."""
