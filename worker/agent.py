@@ -24,7 +24,7 @@ from shared.problems import (
     TaskCancelled,
     Unauthenticated,
 )
-from shared.wire import Claim, Failure, Task
+from shared.wire import Claim, Failure, Lease, Task
 from worker.blockmap import UnknownArchitecture
 from worker.cache import BlobTooLarge
 from worker.models import ConfigError, ModelMismatch
@@ -37,6 +37,9 @@ from worker.workbench import Report, TaskFailure, Workbench
 LONGEST_PAUSE_SECONDS = 30.0
 COMPLAINT_SECONDS = 60.0
 SHORTEST_POLL_SECONDS = 1.0
+
+ALIVE_FILE = "alive"
+"""Touched at every claim and heartbeat, so that what watches the process can tell that it lives from its age."""
 
 # The work is no longer wanted, which is nobody's fault.
 UNWANTED = (LeaseLost, TaskCancelled, RoundClosed, StaleVersion)
@@ -71,6 +74,7 @@ class Agent:
         # which tries once and leaves it to whoever asked to decide what then.
         self._connect = partial(Client, settings.url, token, patience_seconds=0)
         self._poll_seconds = settings.poll_seconds
+        self._alive = settings.state_dir / ALIVE_FILE
         self._bench = Workbench(self._client, settings)
         self._outage = Outage(stop)
         self._log = structlog.get_logger("worker").bind(worker=settings.name)
@@ -100,6 +104,7 @@ class Agent:
     def _next(self) -> Task | None:
         """A task, or None if there is none yet."""
         asked_at = time.monotonic()
+        self._alive.touch()
         try:
             self._bench.vault.settle(self._client.task)
             task = self._stop.interruptible(self._ask, self._give_back)
@@ -145,15 +150,15 @@ class Agent:
             )
 
     def _under_lease(self, task: Task, report: Report) -> None:
-        with (
-            self._connect() as client,
-            Renewal(partial(client.heartbeat, task.id, task.token), task.lease_seconds) as renewal,
-        ):
+        def heartbeat() -> Lease:
+            self._alive.touch()
+            return client.heartbeat(task.id, task.token)
 
-            def check() -> None:
-                self._stop.check()
-                renewal.check()
+        def check() -> None:
+            self._stop.check()
+            renewal.check()
 
+        with self._connect() as client, Renewal(heartbeat, task.lease_seconds) as renewal:
             self._bench.do(task, check, report)
 
     def _report_failure(self, task: Task, fault: Exception, log: Any) -> None:
