@@ -9,7 +9,9 @@ import structlog
 
 def configure() -> None:
     people = sys.stderr.isatty()
-    renderer = structlog.dev.ConsoleRenderer() if people else structlog.processors.JSONRenderer()
+    # The default traceback shows local values, tokens among them, and takes seconds to draw.
+    plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    renderer = plain if people else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

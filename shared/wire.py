@@ -221,7 +221,7 @@ class Claim(Message):
     protocol_min: int = PROTOCOL
     protocol_max: int = PROTOCOL
     kinds: tuple[TaskKind, ...] = ("train",)
-    datasets: dict[Label, NonNegativeInt] = Field(max_length=256)
+    datasets: dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]] = Field(max_length=256)
     methods: tuple[str, ...] = Field(default=(), max_length=256)
     device: str = Field(default="cpu", max_length=64)
 

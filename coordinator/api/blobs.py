@@ -63,7 +63,7 @@ def get_blob(
         blob = serving.blobs.find(session, digest)
     etag = f'"{digest}"'
     headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": "private, max-age=31536000, immutable"}
-    if if_none_match and etag in if_none_match:
+    if if_none_match and (if_none_match.strip() == "*" or etag in if_none_match):
         return Response(status_code=304, headers=headers)
     span = _span(range_, blob.size) if range_ and if_range in (None, etag) else None
     start, stop = span or (0, blob.size)
@@ -101,13 +101,18 @@ def _require_reach(session: Session, caller: Principal, digest: str) -> None:
 
 
 def _span(header: str, size: int) -> tuple[int, int] | None:
-    """The bytes that a Range header asks for, as start and stop; None if it asks for several ranges, or nothing."""
+    """The bytes that a Range header asks for, as start and stop; None if it asks for several ranges, or for nothing.
+
+    Raises RangeUnsatisfiable if they lie outside.
+    """
     match = _RANGE.fullmatch(header.replace(" ", ""))
     if match is None or match.groups() == ("", ""):
         return None
     first, last = match.groups()
     if not first:
         start, stop = max(0, size - int(last)), size
+    elif last and int(last) < int(first):
+        return None
     else:
         start, stop = int(first), min(int(last) + 1, size) if last else size
     if start >= stop:

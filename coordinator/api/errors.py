@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from coordinator.metrics import PROBLEMS_TOTAL
 from shared.problems import (
@@ -64,6 +65,11 @@ def _http(request: Request, refusal: Exception) -> Response:
     return JSONResponse(document, refusal.status_code, headers=problem.headers, media_type=MEDIA_TYPE)
 
 
+def _gone(request: Request, fault: Exception) -> Response:
+    """A sender that was cut off is no fault of ours; nobody reads this answer."""
+    return Response(status_code=400)
+
+
 def _fault(request: Request, fault: Exception) -> Response:
     log.error("request.failed", method=request.method, path=request.url.path, exc_info=fault)
     return respond(ServerFault("the coordinator failed to answer this request; its log says why"))
@@ -82,5 +88,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Problem, _problem)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _fault)
     app.get("/problems/{code}", include_in_schema=False)(page_of)

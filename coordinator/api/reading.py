@@ -45,6 +45,9 @@ class BoundedRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
-            return await handle(BoundedRequest(request.scope, request.receive))
+            reading = BoundedRequest(request.scope, request.receive)
+            # Read here, because FastAPI would turn TooLarge into a bad request.
+            await reading.body()
+            return await handle(reading)
 
         return bounded

@@ -37,6 +37,7 @@ from shared.wire import Manifest, Measurement, Page, Round, Run, RunPatch, RunSp
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=BoundedRoute)
 
+RoundNumber = Annotated[int, PathParam(ge=1, lt=1 << 31)]
 Number = Annotated[str, PathParam(pattern=r"^(latest|[0-9]{1,9})$", description="a version's number, or 'latest'")]
 
 
@@ -151,7 +152,7 @@ def list_rounds(
 
 
 @router.get("/{run_id}/rounds/{number}", operation_id="getRound")
-def get_round(run_id: str, number: int, serving: Serving, caller: Viewer) -> Round:
+def get_round(run_id: str, number: RoundNumber, serving: Serving, caller: Viewer) -> Round:
     """The latest attempt at a round."""
     with serving.database.snapshot() as session:
         same = (RoundRow.run_id == run_id) & (RoundRow.number == number)

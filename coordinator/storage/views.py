@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
+from pydantic_core import from_json
 from sqlalchemy import Select, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
@@ -63,7 +64,7 @@ def page(
     """
     ordered = query.order_by(*keys).limit(limit + 1)
     if cursor is not None:
-        ordered = ordered.where(_after(keys, _decode(cursor, len(keys))))
+        ordered = ordered.where(_after(keys, _decode(cursor, [key.type.python_type for key in keys])))
     rows = session.execute(ordered).all()
     shown = rows[:limit]
     more = _encode([getattr(shown[-1][0], key.key) for key in keys]) if len(rows) > limit else None
@@ -79,18 +80,23 @@ def _after(keys: Sequence[InstrumentedAttribute[Any]], values: Sequence[Any]) ->
 
 
 def _encode(values: Sequence[object]) -> str:
-    return base64.urlsafe_b64encode("\n".join(map(repr, values)).encode()).decode()
+    return base64.urlsafe_b64encode(json.dumps(values).encode()).decode()
 
 
-def _decode(cursor: str, count: int) -> list[Any]:
+def _decode(cursor: str, kinds: Sequence[type]) -> list[Any]:
+    """The last keys shown. Raises BadRequest unless they are of the kinds of this collection's keys."""
     try:
-        texts = base64.urlsafe_b64decode(cursor).decode().split("\n")
-        values = [text[1:-1] if text.startswith("'") else float(text) for text in texts]
-    except (binascii.Error, ValueError):
-        values = []
-    if len(values) != count:
+        values = from_json(base64.urlsafe_b64decode(cursor), allow_inf_nan=False)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or len(values) != len(kinds) or not all(map(_fits, values, kinds)):
         raise BadRequest("the cursor is not one that this collection gave", remedy="Begin without a cursor.")
     return values
+
+
+def _fits(value: object, kind: type) -> bool:
+    # No database holds a wider integer.
+    return type(value) is kind and not (isinstance(value, int) and value.bit_length() > 63)
 
 
 # ---------------------------------------------------------------- views

@@ -5,11 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import pytest
+import structlog
 import uvicorn
 from alembic import command
 
@@ -19,9 +22,26 @@ from coordinator.settings import Settings
 from coordinator.storage.database import alembic_config
 from coordinator.storage.identity import create_site, issue_token
 from shared.client import Client
+from shared.problems import MEDIA_TYPE, Problem, ProblemDocument
 from shared.wire import TokenRole, TokenSpec
 
 WAIT_SECONDS = 20.0
+
+# The default renders a traceback with all local values, which takes seconds.
+structlog.configure([structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)])
+
+
+class Clock:
+    """A clock that moves only when a test moves it."""
+
+    def __init__(self, at: float = 1_800_000_000.0) -> None:
+        self.at = at
+
+    def __call__(self) -> float:
+        return self.at
+
+    def advance(self, seconds: float) -> None:
+        self.at += seconds
 
 
 class LiveCoordinator:
@@ -36,7 +56,7 @@ class LiveCoordinator:
             **{**quick, **settings},
         )
         self._clock = clock
-        self._clients: list[Client] = []
+        self._clients: list[Client | httpx.Client] = []
 
     def __enter__(self) -> Self:
         self.services: Services = assemble(self.settings, self._clock)
@@ -76,13 +96,21 @@ class LiveCoordinator:
         return self.__dict__.setdefault("_site_names", set())
 
     def client(self, role: TokenRole = "admin", site: str | None = None, **transport: Any) -> Client:
-        client = Client(self.url, self.token(role, site), **{"patience_seconds": 5.0, **transport})
+        # Nothing here speaks TLS; reading the certificates takes longer than most tests.
+        options = {"patience_seconds": 5.0, "verify": False, **transport}
+        client = Client(self.url, self.token(role, site), **options)
         self._clients.append(client)
         return client
 
     def http(self, role: TokenRole = "admin", site: str | None = None) -> httpx.Client:
         """A bare HTTP client, for requests that the typed one would never send."""
-        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token(role, site)}"})
+        return self.bare({"Authorization": f"Bearer {self.token(role, site)}"})
+
+    def bare(self, headers: dict[str, str] | None = None) -> httpx.Client:
+        """The same without a token."""
+        client = httpx.Client(base_url=self.url, headers=headers, verify=False, timeout=30)  # noqa: S501 (no TLS)
+        self._clients.append(client)
+        return client
 
 
 def until(condition: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
@@ -93,3 +121,21 @@ def until(condition: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
             return value
         assert time.monotonic() < deadline, f"this did not come true within {seconds} s: {condition}"
         time.sleep(0.01)
+
+
+def refused(response: httpx.Response, status: int, code: str) -> ProblemDocument:
+    """The problem that a response must be, whole and well-formed."""
+    assert (response.status_code, response.headers["Content-Type"]) == (status, MEDIA_TYPE), response.text[:500]
+    document = ProblemDocument.model_validate_json(response.content)
+    assert (document.status, document.code, document.type) == (status, code, f"/problems/{code}")
+    assert document.detail
+    assert document.remedy
+    return document
+
+
+@contextmanager
+def refusing(code: str, match: str | None = None) -> Iterator[pytest.ExceptionInfo[Problem]]:
+    """Within it, a problem with this code is raised; its text is searched for `match`."""
+    with pytest.raises(Problem, match=match) as caught:
+        yield caught
+    assert caught.value.code == code, caught.value

@@ -1,0 +1,97 @@
+"""Downloads: immutable, in ranges, and not again when nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from shared.tensors import digest_of
+from tests.support.coordinator import LiveCoordinator, refused
+
+SMALL, LARGE = bytes(range(100)), bytes(range(256)) * 1000
+"""LARGE has 256,000 bytes, more than the database holds itself."""
+
+BOTH = pytest.mark.parametrize("data", [SMALL, LARGE], ids=["inline", "stored"])
+
+
+@pytest.fixture(scope="module")
+def http(standing: LiveCoordinator) -> Iterator[httpx.Client]:
+    client = standing.client("orchestrator")
+    token = client._transport._http.headers["Authorization"]
+    for data in (SMALL, LARGE, b""):
+        client.put_bytes(data)
+    return standing.bare({"Authorization": token})
+
+
+def get(http: httpx.Client, data: bytes, **headers: str) -> httpx.Response:
+    return http.get(f"/v1/blobs/{digest_of(data)}", headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+
+def etag(data: bytes) -> str:
+    return f'"{digest_of(data)}"'
+
+
+@BOTH
+def test_a_blob_is_served_whole_with_its_digest_as_a_strong_etag(http: httpx.Client, data: bytes) -> None:
+    answer = get(http, data)
+    assert (answer.status_code, answer.content) == (200, data)
+    assert answer.headers["ETag"] == etag(data)
+    assert answer.headers["Content-Length"] == str(len(data))
+    assert answer.headers["Accept-Ranges"] == "bytes"
+    assert "immutable" in answer.headers["Cache-Control"]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("asked", "start", "stop"),
+    [("0-0", 0, 1), ("10-19", 10, 20), ("90-", 90, None), ("-7", -7, None), ("5-999999999", 5, None)],
+)
+def test_a_range_is_served_alone(http: httpx.Client, data: bytes, asked: str, start: int, stop: int | None) -> None:
+    answer = get(http, data, Range=f"bytes={asked}")
+    expected = data[start:stop]
+    first = start % len(data)
+    assert (answer.status_code, answer.content) == (206, expected)
+    assert answer.headers["Content-Range"] == f"bytes {first}-{first + len(expected) - 1}/{len(data)}"
+    assert answer.headers["Content-Length"] == str(len(expected))
+
+
+@BOTH
+@pytest.mark.parametrize("asked", ["{}-", "{}-{}", "-0"])
+def test_a_range_outside_the_blob_is_unsatisfiable(http: httpx.Client, data: bytes, asked: str) -> None:
+    answer = get(http, data, Range=f"bytes={asked.format(len(data), len(data) + 5)}")
+    refused(answer, 416, "range-unsatisfiable")
+    assert answer.headers["Content-Range"] == f"bytes */{len(data)}"
+
+
+@pytest.mark.parametrize("asked", ["lines=1-2", "bytes=-", "bytes=1-2,5-6", "bytes=a-b", "bytes=20-10"])
+def test_a_range_that_means_nothing_gets_the_whole_blob(http: httpx.Client, asked: str) -> None:
+    answer = get(http, SMALL, Range=asked)
+    assert (answer.status_code, answer.content) == (200, SMALL)
+
+
+def test_a_range_counts_only_if_the_blob_is_the_one_meant(http: httpx.Client) -> None:
+    assert get(http, SMALL, Range="bytes=0-4", If_Range=etag(SMALL)).status_code == 206
+    other = get(http, SMALL, Range="bytes=0-4", If_Range=etag(LARGE))
+    assert (other.status_code, other.content) == (200, SMALL)
+
+
+@pytest.mark.parametrize("form", ["{}", '"other", {}', "W/{}", "*"])
+def test_what_the_caller_has_is_not_sent_again(http: httpx.Client, form: str) -> None:
+    answer = get(http, SMALL, If_None_Match=form.format(etag(SMALL)))
+    assert (answer.status_code, answer.content, answer.headers["ETag"]) == (304, b"", etag(SMALL))
+    assert get(http, SMALL, If_None_Match=etag(LARGE)).status_code == 200
+
+
+@BOTH
+def test_head_tells_the_size_and_sends_nothing(http: httpx.Client, data: bytes) -> None:
+    answer = http.head(f"/v1/blobs/{digest_of(data)}")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert (answer.headers["Content-Length"], answer.headers["ETag"]) == (str(len(data)), etag(data))
+
+
+def test_an_empty_blob_is_a_blob(http: httpx.Client) -> None:
+    answer = get(http, b"")
+    assert (answer.status_code, answer.content, answer.headers["Content-Length"]) == (200, b"", "0")
+    refused(get(http, b"", Range="bytes=0-"), 416, "range-unsatisfiable")

@@ -1,0 +1,96 @@
+"""Collections in pages, whose cursors hold while rows are added."""
+
+from __future__ import annotations
+
+import base64
+
+import httpx
+import pytest
+
+from tests.support.coordinator import LiveCoordinator, refused
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+
+
+def pages(http: httpx.Client, path: str, limit: int) -> list[list[dict[str, object]]]:
+    found, cursor = [], None
+    while True:
+        page = http.get(path, params={"limit": limit, **({"cursor": cursor} if cursor else {})}).json()
+        found.append(page["items"])
+        cursor = page["next_cursor"]
+        if cursor is None:
+            return found
+
+
+def test_pages_together_are_the_collection_in_its_order(coordinator: LiveCoordinator) -> None:
+    http = coordinator.http()
+    for number in range(7):
+        http.post("/v1/sites", json={"name": f"s{number}"})
+    found = pages(http, "/v1/sites", 3)
+    assert [len(page) for page in found] == [3, 3, 1]
+    assert [site["name"] for page in found for site in page] == [f"s{n}" for n in range(7)]
+
+
+def test_a_last_page_that_is_full_has_no_successor(coordinator: LiveCoordinator) -> None:
+    http = coordinator.http()
+    for number in range(4):
+        http.post("/v1/sites", json={"name": f"s{number}"})
+    assert [len(page) for page in pages(http, "/v1/sites", 2)] == [2, 2]
+
+
+def test_a_cursor_neither_skips_nor_repeats_while_rows_are_added(coordinator: LiveCoordinator) -> None:
+    http = coordinator.http()
+    for name in ("b", "d", "f", "h"):
+        http.post("/v1/sites", json={"name": name})
+    first = http.get("/v1/sites", params={"limit": 2}).json()
+    for name in ("a", "c", "e", "i"):
+        http.post("/v1/sites", json={"name": name})
+    rest = http.get("/v1/sites", params={"limit": 9, "cursor": first["next_cursor"]}).json()
+    # Behind d come those that were there and those that came; what came before d is not shown twice.
+    assert [s["name"] for s in first["items"]] == ["b", "d"]
+    assert [s["name"] for s in rest["items"]] == ["e", "f", "h", "i"]
+
+
+def test_every_collection_pages_one_by_one(coordinator: LiveCoordinator) -> None:
+    client, http, model = coordinator.client(), coordinator.http(), small_model()
+    run = start_run(client, model, values(model), rounds=2)
+    start_run(client, model, values(model), dataset="none")
+    for name in "ab":
+        coordinator.token("site", name)
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    ScriptedWorker(coordinator.client("site", "b"), datasets={}).enrol()
+    for _ in range(2):
+        worker.train(worker.take())
+    at_least = {
+        "/v1/runs": 2,
+        "/v1/sites": 2,
+        "/v1/workers": 2,
+        "/v1/admin/tokens": 4,
+        "/v1/admin/audit": 10,
+        f"/v1/runs/{run.id}/rounds": 2,
+        f"/v1/runs/{run.id}/versions": 2,
+    }
+    for path, count in at_least.items():
+        singles = [page[0] for page in pages(http, path, 1)]
+        assert len(singles) >= count, path
+        assert singles == http.get(path).json()["items"], path
+
+
+@pytest.mark.parametrize(
+    "cursor",
+    ["x", "====", "ü", base64.urlsafe_b64encode(b'["a", "b"]').decode(), base64.urlsafe_b64encode(b"\xff").decode()],
+)
+def test_a_cursor_of_another_collection_or_of_none_is_refused(standing: LiveCoordinator, cursor: str) -> None:
+    answer = standing.http().get("/v1/sites", params={"cursor": cursor})
+    assert "Begin without a cursor" in refused(answer, 400, "bad-request").remedy
+
+
+@pytest.mark.parametrize("path", ["/v1/runs", "/v1/admin/audit", "/v1/admin/tokens"])
+def test_a_cursor_with_values_of_another_kind_is_refused(standing: LiveCoordinator, path: str) -> None:
+    for text in (b'"a"', b'["a"]', b'["a", "b"]', b"[1.0, 2.0]", b'[NaN, "b"]', b"[" * 200, b"[1%s]" % (b"0" * 30)):
+        cursor = base64.urlsafe_b64encode(text).decode()
+        refused(standing.http().get(path, params={"cursor": cursor}), 400, "bad-request")
+
+
+@pytest.mark.parametrize("part", ["rounds", "versions", "metrics"])
+def test_the_parts_of_a_run_that_is_not_there_are_not_an_empty_page(standing: LiveCoordinator, part: str) -> None:
+    refused(standing.http().get(f"/v1/runs/nothing/{part}"), 404, "not-found")
