@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -24,8 +25,8 @@ from examples.digits.picture import draw
 from examples.digits.processes import Died, Processes
 from examples.digits.reload import measure
 from shared.cli.export import export_folder
-from shared.cli.output import show_problem
-from shared.cli.rounds import Glimpse, at_work, follow
+from shared.cli.output import out, show_problem
+from shared.cli.rounds import Glimpse, at_work, follow, scores_by_version
 from shared.cli.spec import read_spec
 from shared.cli.upload import upload_model
 from shared.client import Client
@@ -55,7 +56,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     """0: done; 1: something ended that should not have; 130: interrupted."""
-    console = Console(highlight=False)
+    console = out()
     given = arguments()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
@@ -154,7 +155,7 @@ def _follow(console: Console, federation: Federation, client: Client, run: Run, 
             federation.processes.check()
             for outcome in glimpse.ended:
                 if outcome.round.state == "committed":
-                    before = entries[-1].scores if entries else {}
+                    before = entries[-1].scores if entries else _untrained(client, run)
                     entries.append(Entry.of(outcome, model_bytes))
                     screen.print_round(console, entries[-1], before)
                 else:
@@ -163,6 +164,11 @@ def _follow(console: Console, federation: Federation, client: Client, run: Run, 
     if glimpse.run.state != "completed" or not entries:
         raise DemoFailed(f"the run is {glimpse.run.state}: {glimpse.run.reason}")
     return entries
+
+
+def _untrained(client: Client, run: Run) -> Mapping[str, float]:
+    """How well the model did before the first round."""
+    return scores_by_version(client.measurements(run.id)).get(0, {})
 
 
 def _open_line(glimpse: Glimpse) -> str:

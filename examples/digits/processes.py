@@ -63,7 +63,10 @@ class Processes:
 
     def finish(self, name: str) -> None:
         """Waits until a process has ended. Raises Died if it failed."""
-        if code := self._running.pop(name).wait():
+        code = self._running[name].wait()
+        # Only now: should the wait be interrupted, it is still there to be stopped.
+        del self._running[name]
+        if code:
             raise Died(name, code, self._log(name))
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from sklearn.metrics import accuracy_score, f1_score
 from transformers import AutoModelForImageClassification
+from transformers.utils import logging
 
 from worker.data.digits import DigitsOptions, digits
 
@@ -20,6 +21,7 @@ class Scores:
 
 def measure(folder: Path) -> Scores:
     """The accuracy and macro F1 on the test images of the model in a folder."""
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
     images = digits(DigitsOptions(part="test")).tensors
     with torch.inference_mode():

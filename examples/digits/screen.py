@@ -32,7 +32,8 @@ def print_skew(console: Console, holdings: Sequence[Holding]) -> None:
 
 
 def print_header(console: Console) -> None:
-    console.print("\nBytes are per site; 'of full' is their share of the whole model, uncompressed, both ways.")
+    what = "Bytes are per site; 'of full' is their share of the whole model, uncompressed, both ways."
+    console.print(f"\n{what}", soft_wrap=True)
     console.print(f"[bold]{HEADER}[/]", soft_wrap=True)
 
 
@@ -58,17 +59,18 @@ def _change(scores: Mapping[str, float], before: Mapping[str, float], name: str)
 
 
 def print_summary(console: Console, entries: Sequence[Entry], seconds: float) -> None:
-    """Scores and bytes of each stage and of the whole."""
-    table = Table(title="What it came to", title_justify="left", box=None, header_style="bold")
-    for column in ("stage", "rounds", "accuracy first", "best", "last", "down", "up", "full exchange", "of full"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
+    """Scores and bytes of each stage and of the whole: accuracy after its first round, at best and after its last."""
+    table = Table(
+        title=f"{len(entries)} rounds in {seconds:.0f} s", title_justify="left", box=None, header_style="bold"
+    )
+    for column in ("stage", "rounds", "accuracy", "best", "last", "down", "up", "in full", "of full"):
+        table.add_column(column, justify="left" if column == "stage" else "right", no_wrap=True)
     for name, members in stages(entries).items():
         table.add_row(name, *_figures(members))
     table.add_section()
     table.add_row("whole run", *_figures(entries), style="bold")
     console.print()
     console.print(table)
-    console.print(f"{len(entries)} rounds in {seconds:.0f} s.")
 
 
 def _figures(entries: Sequence[Entry]) -> tuple[str, ...]:
