@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import sqrt
+from math import isfinite, sqrt
 
 import numpy as np
 
@@ -54,6 +54,8 @@ class Inspector:
         if faults:
             raise InvalidUpdate(f"{len(faults)} blocks of the update cannot be used", errors=faults)
         norm = sqrt(squares)
+        if not isfinite(norm):
+            raise InvalidUpdate("the update is so far from its version that its l2 norm overflows")
         if max_norm is not None and norm > max_norm:
             raise InvalidUpdate(f"the update's l2 norm is {norm:.6g}; this run takes at most {max_norm:.6g}")
         return {"update_norm": norm}
@@ -64,13 +66,14 @@ class NotFinite(ValueError):
 
 
 def _step_squares(tensor: Tensor, base: Tensor) -> float:
-    """The sum of squares of the difference. Raises NotFinite."""
+    """The sum of squares of the difference, infinite if it overflows. Raises NotFinite."""
     total = 0.0
     for chunk, start in zip(tensor.chunks(), base.chunks(), strict=True):
         # float64 overflows on no finite float32, so whatever is not finite here came so.
         values = chunk.astype(np.float64)
         if not np.isfinite(values).all():
             raise NotFinite(f"{int((~np.isfinite(values)).sum())} or more values are NaN or infinite")
-        step = values - start.astype(np.float64)
-        total += float(step @ step)
+        with np.errstate(over="ignore"):
+            step = values - start.astype(np.float64)
+            total += float(step @ step)
     return total

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from coordinator.storage.tables import AuditRow
 
 GENESIS = "0" * 64
+_COVERED = ("seq", "at", "actor", "action", "subject", "run_id", "detail")
 
 
 def record(
@@ -30,7 +31,8 @@ def record(
     seq, previous = (last.seq + 1, last.digest) if last else (1, GENESIS)
     entry = {
         "seq": seq,
-        "at": now,
+        # Whole microseconds, which is what the API shows: whoever may read the chain can verify it.
+        "at": round(now, 6),
         "actor": actor,
         "action": action,
         "subject": subject,
@@ -39,6 +41,21 @@ def record(
     }
     session.add(AuditRow(**entry, previous=previous, digest=link(previous, entry)))
     session.flush()
+
+
+def broken_at(session: Session) -> int | None:
+    """The number of the first entry that is not what was chained there, or None if the chain holds.
+
+    It cannot tell that entries are missing from the end; who keeps the last digest elsewhere can.
+    """
+    digest = GENESIS
+    rows = session.scalars(select(AuditRow).order_by(AuditRow.seq).execution_options(yield_per=1000))
+    for number, row in enumerate(rows, start=1):
+        entry = {name: getattr(row, name) for name in _COVERED}
+        if (row.seq, row.previous, row.digest) != (number, digest, link(digest, entry)):
+            return number
+        digest = row.digest
+    return None
 
 
 def link(previous: str, entry: dict[str, Any]) -> str:

@@ -45,7 +45,7 @@ def stages(codec: str) -> tuple[Stage, ...]:
         raise CodecError(f"codec {codec!r} has unknown stages {unknown}; there are raw, {', '.join(sorted(STAGES))}")
     if len(set(names)) < len(names):
         # A sender chooses the codec of its blocks: a thousand stages in a row would cost a thousand passes.
-        raise CodecError(f"codec {codec!r} names a stage twice")
+        raise CodecError(f"codec {codec[:64]!r} names a stage twice")
     line = tuple(STAGES[name] for name in names)
     _layouts(line, Layout(1, NUMPY_DTYPES["F32"]))
     return line

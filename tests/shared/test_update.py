@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -95,5 +96,4 @@ def test_a_block_of_another_form_is_named(data: bytes, detail: str) -> None:
         read(data)
     (fault,) = caught.value.errors
     assert fault.pointer == "head.weight"
-    with pytest.raises(AssertionError, match=detail):
-        raise AssertionError(fault.detail)
+    assert re.search(detail, fault.detail)

@@ -74,7 +74,9 @@ def test_a_submission_s_numbers_are_bounded(change: dict[str, object]) -> None:
         Submission.model_validate(SUBMISSION | change)
 
 
-@pytest.mark.parametrize("field", [{"worker": "a/b"}, {"instance": "short"}, {"datasets": {"d": -1}}, {"datasets": {"d": 1 << 40}}])
+@pytest.mark.parametrize(
+    "field", [{"worker": "a/b"}, {"instance": "short"}, {"datasets": {"d": -1}}, {"datasets": {"d": 1 << 40}}]
+)
 def test_what_a_worker_says_of_itself_is_bounded(field: dict[str, object]) -> None:
     claim = {"worker": "w", "instance": "0" * 32, "datasets": {"d": 1}}
     assert Claim.model_validate(claim).kinds == ("train",)

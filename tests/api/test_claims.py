@@ -1,0 +1,143 @@
+"""Claiming: who is offered what, how long one waits, and what becomes of an answer that was lost."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+from shared.wire import Cohort
+from tests.support.coordinator import LiveCoordinator, refused, until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+
+CLAIM = {"worker": "w", "instance": "0" * 32, "datasets": {"data": 10}, "methods": ["fedavg"]}
+
+
+def test_a_waiting_claim_is_answered_as_soon_as_a_round_opens(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.enrol()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(worker.take, 5)
+        until(lambda: coordinator.services.gate.workers)
+        start_run(client, model, values(model))
+        began = time.monotonic()
+        assert waiting.result(5).kind == "train"
+    assert time.monotonic() - began < 2
+
+
+def test_a_claim_without_a_wait_is_answered_at_once_and_with_one_after_it(coordinator: LiveCoordinator) -> None:
+    http = coordinator.http("site", "a")
+    for prefer, least, most in (("", 0, 0.5), ("wait=0", 0, 0.5), ("respond-async, wait=1", 1, 2)):
+        began = time.monotonic()
+        answer = http.post("/v1/tasks/claim", json=CLAIM, headers={"Prefer": prefer})
+        assert (answer.status_code, answer.content) == (204, b"")
+        assert least <= time.monotonic() - began < most
+
+
+def test_nobody_waits_longer_than_the_coordinator_allows(coordinator: LiveCoordinator) -> None:
+    with LiveCoordinator(coordinator.settings.staging_dir.parent / "short", longest_wait_seconds=0.2) as live:
+        began = time.monotonic()
+        answer = live.http("site", "a").post("/v1/tasks/claim", json=CLAIM, headers={"Prefer": "wait=9999"})
+        assert answer.status_code == 204
+        assert time.monotonic() - began < 2
+
+
+def test_who_waits_is_sent_home_when_the_coordinator_stops(coordinator: LiveCoordinator) -> None:
+    live = LiveCoordinator(coordinator.settings.staging_dir.parent / "stopping", longest_wait_seconds=30)
+    with ThreadPoolExecutor(1) as pool:
+        with live:
+            worker = ScriptedWorker(live.client("site", "a"))
+            waiting = pool.submit(worker.claim, 30)
+            until(lambda: live.services.gate.workers)
+            began = time.monotonic()
+        assert waiting.result(5) is None
+    assert time.monotonic() - began < 5
+
+
+def test_an_answer_that_was_lost_is_given_again_to_the_same_process(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    start_run(client, model, values(model))
+    site = coordinator.client("site", "a")
+    worker = ScriptedWorker(site)
+    first = worker.take()
+    again = worker.take()
+    assert (again.id, again.token) == (first.id, first.token)
+    assert ScriptedWorker(site).claim(0) is None
+    assert site.task(first.id).leases == 1
+
+
+def test_a_second_process_of_the_name_is_given_another_task_and_never_the_same(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    for _ in range(2):
+        start_run(client, model, values(model))
+    site = coordinator.client("site", "a")
+    tasks = [ScriptedWorker(site).take() for _ in range(2)]
+    assert len({task.id for task in tasks}) == 2
+    assert ScriptedWorker(site).claim(0) is None
+
+
+def test_sixteen_processes_at_once_get_a_task_each_or_none(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    start = values(model)
+    ScriptedWorker(coordinator.client("site", "a")).enrol()
+    for _ in range(6):
+        start_run(client, model, start)
+    until(lambda: len(client.status().open_rounds) == 6)
+    workers = [ScriptedWorker(coordinator.client("site", "a")) for _ in range(16)]
+    barrier = Barrier(16)
+
+    def claim(worker: ScriptedWorker) -> str | None:
+        barrier.wait()
+        task = worker.claim(0)
+        return task.id if task else None
+
+    with ThreadPoolExecutor(16) as pool:
+        first = list(pool.map(claim, workers))
+        second = list(pool.map(claim, workers))
+    got = [task for task in first if task is not None]
+    assert len(got) == len(set(got))
+    # Who lost the race for one task is told there is nothing now, and asks again.
+    held = {task for task in (*first, *second) if task is not None}
+    assert len(held) == 6
+    assert [tasks[0].leases for tasks in (r.tasks for r in client.status().open_rounds)] == [1] * 6
+
+
+def test_a_round_is_offered_only_to_who_is_allowed_able_and_willing(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+
+    def worker(site: str, **declared: object) -> ScriptedWorker:
+        made = ScriptedWorker(coordinator.client("site", site), **declared)
+        made.enrol()
+        return made
+
+    wanted = worker("a")
+    others = [
+        worker("not-allowed"),
+        worker("b", name="no-data", datasets={"data": 0}),
+        worker("b", name="other-data", datasets={"other": 9}),
+        worker("b", name="evaluates-only", kinds=("evaluate",)),
+        worker("b", name="old", methods=("fedfrozen",)),
+    ]
+    run = start_run(client, model, values(model), cohort=Cohort(sites=("a", "b")))
+    task = wanted.take()
+    assert [t.worker for t in client.round(run.id, 1).tasks] == ["a/w"]
+    assert all(other.claim(0) is None for other in others)
+    wanted.train(task)
+
+
+def test_a_worker_that_speaks_another_protocol_is_told_which_is_spoken_here(standing: LiveCoordinator) -> None:
+    http = standing.http("site", "old")
+    answer = http.post("/v1/tasks/claim", json=CLAIM | {"protocol_min": 7, "protocol_max": 9})
+    document = refused(answer, 422, "invalid")
+    assert document.detail == "this coordinator speaks protocol 1; the worker speaks 7 to 9"
+    assert [fault.pointer for fault in document.errors] == ["/protocol_max"]
+    assert http.post("/v1/tasks/claim", json=CLAIM | {"protocol_max": 9}).status_code == 204
+
+
+def test_what_a_worker_declares_is_what_the_administrator_sees(coordinator: LiveCoordinator) -> None:
+    site = coordinator.client("site", "a")
+    ScriptedWorker(site, datasets={"x": 1}).enrol()
+    ScriptedWorker(site, datasets={"x": 2, "y": 3}).enrol()
+    (seen,) = coordinator.client().workers()
+    assert (seen.site, seen.name, seen.datasets, seen.live) == ("a", "w", {"x": 2, "y": 3}, True)

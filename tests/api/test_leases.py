@@ -1,0 +1,238 @@
+"""Leases, fencing and deadlines, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from shared.client import Client
+from shared.wire import Cohort, Evaluation, Failure, Run, Task
+from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+
+MODEL = small_model()
+START = values(MODEL)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def live(tmp_path: Path, clock: Clock) -> Iterator[LiveCoordinator]:
+    with LiveCoordinator(tmp_path, clock=clock, lease_seconds=60) as coordinator:
+        yield coordinator
+
+
+def begun(live: LiveCoordinator, *sites: str, **spec: object) -> tuple[Client, Run, list[ScriptedWorker], list[Task]]:
+    """A run whose first round has been claimed by a worker of each site."""
+    client = live.client()
+    workers = [ScriptedWorker(live.client("site", site)) for site in sites]
+    for worker in workers:
+        worker.enrol()
+    run = start_run(client, MODEL, START, **spec)
+    return client, run, workers, [worker.take() for worker in workers]
+
+
+def head_of(client: Client, run: Run) -> np.ndarray:
+    file = io.BytesIO()
+    client.export(run.id, file)
+    return load(file.getvalue())["head.weight"]
+
+
+REPORTS: dict[str, Callable[[ScriptedWorker, Task], object]] = {
+    "heartbeat": lambda worker, task: worker.client.heartbeat(task.id, task.token),
+    "update": lambda worker, task: worker.train(task),
+    "failure": lambda worker, task: worker.client.fail(task.id, Failure(token=task.token, code="x", detail="y")),
+    "release": lambda worker, task: worker.client.release(task.id, task.token),
+}
+EVERY_REPORT = pytest.mark.parametrize("report", REPORTS)
+
+
+def test_a_lease_that_runs_out_is_offered_again_under_a_higher_token(live: LiveCoordinator, clock: Clock) -> None:
+    client, _, (worker,), (task,) = begun(live, "a")
+    clock.advance(60)
+    until(lambda: client.task(task.id).state == "offered")
+    again = ScriptedWorker(worker.client).take()
+    assert (again.id, again.token, again.seed) == (task.id, task.token + 1, task.seed)
+    assert client.task(task.id).leases == 2
+
+
+@EVERY_REPORT
+def test_whoever_lost_a_lease_can_report_nothing_more(live: LiveCoordinator, clock: Clock, report: str) -> None:
+    client, _, (old,), (task,) = begun(live, "a")
+    clock.advance(60)
+    new = ScriptedWorker(old.client)
+    until(lambda: client.task(task.id).state == "offered")
+    new_task = new.take()
+    before = client.task(task.id)
+    with refusing("lease-lost", f"token {new_task.token}; the request shows token {task.token}"):
+        REPORTS[report](old, task)
+    assert client.task(task.id) == before
+    assert new.train(new_task).state == "accepted"
+
+
+@EVERY_REPORT
+def test_a_lapsed_lease_is_lost_even_before_another_takes_it(
+    live: LiveCoordinator, clock: Clock, report: str
+) -> None:
+    client, _, (worker,), (task,) = begun(live, "a")
+    clock.advance(60)
+    until(lambda: client.task(task.id).state == "offered")
+    with refusing("lease-lost", "the task is offered, not leased"):
+        REPORTS[report](worker, task)
+
+
+def test_heartbeats_keep_a_lease_for_as_long_as_they_come(live: LiveCoordinator, clock: Clock) -> None:
+    client, run, (worker,), (task,) = begun(live, "a", cohort=Cohort(deadline_seconds=3600))
+    for _ in range(10):
+        clock.advance(50)
+        assert worker.client.heartbeat(task.id, task.token).lease_seconds == 60
+    worker.train(task)
+    until(lambda: client.run(run.id).state == "completed")
+    assert client.task(task.id).leases == 1
+
+
+def test_a_round_counts_the_update_of_a_task_that_was_held_twice_only_once(
+    live: LiveCoordinator, clock: Clock
+) -> None:
+    cohort = Cohort(size=2, quorum=2)
+    client, run, (slow, steady), (slow_task, steady_task) = begun(live, "a", "b", cohort=cohort)
+    digest = slow.upload(slow_task, {"head.weight": START["head.weight"] + np.float32(100)})
+    clock.advance(40)
+    steady.client.heartbeat(steady_task.id, steady_task.token)
+    clock.advance(20)
+    until(lambda: client.task(slow_task.id).state == "offered")
+    restarted = ScriptedWorker(slow.client)
+    restarted.train(restarted.take(), step=1.0)
+    with refusing("lease-lost"):
+        slow.submit(slow_task, digest)
+    steady.train(steady_task, step=3.0)
+    until(lambda: client.run(run.id).state == "completed")
+    # (10 * 1 + 10 * 3) / 20 = 2, and the 100 of the lost lease is nowhere.
+    np.testing.assert_allclose(head_of(client, run), START["head.weight"] + 2, rtol=1e-6)
+
+
+def test_a_task_has_so_many_tries_and_then_the_round_goes_on_without_it(live: LiveCoordinator, clock: Clock) -> None:
+    cohort = Cohort(size=2, quorum=1, task_tries=2, deadline_seconds=86400)
+    client, run, (lost, good), (task, good_task) = begun(live, "a", "b", cohort=cohort)
+    good.train(good_task, step=1.0)
+    clock.advance(60)
+    until(lambda: client.task(task.id).state == "offered")
+    lost.take()
+    clock.advance(60)
+    until(lambda: client.run(run.id).state == "completed")
+    assert [t.state for t in client.round(run.id, 1).tasks] == ["cancelled", "accepted"]
+    np.testing.assert_allclose(head_of(client, run), START["head.weight"] + 1, rtol=1e-6)
+
+
+def test_a_released_task_is_offered_again_at_once_and_costs_no_try(live: LiveCoordinator) -> None:
+    client, _, (worker,), (task,) = begun(live, "a", cohort=Cohort(task_tries=1))
+    assert worker.client.release(task.id, task.token).state == "offered"
+    again = ScriptedWorker(worker.client).take(0)
+    assert (again.id, again.token) == (task.id, task.token + 1)
+    assert client.task(task.id).leases == 1
+    with refusing("lease-lost"):
+        worker.client.heartbeat(task.id, task.token)
+
+
+def test_a_failed_task_ends_and_the_round_goes_on(live: LiveCoordinator) -> None:
+    client, run, (bad, good), (bad_task, good_task) = begun(live, "a", "b", cohort=Cohort(size=2, quorum=1))
+    view = bad.client.fail(bad_task.id, Failure(token=bad_task.token, code="out-of-memory", detail="it does not fit"))
+    assert view.state == "failed"
+    assert view.problem is not None
+    assert view.problem.detail == "out-of-memory: it does not fit"
+    good.train(good_task)
+    until(lambda: client.run(run.id).state == "completed")
+
+
+# ---------------------------------------------------------------- deadlines
+
+
+@EVERY_REPORT
+def test_what_comes_after_a_deadline_that_the_quorum_met_came_too_late(
+    live: LiveCoordinator, clock: Clock, report: str
+) -> None:
+    cohort = Cohort(size=2, quorum=1, deadline_seconds=50)
+    client, run, (late, good), (late_task, good_task) = begun(live, "a", "b", cohort=cohort)
+    good.train(good_task, step=1.0)
+    clock.advance(50)
+    until(lambda: client.run(run.id).state == "completed")
+    assert client.round(run.id, 1).reason == "the deadline came"
+    with refusing("round-closed"):
+        REPORTS[report](late, late_task)
+    np.testing.assert_allclose(head_of(client, run), START["head.weight"] + 1, rtol=1e-6)
+
+
+def test_a_round_without_its_quorum_is_tried_again_and_then_the_run_pauses(
+    live: LiveCoordinator, clock: Clock
+) -> None:
+    cohort = Cohort(size=2, quorum=2, deadline_seconds=50, tries=3)
+    client, run, workers, tasks = begun(live, "a", "b", cohort=cohort)
+    for attempt in (1, 2, 3):
+        workers[0].train(tasks[0])
+        clock.advance(50)
+        until(lambda n=attempt: client.round(run.id, 1).attempt > n or client.run(run.id).state == "paused")
+        if attempt < 3:
+            tasks = [worker.take() for worker in workers]
+    paused = client.run(run.id)
+    assert paused.reason == "round 1 was abandoned 3 times; see its rounds for the reasons"
+    attempts = list(client.rounds(run.id))
+    assert [(r.attempt, r.state) for r in attempts] == [(n, "abandoned") for n in (1, 2, 3)]
+    assert attempts[0].reason == "1 of 2 updates came by the deadline; the quorum is 2"
+    assert paused.version.number == 0
+    with refusing("task-cancelled"):
+        workers[1].train(tasks[1])
+
+
+def test_a_run_that_is_resumed_is_forgiven_its_failed_attempts(live: LiveCoordinator, clock: Clock) -> None:
+    client, run, (worker,), (task,) = begun(live, "a", cohort=Cohort(tries=1, deadline_seconds=50))
+    clock.advance(50)
+    until(lambda: client.run(run.id).state == "paused")
+    with refusing("task-cancelled"):
+        worker.client.heartbeat(task.id, task.token)
+    clock.advance(1)
+    client.set_run_state(run.id, "running")
+    worker.train(worker.take())
+    until(lambda: client.run(run.id).state == "completed")
+    assert [r.state for r in client.rounds(run.id)] == ["abandoned", "committed"]
+
+
+def test_a_worker_that_was_not_heard_of_lately_is_not_asked(live: LiveCoordinator, clock: Clock) -> None:
+    client = live.client()
+    ScriptedWorker(live.client("site", "gone")).enrol()
+    until(lambda: client.status().workers)
+    clock.advance(91)
+    here = ScriptedWorker(live.client("site", "here"))
+    here.enrol()
+    run = start_run(client, MODEL, START)
+    here.train(here.take())
+    until(lambda: client.run(run.id).state == "completed")
+    assert [t.worker for t in client.round(run.id, 1).tasks] == ["here/w"]
+    assert {(w.site, w.live) for w in client.workers()} == {("gone", False), ("here", True)}
+
+
+def test_a_finished_run_waits_for_its_last_evaluation_but_not_for_ever(tmp_path: Path, clock: Clock) -> None:
+    with LiveCoordinator(tmp_path, clock=clock, lease_seconds=60, evaluation_seconds=40) as live:
+        client = live.client()
+        judge = ScriptedWorker(live.client("site", "judge"), kinds=("evaluate",), datasets={"held-out": 5})
+        judge.enrol()
+        run = start_run(client, MODEL, START, evaluation=Evaluation(dataset="held-out", every=5))
+        judge.evaluate(judge.take(), accuracy=0.5)
+        worker = ScriptedWorker(live.client("site", "a"))
+        worker.train(worker.take())
+        last = judge.take()
+        assert last.version.number == 1
+        clock.advance(39)
+        assert client.run(run.id).state == "running"
+        judge.client.heartbeat(last.id, last.token)
+        clock.advance(1.5)
+        until(lambda: client.run(run.id).state == "completed")
+        with refusing("task-cancelled"):
+            judge.evaluate(last, accuracy=1.0)

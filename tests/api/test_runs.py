@@ -1,0 +1,244 @@
+"""Runs: what may start one, how one is steered, and what comes out."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from shared.methods import Chosen
+from shared.wire import Cohort, Failure, Manifest, canonical
+from tests.support.coordinator import LiveCoordinator, refused, refusing, until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+
+MODEL = small_model()
+START = values(MODEL)
+MISSING = f"sha256:{'9' * 64}"
+
+# ---------------------------------------------------------------- starting
+
+
+@pytest.fixture(scope="module")
+def spec(standing: LiveCoordinator) -> dict[str, Any]:
+    """A run that can be started, for tests to spoil."""
+    run = start_run(standing.client(), MODEL, START, dataset="nobody-has-it")
+    return run.spec.model_dump(mode="json")
+
+
+@pytest.mark.parametrize(
+    ("change", "pointers", "says"),
+    [
+        ({"method": {"name": "fedsgd"}}, ["/method/name"], "installed are"),
+        ({"method": {"name": "fedavg", "settings": {"mu": 1}}}, ["/method/settings/mu"], "Extra inputs"),
+        (
+            {"method": {"name": "fedfrozen", "settings": {"warmup_rounds": -1, "scope": "x"}}},
+            ["/method/settings/scope", "/method/settings/warmup_rounds"],
+            "",
+        ),
+        ({"model": MISSING}, ["/model"], "was not uploaded"),
+        ({"version": MISSING}, ["/version"], "was not uploaded"),
+        ({"codec": "gzip"}, ["/codec"], "unknown stages"),
+        ({"codec": "zstd+delta"}, ["/codec"], "cannot follow"),
+        ({"cohort": {"size": 2, "quorum": 3}}, ["/cohort"], "a quorum of 3 cannot come from a cohort of 2"),
+        ({"divide": "whim"}, ["/divide"], ""),
+    ],
+)
+def test_a_spec_s_faults_are_named_by_pointer(
+    standing: LiveCoordinator, spec: dict[str, Any], change: dict[str, Any], pointers: list[str], says: str
+) -> None:
+    document = refused(standing.http().post("/v1/runs", json=spec | change), 422, "invalid")
+    assert sorted(fault.pointer for fault in document.errors) == pointers
+    assert says in " ".join(fault.detail for fault in document.errors)
+
+
+def test_a_first_version_must_fit_the_model_block_by_block(standing: LiveCoordinator, spec: dict[str, Any]) -> None:
+    client = standing.client()
+    blocks = dict(client.manifest(spec["version"]).blocks)
+    del blocks["layer.0.mlp.weight"]
+    blocks["layer.0.output.weight"] = MISSING
+    blocks["head.weight"] = client.put_bytes(b"too short")
+    blocks["stranger"] = blocks["head.weight"]
+    version = client.put_bytes(canonical(Manifest(blocks=blocks)))
+    document = refused(standing.http().post("/v1/runs", json=spec | {"version": version}), 422, "invalid")
+    assert {fault.pointer.removeprefix("/version/blocks/"): fault.detail for fault in document.errors} == {
+        "layer.0.mlp.weight": "this block of the model is missing",
+        "layer.0.output.weight": f"blob {MISSING} was not uploaded",
+        "head.weight": f"blob {blocks['head.weight']} has 9 bytes; the block has 32",
+        "stranger": "the model has no such block",
+    }
+
+
+@pytest.mark.parametrize("document", [b"", b"not json", b"[]", b'{"config": {}}', b'{"blocks": "x"}'])
+def test_a_model_that_is_none_is_refused(standing: LiveCoordinator, spec: dict[str, Any], document: bytes) -> None:
+    digest = standing.client().put_bytes(document)
+    answer = standing.http().post("/v1/runs", json=spec | {"model": digest})
+    assert all(fault.pointer.startswith("/model") for fault in refused(answer, 422, "invalid").errors)
+
+
+def test_a_table_of_blocks_that_covers_a_tensor_twice_is_refused(
+    standing: LiveCoordinator, spec: dict[str, Any]
+) -> None:
+    client = standing.client()
+    document = json.loads(client.read_blob(spec["model"]))
+    document["blocks"].append(document["blocks"][-1])
+    digest = client.put_bytes(json.dumps(document).encode())
+    answer = standing.http().post("/v1/runs", json=spec | {"model": digest})
+    assert "head.weight: listed both whole and in parts, or twice" in answer.text
+    refused(answer, 422, "invalid")
+
+
+def test_a_method_that_cannot_plan_for_the_model_pauses_the_run_with_the_reason(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    model = MODEL.model_copy(update={"blocks": tuple(b for b in MODEL.blocks if b.role in ("mlp", "head"))})
+    frozen = Chosen(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"})
+    start = {name: START[name] for name in model.by_name}
+    run = start_run(client, model, start, method=frozen)
+    ScriptedWorker(coordinator.client("site", "a")).enrol()
+    until(lambda: client.run(run.id).state == "paused")
+    assert "no block matches {'roles': ['value']}" in (client.run(run.id).reason or "")
+
+
+# ---------------------------------------------------------------- steering
+
+
+def patch(http: httpx.Client, run_id: str, state: str, etag: str | None) -> httpx.Response:
+    return http.patch(f"/v1/runs/{run_id}", json={"state": state}, headers={"If-Match": etag} if etag else {})
+
+
+def test_a_change_needs_the_present_etag(coordinator: LiveCoordinator) -> None:
+    http, run = coordinator.http(), start_run(coordinator.client(), MODEL, START)
+    first = http.get(f"/v1/runs/{run.id}").headers["ETag"]
+    refused(patch(http, run.id, "paused", None), 428, "precondition-required")
+    refused(patch(http, run.id, "paused", '"999"'), 412, "precondition-failed")
+    paused = patch(http, run.id, "paused", first)
+    assert (paused.status_code, paused.json()["state"]) == (200, "paused")
+    assert paused.headers["ETag"] not in (first, None)
+    refused(patch(http, run.id, "cancelled", first), 412, "precondition-failed")
+    assert patch(http, run.id, "running", paused.headers["ETag"]).json()["state"] == "running"
+
+
+def test_a_run_that_has_ended_stays_as_it_is(coordinator: LiveCoordinator) -> None:
+    client, http, run = coordinator.client(), coordinator.http(), start_run(coordinator.client(), MODEL, START)
+    client.set_run_state(run.id, "cancelled")
+    for state in ("running", "paused", "cancelled"):
+        etag = http.get(f"/v1/runs/{run.id}").headers["ETag"]
+        refused(patch(http, run.id, state, etag), 409, "conflict")
+    assert client.run(run.id).state == "cancelled"
+
+
+@pytest.mark.parametrize("state", ["completed", "failed", "open", ""])
+def test_only_three_states_may_be_asked_for(standing: LiveCoordinator, spec: dict[str, Any], state: str) -> None:
+    refused(patch(standing.http(), "x", state, '"1"'), 422, "invalid")
+
+
+def test_a_pause_lets_the_open_round_finish_and_opens_no_other(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    run = start_run(client, MODEL, START, rounds=2)
+    task = worker.take()
+    client.set_run_state(run.id, "paused")
+    worker.client.heartbeat(task.id, task.token)
+    worker.train(task)
+    until(lambda: client.run(run.id).version.number == 1)
+    assert worker.claim(1) is None
+    assert [r.state for r in client.rounds(run.id)] == ["committed"]
+    client.set_run_state(run.id, "running")
+    worker.train(worker.take())
+    until(lambda: client.run(run.id).state == "completed")
+
+
+def test_a_cancelled_run_tells_its_workers_to_drop_the_work(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    run = start_run(client, MODEL, START)
+    task = worker.take()
+    client.set_run_state(run.id, "cancelled")
+    until(lambda: client.task(task.id).state == "cancelled")
+    with refusing("task-cancelled"):
+        worker.client.heartbeat(task.id, task.token)
+    with refusing("task-cancelled"):
+        worker.train(task)
+    assert client.round(run.id, 1).reason == "the run was cancelled"
+    assert worker.claim(0) is None
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+def merged(coordinator: LiveCoordinator, divide: str) -> dict[str, np.ndarray]:
+    """Two workers, of whom only the second sends the MLP."""
+    client = coordinator.client()
+    workers = [ScriptedWorker(coordinator.client("site", s), datasets={"data": n}) for s, n in (("a", 10), ("b", 30))]
+    for worker in workers:
+        worker.enrol()
+    run = start_run(client, MODEL, START, divide=divide, cohort=Cohort(size=2, quorum=2))
+    for worker, names in zip(workers, (["head.weight"], ["head.weight", "layer.0.mlp.weight"]), strict=True):
+        task = worker.take()
+        worker.submit(task, worker.upload(task, {name: START[name] + np.float32(2) for name in names}))
+    until(lambda: client.run(run.id).state == "completed")
+    file = io.BytesIO()
+    client.export(run.id, file)
+    return load(file.getvalue())
+
+
+def test_divided_by_the_participants_a_rare_block_moves_in_full(coordinator: LiveCoordinator) -> None:
+    tensors = merged(coordinator, "participants")
+    np.testing.assert_allclose(tensors["head.weight"], START["head.weight"] + 2, rtol=1e-6)
+    # 30 * 2 / 30 = 2
+    np.testing.assert_allclose(tensors["layer.0.mlp.weight"], START["layer.0.mlp.weight"] + 2, rtol=1e-6)
+
+
+def test_divided_by_the_cohort_it_is_damped_by_the_share_that_sent(coordinator: LiveCoordinator) -> None:
+    tensors = merged(coordinator, "cohort")
+    np.testing.assert_allclose(tensors["head.weight"], START["head.weight"] + 2, rtol=1e-6)
+    # 30 * 2 / (10 + 30) = 1.5
+    np.testing.assert_allclose(tensors["layer.0.mlp.weight"], START["layer.0.mlp.weight"] + 1.5, rtol=1e-6)
+    np.testing.assert_array_equal(tensors["layer.0.output.weight"], START["layer.0.output.weight"])
+
+
+def test_an_export_is_every_block_in_its_place_bit_for_bit(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    run = start_run(client, MODEL, START)
+    sizes: list[int] = []
+    file = io.BytesIO()
+    client.export(run.id, file, number=0, progress=sizes.append)
+    tensors = load(file.getvalue())
+    assert sum(sizes) == len(file.getvalue())
+    assert set(tensors) == {block.tensor for block in MODEL.blocks}
+    for block in MODEL.blocks:
+        whole = tensors[block.tensor]
+        part = whole if block.part is None else whole.take(block.part.index(), axis=block.part.axis)
+        assert part.tobytes() == START[block.name].tobytes(), block.name
+
+
+def test_a_version_that_there_is_not_is_told_with_the_latest(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    run = start_run(client, MODEL, START)
+    with refusing("not-found", "the latest is 0"):
+        client.export(run.id, io.BytesIO(), number=1)
+    with refusing("not-found", "has no round 1"):
+        client.round(run.id, 1)
+
+
+def test_a_round_shows_what_each_worker_did(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    good, bad = (ScriptedWorker(coordinator.client("site", site)) for site in "ab")
+    good.enrol()
+    bad.enrol()
+    run = start_run(client, MODEL, START, cohort=Cohort(size=2))
+    good.train(good.take())
+    task = bad.take()
+    bad.client.fail(task.id, Failure(token=task.token, code="no-data", detail="the disk is away"))
+    until(lambda: client.run(run.id).state == "completed")
+    shown = client.round(run.id, 1)
+    assert (shown.state, shown.version, shown.attempt, shown.reason) == ("committed", 1, 1, "all tasks ended")
+    assert [(t.worker, t.state, t.examples) for t in shown.tasks] == [
+        ("a/w", "accepted", 10),
+        ("b/w", "failed", None),
+    ]
+    assert shown.tasks[0].upload_bytes > 0

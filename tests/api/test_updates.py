@@ -1,0 +1,299 @@
+"""Every update that may not be merged is refused with what is wrong and where, and the round goes on unharmed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import itertools
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import zstandard
+from safetensors.numpy import load
+
+from shared.blocks import NUMPY_DTYPES, Block
+from shared.client import Client
+from shared.codecs import LOSSLESS
+from shared.methods import Chosen
+from shared.model import Model
+from shared.problems import Problem
+from shared.tensors import as_bytes, digest_of
+from shared.wire import Cohort, Failure, Run, Submission, Task
+from tests.support.coordinator import LiveCoordinator, refusing, until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.updates import container, update_file
+
+MODEL = small_model()
+START = values(MODEL)
+HEAD = START["head.weight"]
+"""2 x 4 float32: 32 bytes. The first of its plan's blocks; query and key are frozen."""
+FROZEN = Chosen(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_head"})
+_names = itertools.count()
+
+
+@dataclass
+class Scene:
+    """A round of three: one worker about to misbehave, two that do not."""
+
+    client: Client
+    run: Run
+    bad: ScriptedWorker
+    task: Task
+    good: list[tuple[ScriptedWorker, Task]]
+
+    def refused(self, data: bytes, code: str = "invalid-update") -> Problem:
+        digest = self.bad.client.put_bytes(data)
+        with refusing(code) as caught:
+            self.bad.submit(self.task, digest)
+        return caught.value
+
+    def unharmed(self) -> None:
+        """The others' updates merge to their mean: (10 * 1 + 10 * 3) / 20 = 2."""
+        for (worker, task), step in zip(self.good, (1.0, 3.0), strict=True):
+            worker.train(task, step)
+        if self.client.task(self.task.id).state == "leased":
+            self.bad.client.fail(self.task.id, Failure(token=self.task.token, code="gave-up", detail="as asked"))
+        until(lambda: self.client.run(self.run.id).state == "completed")
+        file = io.BytesIO()
+        self.client.export(self.run.id, file)
+        np.testing.assert_allclose(load(file.getvalue())["head.weight"], HEAD + 2, rtol=1e-6)
+
+
+@pytest.fixture
+def scene(standing: LiveCoordinator) -> Scene:
+    return scene_on(standing)
+
+
+def scene_on(live: LiveCoordinator, **spec: object) -> Scene:
+    """Each scene has a data set of its own, so that only its own workers are asked."""
+    client, name = live.client(), f"data{next(_names)}"
+    workers = [ScriptedWorker(live.client("site", site), name=name, datasets={name: 10}) for site in "abc"]
+    for worker in workers:
+        worker.enrol()
+    wanted = {"method": FROZEN, "dataset": name, "cohort": Cohort(size=3, quorum=1), **spec}
+    run = start_run(client, MODEL, START, **wanted)
+    bad, *good = [(worker, worker.take()) for worker in workers]
+    return Scene(client, run, *bad, good)
+
+
+def head(array: np.ndarray) -> bytes:
+    return update_file({"head.weight": array.astype(np.float32).tobytes()})
+
+
+def with_value(value: float) -> bytes:
+    array = HEAD.copy()
+    array[1, 2] = value
+    return head(array)
+
+
+def frame(piece: bytes) -> bytes:
+    return struct.pack("<I", len(piece)) + piece
+
+
+def zstd(piece: bytes, codec: str = "zstd") -> bytes:
+    return update_file({"head.weight": frame(piece)}, codec=codec)
+
+
+def lying_frame() -> bytes:
+    """A zstd frame that states 32 bytes of content and holds 64 MiB of zeros."""
+    honest = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(64 << 20))
+    # Frame header: magic (4), descriptor, window descriptor. Rewritten as a single segment that claims 32 bytes.
+    return honest[:4] + bytes([0x20, 32]) + honest[6:]
+
+
+ENTRY = {"dtype": "U8", "shape": [32], "data_offsets": [0, 32]}
+META = {"format": "tessera-update/1", "codec:head.weight": "raw"}
+OTHER = "layer.0.qkv.weight#value"
+
+MALFORMED: dict[str, tuple[bytes, str, str | None]] = {
+    # what: (the file, what the problem says, the block that it names)
+    "a name there is not": (update_file({"head.bias": bytes(32)}), "not asked for", "head.bias"),
+    "a frozen block": (update_file({"layer.0.qkv.weight#key": bytes(64)}), "not asked for", "layer.0.qkv.weight#key"),
+    "a whole tensor for its part": (
+        update_file({"layer.0.qkv.weight": bytes(192)}),
+        "not asked",
+        "layer.0.qkv.weight",
+    ),
+    "a name that is a path": (update_file({"../../head.weight": bytes(32)}), "not asked for", "../../head.weight"),
+    "a name with a null": (update_file({"head.weight\0": bytes(32)}), "is no name", None),
+    "a lone surrogate": (update_file({"\ud800": bytes(32)}), "is no name", None),
+    "a smaller shape": (head(HEAD[:1]), "16 bytes were sent for a block of 32 bytes", "head.weight"),
+    "a larger shape": (head(np.ones((3, 4))), "48 bytes were sent for a block of 32 bytes", "head.weight"),
+    "another dtype": (update_file({"head.weight": HEAD.astype(np.float16).tobytes()}), "16 bytes", "head.weight"),
+    "a container dtype": (update_file({"head.weight": HEAD.tobytes()}, dtype="F32"), "a U8 vector", "head.weight"),
+    "nan": (with_value(np.nan), "NaN or infinite", "head.weight"),
+    "infinity": (with_value(-np.inf), "NaN or infinite", "head.weight"),
+    "nothing": (update_file({}), "holds no block", None),
+    "no file": (b"", "not a well-formed safetensors file", None),
+    "a truncated file": (head(HEAD)[:-1], "not a well-formed safetensors file", None),
+    "bytes behind the end": (head(HEAD) + b"x", "not a well-formed safetensors file", None),
+    "a header that is not json": (container(b"{]"), "not JSON", None),
+    "a huge header": (update_file({"head.weight": HEAD.tobytes()}, padding=1 << 20), "are read", None),
+    "a header longer than the file": (struct.pack("<Q", 1 << 62) + b"{}", "claims 4611686018427387904", None),
+    "overlapping offsets": (
+        container(
+            {"__metadata__": META, "head.weight": ENTRY, OTHER: {**ENTRY, "data_offsets": [16, 48]}}, bytes(48)
+        ),
+        "gap or misfits",
+        None,
+    ),
+    "duplicate names": (
+        container(b'{"a": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, "a": {}}', b""),
+        "names a tensor or field twice",
+        None,
+    ),
+    "another format": (update_file({"head.weight": HEAD.tobytes()}, format_="pt"), "format is 'pt'", None),
+    "an unknown codec": (update_file({"head.weight": HEAD.tobytes()}, codec="gzip"), "unknown stages", "head.weight"),
+    "codecs in a wrong row": (zstd(b"x", "zstd+delta"), "cannot follow", "head.weight"),
+    "a thousand codecs": (zstd(b"x", "+".join(["shuffle"] * 200)), "names a stage twice", "head.weight"),
+    "zstd in zstd": (zstd(zstandard.compress(zstandard.compress(bytes(32))), "zstd+zstd"), "twice", "head.weight"),
+    "truncated zstd": (zstd(zstandard.compress(HEAD.tobytes())[:-4]), "chunk|zstd", "head.weight"),
+    "no zstd": (zstd(b"not zstd at all"), "not a zstd frame", "head.weight"),
+    "a zstd bomb": (zstd(zstandard.compress(bytes(1 << 20))), "unpacks to more", "head.weight"),
+    "a zstd bomb that claims little": (zstd(lying_frame()[:1000]), "zstd|chunk", "head.weight"),
+    "a chunk that claims too much": (
+        update_file({"head.weight": struct.pack("<I", 2**32 - 1)}, codec="zstd"),
+        "claims 4294967295 bytes where 0 are left",
+        "head.weight",
+    ),
+    "planes of another size": (zstd(bytes(31), "shuffle"), "31 bytes, not 32", "head.weight"),
+    "too many encoded bytes": (
+        update_file({"head.weight": bytes(5000)}, codec=LOSSLESS),
+        "more than a block",
+        "head.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_malformed_update_is_named_and_the_round_is_unharmed(scene: Scene, what: str) -> None:
+    data, says, block = MALFORMED[what]
+    problem = scene.refused(data)
+    assert re.search(says, str(problem))
+    assert [fault.pointer for fault in problem.errors] == ([block] if block else [])
+    view = scene.client.task(scene.task.id)
+    assert view.state == "rejected"
+    assert view.problem == problem.document()
+    scene.unharmed()
+
+
+def test_every_faulty_block_is_named_at_once(scene: Scene) -> None:
+    bad = np.full(16, np.nan, np.float32).tobytes()
+    problem = scene.refused(update_file({"head.weight": with_value(np.inf)[-32:], OTHER: bad}))
+    assert sorted(fault.pointer for fault in problem.errors) == ["head.weight", OTHER]
+    assert "16 or more values" in next(f.detail for f in problem.errors if f.pointer == OTHER)
+
+
+def test_a_norm_over_the_run_s_limit_is_refused(standing: LiveCoordinator) -> None:
+    scene = scene_on(standing, max_update_norm=17.0)
+    # Eight elements moved by 7: sqrt(8 * 49) = 19.799
+    problem = scene.refused(head(HEAD + np.float32(7)))
+    assert problem.detail == "the update's l2 norm is 19.799; this run takes at most 17"
+    # The others move the head's 8 elements and the value's 16 by 3 at most: sqrt(24 * 9) = 14.7
+    scene.unharmed()
+
+
+def test_the_norm_of_an_accepted_update_is_measured(scene: Scene) -> None:
+    digest = scene.bad.client.put_bytes(head(HEAD + np.float32(1)))
+    view = scene.bad.submit(scene.task, digest)
+    # Eight elements moved by 1.
+    assert view.numbers["update_norm"] == pytest.approx(8**0.5, rel=1e-6)
+
+
+def test_a_norm_that_cannot_be_told_is_refused(standing: LiveCoordinator) -> None:
+    block = Block(tensor="w", role="head", shape=(2,), dtype="F64")
+    model = Model(config={"model_type": "bert"}, head="features", blocks=(block,))
+    client, name = standing.client(), f"data{next(_names)}"
+    worker = ScriptedWorker(standing.client("site", "a"), name=name, datasets={name: 10})
+    worker.enrol()
+    run = start_run(client, model, {"w": np.array([-1.7e308, 0.0])}, dataset=name, cohort=Cohort(tries=1))
+    task = worker.take()
+    huge = np.array([1.7e308, 0.0], dtype=NUMPY_DTYPES["F64"])
+    digest = worker.client.put_bytes(update_file({"w": bytes(as_bytes(huge))}))
+    with refusing("invalid-update", "norm"):
+        worker.submit(task, digest)
+    until(lambda: client.run(run.id).state == "paused")
+    assert next(client.rounds(run.id)).tasks[0].state == "rejected"
+
+
+# ---------------------------------------------------------------- reports about something else
+
+
+def submission(scene: Scene, **change: object) -> Submission:
+    digest = scene.bad.client.put_bytes(head(HEAD))
+    said = {"token": scene.task.token, "version": scene.task.version.digest, "update": digest, "examples": 10}
+    return Submission.model_validate(said | change)
+
+
+CHANGES: dict[str, tuple[Callable[[Scene], dict[str, object]], str, str]] = {
+    "a stale token": (lambda s: {"token": s.task.token - 1}, "lease-lost", "shows token 0"),
+    "a token of the future": (lambda s: {"token": s.task.token + 1}, "lease-lost", "shows token 2"),
+    "a huge token": (lambda _: {"token": 10**30}, "lease-lost", "shows token 1000"),
+    "a stale version": (
+        lambda _: {"version": f"sha256:{'0' * 64}"},
+        "stale-version",
+        "the report is about sha256:00",
+    ),
+    "bytes not uploaded": (lambda _: {"update": f"sha256:{'1' * 64}"}, "invalid", "was not uploaded"),
+    "another's bytes": (
+        lambda s: {"update": s.good[0][0].client.put_bytes(head(HEAD + 12345))},
+        "invalid",
+        "was not uploaded",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_report_about_something_else_is_refused_and_the_task_goes_on(scene: Scene, what: str) -> None:
+    change, code, says = CHANGES[what]
+    with refusing(code, says):
+        scene.bad.client.submit(scene.task.id, submission(scene, **change(scene)))
+    assert scene.client.task(scene.task.id).state == "leased"
+    scene.unharmed()
+
+
+def test_an_upload_that_is_not_finished_is_no_update(scene: Scene, standing: LiveCoordinator) -> None:
+    data = head(HEAD + np.float32(777))
+    http = standing.bare({"Authorization": scene.bad.client._transport._http.headers["Authorization"]})
+    digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
+    headers = {"Upload-Length": str(len(data)), "Upload-Complete": "?0", "Repr-Digest": f"sha-256=:{digest}:"}
+    location = http.post("/v1/uploads", headers=headers).headers["Location"]
+    part = {"Upload-Offset": "0", "Content-Type": "application/partial-upload"}
+    assert http.patch(location, headers=part, content=data[:-1]).headers["Upload-Complete"] == "?0"
+    with refusing("invalid", "was not uploaded"):
+        scene.bad.submit(scene.task, digest_of(data))
+    scene.unharmed()
+
+
+def test_a_training_task_takes_no_evaluation(scene: Scene) -> None:
+    with refusing("conflict", "a task to train, not to evaluate"):
+        scene.bad.evaluate(scene.task, accuracy=1.0)
+    scene.unharmed()
+
+
+def test_the_same_submission_again_gives_the_same_answer_and_counts_once(scene: Scene) -> None:
+    (first, first_task), (second, second_task) = scene.good
+    head_digest = first.upload(first_task, {"head.weight": HEAD + np.float32(1)})
+    answers = [first.submit(first_task, head_digest) for _ in range(3)]
+    assert answers[0] == answers[1] == answers[2]
+    digest = second.upload(second_task, {"head.weight": HEAD + np.float32(4)})
+    second.submit(second_task, digest, examples=20)
+    scene.bad.client.fail(scene.task.id, Failure(token=scene.task.token, code="x", detail="y"))
+    until(lambda: scene.client.run(scene.run.id).state == "completed")
+    # After the round is over, too.
+    assert first.submit(first_task, head_digest) == answers[0]
+    file = io.BytesIO()
+    scene.client.export(scene.run.id, file)
+    # (10 * 1 + 20 * 4) / 30 = 3
+    np.testing.assert_allclose(load(file.getvalue())["head.weight"], HEAD + 3, rtol=1e-6)
+
+
+def test_a_second_and_different_update_of_one_task_is_refused(scene: Scene) -> None:
+    scene.bad.train(scene.task)
+    with refusing("lease-lost", "the task is accepted, not leased"):
+        scene.bad.submit(scene.task, scene.bad.client.put_bytes(head(HEAD + 9)))

@@ -1,0 +1,133 @@
+"""Bytes under their digest: whole or not there, even if the writer is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coordinator.storage.blobs import Blobs, Stored
+from coordinator.storage.database import Database
+from shared.problems import NotFound
+from shared.tensors import digest_of
+from tests.support.coordinator import until
+from tests.support.storage import NOW, blobs_in
+
+INLINE = 100
+SIZES = pytest.mark.parametrize("size", [0, 1, INLINE, INLINE + 1, 3_000_000])
+
+
+@pytest.fixture
+def blobs(tmp_path: Path, database: Database) -> Blobs:
+    return blobs_in(tmp_path, database, INLINE)
+
+
+def data_of(size: int) -> bytes:
+    return (bytes(range(251)) * (size // 251 + 1))[:size]
+
+
+def files(blobs: Blobs) -> list[Path]:
+    root = blobs.staging_dir.parent
+    return [path for folder in ("blobs", "staging") for path in (root / folder).rglob("*") if path.is_file()]
+
+
+async def streamed(blobs: Blobs, stored: Stored, start: int, stop: int) -> bytes:
+    return b"".join([piece async for piece in blobs.stream(stored, start, stop)])
+
+
+@SIZES
+def test_what_was_saved_is_read_opened_and_streamed(blobs: Blobs, size: int) -> None:
+    data = data_of(size)
+    stored = blobs.save([data[: size // 2], data[size // 2 :]])
+    assert (stored.digest, stored.size, blobs.size(stored.digest)) == (digest_of(data), size, size)
+    assert blobs.read(stored.digest) == data
+    start, stop = size // 3, size // 2
+    with blobs.open(stored.digest) as file:
+        file.seek(start)
+        assert file.read(stop - start) == data[start:stop]
+        assert file.seek(0, 2) == size
+    assert asyncio.run(streamed(blobs, stored, start, stop)) == data[start:stop]
+
+
+@SIZES
+def test_small_blobs_live_in_the_row_and_large_ones_in_the_store(blobs: Blobs, size: int) -> None:
+    stored = blobs.save([data_of(size)])
+    assert (stored.inline is not None) == (size <= INLINE)
+    assert len(files(blobs)) == (size > INLINE)
+
+
+def test_the_same_bytes_twice_are_one_blob(blobs: Blobs, database: Database) -> None:
+    for size in (5, 5000):
+        first, again = blobs.save([data_of(size)]), blobs.save([data_of(size)])
+        assert first == again
+    with database.snapshot() as session:
+        assert session.connection().exec_driver_sql("SELECT count(*) FROM blobs").scalar() == 2
+    assert len(files(blobs)) == 1
+
+
+def test_a_blob_exists_only_once_it_is_recorded(blobs: Blobs, database: Database) -> None:
+    stored = blobs.put([data_of(5000)])
+    for call in (blobs.read, blobs.size, blobs.open):
+        with pytest.raises(NotFound):
+            call(stored.digest)
+    with database.transaction() as session:
+        blobs.record(session, NOW, [stored, stored])
+    assert blobs.read(stored.digest) == data_of(5000)
+
+
+def test_a_source_that_breaks_off_leaves_nothing(blobs: Blobs) -> None:
+    def breaking() -> object:
+        yield data_of(5000)
+        raise RuntimeError("the source is gone")
+
+    with pytest.raises(RuntimeError, match="the source is gone"):
+        blobs.put(breaking())  # type: ignore[arg-type]
+    assert files(blobs) == []
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from coordinator.storage.blobs import Blobs
+from coordinator.storage.database import Database
+folder = Path(sys.argv[1])
+blobs = Blobs(Database(f"sqlite:///{folder}/test.db"), str(folder / "blobs"), folder / "staging", 100, 1 << 16)
+def endless():
+    while True:
+        yield bytes(1 << 20)
+        time.sleep(0.01)
+blobs.save(endless())
+"""
+
+
+def test_a_writer_that_is_killed_midway_leaves_no_blob_and_the_sweep_clears_up(blobs: Blobs, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)]) as writer:
+        try:
+            until(lambda: any(path.stat().st_size > 1 << 20 for path in blobs.staging_dir.glob("put-*")))
+        finally:
+            writer.send_signal(signal.SIGKILL)
+    assert [path.parent.name for path in files(blobs)] == ["staging"]
+    upload = blobs.staging_dir / "upload-unfinished"
+    upload.write_bytes(b"half")
+    assert blobs.sweep() == 1
+    assert files(blobs) == [upload]
+
+
+def test_a_store_that_takes_nothing_says_so(blobs: Blobs) -> None:
+    assert blobs.writable()
+    blobs.staging_dir.rmdir()
+    assert not blobs.writable()
+
+
+def test_reading_a_large_blob_in_small_pieces_is_not_slow(blobs: Blobs) -> None:
+    stored = blobs.save([data_of(3_000_000)])
+    began = time.monotonic()
+    with blobs.open(stored.digest) as file:
+        while file.read(4096):
+            pass
+    assert time.monotonic() - began < 2

@@ -1,0 +1,72 @@
+"""Many threads after few tasks: each task goes to one, and nobody is told that the database is locked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+from coordinator.storage import tasks
+from coordinator.storage.database import Database
+from coordinator.storage.tables import TaskRow
+from shared.problems import Conflict
+from tests.support.storage import NOW, add_round, add_run, add_task, add_worker
+
+THREADS, TASKS = 16, 60
+
+
+def test_sixteen_threads_claim_each_task_once(database: Database) -> None:
+    with database.transaction() as session:
+        add_run(session)
+        add_worker(session)
+        for number in range(TASKS):
+            add_round(session, number=number, state="abandoned")
+            add_task(session, f"t{number:02}", round_id=f"run-{number}-1", token=0, leases=0)
+    barrier = Barrier(THREADS)
+
+    def claim(instance: int) -> list[str]:
+        barrier.wait()
+        got = []
+        while True:
+            with database.transaction() as session:
+                # An instance is given its own task again, so each lease is under a new name.
+                task = tasks.claimable(session, "w", f"{instance}-{len(got)}")
+                if task is None:
+                    return got
+                tasks.lease(session, NOW, "me", task, f"{instance}-{len(got)}", 60)
+                got.append(task.id)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        got = [task for each in pool.map(claim, range(THREADS)) for task in each]
+    assert Counter(got) == {f"t{number:02}": 1 for number in range(TASKS)}
+    with database.snapshot() as session:
+        assert {(t.token, t.leases, t.state) for t in session.query(TaskRow)} == {(1, 1, "leased")}
+
+
+def test_two_that_saw_the_same_offer_do_not_both_get_it(database: Database) -> None:
+    with database.transaction() as session:
+        add_run(session)
+        add_round(session)
+        add_worker(session)
+        add_task(session, "t", token=0, leases=0)
+    with database.snapshot() as one, database.snapshot() as other:
+        seen = [tasks.claimable(reader, "w", name) for reader, name in ((one, "a" * 16), (other, "b" * 16))]
+    outcomes = []
+    for offer, name in zip(seen, ("a", "b"), strict=True):
+        assert offer is not None
+        try:
+            with database.transaction() as session:
+                tasks.lease(session, NOW, "me", session.merge(offer, load=False), name * 16, 60)
+            outcomes.append("leased")
+        except Conflict:
+            outcomes.append("conflict")
+    assert outcomes == ["leased", "conflict"]
+
+
+def test_readers_neither_wait_for_a_writer_nor_see_half_of_what_it_does(database: Database) -> None:
+    with database.transaction() as session:
+        add_run(session)
+        with database.snapshot() as reader:
+            assert reader.connection().exec_driver_sql("SELECT count(*) FROM runs").scalar() == 0
+    with database.snapshot() as reader:
+        assert reader.connection().exec_driver_sql("SELECT count(*) FROM runs").scalar() == 1

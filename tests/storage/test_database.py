@@ -1,0 +1,115 @@
+"""One process a SQLite file, the right schema, and migrations that are the tables."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import inspect
+
+from coordinator.storage.database import Database, DatabaseInUse, SchemaBehind, alembic_config
+from coordinator.storage.tables import Table
+
+
+def coordinator(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command of the coordinator, on the test's database, as a process of its own."""
+    settings = {
+        "TESSERA_DATABASE_URL": f"sqlite:///{folder}/test.db",
+        "TESSERA_BLOB_URL": str(folder / "blobs"),
+        "TESSERA_STAGING_DIR": str(folder / "staging"),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "coordinator", *arguments],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("duty", ["serve", "conduct"])
+def test_a_second_process_on_a_sqlite_file_is_sent_to_postgresql(
+    database: Database, tmp_path: Path, duty: str
+) -> None:
+    database.hold()
+    refused = coordinator(tmp_path, duty)
+    assert refused.returncode == 2
+    assert "another coordinator process uses" in refused.stderr
+    assert "PostgreSQL" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_the_file_is_free_again_when_its_holder_closes_it(database: Database, tmp_path: Path) -> None:
+    other = Database(str(database.url))
+    database.hold()
+    with pytest.raises(DatabaseInUse):
+        other.hold()
+    database.close()
+    other.hold()
+    other.close()
+
+
+def test_a_schema_that_is_behind_is_refused_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    refused = coordinator(tmp_path, "serve")
+    assert refused.returncode == 2
+    assert "run 'tessera coordinator migrate'" in refused.stderr
+    assert coordinator(tmp_path, "migrate").returncode == 0
+    assert coordinator(tmp_path, "migrate").returncode == 0
+    database = Database(f"sqlite:///{tmp_path}/test.db")
+    database.require_head()
+    database.close()
+
+
+def test_a_schema_from_the_future_is_refused_too(database: Database) -> None:
+    with database.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(SchemaBehind):
+        database.require_head()
+
+
+def test_the_migrations_make_exactly_the_tables_of_the_code(database: Database) -> None:
+    with database.engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "render_as_batch": True})
+        assert compare_metadata(context, Table.metadata) == []
+
+
+def test_the_migrations_can_be_undone_and_done_again(database: Database) -> None:
+    with database.engine.begin() as connection:
+        command.downgrade(alembic_config(connection), "base")
+        assert inspect(connection).get_table_names() == ["alembic_version"]
+    with database.engine.begin() as connection:
+        command.upgrade(alembic_config(connection), "head")
+    assert database.at_head()
+
+
+def test_a_setting_that_cannot_be_read_is_named_and_a_password_is_not_shown(tmp_path: Path) -> None:
+    environment = {**os.environ, "TESSERA_PORT": "many", "TESSERA_LEASE_SECONDS": "-1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "coordinator", "serve"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert "TESSERA_PORT" in done.stderr
+    assert "TESSERA_LEASE_SECONDS" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_database_is_durable_and_checks_its_references(database: Database) -> None:
+    with database.engine.connect() as connection:
+        pragmas = {
+            name: connection.exec_driver_sql(f"PRAGMA {name}").scalar()
+            for name in ("journal_mode", "synchronous", "foreign_keys")
+        }
+    # synchronous: 2 is FULL.
+    assert pragmas == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}

@@ -1,0 +1,161 @@
+"""Guarded writes: a refused event leaves the row, and the audit chain, as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+from sqlalchemy import inspect, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from coordinator.domain.lifecycle import ROUND, RUN, TASK, Lifecycle
+from coordinator.storage.database import Database
+from coordinator.storage.tables import AuditRow, RoundRow, RunRow, TaskRow
+from coordinator.storage.transitions import move_round, move_run, move_task
+from shared.problems import Conflict
+from tests.support.storage import NOW, add_round, add_run, add_task, add_worker
+
+
+def cases(lifecycle: Lifecycle) -> list[tuple[str, str]]:
+    states = {m.target for m in lifecycle.values()} | {s for m in lifecycle.values() for s in m.sources}
+    return [(event, state) for event, state in product(lifecycle, sorted(states))]
+
+
+def facts(row: object) -> dict[str, Any]:
+    return {column.key: getattr(row, column.key) for column in inspect(type(row)).columns}  # type: ignore[union-attr]
+
+
+def actions(session: Session) -> list[str]:
+    return list(session.scalars(select(AuditRow.action).order_by(AuditRow.seq)))
+
+
+@pytest.mark.parametrize(("event", "state"), cases(RUN))
+def test_a_run_moves_only_from_the_sources_of_an_event(database: Database, event: str, state: str) -> None:
+    with database.transaction() as session:
+        add_run(session, state=state)
+    before = run_facts(database)
+    if state in RUN[event].sources:
+        with database.transaction() as session:
+            move_run(session, NOW + 1, "me", "run", event, "because")
+        after = run_facts(database)
+        assert (after["state"], after["revision"], after["reason"]) == (RUN[event].target, 2, "because")
+        assert after["resumed_at"] == (NOW + 1 if event == "resume" else NOW)
+    else:
+        with pytest.raises(Conflict, match=f"not in a state to {event}"), database.transaction() as session:
+            move_run(session, NOW + 1, "me", "run", event, "because")
+        assert run_facts(database) == before
+    with database.snapshot() as session:
+        assert actions(session) == ([f"run.{event}"] if state in RUN[event].sources else [])
+
+
+def run_facts(database: Database) -> dict[str, Any]:
+    with database.snapshot() as session:
+        return facts(session.get_one(RunRow, "run"))
+
+
+@pytest.mark.parametrize(("event", "state"), cases(ROUND))
+def test_a_round_moves_only_from_the_sources_of_an_event(database: Database, event: str, state: str) -> None:
+    with database.transaction() as session:
+        add_run(session)
+        row = add_round(session, state=state)
+        if state in ROUND[event].sources:
+            move_round(session, NOW + 1, "me", row, event, "because")
+            session.refresh(row)
+            assert row.state == ROUND[event].target
+            assert row.closed_at == (None if event == "close" else NOW + 1)
+        else:
+            before = facts(row)
+            with pytest.raises(Conflict):
+                move_round(session, NOW + 1, "me", row, event, "because")
+            session.refresh(row)
+            assert facts(row) == before
+            assert actions(session) == []
+
+
+@pytest.mark.parametrize(("event", "state"), cases(TASK))
+def test_a_task_moves_only_from_the_sources_of_an_event(database: Database, event: str, state: str) -> None:
+    with database.transaction() as session:
+        add_run(session)
+        add_round(session)
+        add_worker(session)
+        row = add_task(session, "t", state=state)
+        before = facts(row)
+        if state in TASK[event].sources:
+            move_task(session, NOW, "me", row, event)
+            session.refresh(row)
+            assert facts(row) == before | {"state": TASK[event].target}
+        else:
+            with pytest.raises(Conflict):
+                move_task(session, NOW, "me", row, event, {"token": 99})
+            session.refresh(row)
+            assert facts(row) == before
+
+
+def test_a_task_that_was_leased_anew_in_between_does_not_move(database: Database) -> None:
+    with database.transaction() as session:
+        add_run(session)
+        add_round(session)
+        add_worker(session)
+        add_task(session, "t", state="leased", token=1)
+    with database.snapshot() as reader:
+        stale = reader.get_one(TaskRow, "t")
+    with database.transaction() as session:
+        session.get_one(TaskRow, "t").token = 2
+    with pytest.raises(Conflict), database.transaction() as session:
+        move_task(session, NOW, "me", stale, "accept")
+    with database.snapshot() as session:
+        assert session.get_one(TaskRow, "t").state == "leased"
+
+
+# ---------------------------------------------------------------- what the schema forbids
+
+
+@pytest.fixture
+def session(database: Database) -> Iterator[Session]:
+    """A run with an open round and a worker, in a transaction that comes to nothing."""
+    with database.transaction() as session:
+        add_run(session)
+        add_round(session)
+        add_worker(session)
+        yield session
+        session.rollback()
+
+
+@pytest.mark.parametrize("live", ["open", "merging"])
+def test_a_run_has_one_live_round_at_most(session: Session, live: str) -> None:
+    add_round(session, attempt=2, state="abandoned")
+    with pytest.raises(IntegrityError, match=r"rounds\.run_id"):
+        add_round(session, attempt=3, state=live)
+
+
+def test_a_worker_has_one_task_a_round(session: Session) -> None:
+    add_task(session, "first", state="accepted")
+    with pytest.raises(IntegrityError, match=r"tasks\.round_id, tasks\.worker_id"):
+        add_task(session, "second")
+
+
+def test_a_version_is_made_once(session: Session) -> None:
+    with pytest.raises(IntegrityError, match=r"versions\.run_id, versions\.number"):
+        session.connection().exec_driver_sql("INSERT INTO versions VALUES ('run', 0, 'other', 0)")
+
+
+def test_a_worker_evaluates_a_version_once(session: Session) -> None:
+    add_task(session, "first", kind="evaluate", round_id=None)
+    add_task(session, "later", kind="evaluate", round_id=None, version_number=1)
+    with pytest.raises(IntegrityError, match=r"tasks\.run_id, tasks\.version_number, tasks\.worker_id"):
+        add_task(session, "again", kind="evaluate", round_id=None)
+
+
+def test_an_attempt_at_a_round_has_a_number_of_its_own(session: Session) -> None:
+    again = RoundRow(**facts(session.get_one(RoundRow, "run-1-1")) | {"id": "other", "state": "abandoned"})
+    session.add(again)
+    with pytest.raises(IntegrityError, match=r"rounds\.run_id, rounds\.number, rounds\.attempt"):
+        session.flush()
+
+
+def test_nothing_refers_to_what_is_not_there(session: Session) -> None:
+    with pytest.raises(IntegrityError, match="FOREIGN KEY"):
+        add_round(session, run_id="nowhere")

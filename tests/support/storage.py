@@ -1,0 +1,97 @@
+"""A migrated SQLite database and a blob folder, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from alembic import command
+from sqlalchemy.orm import Session
+
+from coordinator.storage.blobs import Blobs
+from coordinator.storage.database import Database, alembic_config
+from coordinator.storage.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+
+NOW = 1000.0
+
+
+def migrated(folder: Path, clock: Callable[[], float] = lambda: NOW) -> Database:
+    database = Database(f"sqlite:///{folder}/test.db", clock)
+    with database.engine.begin() as connection:
+        command.upgrade(alembic_config(connection), "head")
+    return database
+
+
+def blobs_in(folder: Path, database: Database, inline_bytes: int = 100) -> Blobs:
+    return Blobs(database, str(folder / "blobs"), folder / "staging", inline_bytes, readahead_bytes=1 << 16)
+
+
+def add_run(session: Session, run_id: str = "run", state: str = "running") -> RunRow:
+    run = RunRow(
+        id=run_id,
+        name=run_id,
+        state=state,
+        spec={},
+        model_bytes=0,
+        version_number=0,
+        revision=1,
+        created_at=NOW,
+        resumed_at=NOW,
+        updated_at=NOW,
+    )
+    session.add(run)
+    session.flush()
+    session.add(VersionRow(run_id=run_id, number=0, digest=f"sha256:{'0' * 64}", created_at=NOW))
+    session.flush()
+    return run
+
+
+def add_round(
+    session: Session, run_id: str = "run", number: int = 1, attempt: int = 1, state: str = "open"
+) -> RoundRow:
+    row = RoundRow(
+        id=f"{run_id}-{number}-{attempt}",
+        run_id=run_id,
+        number=number,
+        attempt=attempt,
+        state=state,
+        stage="train",
+        opened_at=NOW,
+        deadline_at=NOW + 100,
+    )
+    session.add(row)
+    session.flush()
+    return row
+
+
+def add_worker(session: Session, name: str = "w") -> WorkerRow:
+    if session.get(SiteRow, "site") is None:
+        session.add(SiteRow(id="site", name="site", created_at=NOW))
+        session.flush()
+    row = WorkerRow(id=name, site_id="site", name=name, declared={}, created_at=NOW, last_seen_at=NOW)
+    session.add(row)
+    session.flush()
+    return row
+
+
+def add_task(
+    session: Session, task_id: str, worker_id: str = "w", state: str = "offered", **fields: object
+) -> TaskRow:
+    values: dict[str, object] = {
+        "run_id": "run",
+        "round_id": "run-1-1",
+        "kind": "train",
+        "version_number": 0,
+        "seed": 0,
+        "plan": {},
+        "token": 1,
+        "leases": 1,
+        "created_at": NOW,
+        "upload_bytes": 0,
+        "download_bytes": 0,
+        "numbers": {},
+    }
+    row = TaskRow(id=task_id, worker_id=worker_id, state=state, **{**values, **fields})
+    session.add(row)
+    session.flush()
+    return row
