@@ -22,11 +22,14 @@ def draw(entries: Sequence[Entry], out: Path) -> None:
     _draw_scores(scores, numbers, entries)
     _draw_traffic(traffic, numbers, entries)
     for axes in (scores, traffic):
-        _shade_stages(axes, entries)
         axes.spines[["top", "right"]].set_visible(False)
-    # The first axes carry the names of the stages, the second one the rounds.
+        for shade, members in zip(SHADES, stages(entries).values(), strict=False):
+            axes.axvspan(members[0].number - 0.5, members[-1].number + 0.5, color=shade, zorder=0)
+    for name, members in stages(entries).items():
+        scores.text(members[0].number - 0.3, 0.98, name, va="top", color="#555555")
     scores.set_title("Four sites, one global model", loc="left")
     traffic.set_xlabel("round")
+    traffic.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
     figure.savefig(out, dpi=130)
 
 
@@ -53,10 +56,4 @@ def _draw_traffic(axes: Axes, numbers: list[int], entries: Sequence[Entry]) -> N
     axes.bar(numbers, up, bottom=down, label="up from the sites", color="#7e57c2")
     axes.step(numbers, full, where="mid", ls="--", lw=1, color="#555555", label="whole model, both ways")
     axes.set_ylabel("MB in the round, all sites")
-    axes.legend(loc="upper right", frameon=False)
-
-
-def _shade_stages(axes: Axes, entries: Sequence[Entry]) -> None:
-    for shade, (name, members) in zip(SHADES, stages(entries).items(), strict=False):
-        axes.axvspan(members[0].number - 0.5, members[-1].number + 0.5, color=shade, zorder=0)
-        axes.text(members[0].number - 0.3, axes.get_ylim()[1] * 0.98, name, va="top", fontsize=9, color="#555555")
+    axes.legend(loc="center right", frameon=False)

@@ -105,7 +105,7 @@ def audit(
             entry.actor,
             entry.action,
             entry.subject,
-            ", ".join(f"{name} {value}" for name, value in entry.detail.items()),
+            ", ".join(f"{name} {value}" for name, value in entry.detail.items() if value is not None),
         )
         for entry in found
     ]

@@ -82,7 +82,7 @@ def print_json(value: BaseModel | Iterable[BaseModel] | dict[str, Any], *, line:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()) -> Table:
     """A table with these columns, those in `right` aligned for numbers. None is shown as a dash."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
+    made = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     aligned = set(right)
     for column in columns:
         made.add_column(column, justify="right" if column in aligned else "left", no_wrap=column in {"id", *aligned})

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared.methods import UnknownMethod, check
-from shared.problems import Fault, Invalid
+from shared.problems import Fault, Invalid, faults_of
 from shared.tensors import digest_of
 from shared.wire import RunSpec
 
@@ -67,19 +67,12 @@ def _check(file: Path, given: dict[str, Any]) -> None:
     try:
         spec = RunSpec.model_validate({**given, "model": _LATER, "version": _LATER})
     except ValidationError as fault:
-        raise Invalid(f"{file} does not make a run", errors=_faults(fault), remedy=REMEDY) from None
+        raise Invalid(f"{file} does not make a run", errors=faults_of(fault), remedy=REMEDY) from None
     try:
         check(spec.method)
     except UnknownMethod:
         # The coordinator may have more methods than are installed here: it will say.
         return
     except ValidationError as fault:
-        errors = _faults(fault, "/method/settings")
+        errors = faults_of(fault, "/method/settings")
         raise Invalid(f"{file}: {spec.method.name} has no such settings", errors=errors, remedy=REMEDY) from None
-
-
-def _faults(fault: ValidationError, above: str = "") -> list[Fault]:
-    return [
-        Fault(pointer=above + "".join(f"/{step}" for step in error["loc"]) or "/", detail=error["msg"])
-        for error in fault.errors(include_url=False, include_input=False)
-    ]

@@ -1,0 +1,227 @@
+"""The command line by itself: what it finds, imports, refuses and says. Real processes, no coordinator."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.cli.connection import Connection, only
+from shared.cli.output import show_problem
+from shared.cli.secret import place_for
+from shared.cli.spec import read_spec
+from shared.problems import Fault, Invalid, NotFound
+from tests.support.cli import NOWHERE, tessera
+
+SPEC = """
+name = "trial"
+dataset = "data"
+rounds = 3
+[method]
+name = "fedfrozen"
+[method.settings]
+warmup_rounds = 1
+"""
+
+
+def without(*modules: str) -> list[str]:
+    """A `tessera` in whose interpreter importing these modules fails as if they were not installed."""
+    script = f"import sys; sys.modules.update(dict.fromkeys({modules!r})); from shared.cli.main import main; main()"
+    return [sys.executable, "-c", script]
+
+
+# ---------------------------------------------------------------- finding commands
+
+
+def test_help_lists_every_command_and_imports_none() -> None:
+    shown = tessera("--help", command=without("torch", "fastapi", "sqlalchemy", "httpx"))
+    assert shown.returncode == 0, shown.stderr
+    assert all(name in shown.stdout for name in ("admin", "coordinator", "model", "run", "worker"))
+
+
+def test_runs_are_listed_without_torch_or_server() -> None:
+    answer = tessera("run", "--url", NOWHERE, "list", "--help", command=without("torch", "transformers", "fastapi"))
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_the_coordinator_needs_no_torch() -> None:
+    answer = tessera("coordinator", "serve", "--help", command=without("torch", "transformers", "sklearn"))
+    assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "extra"),
+    [("worker", "torch", "worker"), ("model", "transformers", "worker"), ("coordinator", "fastapi", "coordinator")],
+)
+def test_a_missing_extra_is_named_in_one_line(command: str, module: str, extra: str) -> None:
+    answer = tessera(command, "--help", command=without(module))
+    assert answer.returncode == 2
+    # Transformers may have its own word about torch before that.
+    assert answer.stderr.splitlines()[-1] == (
+        f'error: `tessera {command}` needs {module}, which is not installed: pip install "tessera[{extra}]"'
+    )
+    assert "Traceback" not in answer.stderr
+
+
+def test_a_part_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    script = (
+        "import sys, importlib.util as u\n"
+        "class Gone:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'worker': raise ModuleNotFoundError(f'no {name}', name='worker')\n"
+        "sys.meta_path.insert(0, Gone())\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, package=None: None if name == 'worker' else find(name, package)\n"
+        "from shared.cli.main import main; main()"
+    )
+    answer = tessera("worker", "run", command=[sys.executable, "-c", script])
+    assert (answer.returncode, answer.stderr) == (
+        2,
+        "error: `tessera worker` is not part of this installation: it has no package 'worker'.\n",
+    )
+
+
+def test_a_command_of_our_own_that_does_not_import_is_not_hidden() -> None:
+    answer = tessera("run", "list", command=without("shared.client"))
+    assert "ModuleNotFoundError" in answer.stderr
+
+
+def test_an_unknown_command_is_wrong_usage() -> None:
+    answer = tessera("rnu")
+    assert answer.returncode == 2
+    assert "No such command 'rnu'" in answer.stderr
+
+
+def test_the_version_is_told() -> None:
+    answer = tessera("--version")
+    assert (answer.returncode, answer.stdout.split()[0]) == (0, "tessera")
+
+
+# ---------------------------------------------------------------- saying what is wrong
+
+
+def test_a_problem_is_told_with_each_error_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    problem = Invalid("two are wrong", errors=[Fault(pointer="/a", detail="too [small]")], remedy="Mend it.")
+    show_problem(problem, as_json=False)
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "error: two are wrong\n  /a: too [small]\nMend it.\n")
+
+
+def test_with_json_the_problem_document_goes_to_stdout() -> None:
+    answer = tessera("run", "--url", "ftp://x", "list", "--json")
+    document = json.loads(answer.stdout)
+    assert (answer.returncode, document["code"]) == (1, "invalid")
+    assert answer.stderr.startswith("error: 'ftp://x' is not a coordinator's URL")
+
+
+def test_a_spec_is_refused_before_the_coordinator_is_asked(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(SPEC.replace("rounds = 3", "rounds = 0") + "warmup = 2\n")
+    answer = tessera("run", "--url", NOWHERE, "create", str(file), "--model", str(tmp_path))
+    assert answer.returncode == 1
+    assert "/rounds: Input should be greater than 0" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_an_unreadable_token_file_is_named() -> None:
+    answer = tessera("admin", "--token-file", "/no/such/token", "status")
+    assert answer.returncode == 1
+    assert "the token in /no/such/token cannot be read" in answer.stderr
+
+
+def test_an_interrupt_ends_with_130() -> None:
+    script = "import shared.cli.main as m, signal, os\nfrom shared.cli import connection\n"
+    script += "connection.Connection.client = lambda *_: os.kill(os.getpid(), signal.SIGINT)\nm.main()"
+    answer = tessera("run", "list", command=[sys.executable, "-c", script])
+    assert (answer.returncode, "Traceback" in answer.stderr) == (130, False)
+
+
+# ---------------------------------------------------------------- reading what people write
+
+
+def spec_file(folder: Path, text: str = SPEC) -> Path:
+    file = folder / "run.toml"
+    file.write_text(text)
+    return file
+
+
+def test_settings_change_a_spec_by_dotted_keys(tmp_path: Path) -> None:
+    changes = ["rounds=7", "method.settings.scope=v_head", "cohort.sites=['a', 'b']", "name='x'"]
+    spec = read_spec(spec_file(tmp_path), changes)
+    assert spec == {
+        "name": "x",
+        "dataset": "data",
+        "rounds": 7,
+        "method": {"name": "fedfrozen", "settings": {"warmup_rounds": 1, "scope": "v_head"}},
+        "cohort": {"sites": ["a", "b"]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "pointer"),
+    [
+        ("method.settings.scope=nothing", "/method/settings/scope"),
+        ("method.settings.warmup=1", "/method/settings/warmup"),
+        ("cohort.quorum=0", "/cohort/quorum"),
+        ("epochs=2", "/epochs"),
+        ("model=x", "/model"),
+    ],
+)
+def test_a_wrong_setting_is_named(tmp_path: Path, change: str, pointer: str) -> None:
+    with pytest.raises(Invalid) as refused:
+        read_spec(spec_file(tmp_path), [change])
+    assert [fault.pointer for fault in refused.value.errors] == [pointer]
+
+
+@pytest.mark.parametrize("change", ["rounds", "=3", ".a=3", "name.first=x"])
+def test_a_setting_that_is_not_key_and_value_is_refused(tmp_path: Path, change: str) -> None:
+    with pytest.raises(Invalid, match="--set"):
+        read_spec(spec_file(tmp_path), [change])
+
+
+def test_a_method_that_only_the_coordinator_has_is_left_to_it(tmp_path: Path) -> None:
+    assert read_spec(spec_file(tmp_path), ["method.name=elsewhere"])["method"]["name"] == "elsewhere"
+
+
+def find(named: str) -> tuple[str, str]:
+    among = [("ab12", "one"), ("ab34", "two"), ("cd56", "ab34")]
+    return only("run", named, among, lambda pair: pair[0], lambda pair: pair[1])
+
+
+def test_an_abbreviation_or_a_name_finds_the_only_one() -> None:
+    assert (find("ab1"), find("two"), find("c")) == (("ab12", "one"), ("ab34", "two"), ("cd56", "ab34"))
+
+
+def test_an_abbreviation_of_several_names_them() -> None:
+    with pytest.raises(Invalid, match="'ab' could be any of 2 runs") as refused:
+        find("ab")
+    assert [fault.pointer for fault in refused.value.errors] == ["ab12", "ab34"]
+
+
+@pytest.mark.parametrize("named", ["", "zz", "AB12"])
+def test_nothing_is_found_for_what_is_not_there(named: str) -> None:
+    with pytest.raises(NotFound, match="there is no run"):
+        find(named)
+
+
+def test_a_token_on_the_command_line_is_stronger_than_a_file(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("from-file\n")
+    assert Connection("http://x", None, tmp_path / "token")._read_token() == "from-file"
+    assert Connection("http://x", "given", tmp_path / "token")._read_token() == "given"
+
+
+def test_a_secret_goes_into_a_new_file_of_its_owner_alone(tmp_path: Path) -> None:
+    with place_for(tmp_path / "token") as file:
+        assert file is not None
+        file.write("s3cret")
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(Invalid, match="File exists; no token was issued"), place_for(tmp_path / "token"):
+        pass
+
+
+def test_the_place_of_a_secret_that_never_came_is_removed(tmp_path: Path) -> None:
+    with pytest.raises(NotFound), place_for(tmp_path / "token"):
+        raise NotFound("no such site")
+    assert not (tmp_path / "token").exists()

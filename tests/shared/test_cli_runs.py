@@ -1,0 +1,225 @@
+"""`tessera run` and `tessera admin` against a real coordinator, with workers that follow a script."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from shared import container
+from shared.cli.rounds import follow
+from shared.client import Client
+from shared.model import BLOCKS_FILE, WEIGHTS_FILE
+from shared.tensors import as_bytes
+from shared.wire import Failure
+from tests.support.cli import COMMAND, environment, tessera
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+
+SPEC = """
+name = "trial"
+dataset = "data"
+rounds = 1
+method = {name = "fedavg"}
+"""
+
+MODEL = small_model()
+
+
+def whole_tensors() -> dict[str, np.ndarray]:
+    """The small model's tensors, its fused matrix whole."""
+    blocks = values(MODEL)
+    fused = np.concatenate([blocks.pop(f"layer.0.qkv.weight#{role}") for role in ("query", "key", "value")])
+    return {"layer.0.qkv.weight": fused, **blocks}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder, and run.toml beside it."""
+    (tmp_path / "run.toml").write_text(SPEC)
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / BLOCKS_FILE).write_text(MODEL.model_dump_json())
+    (made / "config.json").write_text(json.dumps(MODEL.config))
+    (made / "tokenizer.json").write_text("{}")
+    tensors = whole_tensors()
+    with (made / WEIGHTS_FILE).open("wb") as file:
+        layout = [(name, "F32", array.shape) for name, array in tensors.items()]
+        container.write(file, layout, [as_bytes(array) for array in tensors.values()])
+    return made
+
+
+class Commands:
+    """`tessera` commands as an administrator of one coordinator."""
+
+    def __init__(self, coordinator: LiveCoordinator) -> None:
+        self.settings = {"TESSERA_URL": coordinator.url, "TESSERA_TOKEN": coordinator.token("admin")}
+
+    def say(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        done = tessera(*arguments, **self.settings)
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+        return done
+
+    def json(self, *arguments: str, code: int = 0) -> Any:
+        return json.loads(self.say(*arguments, "--json", code=code).stdout)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*COMMAND, *arguments], env=environment(**self.settings), stdout=subprocess.PIPE, text=True
+        )
+
+    def create(self, folder: Path, *arguments: str) -> str:
+        return self.say(
+            "run", "create", str(folder.parent / "run.toml"), "--model", str(folder), *arguments
+        ).stdout.strip()
+
+
+@pytest.fixture
+def commands(coordinator: LiveCoordinator) -> Commands:
+    return Commands(coordinator)
+
+
+# ---------------------------------------------------------------- runs
+
+
+def test_a_model_is_exported_as_it_was_uploaded(commands: Commands, folder: Path, tmp_path: Path) -> None:
+    run = commands.create(folder)
+    commands.say("run", "export", run, str(tmp_path / "out.safetensors"))
+    exported, expected = load_file(tmp_path / "out.safetensors"), whole_tensors()
+    assert exported.keys() == expected.keys()
+    assert all(np.array_equal(exported[name], expected[name]) for name in expected)
+
+
+def test_an_exported_folder_is_a_model_folder_with_what_else_the_first_had(
+    commands: Commands, folder: Path, tmp_path: Path
+) -> None:
+    run = commands.create(folder)
+    out = tmp_path / "exported"
+    commands.say("run", "export", "trial", str(out), "--model", str(folder))
+    assert sorted(file.name for file in out.iterdir()) == [
+        BLOCKS_FILE,
+        "config.json",
+        WEIGHTS_FILE,
+        "tokenizer.json",
+    ]
+    again = commands.say("run", "create", str(tmp_path / "run.toml"), "--model", str(out), "--set", "name=again")
+    assert again.stdout.strip() != run
+    assert "sent 0 bytes of a model" in again.stderr
+
+
+def test_an_export_that_fails_leaves_nothing(commands: Commands, folder: Path, tmp_path: Path) -> None:
+    run = commands.create(folder)
+    before = sorted(tmp_path.iterdir())
+    commands.say("run", "export", run, str(tmp_path / "out.safetensors"), "--version", "9", code=1)
+    commands.say("run", "export", run, str(tmp_path / "no" / "out.safetensors"), code=1)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_same_key_gives_the_same_run(commands: Commands, folder: Path) -> None:
+    first, second = (commands.create(folder, "--key", "wish-1") for _ in range(2))
+    assert (first, commands.create(folder) != first) == (second, True)
+
+
+def test_a_run_is_found_by_the_beginning_of_its_id_and_by_name(commands: Commands, folder: Path) -> None:
+    run = commands.create(folder)
+    assert [commands.json("run", "show", named)["run"]["id"] for named in (run, run[:8], "trial")] == [run] * 3
+    commands.create(folder)
+    assert commands.json("run", "show", "trial", code=1)["code"] == "invalid"
+    assert commands.json("run", "show", "trail", code=1)["code"] == "not-found"
+
+
+def test_a_run_is_paused_resumed_and_cancelled(commands: Commands, folder: Path) -> None:
+    run = commands.create(folder)
+    states = [commands.json("run", verb, run)["state"] for verb in ("pause", "resume", "cancel")]
+    assert states == ["paused", "running", "cancelled"]
+    assert commands.json("run", "resume", run, code=1)["code"] == "conflict"
+    assert [item["state"] for item in commands.json("run", "list")] == ["cancelled"]
+
+
+def test_watching_tells_each_round_and_ends_with_the_run(
+    commands: Commands, coordinator: LiveCoordinator, folder: Path
+) -> None:
+    run = commands.create(folder, "--set", "rounds=2")
+    watch = commands.start("run", "watch", run, "--json")
+    worker = ScriptedWorker(coordinator.client("site", "north"))
+    for _ in range(2):
+        worker.train(worker.take())
+    out, _ = watch.communicate(timeout=30)
+    events = [json.loads(line) for line in out.splitlines()]
+    rounds = [(e["number"], e["state"], e["accepted"]) for e in events if e["event"] == "round"]
+    assert (watch.returncode, rounds) == (0, [(1, "committed", 1), (2, "committed", 1)])
+    assert (events[-1]["event"], events[-1]["state"]) == ("run", "completed")
+
+
+@pytest.mark.parametrize(("verb", "code"), [("pause", 3), ("cancel", 1)])
+def test_watching_ends_with_a_code_for_how_it_ended(commands: Commands, folder: Path, verb: str, code: int) -> None:
+    run = commands.create(folder)
+    commands.say("run", verb, run)
+    assert "trial is " in commands.say("run", "watch", run, code=code).stdout
+
+
+def test_following_tells_every_attempt_once_and_in_order(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client("orchestrator")
+    worker = ScriptedWorker(coordinator.client("site", "north"))
+    worker.enrol()
+    run = start_run(client, MODEL, values(MODEL), rounds=2, cohort={"tries": 5})
+    steps = iter([_fail, _train, _fail, _train])
+    told: list[tuple[int, int, str]] = []
+
+    def work(_: float) -> None:
+        if step := next(steps, None):
+            step(worker)
+
+    for glimpse in follow(client, run.id, sleep=work):
+        told += [(o.round.number, o.round.attempt, o.round.state) for o in glimpse.ended]
+    assert told == [(1, 1, "abandoned"), (1, 2, "committed"), (2, 1, "abandoned"), (2, 2, "committed")]
+
+
+def _train(worker: ScriptedWorker) -> None:
+    worker.train(worker.take())
+
+
+def _fail(worker: ScriptedWorker) -> None:
+    task = worker.take()
+    worker.client.fail(task.id, Failure(token=task.token, code="failed", detail="no"))
+
+
+# ---------------------------------------------------------------- administration
+
+
+def test_a_site_is_added_with_a_token_that_admits_its_workers(
+    commands: Commands, coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    told = commands.json("admin", "site", "add", "north", "--token-file", str(file))
+    assert (told["site"]["name"], "secret" in told["token"]) == ("north", False)
+    with Client(coordinator.url, file.read_text().strip(), verify=False) as client:
+        ScriptedWorker(client, name="first").enrol()
+    workers = commands.json("admin", "workers")
+    assert [(worker["site"], worker["name"]) for worker in workers] == [("north", "first")]
+    assert [site["name"] for site in commands.json("admin", "sites")] == ["north"]
+
+
+def test_a_token_is_issued_listed_and_revoked(commands: Commands) -> None:
+    issued = commands.say("admin", "token", "create", "reader", "--role", "viewer", "--days", "3")
+    secret = issued.stdout.strip()
+    reading = {"TESSERA_URL": commands.settings["TESSERA_URL"], "TESSERA_TOKEN": secret}
+    assert tessera("run", "list", **reading).returncode == 0
+    assert commands.json("admin", "token", "revoke", "reader")["revoked_at"] is not None
+    assert tessera("run", "list", **reading).returncode == 1
+    assert secret not in commands.say("admin", "token", "list").stdout
+
+
+def test_the_coordinator_is_shown_at_a_glance(commands: Commands, coordinator: LiveCoordinator, folder: Path) -> None:
+    commands.create(folder)
+    ScriptedWorker(coordinator.client("site", "north")).enrol()
+    until(lambda: commands.json("admin", "status")["open_rounds"])
+    assert commands.json("admin", "workers")[0]["site"] == "north"
+    assert len(commands.json("admin", "audit", "--limit", "2")) == 2
+    for shown in (("status",), ("workers",), ("sites",), ("audit",), ("token", "list")):
+        assert commands.say("admin", *shown).stdout
