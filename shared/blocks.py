@@ -179,6 +179,19 @@ class SelectorError(ValueError):
         )
 
 
+def whole_shapes(blocks: Iterable[Block]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor that the blocks make up, in the order in which they first name it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for block in blocks:
+        known = shapes.get(block.tensor)
+        if known is None or block.part is None:
+            shapes[block.tensor] = block.shape
+        else:
+            axis = block.part.axis
+            shapes[block.tensor] = (*known[:axis], known[axis] + block.part.rows, *known[axis + 1 :])
+    return shapes
+
+
 def check_table(blocks: Sequence[Block]) -> None:
     """Refuses a table that does not cover each tensor exactly once.
 

@@ -13,10 +13,10 @@ from typing import Self
 import numpy as np
 from pydantic import ValidationError
 
-from shared.blocks import NUMPY_DTYPES, Block
+from shared.blocks import NUMPY_DTYPES, Block, whole_shapes
 from shared.container import ContainerError, Header, read_header
 from shared.model import BLOCKS_FILE, WEIGHTS_FILE, Model
-from shared.problems import Fault, Invalid
+from shared.problems import Fault, Invalid, faults_of
 from shared.tensors import Array, as_bytes
 
 REMEDY = "Make the folder anew with `tessera model init`."
@@ -69,11 +69,7 @@ def _read_model(file: Path) -> Model:
     except OSError as fault:
         raise Invalid(f"{file} cannot be read: {fault.strerror}", remedy=REMEDY) from fault
     except ValidationError as fault:
-        faults = [
-            Fault(pointer="/" + "/".join(map(str, error["loc"])), detail=error["msg"])
-            for error in fault.errors(include_url=False, include_input=False)
-        ]
-        raise Invalid(f"{file} is not a table of blocks", errors=faults, remedy=REMEDY) from None
+        raise Invalid(f"{file} is not a table of blocks", errors=faults_of(fault), remedy=REMEDY) from None
 
 
 def _read_header(file: Path) -> Header:
@@ -88,15 +84,8 @@ def _read_header(file: Path) -> Header:
 
 def _tensors(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The dtype and shape of each whole tensor that the blocks make up."""
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for block in model.blocks:
-        _, known = tensors.get(block.tensor, ("", ()))
-        shape = block.shape
-        if known and block.part:
-            axis = block.part.axis
-            shape = (*shape[:axis], shape[axis] + known[axis], *shape[axis + 1 :])
-        tensors[block.tensor] = (block.dtype, shape)
-    return tensors
+    dtypes = {block.tensor: block.dtype for block in model.blocks}
+    return {name: (dtypes[name], shape) for name, shape in whole_shapes(model.blocks).items()}
 
 
 def _faults(tensors: Mapping[str, tuple[str, tuple[int, ...]]], header: Header) -> Iterator[Fault]:

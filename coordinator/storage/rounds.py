@@ -53,7 +53,8 @@ def open_round(
 
 def offer_evaluation(session: Session, now: float, run: RunRow, version: int, worker: Member) -> None:
     spec = RunSpec.model_validate(run.spec)
-    task = _task(now, run.id, "evaluate", worker.id, version, dice(spec.seed, "evaluate", version), Plan(), None)
+    seed = dice(spec.seed, "evaluate", version)
+    task = _task(now, run.id, "evaluate", worker.id, version, seed, Plan(stage="evaluate"), None)
     session.add(task)
     audit.record(session, now, ACTOR, "task.evaluate", task.id, run_id=run.id, version=version, worker=worker.name)
 
