@@ -19,6 +19,7 @@ from coordinator import logs
 from coordinator.app import create_app
 from coordinator.services import Services, assemble
 from coordinator.settings import Settings
+from coordinator.storage.blobs import StagingElsewhere
 from coordinator.storage.database import Database, DatabaseInUse, SchemaBehind, alembic_config
 from coordinator.storage.identity import first_token
 
@@ -97,15 +98,16 @@ def _settings() -> Settings:
 def _opened() -> Services:
     """The services, on a database at head that no other process holds."""
     logs.configure()
-    services = assemble(_settings())
+    settings = _settings()
     try:
+        services = assemble(settings)
         services.database.require_head()
         services.database.hold()
-    except (DatabaseInUse, SchemaBehind) as refusal:
+    except (DatabaseInUse, SchemaBehind, StagingElsewhere) as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
     swept = services.blobs.sweep()
-    log.info("coordinator.opened", database=services.settings.database_url, swept_files=swept)
+    log.info("coordinator.opened", database=settings.database_url, swept_files=swept)
     return services
 
 

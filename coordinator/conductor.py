@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 import structlog
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from coordinator.aggregation import Aggregation, run_facts
@@ -100,32 +101,42 @@ class Conductor:
         """One look at every run; whether anything was done."""
         with self._database.snapshot() as session:
             live = live_workers(session, self._database.now() - self._live_seconds)
-            snapshots = [run_snapshot(session, run_id, live) for run_id in runs_to_decide(session)]
+            run_ids = runs_to_decide(session)
         acted = False
-        for snapshot in snapshots:
-            for action in decide(snapshot, self._database.now(), self._patience):
-                acted |= self._try(snapshot.id, action)
+        for run_id in run_ids:
+            for action in self._decide(run_id, live):
+                acted |= self._try(run_id, action)
         return acted
+
+    def _decide(self, run_id: str, live: Sequence[Member]) -> list[Action]:
+        """What is to be done about a run. One that this version cannot read pauses; the others go on."""
+        try:
+            with self._database.snapshot() as session:
+                snapshot = run_snapshot(session, run_id, live)
+        except ValueError as fault:
+            log.exception("conductor.run_not_readable", run=run_id)
+            self._halt(run_id, f"this version of the coordinator cannot read the run: {fault}")
+            return []
+        return decide(snapshot, self._database.now(), self._patience)
 
     def _try(self, run_id: str, action: Action) -> bool:
         """Does one action, unless another process was faster or the run cannot go on."""
         try:
             self._act(run_id, action)
-        except Conflict as conflict:
-            log.info("conductor.overtaken", run=run_id, action=str(action), detail=conflict.detail)
+        except (Conflict, IntegrityError) as conflict:
+            log.info("conductor.overtaken", run=run_id, action=str(action), detail=str(conflict))
             return False
         except (Problem, OSError, ValueError, ArithmeticError, LookupError) as fault:
             log.exception("conductor.action_failed", run=run_id, action=str(action))
-            return self._halt(run_id, action, fault)
+            return self._halt(run_id, f"{type(action).__name__.lower()} failed: {fault}")
         log.info("conductor.acted", run=run_id, action=str(action))
         return True
 
-    def _halt(self, run_id: str, action: Action, fault: Exception) -> bool:
+    def _halt(self, run_id: str, reason: str) -> bool:
         """A run that cannot be moved on pauses with its reason, so that a person sees it and the others go on."""
-        reason = f"{type(action).__name__.lower()} failed: {fault}"[:2000]
         try:
             with self._database.transaction() as session:
-                move_run(session, self._database.now(), ACTOR, run_id, "pause", reason)
+                move_run(session, self._database.now(), ACTOR, run_id, "pause", reason[:2000])
         except Conflict:
             return False
         return True

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from coordinator.domain.lifecycle import LIVE_RUN
 from coordinator.domain.records import RoundSnapshot, RunSnapshot, TaskSnapshot
 
 
@@ -87,14 +88,14 @@ class Patience:
 
 
 def decide(run: RunSnapshot, now: float, patience: Patience) -> list[Action]:
-    if run.state in ("cancelled", "failed"):
+    if run.state not in LIVE_RUN:
         return list(_wind_up(run))
     actions = list(_leases(run, now))
     if run.round:
         actions += _round(run.round, run, now)
     elif run.state == "running":
         actions += _next(run, now, patience)
-    if run.evaluators:
+    if run.evaluators and Complete() not in actions:
         actions += [Evaluate(version) for version in run.unevaluated]
     return actions
 

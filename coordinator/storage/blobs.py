@@ -38,6 +38,10 @@ class Stored:
     inline: bytes | None = None
 
 
+class StagingElsewhere(RuntimeError):
+    """The staging folder is not on the blobs' file system."""
+
+
 class Blobs:
     def __init__(
         self, database: Database, url: str, staging_dir: Path, inline_bytes: int, readahead_bytes: int
@@ -49,6 +53,10 @@ class Blobs:
         staging_dir.mkdir(parents=True, exist_ok=True)
         self._root = None if "://" in url else Path(url)
         self._store = LocalStore(url, mkdir=True) if self._root else from_url(url)
+        if self._root and self._root.stat().st_dev != staging_dir.stat().st_dev:
+            raise StagingElsewhere(
+                f"{staging_dir} and {url} are on two file systems; finishing an upload is a rename"
+            )
 
     # ------------------------------------------------------------ writing
 

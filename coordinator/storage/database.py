@@ -74,14 +74,16 @@ class Database:
         """
         if not self._is_sqlite:
             return
-        self._lock = Path(f"{self.url.database}.lock").open("w")  # noqa: SIM115 (open as long as it is held)
+        lock = Path(f"{self.url.database}.lock").open("w")  # noqa: SIM115 (open as long as it is held)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            lock.close()
             raise DatabaseInUse(
                 f"another coordinator process uses {self.url.database}; SQLite serves one at a time. "
                 "Stop that one, or put TESSERA_DATABASE_URL on PostgreSQL to run several."
             ) from None
+        self._lock = lock
 
     # ------------------------------------------------------------ schema
 
