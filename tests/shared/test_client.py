@@ -1,0 +1,127 @@
+"""The typed client: pages, blobs that break off, and uploads that go on."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from pathlib import Path
+
+import pytest
+
+from shared.client import ONE_REQUEST_BYTES, PIECE_BYTES, Client
+from shared.problems import DigestMismatch, RangeUnsatisfiable
+from shared.tensors import digest_of
+from shared.wire import TokenSpec
+from tests.support.coordinator import LiveCoordinator, refusing
+from tests.support.scripted import Answer, answering
+
+DATA = bytes(range(256)) * 8_000
+"""2,048,000 bytes: more than goes in one request."""
+
+
+def client_of(url: str) -> Client:
+    return Client(url, "t", verify=False, sleep=lambda _: None)
+
+
+def test_a_download_that_breaks_off_goes_on_where_it_was() -> None:
+    half = 3 * PIECE_BYTES
+    partial = Answer(206, DATA[half:], {"Content-Range": f"bytes {half}-{len(DATA) - 1}/{len(DATA)}"})
+    moved: list[int] = []
+    file = io.BytesIO()
+    with answering(Answer(body=DATA, breaks_after=half), partial) as (url, asked), client_of(url) as client:
+        assert client.fetch_blob(digest_of(DATA), file, moved.append) == len(DATA)
+    assert file.getvalue() == DATA
+    assert sum(moved) == len(DATA)
+    assert [a.headers.get("Range") for a in asked] == [None, f"bytes={half}-"]
+
+
+def test_bytes_that_are_not_those_of_their_name_are_refused() -> None:
+    other = answering(Answer(body=b"other bytes"))
+    with other as (url, _), client_of(url) as client, pytest.raises(DigestMismatch):
+        client.read_blob(digest_of(DATA))
+
+
+@pytest.mark.parametrize("size", [0, 1, ONE_REQUEST_BYTES, ONE_REQUEST_BYTES + 1, len(DATA)])
+def test_what_is_put_is_what_is_read(standing_coordinator: LiveCoordinator, size: int, tmp_path: Path) -> None:
+    client = standing_coordinator.client("orchestrator")
+    moved: list[int] = []
+    path = tmp_path / "data"
+    path.write_bytes(DATA[:size])
+    digest = client.put_file(path, moved.append)
+    assert digest == f"sha256:{hashlib.sha256(DATA[:size]).hexdigest()}"
+    assert sum(moved) == size
+    assert client.has_blob(digest)
+    assert client.read_blob(digest) == DATA[:size]
+    assert client.put_bytes(DATA[:size]) == digest
+
+
+def test_an_upload_that_breaks_off_goes_on_from_the_offset_that_the_server_tells() -> None:
+    at = {"Location": "/v1/uploads/u", "Upload-Complete": "?0", "Upload-Offset": "0"}
+    answers = [
+        Answer(201, b"", at),
+        Answer(204, b"", {"Upload-Offset": "0"}),
+        Answer(503, b""),
+        Answer(204, b"", {"Upload-Offset": "1500000"}),
+        Answer(204, b"", {"Upload-Offset": str(len(DATA))}),
+    ]
+    with answering(*answers) as (url, asked), client_of(url) as client:
+        assert client.put_bytes(DATA) == digest_of(DATA)
+    assert [(a.method, a.headers.get("Upload-Offset"), len(a.body)) for a in asked] == [
+        ("POST", None, 0),
+        ("HEAD", None, 0),
+        ("PATCH", "0", len(DATA)),
+        ("HEAD", None, 0),
+        ("PATCH", "1500000", len(DATA) - 1_500_000),
+    ]
+
+
+def test_a_collection_is_followed_over_its_pages() -> None:
+    pages = [
+        Answer(body=b'{"items": [{"id": "1", "name": "a", "created_at": 0}], "next_cursor": "c"}'),
+        Answer(body=b'{"items": [{"id": "2", "name": "b", "created_at": 0}], "next_cursor": null}'),
+    ]
+    with answering(*pages) as (url, asked), client_of(url) as client:
+        assert [site.name for site in client.sites()] == ["a", "b"]
+    assert [a.path for a in asked] == ["/v1/sites", "/v1/sites?cursor=c"]
+
+
+def test_each_creation_carries_a_key_that_its_repeats_share() -> None:
+    site = b'{"id": "1", "name": "a", "created_at": 0}'
+    with answering(Answer(503, b""), Answer(201, site)) as (url, asked), client_of(url) as client:
+        client.create_site("a")
+        client.create_site("a")
+    keys = [a.headers["Idempotency-Key"] for a in asked]
+    assert keys[0] == keys[1]
+    assert keys[1] != keys[2]
+
+
+def test_fields_of_a_newer_coordinator_are_passed_over() -> None:
+    newer = b'{"version": "9", "protocol_min": 1, "protocol_max": 7, "colour": "blue"}'
+    with answering(Answer(body=newer)) as (url, _), client_of(url) as client:
+        assert client.about().protocol_max == 7
+
+
+def test_the_client_speaks_to_a_real_coordinator(standing_coordinator: LiveCoordinator) -> None:
+    client = standing_coordinator.client()
+    site = client.create_site("somewhere")
+    token = client.issue_token(TokenSpec(name="w", role="site", site="somewhere"))
+    assert site in list(client.sites())
+    assert token.id in {known.id for known in client.tokens()}
+    assert client.about().protocol_min <= client.status().protocol <= client.about().protocol_max
+    client.revoke_token(token.id)
+    with refusing("not-found"):
+        client.run("nothing")
+
+
+def test_a_range_beyond_the_end_is_a_problem_with_the_size(standing_coordinator: LiveCoordinator) -> None:
+    client = standing_coordinator.client("orchestrator")
+    digest = client.put_bytes(b"short")
+    with pytest.raises(RangeUnsatisfiable) as caught:
+        client._transport.request("GET", f"/v1/blobs/{digest}", headers={"Range": "bytes=5-"})
+    assert caught.value.headers["content-range"] == "bytes */5"
+
+
+@pytest.fixture(scope="module")
+def standing_coordinator(tmp_path_factory: pytest.TempPathFactory) -> object:
+    with LiveCoordinator(tmp_path_factory.mktemp("client")) as live:
+        yield live

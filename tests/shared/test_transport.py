@@ -1,0 +1,121 @@
+"""Patience: what is tried again, how often, after how long, and what is not."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from shared.problems import PROBLEMS, NotFound, ServerFault, TooManyRequests, Unavailable
+from shared.transport import Transport, Unreachable
+from tests.support.scripted import Answer, answering
+
+PROBLEM = {"Content-Type": "application/problem+json"}
+
+
+def refusal(code: str, **headers: str) -> Answer:
+    problem = PROBLEMS[code]("as scripted")
+    body = problem.document().model_dump_json().encode()
+    return Answer(problem.status, body, PROBLEM | {k.replace("_", "-"): v for k, v in headers.items()})
+
+
+def transport(url: str, pauses: list[float], **options: Any) -> Transport:
+    return Transport(url, "secret", verify=False, sleep=pauses.append, **options)
+
+
+@pytest.mark.parametrize("code", ["unavailable", "too-many-requests", "server-fault", "upload-busy"])
+def test_what_may_pass_is_tried_again(code: str) -> None:
+    pauses: list[float] = []
+    with answering(refusal(code), refusal(code), Answer(body=b"done")) as (url, asked):
+        http = transport(url, pauses)
+        assert http.request("GET", "/x").content == b"done"
+        http.close()
+    assert len(asked) == 3
+    assert len(pauses) == 2
+
+
+@pytest.mark.parametrize("code", ["not-found", "lease-lost", "invalid", "unauthenticated", "offset-mismatch"])
+def test_what_will_not_pass_is_not(code: str) -> None:
+    pauses: list[float] = []
+    with answering(refusal(code)) as (url, asked):
+        http = transport(url, pauses)
+        with pytest.raises(PROBLEMS[code]):
+            http.request("GET", "/x")
+        http.close()
+    assert (len(asked), pauses) == (1, [])
+
+
+def test_retry_after_is_honoured() -> None:
+    pauses: list[float] = []
+    with answering(refusal("too-many-requests", Retry_After="7"), Answer()) as (url, _):
+        http = transport(url, pauses)
+        http.request("GET", "/x")
+        http.close()
+    assert pauses == [7.0]
+
+
+def test_a_retry_after_beyond_its_patience_is_given_up_at_once() -> None:
+    pauses: list[float] = []
+    with answering(refusal("too-many-requests", Retry_After="9999")) as (url, asked):
+        http = transport(url, pauses, patience_seconds=5)
+        with pytest.raises(TooManyRequests):
+            http.request("GET", "/x")
+        http.close()
+    assert (len(asked), pauses) == (1, [])
+
+
+def test_pauses_grow_and_are_jittered_below_their_bound() -> None:
+    pauses: list[float] = []
+    with answering(*[refusal("unavailable")] * 10, Answer()) as (url, _):
+        http = transport(url, pauses)
+        http.request("GET", "/x")
+        http.close()
+    bounds = [min(0.1 * 2**n, 15.0) for n in range(10)]
+    assert all(bound / 2 <= pause <= bound for pause, bound in zip(pauses, bounds, strict=True))
+
+
+def test_a_broken_connection_is_tried_again() -> None:
+    pauses: list[float] = []
+    with answering(Answer(body=b"broken off", breaks_after=3), Answer(body=b"whole")) as (url, asked):
+        http = transport(url, pauses)
+        assert http.request("GET", "/x").content == b"whole"
+        http.close()
+    assert len(asked) == 2
+
+
+def test_nobody_there_is_unreachable_and_says_what_to_check() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        http = transport(url, [], patience_seconds=0)
+        with pytest.raises(Unreachable, match="Check the URL"):
+            http.request("GET", "/x")
+        http.close()
+    assert issubclass(Unreachable, Unavailable)
+
+
+def test_a_token_goes_with_every_request() -> None:
+    with answering(Answer()) as (url, asked):
+        http = transport(url, [])
+        http.request("GET", "/x")
+        http.close()
+    assert asked[0].headers["Authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (Answer(502, b"<html>bad gateway</html>"), Unavailable),
+        (Answer(500, b""), ServerFault),
+        (Answer(404, b"nothing here"), NotFound),
+        (Answer(404, b"not json", PROBLEM), NotFound),
+        (Answer(503, b'{"half": "a problem"}', PROBLEM), Unavailable),
+    ],
+)
+def test_an_answer_that_is_no_problem_document_is_told_by_its_status(answer: Answer, kind: type[Exception]) -> None:
+    with answering(answer) as (url, _):
+        http = transport(url, [])
+        with pytest.raises(kind):
+            http.once("GET", "/x")
+        http.close()
