@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
-import signal
 import sys
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import get_args
 
 from rich.console import Console
@@ -22,10 +20,10 @@ from examples.digits import screen
 from examples.digits.federation import HERE, LABORATORY, SITES, Federation, holdings
 from examples.digits.ledger import Entry, percent_of_full, stages
 from examples.digits.picture import draw
-from examples.digits.processes import Died, Processes
-from examples.digits.reload import measure
+from examples.digits.processes import Died, Processes, end_by_interrupt
+from examples.digits.reload import Scores, measure
+from shared.cli import output
 from shared.cli.export import export_folder
-from shared.cli.output import out, show_problem
 from shared.cli.rounds import Glimpse, at_work, follow, scores_by_version
 from shared.cli.spec import read_spec
 from shared.cli.upload import upload_model
@@ -56,19 +54,15 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     """0: done; 1: something ended that should not have; 130: interrupted."""
-    console = out()
+    console = output.out()
     given = arguments()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    end_by_interrupt()
     try:
         folder = _fresh(given.out)
         processes = Processes(folder)
         try:
             _demo(console, Federation(folder, processes), given)
         finally:
-            # From here on nothing interrupts: each process is given its time to end, and no more.
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)
             processes.stop()
     except KeyboardInterrupt:
         console.print(f"\nInterrupted. Every process was stopped; their logs are in {escape(str(given.out))}.")
@@ -78,7 +72,7 @@ def main() -> int:
         console.print(escape(death.tail()), soft_wrap=True)
         return 1
     except Problem as problem:
-        show_problem(problem, as_json=False)
+        output.show_problem(problem, as_json=False)
         return 1
     except (DemoFailed, TimeoutError) as fault:
         console.print(f"\n[red]{escape(str(fault))}[/]")
@@ -88,10 +82,6 @@ def main() -> int:
 
 class DemoFailed(Exception):
     """The demo ran and did not show what it is to show."""
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (the signal handler's signature)
-    raise KeyboardInterrupt
 
 
 def _fresh(out: Path) -> Path:
@@ -141,7 +131,8 @@ def _gather(console: Console, federation: Federation, client: Client) -> ModelFo
             status.update(f"{there} of {len(SITES) + 1} workers are there")
     console.print(
         f"\nA coordinator at {federation.url} and {len(SITES)} workers that train; {LABORATORY} measures every "
-        f"version. The model has {len(folder.model.blocks)} blocks, {folder.model.nbytes / 1e6:.2f} MB."
+        f"version. The model has {len(folder.model.blocks)} blocks, {folder.model.nbytes / 1e6:.2f} MB.",
+        soft_wrap=True,
     )
     return folder
 
@@ -184,23 +175,23 @@ def _say_what_it_shows(console: Console, entries: list[Entry]) -> None:
         console.print(
             f"Stage two moved {percent_of_full(frozen):.1f} % of the bytes of full exchanges; its first round still "
             f"fetched what the last warm-up round had changed, and without that one it is "
-            f"{percent_of_full(frozen[1:]):.1f} %."
+            f"{percent_of_full(frozen[1:]):.1f} %.",
+            soft_wrap=True,
         )
 
 
 def _check_export(console: Console, federation: Federation, client: Client, run: Run, last: Entry) -> None:
     """Exports the global model and sees whether transformers alone gets the same accuracy out of it."""
     out = federation.folder / "global-model"
-    with suppress(FileNotFoundError):
-        shutil.rmtree(out)
     export_folder(client, run, out, None, lambda _: None)
     again = measure(out)
-    told = last.scores["accuracy"]
+    told = Scores(**{name: last.scores.get(name, math.nan) for name in ("accuracy", "macro_f1")})
     console.print(
         f"\nExported; loaded again with transformers' from_pretrained: accuracy {again.accuracy:.4f}, "
-        f"macro F1 {again.macro_f1:.4f}. The laboratory had measured {told:.4f} and {last.scores['macro_f1']:.4f}."
+        f"macro F1 {again.macro_f1:.4f}. {LABORATORY} had measured {told.accuracy:.4f} and {told.macro_f1:.4f}.",
+        soft_wrap=True,
     )
-    if abs(again.accuracy - told) > 1e-9:
+    if again != told:
         raise DemoFailed("the exported model is not the one that was measured")
 
 

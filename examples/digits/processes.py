@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 GRACE_SECONDS = 10.0
+
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # One thread each: five processes share a laptop's cores. Nothing here is to be looked up on a hub.
 CALM = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -41,6 +43,29 @@ def tessera(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "shared.cli", *arguments]
 
 
+def end_by_interrupt() -> None:
+    """Lets SIGTERM and a closed terminal end this process as ^C does."""
+    for number in INTERRUPTS:
+        signal.signal(number, signal.default_int_handler)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Holds interrupts back until its end, and then raises KeyboardInterrupt if there were any.
+
+    A blocked signal would not do, since processes inherit that.
+    """
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
+
+
 class Processes:
     """What was started, in that order; stopped in the opposite one."""
 
@@ -49,7 +74,8 @@ class Processes:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, command: Sequence[str], settings: Mapping[str, str]) -> None:
-        with self._log(name).open("ab") as log:
+        # An interrupt between a process's start and its entry here would leave it behind.
+        with uninterrupted(), self._log(name).open("ab") as log:
             self._running[name] = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -78,9 +104,10 @@ class Processes:
     def stop(self) -> None:
         """Ends all, the first one last so that the others can still say good-bye to it."""
         first, *others = self._running.values() or (None,)
-        for group in (others, [first]):
-            _end([process for process in group if process])
-        self._running.clear()
+        with uninterrupted():
+            for group in (others, [first]):
+                _end([process for process in group if process])
+            self._running.clear()
 
     def _log(self, name: str) -> Path:
         return self._logs / f"{name}.log"

@@ -63,6 +63,8 @@ def _line(outcome: Outcome) -> str:
 
 def _open_line(glimpse: Glimpse) -> str:
     made = glimpse.open
+    if glimpse.over:
+        return ""
     if made is None:
         return f"{glimpse.run.spec.name} {glimpse.run.state}: waiting for the next round"
     return f"round {made.number} of {glimpse.run.spec.rounds}, {made.stage}, {made.state}; {at_work(made)}"

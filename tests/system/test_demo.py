@@ -1,0 +1,83 @@
+"""The demo, shortened: it ends by itself with a model that transformers loads, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.modelfolder import ModelFolder
+from tests.support.cli import environment
+from tests.support.coordinator import until
+
+SHORT = ("--set", "rounds=3", "--set", "method.settings.warmup_rounds=1")
+
+
+def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "examples.digits", "--out", str(out), *arguments]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def left_of(out: Path) -> list[psutil.Process]:
+    """The processes that name the demo's folder, or were told of it."""
+    return [
+        process
+        for process in psutil.process_iter()
+        if process.pid != os.getpid() and any(str(out) in part for part in _told(process))
+    ]
+
+
+def _told(process: psutil.Process) -> list[str]:
+    try:
+        return [*process.cmdline(), *process.environ().values()]
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return []
+
+
+def test_the_demo_ends_with_a_model_that_measures_the_same_again(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    demo = start(out, *SHORT)
+    told, _ = demo.communicate(timeout=100)
+    assert demo.returncode == 0, told
+    assert "Stage two moved" in told
+    assert ModelFolder.open(out / "global-model").model == ModelFolder.open(out / "model").model
+    assert (out / "rounds.png").read_bytes().startswith(b"\x89PNG")
+    assert left_of(out) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_stops_every_process(tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "demo"
+    demo = start(out, *SHORT)
+    until(lambda: len(left_of(out)) > 3, 60)
+    demo.send_signal(number)
+    told, _ = demo.communicate(timeout=40)
+    assert (demo.returncode, "Interrupted" in told) == (130, True), told
+    assert left_of(out) == []
+
+
+def test_a_worker_that_dies_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    demo = start(out)
+    worker = until(
+        lambda: next((p for p in left_of(out) if str(out / "la-paz" / "worker.toml") in p.cmdline()), None), 60
+    )
+    until(lambda: "task-done" in (out / "la-paz.log").read_text(), 60)
+    worker.kill()
+    told, _ = demo.communicate(timeout=40)
+    assert demo.returncode == 1, told
+    assert "la-paz ended with exit code -9" in told
+    assert '"event": "task-done"' in told
+
+
+def test_a_folder_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    demo = start(tmp_path)
+    told, _ = demo.communicate(timeout=60)
+    assert (demo.returncode, (tmp_path / "mine").exists()) == (1, True)
+    assert "no demo made it" in told
