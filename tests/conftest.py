@@ -4,8 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.coordinator import LiveCoordinator
+
+# How long one example takes says more about what else the machine does than about the code.
+settings.register_profile("tessera", deadline=None)
+settings.load_profile("tessera")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import base64
 import httpx
 import pytest
 
-from tests.support.coordinator import LiveCoordinator, refused
+from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
 
@@ -60,6 +60,7 @@ def test_every_collection_pages_one_by_one(coordinator: LiveCoordinator) -> None
     ScriptedWorker(coordinator.client("site", "b"), datasets={}).enrol()
     for _ in range(2):
         worker.train(worker.take())
+    until(lambda: client.run(run.id).state == "completed")
     at_least = {
         "/v1/runs": 2,
         "/v1/sites": 2,
