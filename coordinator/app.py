@@ -5,12 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 
 from coordinator.api import admin, blobs, errors, health, runs, sites, tasks
 from coordinator.services import Services
 from coordinator.version import VERSION
+from shared.problems import ProblemDocument
+
+# FastAPI would describe a body of its own for 422, which is never sent.
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ProblemDocument, "description": "a problem (application/problem+json)"}
+    for status in (422, "default")
+}
 
 DESCRIPTION = "Federated learning of transformers: runs, rounds, tasks and the blobs that travel between them."
 
@@ -35,5 +43,5 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     app.state.services = services
     errors.install(app)
     for module in (runs, tasks, blobs, sites, admin, health):
-        app.include_router(module.router)
+        app.include_router(module.router, responses=REFUSALS)
     return app

@@ -20,7 +20,7 @@ from coordinator.app import create_app
 from coordinator.services import Services, assemble
 from coordinator.settings import Settings
 from coordinator.storage.blobs import StagingElsewhere
-from coordinator.storage.database import Database, DatabaseInUse, SchemaBehind, alembic_config
+from coordinator.storage.database import Database, DatabaseInUse, NotAFile, SchemaBehind, alembic_config
 from coordinator.storage.identity import first_token
 
 app = typer.Typer(help="Run a coordinator. Settings come from the environment: TESSERA_DATABASE_URL and others.")
@@ -103,7 +103,7 @@ def _opened() -> Services:
         services = assemble(settings)
         services.database.require_head()
         services.database.hold()
-    except (DatabaseInUse, SchemaBehind, StagingElsewhere) as refusal:
+    except (DatabaseInUse, NotAFile, SchemaBehind, StagingElsewhere) as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
     swept = services.blobs.sweep()

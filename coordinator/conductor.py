@@ -18,6 +18,7 @@ from coordinator.aggregation import Aggregation, run_facts
 from coordinator.domain import decide as todo
 from coordinator.domain.cohort import choose, dice
 from coordinator.domain.decide import Action, Patience, decide
+from coordinator.domain.records import RunSnapshot
 from coordinator.presence import Presence
 from coordinator.states import States
 from coordinator.storage import rounds
@@ -69,6 +70,8 @@ class Conductor:
         self._live_seconds = live_seconds
         self._tick_seconds = tick_seconds
         self._notify = notify
+        # Forgetting it costs one more try.
+        self._failed: dict[tuple[str, Action], float] = {}
         self._called = threading.Event()
         self._ended = threading.Event()
 
@@ -104,23 +107,28 @@ class Conductor:
             run_ids = runs_to_decide(session)
         acted = False
         for run_id in run_ids:
-            for action in self._decide(run_id, live):
-                acted |= self._try(run_id, action)
+            snapshot = self._look(run_id, live)
+            if snapshot is None:
+                continue
+            for action in decide(snapshot, self._database.now(), self._patience):
+                # What failed is tried again when the run was resumed, not at every tick.
+                if self._failed.get((run_id, action)) != snapshot.idle_since:
+                    acted |= self._try(snapshot, action)
         return acted
 
-    def _decide(self, run_id: str, live: Sequence[Member]) -> list[Action]:
-        """What is to be done about a run. One that this version cannot read pauses; the others go on."""
+    def _look(self, run_id: str, live: Sequence[Member]) -> RunSnapshot | None:
+        """A run as it is. One that this version cannot read pauses, and the others go on."""
         try:
             with self._database.snapshot() as session:
-                snapshot = run_snapshot(session, run_id, live)
+                return run_snapshot(session, run_id, live)
         except ValueError as fault:
-            log.exception("conductor.run_not_readable", run=run_id)
-            self._halt(run_id, f"this version of the coordinator cannot read the run: {fault}")
-            return []
-        return decide(snapshot, self._database.now(), self._patience)
+            if self._halt(run_id, f"this version of the coordinator cannot read the run: {fault}"):
+                log.exception("conductor.run_not_readable", run=run_id)
+            return None
 
-    def _try(self, run_id: str, action: Action) -> bool:
+    def _try(self, run: RunSnapshot, action: Action) -> bool:
         """Does one action, unless another process was faster or the run cannot go on."""
+        run_id = run.id
         try:
             self._act(run_id, action)
         except (Conflict, IntegrityError) as conflict:
@@ -128,6 +136,7 @@ class Conductor:
             return False
         except (Problem, OSError, ValueError, ArithmeticError, LookupError) as fault:
             log.exception("conductor.action_failed", run=run_id, action=str(action))
+            self._failed[run_id, action] = run.idle_since
             return self._halt(run_id, f"{type(action).__name__.lower()} failed: {fault}")
         log.info("conductor.acted", run=run_id, action=str(action))
         return True

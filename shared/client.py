@@ -127,13 +127,26 @@ class Client:
     def export(
         self, run_id: str, file: BinaryIO, number: int | None = None, progress: Progress | None = None
     ) -> None:
-        """Writes a version (the latest if no number is given) as one safetensors file."""
+        """Writes a version (the latest if no number is given) as one safetensors file.
+
+        `file` must be seekable: an export that breaks off is begun again. `progress` is then told of its bytes anew,
+        less those that it was told of before.
+        """
         at = "latest" if number is None else str(number)
-        with self._transport.stream(f"/v1/runs/{run_id}/versions/{at}/export", {}) as response:
-            for piece in response.iter_bytes(PIECE_BYTES):
-                file.write(piece)
-                if progress:
-                    progress(len(piece))
+        start = file.tell()
+
+        def attempt() -> None:
+            if progress and file.tell() > start:
+                progress(start - file.tell())
+            file.seek(start)
+            file.truncate()
+            with self._transport.stream(f"/v1/runs/{run_id}/versions/{at}/export", {}) as response:
+                for piece in response.iter_bytes(PIECE_BYTES):
+                    file.write(piece)
+                    if progress:
+                        progress(len(piece))
+
+        self._transport.patiently(attempt)
 
     # ------------------------------------------------------------ blobs
 

@@ -29,7 +29,7 @@ Problem
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import JsonValue, ValidationError
 
@@ -46,8 +46,8 @@ class Fault(Frozen):
     detail: str
 
 
-class ProblemDocument(Frozen):
-    """The body of every response with a status of 400 or more."""
+class ProblemDocument(Frozen, extra="ignore"):
+    """The body of every response with a status of 400 or more. Readers pass over members that they do not know."""
 
     type: str
     title: str
@@ -259,10 +259,15 @@ class Unavailable(Problem):
     retryable = True
 
 
-def faults_of(refusal: ValidationError, pointer: str = "") -> list[Fault]:
+def pointer_to(*steps: object) -> str:
+    """A JSON pointer (RFC 6901), bounded."""
+    return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)[:300]
+
+
+def faults_of(refusal: ValidationError, above: str = "") -> list[Fault]:
     """What pydantic found wrong, without echoing the input: a hostile body must not come back larger."""
     return [
-        Fault(pointer="/".join(map(str, (pointer, *error["loc"])))[:300], detail=error["msg"][:300])
+        Fault(pointer=above + pointer_to(*error["loc"]), detail=error["msg"][:300])
         for error in refusal.errors(include_url=False, include_input=False, include_context=False)[:MAX_FAULTS]
     ]
 
@@ -275,3 +280,27 @@ def _tree(kind: type[Problem]) -> Iterator[type[Problem]]:
 
 PROBLEMS: dict[str, type[Problem]] = {kind.code: kind for kind in list(_tree(Problem))[1:]}
 """Every kind of problem by its code."""
+
+
+def problem_from(
+    document: ProblemDocument | dict[str, Any],
+    retry_after_seconds: float | None = None,
+    headers: dict[str, str] | None = None,
+) -> Problem:
+    """The problem that a document describes; one of an unknown code is told by its status."""
+    read = ProblemDocument.model_validate(document)
+    kind = PROBLEMS.get(read.code) or kind_of_status(read.status)
+    return kind(
+        read.detail,
+        errors=read.errors,
+        remedy=read.remedy,
+        retry_after_seconds=retry_after_seconds,
+        headers=headers,
+    )
+
+
+def kind_of_status(status: int) -> type[Problem]:
+    """The most general problem of a status."""
+    if status in (502, 504):
+        return Unavailable
+    return next((kind for kind in PROBLEMS.values() if kind.status == status), ServerFault)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,15 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import ValidationError
 
-from shared.problems import MEDIA_TYPE, PROBLEMS, Fault, Problem, ProblemDocument, ServerFault, Unavailable
+from shared.problems import (
+    MEDIA_TYPE,
+    Problem,
+    ProblemDocument,
+    ServerFault,
+    Unavailable,
+    kind_of_status,
+    problem_from,
+)
 
 T = TypeVar("T")
 
@@ -49,7 +58,7 @@ class Transport:
         *,
         patience_seconds: float = 60.0,
         sleep: Callable[[float], None] = time.sleep,
-        verify: bool | str = True,
+        verify: bool | ssl.SSLContext = True,
     ) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         timeout = httpx.Timeout(ANSWER_SECONDS, connect=10.0)
@@ -118,23 +127,9 @@ def problem_of(response: httpx.Response) -> Problem:
         except ValidationError:
             pass
         else:
-            kind = PROBLEMS.get(document.code) or _by_status(document.status)
-            return kind(
-                document.detail,
-                errors=[Fault(pointer=e.pointer, detail=e.detail) for e in document.errors],
-                remedy=document.remedy,
-                retry_after_seconds=retry_after,
-                headers=headers,
-            )
-    kind = _by_status(response.status_code)
+            return problem_from(document, retry_after, headers)
+    kind = kind_of_status(response.status_code)
     return kind(f"HTTP {response.status_code}", retry_after_seconds=retry_after, headers=headers)
-
-
-def _by_status(status: int) -> type[Problem]:
-    exact = [kind for kind in PROBLEMS.values() if kind.status == status]
-    if exact:
-        return exact[0]
-    return Unavailable if status in (502, 504) else ServerFault
 
 
 def _seconds(header: str | None) -> float | None:

@@ -184,6 +184,7 @@ class TaskView(Message):
 class Round(Message):
     """One attempt at a round. `version` is the number of the version that it made, once committed."""
 
+    run: str
     number: int
     attempt: int
     state: RoundState

@@ -22,6 +22,7 @@ from shared.problems import (
     NotFound,
     Problem,
     ServerFault,
+    pointer_to,
 )
 
 log = structlog.get_logger()
@@ -44,9 +45,8 @@ def _invalid(request: Request, refusal: Exception) -> Response:
     assert isinstance(refusal, RequestValidationError)  # noqa: S101 (registered for it)
     errors = refusal.errors()
     faults = [
-        Fault(
-            pointer="/".join(("", *map(str, error["loc"][1:] or error["loc"])))[:300], detail=str(error["msg"])[:300]
-        )
+        # The first step only says where in the request: body, header, path or query.
+        Fault(pointer=pointer_to(*error["loc"][1:]), detail=str(error["msg"])[:300])
         for error in errors[:MAX_FAULTS]
     ]
     unreadable = any(error["type"] == "json_invalid" for error in errors)

@@ -122,6 +122,8 @@ def submit_update(task_id: str, body: Submission, serving: Serving, caller: Site
         entry = tasks.held(session, task_id, caller.site_id)
         if tasks.was_accepted(entry, body):
             return _view(serving, caller, task_id)
+        if before := tasks.rejection(entry, body):
+            raise before
         _require_report(entry, body, "train")
         upload_bytes = owned(session, caller.owner, body.update)
     if upload_bytes is None:
@@ -130,7 +132,7 @@ def submit_update(task_id: str, body: Submission, serving: Serving, caller: Site
     try:
         measured = _inspect(serving, entry, body.update)
     except InvalidUpdate as problem:
-        _reject(serving, caller, task_id, body.token, problem)
+        _reject(serving, caller, task_id, body, problem)
         UPDATES_TOTAL.labels(outcome="rejected").inc()
         raise
     _accept(serving, caller, task_id, body, upload_bytes, {**body.numbers, **measured})
@@ -156,7 +158,8 @@ def report_failure(task_id: str, body: Failure, serving: Serving, caller: SiteCa
     problem = WorkerFailed(f"{body.code}: {body.detail}")
     with serving.database.transaction() as session:
         entry = tasks.held(session, task_id, caller.site_id)
-        tasks.fail(session, serving.database.now(), caller.actor, entry, body.token, problem)
+        if not tasks.was_failed(entry, body.token):
+            tasks.fail(session, serving.database.now(), caller.actor, entry, body.token, problem)
     serving.conductor.call()
     return _view(serving, caller, task_id)
 
@@ -166,7 +169,8 @@ def release(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCaller)
     """Gives the task back undone; it is offered again at once."""
     with serving.database.transaction() as session:
         entry = tasks.held(session, task_id, caller.site_id)
-        tasks.release(session, serving.database.now(), caller.actor, entry, body.token)
+        if not tasks.was_released(entry, body.token):
+            tasks.release(session, serving.database.now(), caller.actor, entry, body.token)
         worker_id = entry.task.worker_id
     serving.gate.notify([worker_id])
     return _view(serving, caller, task_id)
@@ -188,10 +192,10 @@ def _inspect(serving: Services, entry: Held, digest: str) -> dict[str, float]:
     return dict(serving.inspector.check(digest, model, manifest, entry.plan, spec.max_update_norm))
 
 
-def _reject(serving: Services, caller: Principal, task_id: str, token: int, problem: Problem) -> None:
+def _reject(serving: Services, caller: Principal, task_id: str, body: Submission, problem: Problem) -> None:
     with serving.database.transaction() as session:
         entry = tasks.held(session, task_id, caller.site_id)
-        tasks.reject(session, serving.database.now(), caller.actor, entry, token, problem)
+        tasks.reject(session, serving.database.now(), caller.actor, entry, body, problem)
     serving.conductor.call()
 
 

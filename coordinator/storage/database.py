@@ -26,6 +26,10 @@ class DatabaseInUse(RuntimeError):
     """Another coordinator process has this SQLite file."""
 
 
+class NotAFile(RuntimeError):
+    """A SQLite database that is not a file cannot be a coordinator's."""
+
+
 class SchemaBehind(RuntimeError):
     """The database's schema is not the one that this code needs."""
 
@@ -36,7 +40,11 @@ class Database:
     def __init__(self, url: str, clock: Callable[[], float] | None = None) -> None:
         self.url = make_url(url)
         self._is_sqlite = self.url.get_backend_name() == "sqlite"
-        if self._is_sqlite and self.url.database:
+        if self._is_sqlite:
+            if not self.url.database or self.url.database == ":memory:":
+                raise NotAFile(
+                    f"{url} is a database in memory, which no other process or restart would see; name a file"
+                )
             Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
         self.engine = create_engine(self.url, pool_pre_ping=not self._is_sqlite, pool_size=20, max_overflow=40)
         if self._is_sqlite:
@@ -88,7 +96,7 @@ class Database:
     # ------------------------------------------------------------ schema
 
     def at_head(self) -> bool:
-        with self.engine.connect() as connection:
+        with self._reading.connect() as connection:
             present = MigrationContext.configure(connection).get_current_heads()
         return set(present) == set(ScriptDirectory.from_config(alembic_config()).get_heads())
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, ForeignKey, Index, LargeBinary, MetaData, String, UniqueConstraint, text
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, LargeBinary, MetaData, String, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 NAMES = {
@@ -20,7 +20,8 @@ NAMES = {
 
 class Table(DeclarativeBase):
     metadata = MetaData(naming_convention=NAMES)
-    type_annotation_map = {dict[str, Any]: JSON, list[Any]: JSON, str: String}
+    # Sizes and seeds outgrow 32 bits.
+    type_annotation_map = {dict[str, Any]: JSON, str: String, int: BigInteger}
 
 
 class SiteRow(Table):

@@ -11,7 +11,7 @@ from coordinator.domain.acceptance import refusal
 from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow, WorkerRow
 from coordinator.storage.transitions import move_task
 from shared.methods.contract import Plan
-from shared.problems import NotFound, Problem
+from shared.problems import NotFound, Problem, problem_from
 from shared.wire import Evaluated, RunSpec, Submission, Task, VersionRef
 
 
@@ -96,9 +96,10 @@ def fail(session: Session, now: float, actor: str, entry: Held, token: int, prob
     move_task(session, now, actor, entry.task, "fail", {"problem": problem.json()})
 
 
-def reject(session: Session, now: float, actor: str, entry: Held, token: int, problem: Problem) -> None:
-    entry.require(token)
-    move_task(session, now, actor, entry.task, "reject", {"problem": problem.json()})
+def reject(session: Session, now: float, actor: str, entry: Held, report: Submission, problem: Problem) -> None:
+    entry.require(report.token)
+    values = {"problem": problem.json(), "update_digest": report.update}
+    move_task(session, now, actor, entry.task, "reject", values)
 
 
 def accept(
@@ -120,6 +121,23 @@ def accept(
         "update_digest": report.update if isinstance(report, Submission) else None,
     }
     move_task(session, now, actor, entry.task, "accept", values)
+
+
+def was_released(entry: Held, token: int) -> bool:
+    """Whether this release took place before, and only the answer was lost."""
+    return entry.task.state == "offered" and entry.task.token == token > 0
+
+
+def was_failed(entry: Held, token: int) -> bool:
+    """Whether this failure was entered before, and only the answer was lost."""
+    return entry.task.state == "failed" and entry.task.token == token
+
+
+def rejection(entry: Held, report: Submission) -> Problem | None:
+    """The problem that this very report was rejected with before, if it was."""
+    task = entry.task
+    same = (task.token, task.update_digest) == (report.token, report.update)
+    return problem_from(task.problem) if task.state == "rejected" and same and task.problem else None
 
 
 def was_accepted(entry: Held, report: Submission | Evaluated) -> bool:

@@ -136,6 +136,7 @@ def round_view(session: Session, row: RoundRow) -> Round:
     )
     tasks = [task_view(task, f"{site}/{name}", row.number) for task, name, site in session.execute(named)]
     return Round(
+        run=row.run_id,
         number=row.number,
         attempt=row.attempt,
         state=row.state,

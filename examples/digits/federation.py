@@ -20,7 +20,7 @@ from worker.data.digits import DigitsOptions, Shards, digits
 
 HERE = Path(__file__).parent
 
-SITES = ("charite", "karolinska", "la-paz", "st-mary")
+SITES = ("alder-clinic", "birch-hospital", "cedar-institute", "dune-university")
 LABORATORY = "reference-lab"
 WORKER = "worker-1"
 

@@ -78,7 +78,8 @@ def test_whoever_lost_a_lease_can_report_nothing_more(live: LiveCoordinator, clo
     assert new.train(new_task).state == "accepted"
 
 
-@EVERY_REPORT
+# A release of what lapsed in the meantime asks for what is already so.
+@pytest.mark.parametrize("report", ["heartbeat", "update", "failure"])
 def test_a_lapsed_lease_is_lost_even_before_another_takes_it(
     live: LiveCoordinator, clock: Clock, report: str
 ) -> None:
@@ -87,6 +88,25 @@ def test_a_lapsed_lease_is_lost_even_before_another_takes_it(
     until(lambda: client.task(task.id).state == "offered")
     with refusing("lease-lost", "the task is offered, not leased"):
         REPORTS[report](worker, task)
+
+
+@pytest.mark.parametrize("report", ["failure", "release"])
+def test_a_repeated_report_gets_the_first_answer_and_changes_nothing(live: LiveCoordinator, report: str) -> None:
+    client, _, (worker,), (task,) = begun(live, "a")
+    first = REPORTS[report](worker, task)
+    entries = sum(1 for _ in client.audit())
+    assert REPORTS[report](worker, task) == first
+    assert sum(1 for _ in client.audit()) == entries
+
+
+def test_a_repeated_submission_of_a_rejected_update_is_refused_for_the_same_reason(live: LiveCoordinator) -> None:
+    _, _, (worker,), (task,) = begun(live, "a")
+    digest = worker.upload(task, {"head.weight": np.full_like(START["head.weight"], np.nan)})
+    with refusing("invalid-update") as first:
+        worker.submit(task, digest)
+    with refusing("invalid-update") as again:
+        worker.submit(task, digest)
+    assert again.value.document() == first.value.document()
 
 
 def test_heartbeats_keep_a_lease_for_as_long_as_they_come(live: LiveCoordinator, clock: Clock) -> None:

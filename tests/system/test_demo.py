@@ -65,13 +65,14 @@ def test_a_worker_that_dies_is_named_with_the_end_of_its_log(tmp_path: Path) -> 
     out = tmp_path / "demo"
     demo = start(out)
     worker = until(
-        lambda: next((p for p in left_of(out) if str(out / "la-paz" / "worker.toml") in p.cmdline()), None), 60
+        lambda: next((p for p in left_of(out) if str(out / "cedar-institute" / "worker.toml") in p.cmdline()), None),
+        60,
     )
-    until(lambda: "task-done" in (out / "la-paz.log").read_text(), 60)
+    until(lambda: "task-done" in (out / "cedar-institute.log").read_text(), 60)
     worker.kill()
     told, _ = demo.communicate(timeout=40)
     assert demo.returncode == 1, told
-    assert "la-paz ended with exit code -9" in told
+    assert "cedar-institute ended with exit code -9" in told
     assert '"event": "task-done"' in told
 
 
