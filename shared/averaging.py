@@ -6,25 +6,23 @@ worker did not send says 'no change' rather than zero, and a block that nobody s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from shared.tensors import Tensor, mean_step
 
-if TYPE_CHECKING:
-    from shared.methods.contract import Divide, State, Update
+Divide = Literal["participants", "cohort"]
+"""Who a block's step is divided by: the workers that sent it, or all whose update was accepted."""
 
 
-def average(state: State, updates: Sequence[Update], divide: Divide) -> State:
-    """The state after one round of example-weighted averaging.
+def average(
+    model: Mapping[str, Tensor], senders: Sequence[tuple[float, Mapping[str, Tensor]]], divide: Divide
+) -> dict[str, Tensor]:
+    """The blocks that somebody sent, averaged with each sender's weight.
 
     `participants` divides a block's step by the weights of those who sent it: full-size steps for rare blocks.
-    `cohort` divides by the weights of all updates: linear and of bounded sensitivity, damped by the share that sent.
+    `cohort` divides by the weights of all senders: linear and of bounded sensitivity, damped by the share that sent.
     """
-    whole = float(sum(update.examples for update in updates)) if divide == "cohort" else None
-    changed: dict[str, Tensor] = {}
-    for name, base in state.model.items():
-        senders = [(float(update.examples), update.blocks[name]) for update in updates if name in update.blocks]
-        if senders:
-            changed[name] = mean_step(base, senders, whole)
-    return state.advanced(changed)
+    whole = sum(weight for weight, _ in senders) if divide == "cohort" else None
+    sent = {name: [(weight, blocks[name]) for weight, blocks in senders if name in blocks] for name in model}
+    return {name: mean_step(model[name], those, whole) for name, those in sent.items() if those}

@@ -22,9 +22,10 @@ from pydantic import (
 )
 
 from shared import codecs
+from shared.averaging import Divide
 from shared.blocks import DType, Frozen, Name
 from shared.methods import Chosen
-from shared.methods.contract import Divide, Plan
+from shared.methods.contract import Plan
 from shared.problems import ProblemDocument
 
 PROTOCOL = 1

@@ -27,7 +27,8 @@ from shared.problems import (
 from shared.wire import Claim, Failure, Lease, Task
 from worker.blockmap import UnknownArchitecture
 from worker.cache import BlobTooLarge
-from worker.models import ConfigError, ModelMismatch
+from worker.configs import ConfigError
+from worker.models import ModelMismatch
 from worker.policy import PolicyViolation
 from worker.renewal import Renewal, Stop, Stopped
 from worker.settings import Settings, token_of

@@ -1,16 +1,13 @@
-"""Builds the model that a run names, reads and writes its blocks, and keeps frozen what is not trained.
+"""Builds the model that a run names, and reads and writes its blocks.
 
-A config comes from the coordinator, which a site does not trust: `check_config` refuses whatever could run code,
-reach a network or exhaust memory before transformers sees it, and `build` allocates nothing until the model that the
-config describes has been laid out without storage and found to be the one in the block table.
+`build` allocates nothing until the model that the config describes has been laid out without storage and found to be
+the one in the block table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
-from inspect import getattr_static
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -19,8 +16,6 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -28,16 +23,13 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 
 from shared.blocks import NUMPY_DTYPES, Block
 from shared.model import Head, Model
-from worker.blockmap import DTYPES, block_table, named_tensors
-
-__all__ = ["AUTO_CLASSES", "ConfigError", "Freeze", "ModelMismatch", "UnsafeConfig", "build", "check_config"]
-__all__ += ["check_model", "config_from", "instantiate", "named_tensors", "read_block", "write_block"]
+from worker.blockmap import DTYPES, block_table
+from worker.configs import ConfigError, UnsafeConfig, config_from
 
 Attention = Literal["eager", "sdpa"]
 """The implementations of attention that are in torch itself."""
@@ -54,50 +46,8 @@ AUTO_CLASSES: dict[Head, Any] = {
 }
 """Transformers' class for each head. Untyped, because transformers types them only in part."""
 
-# What each key of a config could make transformers do.
-UNSAFE_KEYS = {
-    "auto_map": "names code to import",
-    "custom_pipelines": "names code to import",
-    "trust_remote_code": "allows code to be imported",
-    "quantization_config": "loads quantisation kernels",
-    "attn_implementation": "may name a kernel to download",
-    "experts_implementation": "may name a kernel to download",
-    "use_kernels": "downloads kernels",
-    "kernel_config": "names kernels to download",
-    "name_or_path": "names a place to load from",
-    "pretrained_model_name_or_path": "names a place to load from",
-    "transformers_weights": "names a file to load",
-    "gguf_file": "names a file to load",
-    "distributed_config": "starts processes that talk to each other",
-    "fusion_config": "replaces modules",
-    "backbone": "looks a model up on a hub",
-    "backbone_kwargs": "is passed on to a model from a hub",
-    "use_pretrained_backbone": "loads weights from a hub",
-    "use_timm_backbone": "looks a model up on a hub",
-}
-UNSAFE_MODEL_TYPES = {"timm_backbone", "timm_wrapper"}  # timm resolves names to hubs and to local folders
-
-# Methods and tables of the config classes. A config that set `attribute_map` would pass one key off as another.
-_SETTINGS = {field.name for field in fields(cast("Any", PreTrainedConfig))} | {"model_type"}
-_INTERNAL = {
-    name
-    for name in dir(PreTrainedConfig)
-    if name not in _SETTINGS and not isinstance(getattr_static(PreTrainedConfig, name), property)
-}
-
-MAX_DEPTH = 16
-MAX_COUNT = 1 << 20
-"""The most layers, heads, labels or experts: a config class may make a list as long as it is told to."""
 MAX_BUFFER_BYTES = 1 << 30
 """The most that masks and position tables may take: they are not in the block table, so nothing else bounds them."""
-
-
-class ConfigError(ValueError):
-    """Transformers builds no model from this config and head."""
-
-
-class UnsafeConfig(ConfigError):
-    """A config holds something that could run code, reach a network or exhaust memory."""
 
 
 class ModelMismatch(ValueError):
@@ -106,72 +56,6 @@ class ModelMismatch(ValueError):
     def __init__(self, faults: Iterable[str]) -> None:
         self.faults = tuple(sorted(faults))
         super().__init__("the model and its block table disagree: " + "; ".join(self.faults))
-
-
-def check_config(config: Mapping[str, JsonValue]) -> None:
-    """Refuses a config that could run code, reach a network or exhaust memory, at any depth, naming every such key.
-
-    Raises UnsafeConfig.
-    """
-    faults = list(_faults(config, "", 0))
-    if config.get("model_type") not in CONFIG_MAPPING:
-        faults.append(f"model_type: transformers has none called {config.get('model_type')!r}")
-    if faults:
-        raise UnsafeConfig("the config is refused: " + "; ".join(sorted(faults)))
-
-
-def _faults(value: JsonValue | Mapping[str, JsonValue], path: str, depth: int) -> Iterator[str]:
-    if depth > MAX_DEPTH:
-        yield f"{path}: nested more than {MAX_DEPTH} deep"
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _faults(item, f"{path}[{index}]", depth + 1)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            where = f"{path}.{key}" if path else key
-            # Labels are keys of the user's choosing, and their values plain.
-            if not (key == "label2id" and isinstance(item, Mapping)):
-                yield from (f"{where}: {reason}" for reason in _reasons(key, item))
-                yield from _faults(item, where, depth + 1)
-
-
-def _reasons(key: str, value: JsonValue) -> Iterator[str]:
-    """Why a key with this value is not safe: nothing if it is."""
-    if key.startswith("_") or key in _INTERNAL:
-        yield "is internal to transformers"
-    elif key in UNSAFE_KEYS:
-        yield UNSAFE_KEYS[key]
-    elif key == "model_type" and (value in UNSAFE_MODEL_TYPES or not isinstance(value, str)):
-        yield f"may not be {value!r}"
-    elif (key == "dtype" or key.endswith("_dtype")) and value is not None:
-        if value not in {str(dtype).removeprefix("torch.") for dtype in DTYPES}:
-            yield f"may not be {value!r}"
-    elif isinstance(value, int) and value > MAX_COUNT and ("num" in key or "layer" in key or "depth" in key):
-        yield f"is more than {MAX_COUNT}"
-
-
-def config_from(config: Mapping[str, JsonValue]) -> PreTrainedConfig:
-    """The transformers config, checked. Raises UnsafeConfig, or ConfigError if transformers does not accept it."""
-    check_config(config)
-    settings = {key: value for key, value in config.items() if key != "model_type"}
-    try:
-        made = AutoConfig.for_model(str(config["model_type"]), **cast("dict[str, Any]", settings))
-    except Exception as error:  # each of hundreds of config classes has its own way to refuse
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"transformers does not accept the {config['model_type']} config: {reason}") from error
-    _check_made(made)
-    return made
-
-
-def _check_made(config: PreTrainedConfig) -> None:
-    """Looks at what the config became: a class's own default may name a backbone of timm."""
-    if config.model_type in UNSAFE_MODEL_TYPES or any(
-        getattr(config, f"_{kind}_implementation", None) is not None for kind in ("attn", "experts")
-    ):
-        raise UnsafeConfig(f"the config is refused: {type(config).__name__} would load code or weights from a hub")
-    for key in config.sub_configs:
-        if isinstance(part := getattr(config, key, None), PreTrainedConfig):
-            _check_made(part)
 
 
 def build(model: Model, *, attention: Attention | None = None, seed: int = 0) -> PreTrainedModel:
@@ -261,9 +145,9 @@ def read_block(tensors: Mapping[str, Tensor], block: Block) -> np.ndarray:
 
     `tensors` are a model's `named_tensors`, on any device. Raises ModelMismatch if they do not hold such a block.
     """
-    tensor = _tensor_of(tensors, block).detach()
+    tensor = tensor_of(tensors, block).detach()
     if block.part:
-        tensor = tensor.index_select(block.part.axis, _rows(block.part.index(), tensor))
+        tensor = tensor.index_select(block.part.axis, rows_of(block.part.index(), tensor))
     values = tensor.to("cpu", copy=True).contiguous()
     # numpy has no bfloat16 of its own, so the bits cross as integers and are named again on the other side.
     plain = values.view(torch.int16) if values.dtype is torch.bfloat16 else values
@@ -275,19 +159,20 @@ def write_block(tensors: Mapping[str, Tensor], block: Block, values: np.ndarray)
 
     Raises ModelMismatch if the tensors hold no such block, or ValueError if `values` are not of its shape and dtype.
     """
-    tensor = _tensor_of(tensors, block).detach()
+    tensor = tensor_of(tensors, block).detach()
     if values.shape != block.shape or values.dtype != NUMPY_DTYPES[block.dtype]:
         raise ValueError(f"{block.name} is {block.dtype} {block.shape}, not {values.dtype} {values.shape}")
     plain = values.view(np.int16) if block.dtype == "BF16" else values
     # torch takes no read-only memory, such as a blob's.
     source = torch.from_numpy(np.array(plain, order="C")).view(tensor.dtype).to(tensor.device)
     if block.part:
-        tensor.index_copy_(block.part.axis, _rows(block.part.index(), tensor), source)
+        tensor.index_copy_(block.part.axis, rows_of(block.part.index(), tensor), source)
     else:
         tensor.copy_(source)
 
 
-def _tensor_of(tensors: Mapping[str, Tensor], block: Block) -> Tensor:
+def tensor_of(tensors: Mapping[str, Tensor], block: Block) -> Tensor:
+    """The tensor that the block is a part or all of. Raises ModelMismatch if there is none of its form."""
     tensor = tensors.get(block.tensor)
     if tensor is None:
         raise ModelMismatch([f"{block.tensor}: missing from the model"])
@@ -303,57 +188,6 @@ def _tensor_of(tensors: Mapping[str, Tensor], block: Block) -> Tensor:
     return tensor
 
 
-def _rows(index: np.ndarray, tensor: Tensor) -> Tensor:
+def rows_of(index: np.ndarray, tensor: Tensor) -> Tensor:
+    """A part's rows as an index on the tensor's device."""
     return torch.from_numpy(index).to(tensor.device)
-
-
-class Freeze:
-    """Trains the given blocks of a model and keeps every other bit of it as it is.
-
-    Create it when the model is on its device. In each step call `mask_gradients` after the backward pass and before
-    clipping, so that frozen rows do not count towards the norm, and `restore` after the optimizer's step, since
-    weight decay and old moments move rows whose gradient is zero. Raises ModelMismatch for a block that the model
-    lacks.
-    """
-
-    def __init__(self, model: nn.Module, train: Sequence[Block]) -> None:
-        tensors = named_tensors(model)
-        trained: dict[str, list[Block]] = {}
-        for block in train:
-            _tensor_of(tensors, block)
-            trained.setdefault(block.tensor, []).append(block)
-        self.parameters: list[nn.Parameter] = []
-        """What to hand to an optimizer: the parameters with a trained block."""
-        self._rows: list[tuple[Tensor, int, Tensor, Tensor]] = []  # tensor, axis, its frozen rows, their values
-        self._buffers: list[tuple[Tensor, Tensor]] = []  # buffers move in the forward pass, not by gradients
-        for name, tensor in tensors.items():
-            if isinstance(tensor, nn.Parameter):
-                tensor.requires_grad_(name in trained)
-                if name in trained:
-                    self.parameters.append(tensor)
-                    self._keep(tensor, trained[name])
-            elif name not in trained:
-                self._buffers.append((tensor, tensor.detach().clone()))
-
-    def _keep(self, tensor: Tensor, blocks: Sequence[Block]) -> None:
-        parts = [block.part for block in blocks if block.part]
-        if len(parts) < len(blocks):
-            return
-        axis = parts[0].axis
-        covered = np.concatenate([part.index() for part in parts])
-        frozen = _rows(np.setdiff1d(np.arange(tensor.shape[axis]), covered), tensor)
-        if len(frozen):
-            self._rows.append((tensor, axis, frozen, tensor.detach().index_select(axis, frozen)))
-
-    def mask_gradients(self) -> None:
-        """Zeroes the gradients of frozen rows."""
-        for tensor, axis, frozen, _ in self._rows:
-            if tensor.grad is not None:
-                tensor.grad.index_fill_(axis, frozen, 0)
-
-    def restore(self) -> None:
-        """Puts frozen rows and buffers back, bit for bit."""
-        for tensor, axis, frozen, values in self._rows:
-            tensor.detach().index_copy_(axis, frozen, values)
-        for buffer, values in self._buffers:
-            buffer.copy_(values)

@@ -18,8 +18,10 @@ from shared.blocks import Block
 from shared.methods.contract import Phase, Plan, Tally, WorkerHalf
 from shared.tensors import Array
 from shared.wire import Training
+from worker.blockmap import named_tensors
 from worker.data import Dataset
-from worker.models import Freeze, named_tensors, read_block
+from worker.freezing import Freeze
+from worker.models import read_block
 
 Batch = dict[str, Tensor]
 Check = Callable[[], None]

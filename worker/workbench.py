@@ -22,12 +22,12 @@ from shared.problems import Problem
 from shared.tensors import ArrayTensor, to_array
 from shared.update import Change, write_update
 from shared.wire import Evaluated, Manifest, Submission, Task
-from worker.blockmap import block_table
+from worker.blockmap import block_table, named_tensors
 from worker.cache import BlobTensor, Cache
 from worker.data import Dataset
 from worker.evaluator import evaluate
 from worker.files import sweep, temporary_file
-from worker.models import build, named_tensors, write_block
+from worker.models import build, write_block
 from worker.settings import Settings, datasets_of, device_of
 from worker.trainer import Batches, Check, LocalWork, Trainer, epochs_of, seed_everything
 from worker.vault import Vault

@@ -74,9 +74,9 @@ def _what_is_missing(entry: EntryPoint, fault: ModuleNotFoundError) -> str:
         return f"`tessera {entry.name}` is not part of this installation: it has no package {part!r}."
     if missing in PARTS or not missing:
         raise fault
-    package = entry.dist.name if entry.dist else "tessera"
-    wanted = f"{package}[{part}]" if part in PARTS else package
-    return f'`tessera {entry.name}` needs {missing}, which is not installed: pip install "{wanted}"'
+    # Tessera itself is on no package index; what another package brought may be.
+    cure = f"in a checkout of Tessera run: pip install '.[{part}]'" if part in PARTS else f"pip install {missing}"
+    return f"`tessera {entry.name}` needs {missing}, which is not installed: {cure}"
 
 
 app = typer.Typer(cls=Installed, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -11,19 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pydantic import Field
 
-from shared.averaging import average
+from shared.averaging import Divide, average
 from shared.blocks import EVERYTHING, Block, Frozen, Selector
 from shared.tensors import Array, Tensor
 
 if TYPE_CHECKING:
     import torch
-
-Divide = Literal["participants", "cohort"]
-"""Who a block's step is divided by: the workers that sent it, or all whose update was accepted."""
 
 
 class MethodSettings(Frozen):
@@ -107,7 +104,8 @@ class CoordinatorHalf(Generic[C]):
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         """The next state. `updates` come sorted by worker; tensors are lazy and are read block by block."""
-        return average(state, updates, self.run.divide)
+        senders = [(float(update.examples), update.blocks) for update in updates]
+        return state.advanced(average(state.model, senders, self.run.divide))
 
 
 class Work(Protocol):

@@ -60,7 +60,8 @@ def test_a_missing_extra_is_named_in_one_line(command: str, module: str, extra: 
     assert answer.returncode == 2
     # Transformers may have its own word about torch before that.
     assert answer.stderr.splitlines()[-1] == (
-        f'error: `tessera {command}` needs {module}, which is not installed: pip install "tessera[{extra}]"'
+        f"error: `tessera {command}` needs {module}, which is not installed: "
+        f"in a checkout of Tessera run: pip install '.[{extra}]'"
     )
     assert "Traceback" not in answer.stderr
 

@@ -17,7 +17,8 @@ from shared.modelfolder import ModelFolder
 from shared.wire import Cohort, RunSpec, Training
 from tests.support.coordinator import until
 from tests.support.processes import CoordinatorProcess, Process, worker_process
-from worker.models import build, named_tensors, write_block
+from worker.blockmap import named_tensors
+from worker.models import build, write_block
 
 Keep = Callable[[Process], Process]
 RATE = 0.1

@@ -34,8 +34,8 @@ from shared.wire import Cohort, Evaluation, Run, TaskView, Training
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, start_run
 from worker.agent import Agent, told
-from worker.blockmap import block_table
-from worker.models import instantiate, named_tensors, read_block
+from worker.blockmap import block_table, named_tensors
+from worker.models import instantiate, read_block
 from worker.renewal import Stop
 from worker.settings import Settings
 

@@ -19,18 +19,9 @@ from shared.blocks import Part, all_but, roles
 from shared.model import Head, Model
 from worker.blockmap import block_table, named_tensors
 from worker.cli.model import app
-from worker.models import (
-    ConfigError,
-    Freeze,
-    ModelMismatch,
-    UnsafeConfig,
-    _bounded,
-    build,
-    check_config,
-    instantiate,
-    read_block,
-    write_block,
-)
+from worker.configs import ConfigError, UnsafeConfig, check_config
+from worker.freezing import Freeze
+from worker.models import ModelMismatch, _bounded, build, instantiate, read_block, write_block
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 BERT: dict[str, Any] = {"model_type": "bert", **SIZES, "vocab_size": 20, "num_labels": 3}

@@ -21,8 +21,9 @@ from transformers.utils import logging
 
 from shared.blocks import Block
 from shared.model import BLOCKS_FILE, WEIGHTS_FILE, Head, Model
-from worker.blockmap import block_table
-from worker.models import AUTO_CLASSES, check_model, config_from, instantiate, named_tensors
+from worker.blockmap import block_table, named_tensors
+from worker.configs import config_from
+from worker.models import AUTO_CLASSES, check_model, instantiate
 
 app = typer.Typer(no_args_is_help=True, help="Make and inspect the models that runs start from.")
 
