@@ -1,13 +1,17 @@
 """Finds a model's blocks: which tensor, or which rows of a fused one, is a query, a key, a value.
 
-An attention is recognised by the names of what it holds, never by the model's type: `LAYOUTS` has one row for each
-arrangement, and a new family is a new row. A tensor that looks like attention and that no row explains is refused
+An attention is recognised by the names of what it holds, and by its class where a fused projection could be ordered
+in several ways; `LAYOUTS` in `worker/layouts.py` has one row for each arrangement, and a new family is a new row, or
+a file with a mapping. A tensor that looks like attention and that nothing explains is refused, with its name
 (`UnknownArchitecture`), because training or sending the wrong rows is not noticed by any loss.
 
 Roles, in the order in which they are given:
 
-- query, key, value, output: what a row of `LAYOUTS` says; biases go with their weights, and the norms of queries and
-  keys with the queries and keys, since they too decide who attends to whom;
+- what a mapping says, if there is one;
+- query, key, value, output: what a row of `LAYOUTS` says; biases go with their weights. Whatever else moves the
+  attention's scores is a query or a key too: norms of queries and keys, tables of relative positions (`SCORES` names
+  those outside the attention), the latent from which keys and values are unfolded. So training the values alone never
+  changes who attends to whom in their own layer;
 - head: what lies outside the base model (classifier, language-model head), and in a model that is its own base (CLIP)
   the modules of `OWN_HEADS`: projections into the joint space, their scale, classifiers;
 - norm: any other normalisation;
@@ -15,28 +19,39 @@ Roles, in the order in which they are given:
 - mlp: what is in a stack under one of the names in `MLPS`;
 - other: poolers, layer scales, buffers, and whatever else no rule names.
 
-`layer` counts within a stack, so a model with two towers has two layers 0: their names tell them apart.
+`layer` counts within a stack, so a model with two towers has two layers 0: their names tell them apart. Layers that
+share their tensors (ALBERT) are as many as there are sets of tensors: `layer` is the group.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from shared.blocks import Block, DType, Part, Role, check_table
-
-Spans = tuple[tuple[int, int], ...]
-Division = Callable[[nn.Module, int], Mapping[Role, Spans]]
-"""How a fused projection divides: given the attention and its number of rows, each role's rows."""
+from worker.layouts import (
+    ATTENTION_LIKE,
+    LAYOUTS,
+    MLPS,
+    OWN_HEADS,
+    SCORES,
+    Division,
+    Layout,
+    MappingError,
+    MappingFile,
+    Row,
+    Spans,
+    divided,
+)
 
 Claim = Role | Mapping[Role, Part]
 """What a tensor is: of one role, or fused of several parts."""
+
+KERNEL_AND_VALUE: frozenset[Role] = frozenset({"query", "key", "value"})
 
 DTYPES: dict[torch.dtype, DType] = {
     torch.float64: "F64",
@@ -46,65 +61,13 @@ DTYPES: dict[torch.dtype, DType] = {
 }
 
 
-def in_turn(*roles: Role) -> Division:
-    """Equal runs of rows, one for each role, in this order."""
-
-    def divide(_: nn.Module, rows: int) -> Mapping[Role, Spans]:
-        if rows % len(roles):
-            raise ValueError(f"{rows} rows do not divide into {len(roles)} equal parts")
-        bounds = range(0, rows + 1, rows // len(roles))
-        return {role: (span,) for role, span in zip(roles, pairwise(bounds), strict=True)}
-
-    return divide
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One arrangement of an attention's projections, by the names of the attention's children.
-
-    `whole` and `fused` are all there in an attention that the row explains, `optional` may be. `beside` are paths
-    from the attention's parent, for families whose attention leaves its output projection to a sibling.
-    """
-
-    whole: Mapping[str, Role] = field(default_factory=dict)
-    fused: Mapping[str, Division] = field(default_factory=dict)
-    optional: Mapping[str, Role] = field(default_factory=dict)
-    beside: Mapping[str, Role] = field(default_factory=dict)
-
-    @property
-    def required(self) -> frozenset[str]:
-        return frozenset({*self.whole, *self.fused})
-
-
-_NORMS: Mapping[str, Role] = {"q_norm": "query", "k_norm": "key"}
-
-LAYOUTS: tuple[Layout, ...] = (
-    # BERT and those built like it.
-    Layout(whole={"query": "query", "key": "key", "value": "value"}, beside={"output.dense": "output"}),
-    # Llama, Qwen, ViT. Grouped queries only make the key and value projections narrower.
-    Layout(whole={"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}, optional=_NORMS),
-    # CLIP.
-    Layout(whole={"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "output"}),
-    # GPT-2.
-    Layout(whole={"c_proj": "output"}, fused={"c_attn": in_turn("query", "key", "value")}),
-)
-
-MLPS = frozenset({"mlp", "intermediate", "output", "fc1", "fc2", "ffn", "feed_forward"})
-
-OWN_HEADS = frozenset({"visual_projection", "text_projection", "logit_scale", "logit_bias", "classifier"})
-
-ATTENTION_LIKE = re.compile(r"attn|attention|qkv|(^|[._])(q|k|v|query|key|value)([._]|$)", re.IGNORECASE)
-
-
 class UnknownArchitecture(ValueError):
-    """A model has attention that no row of `LAYOUTS` explains. `tensors` are the names that were not understood."""
+    """A model has attention that neither `LAYOUTS` nor a mapping explains. `tensors` are what was not understood."""
 
     def __init__(self, problem: str, tensors: Iterable[str]) -> None:
         self.tensors = tuple(sorted(tensors))
         shown = ", ".join(self.tensors[:12]) + (", ..." if len(self.tensors) > 12 else "")
-        super().__init__(
-            f"{problem}: {shown}. Use a family that LAYOUTS in worker/blockmap.py has a row for, or add its row"
-        )
+        super().__init__(f"{problem}: {shown}. Describe it in a mapping file (docs/blockmap.md)")
 
 
 @dataclass(frozen=True)
@@ -114,6 +77,14 @@ class _Attention:
     path: str
     module: nn.Module
     layout: Layout
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a mapping says of a tensor: its claim, and its layer if the row's pattern has one."""
+
+    claim: Claim
+    layer: int | None
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -127,25 +98,26 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors | {name: buffer for name, buffer in buffers if name in saved and buffer.is_floating_point()}
 
 
-def block_table(model: nn.Module) -> tuple[Block, ...]:
+def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[Block, ...]:
     """The model's blocks, covering each of `named_tensors` exactly once, in that order.
 
-    Works on the meta device. Raises UnknownArchitecture for attention that cannot be resolved, with the names of the
-    tensors in question, and ValueError for a parameter that is not of an averageable floating-point type.
+    Works on the meta device. A mapping is stronger than `LAYOUTS`. Raises UnknownArchitecture for attention
+    that cannot be resolved, with the names of the tensors in question, MappingError for a mapping that does not fit
+    the model, and ValueError for a parameter that is not of an averageable floating-point type.
     """
     tensors = named_tensors(model)
-    attentions = _attentions(model)
-    claims: dict[str, Claim] = dict.fromkeys((name for name, _ in model.named_buffers()), "other")
-    for attention in attentions:
-        claims |= _claims(attention, tensors, claims)
-    stacks = {stack for attention in attentions if (stack := _outermost_stack(model, attention.path))}
+    told = _told(model, tensors, mapping) if mapping else {}
+    claims, paths = _all_claims(model, tensors, told)
+    stacks = {stack for path in paths if (stack := _outermost_stack(model, path))}
     blocks: list[Block] = []
     unexplained: list[str] = []
     for name, tensor in tensors.items():
         stack = _outermost_stack(model, name)
         layer = int(name[len(stack) + 1 :].split(".")[0]) if stack in stacks and stack else None
+        if name in told and told[name].layer is not None:
+            layer = told[name].layer
         claim = claims.get(name) or _plain_role(model, name, tensor, layer)
-        if stack and name not in claims and claim != "norm" and ATTENTION_LIKE.search(name, len(stack)):
+        if name not in claims and claim not in {"norm", "head"} and ATTENTION_LIKE.search(name, len(stack or "")):
             unexplained.append(name)
         blocks += _blocks(name, tensor, layer, claim)
     if unexplained:
@@ -154,18 +126,44 @@ def block_table(model: nn.Module) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
+def _all_claims(
+    model: nn.Module, tensors: Mapping[str, Tensor], told: Mapping[str, _Told]
+) -> tuple[dict[str, Claim], list[str]]:
+    """What tensors are by their place in an attention or by a mapping, and where there is attention."""
+    attentions = _attentions(model)
+    by_mapping = {name: each.claim for name, each in told.items()}
+    paths = [name for name, claim in by_mapping.items() if not isinstance(claim, str) or claim in KERNEL_AND_VALUE]
+    if not attentions and not paths:
+        likely = [name for name in tensors if ATTENTION_LIKE.search(name)]
+        raise UnknownArchitecture(f"no attention recognised in {type(model).__name__}", likely or tensors)
+    claims: dict[str, Claim] = dict.fromkeys((name for name, _ in model.named_buffers()), "other")
+    claims |= _score_claims(model, tensors) | by_mapping
+    for attention in attentions:
+        claims |= _claims(attention, tensors, claims) | by_mapping
+    return claims, paths + [attention.path for attention in attentions]
+
+
 def _attentions(model: nn.Module) -> list[_Attention]:
     found: list[_Attention] = []
     for path, module in model.named_modules():
         held = {name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
-        rows = [layout for layout in LAYOUTS if layout.required <= held]
+        rows = [
+            layout
+            for layout in LAYOUTS
+            if layout.required <= held and (not layout.classes or type(module).__name__ in layout.classes)
+        ]
         if rows:
             found.append(_Attention(path, module, max(rows, key=lambda row: len(row.required))))
-    if not found:
-        names = list(named_tensors(model))
-        likely = [name for name in names if ATTENTION_LIKE.search(name)]
-        raise UnknownArchitecture(f"no attention recognised in {type(model).__name__}", likely or names)
     return found
+
+
+def _score_claims(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Claim]:
+    """What enters the scores of attention from outside it."""
+    claims: dict[str, Claim] = {}
+    for path, module in model.named_modules():
+        for child, role in SCORES.get(type(module).__name__, {}).items():
+            claims |= dict.fromkeys(_under(_join(path, child), tensors), role)
+    return claims
 
 
 def _claims(attention: _Attention, tensors: Mapping[str, Tensor], known: Mapping[str, Claim]) -> dict[str, Claim]:
@@ -176,7 +174,8 @@ def _claims(attention: _Attention, tensors: Mapping[str, Tensor], known: Mapping
         claims |= dict.fromkeys(_under(_join(path, child), tensors), role)
     for child, division in layout.fused.items():
         for name in _under(_join(path, child), tensors):
-            claims[name] = _parts(attention, name, tensors[name], division)
+            if name not in known:
+                claims[name] = _parts(attention, name, tensors[name], division)
     parent = path.rpartition(".")[0]
     for sibling, role in layout.beside.items():
         if not (names := _under(_join(parent, sibling), tensors)):
@@ -187,15 +186,51 @@ def _claims(attention: _Attention, tensors: Mapping[str, Tensor], known: Mapping
     return claims
 
 
-def _parts(attention: _Attention, name: str, tensor: Tensor, division: Division) -> Mapping[Role, Part]:
+def _parts(attention: _Attention, name: str, tensor: Tensor, division: Division) -> Claim:
     child = name[len(attention.path) :].lstrip(".").rpartition(".")[0]
     # Conv1D keeps its weight as [inputs, outputs], Linear as [outputs, inputs]; a bias has outputs only.
     axis = tensor.ndim - 1 if isinstance(attention.module.get_submodule(child), Conv1D) else 0
+    rows = tensor.shape[axis]
     try:
-        divided = division(attention.module, tensor.shape[axis])
-    except ValueError as error:
+        return _labelled(divided(division(attention.module, rows), rows), axis)
+    except (ValueError, AttributeError) as error:  # another version's class may lack what its division reads
         raise UnknownArchitecture(f"a fused projection does not divide ({error})", [name]) from error
-    return {role: Part(label=role, axis=axis, spans=spans) for role, spans in divided.items()}
+
+
+def _labelled(spans: Mapping[Role, Spans], axis: int) -> Mapping[Role, Part]:
+    return {role: Part(label=role, axis=axis, spans=each) for role, each in spans.items()}
+
+
+def _told(model: nn.Module, tensors: Mapping[str, Tensor], mapping: MappingFile) -> dict[str, _Told]:
+    """What the mapping says of each tensor that a row of it matches. Raises MappingError with all that is wrong."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type != mapping.model_type:
+        raise MappingError(f"the mapping is for {mapping.model_type}, and the model is a {model_type}")
+    told: dict[str, _Told] = {}
+    faults: list[str] = []
+    for row in mapping.tensors:
+        matches = {name: match for name in tensors if (match := row.match(name))}
+        if not matches:
+            faults.append(f"no tensor is called {row.names}")
+        faults += [f"{name} is matched by two rows" for name in matches if name in told]
+        for name, match in matches.items():
+            layer = match.groupdict().get("layer")
+            try:
+                told[name] = _Told(_claim_of(row, tensors[name]), None if layer is None else int(layer))
+            except ValueError as error:
+                faults.append(f"{name}: {error}")
+    if faults:
+        raise MappingError(f"the mapping of {mapping.model_type} does not fit: " + "; ".join(sorted(set(faults))))
+    return told
+
+
+def _claim_of(row: Row, tensor: Tensor) -> Claim:
+    if row.role is not None:
+        return row.role
+    if not -tensor.ndim <= row.axis < tensor.ndim:
+        raise ValueError(f"it has no axis {row.axis}")
+    axis = row.axis % tensor.ndim
+    return _labelled(divided([(piece.role, piece.rows) for piece in row.fused], tensor.shape[axis]), axis)
 
 
 def _plain_role(model: nn.Module, name: str, tensor: Tensor, layer: int | None) -> Role:

@@ -1,6 +1,7 @@
 """The block map is proven by what the model does, not by what its tensors are called."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,15 +9,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 
 from shared.blocks import Block, check_table
 from worker.blockmap import UnknownArchitecture, block_table, named_tensors
+from worker.layouts import MappingError, MappingFile, read_mapping
 from worker.models import read_block, write_block
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT = {**SIZES, "vocab_size": 30, "bos_token_id": 0, "eos_token_id": 1}
 PIXELS = {**SIZES, "image_size": 8, "patch_size": 4}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 30, "bos_token_id": 0, "eos_token_id": 1}
+
+
+class Mystery(nn.Module):
+    """An attention that no table knows: values, keys and queries of two heads of four, one head after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wqkv = nn.Linear(32, 24, bias=False)
+        self.out = nn.Linear(8, 32, bias=False)
 
 
 @dataclass(frozen=True)
@@ -174,10 +186,39 @@ def test_float_buffers_are_blocks_and_integer_buffers_are_not() -> None:
 
 
 def test_unknown_layout_is_refused_with_the_names_it_has() -> None:
-    config = AutoConfig.for_model("bloom", hidden_size=16, n_layer=1, n_head=2, vocab_size=20)
-    with pytest.raises(UnknownArchitecture, match="LAYOUTS") as refusal:
-        block_table(AutoModel.from_config(config))
-    assert "h.0.self_attention.query_key_value.weight" in refusal.value.tensors
+    model = tiny(CASES["gpt2"])
+    for layer in model.get_submodule("h").children():
+        layer.attn = Mystery()
+    with pytest.raises(UnknownArchitecture, match="no attention recognised in GPT2Model") as refusal:
+        block_table(model)
+    assert refusal.value.tensors == (
+        "h.0.attn.out.weight",
+        "h.0.attn.wqkv.weight",
+        "h.1.attn.out.weight",
+        "h.1.attn.wqkv.weight",
+    )
+
+
+def test_fused_projection_of_an_unproven_class_is_refused_whatever_its_name() -> None:
+    class OtherAttention(GPTNeoXAttention):
+        """Could order its rows in any of five ways."""
+
+    config = AutoConfig.for_model("gpt_neox", **TEXT)
+    model = AutoModel.from_config(config)
+    for index, layer in enumerate(model.get_submodule("layers").children()):
+        layer.attention = OtherAttention(config, index)
+    with pytest.raises(UnknownArchitecture) as refusal:
+        block_table(model)
+    assert "layers.0.attention.query_key_value.weight" in refusal.value.tensors
+
+
+@pytest.mark.parametrize("name", ["relative_positions", "rel_embeddings", "position_bias"])
+def test_table_of_relative_positions_that_nothing_explains_is_refused(name: str) -> None:
+    model = tiny(CASES["bert"])
+    model.get_submodule("encoder").register_module(name, nn.Embedding(4, 4))
+    with pytest.raises(UnknownArchitecture) as refusal:
+        block_table(model)
+    assert refusal.value.tensors == (f"encoder.{name}.weight",)
 
 
 def test_one_unknown_layer_among_known_ones_is_refused() -> None:
@@ -191,11 +232,57 @@ def test_one_unknown_layer_among_known_ones_is_refused() -> None:
 
 
 def test_attention_with_a_projection_that_its_row_does_not_name_is_refused() -> None:
-    # Cross-attention of GPT-2 fuses keys and values only; thirds of its 64 columns would be plausible and wrong.
-    config = AutoConfig.for_model("gpt2", **{**GPT2, "n_embd": 36}, add_cross_attention=True)
+    model = tiny(CASES["bert"])
+    model.get_submodule("encoder.layer.0.attention.self").register_module("gate", nn.Linear(32, 32))
     with pytest.raises(UnknownArchitecture, match="unknown role") as refusal:
-        block_table(AutoModel.from_config(config))
-    assert "h.0.crossattention.q_attn.weight" in refusal.value.tensors
+        block_table(model)
+    assert refusal.value.tensors == (
+        "encoder.layer.0.attention.self.gate.bias",
+        "encoder.layer.0.attention.self.gate.weight",
+    )
+
+
+def test_cross_attention_of_gpt2_has_queries_of_its_own_and_fuses_keys_and_values() -> None:
+    model = AutoModel.from_config(AutoConfig.for_model("gpt2", **GPT2, add_cross_attention=True))
+    table = {block.name: block for block in block_table(model)}
+    assert table["h.0.crossattention.q_attn.weight"].role == "query"
+    value = table["h.0.crossattention.c_attn.weight#value"]
+    assert value.part is not None
+    assert value.part.spans == ((32, 64),)
+    assert "h.0.crossattention.c_attn.weight#query" not in table
+
+
+def test_groups_of_falcon_divide_into_their_queries_one_key_and_one_value() -> None:
+    # Four heads of 8 in two groups: 16 rows of queries, 8 of keys, 8 of values, twice.
+    config = AutoConfig.for_model("falcon", **TEXT, new_decoder_architecture=True, num_kv_heads=2)
+    parts = {b.role: b.part.spans for b in block_table(AutoModel.from_config(config)) if b.layer == 0 and b.part}
+    assert parts == {"query": ((0, 16), (32, 48)), "key": ((16, 24), (48, 56)), "value": ((24, 32), (56, 64))}
+
+
+def test_latent_is_a_key_and_only_what_unfolds_it_into_values_is_a_value() -> None:
+    # Two heads, each 6 rows of keys and 8 of values.
+    sizes = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8}
+    config = AutoConfig.for_model("deepseek_v3", **{**TEXT, "num_attention_heads": 2}, **sizes, num_key_value_heads=2)
+    with torch.device("meta"):
+        table = {b.name: b for b in block_table(AutoModel.from_config(config)) if b.layer == 0}
+    assert table["layers.0.self_attn.kv_a_proj_with_mqa.weight"].role == "key"
+    [value] = [block for block in table.values() if block.role == "value"]
+    assert value.name == "layers.0.self_attn.kv_b_proj.weight#value"
+    assert value.part is not None
+    assert value.part.spans == ((6, 14), (20, 28))
+
+
+def test_shared_layers_count_once_for_each_set_of_tensors() -> None:
+    config = {**TEXT, "embedding_size": 16, "num_hidden_layers": 6, "num_hidden_groups": 2}
+    table = block_table(AutoModel.from_config(AutoConfig.for_model("albert", **config)))
+    assert {block.layer for block in table if block.role == "query"} == {0, 1}
+
+
+def test_attention_outside_the_stack_has_roles_and_no_layer() -> None:
+    config = AutoConfig.for_model("siglip", text_config=TEXT, vision_config=PIXELS)
+    table = {block.name: block for block in block_table(AutoModel.from_config(config))}
+    pooling = table["vision_model.head.attention.in_proj_weight#value"]
+    assert (pooling.role, pooling.layer) == ("value", None)
 
 
 def test_tensor_that_cannot_be_averaged_is_refused_by_name() -> None:
@@ -204,3 +291,106 @@ def test_tensor_that_cannot_be_averaged_is_refused_by_name() -> None:
     model.get_submodule("pooler.dense").register_parameter("weight", whole)
     with pytest.raises(ValueError, match=r"pooler\.dense\.weight is torch\.int8"):
         block_table(model)
+
+
+# ---------------------------------------------------------------- a mapping from a file
+
+
+MYSTERY = """
+model_type = "gpt2"
+
+[[tensors]]
+names = "h.{layer}.attn.wqkv.*"
+fused = [{ role = "value", rows = 4 }, { role = "key", rows = 4 }, { role = "query", rows = 4 }]
+
+[[tensors]]
+names = "h.{layer}.attn.out.*"
+role = "output"
+"""
+
+
+def mapping(tmp_path: Path, content: str) -> MappingFile:
+    file = tmp_path / "mapping.toml"
+    file.write_text(content)
+    return read_mapping(file)
+
+
+def mysterious() -> PreTrainedModel:
+    model = tiny(CASES["gpt2"])
+    for layer in model.get_submodule("h").children():
+        layer.attn = Mystery()
+    return model
+
+
+def test_mapping_explains_what_no_table_knows_and_the_rest_is_found_as_ever(tmp_path: Path) -> None:
+    table = {block.name: block for block in block_table(mysterious(), mapping(tmp_path, MYSTERY))}
+    value = table["h.1.attn.wqkv.weight#value"]
+    assert value.part is not None
+    assert (value.part.spans, value.layer, value.shape) == (((0, 4), (12, 16)), 1, (8, 32))
+    assert table["h.0.attn.out.weight"].role == "output"
+    assert (table["h.0.mlp.c_fc.weight"].role, table["h.0.mlp.c_fc.weight"].layer) == ("mlp", 0)
+
+
+def test_layer_of_a_pattern_is_the_layer_of_the_block(tmp_path: Path) -> None:
+    row = '[[tensors]]\nnames = "h.*.mlp.c_{layer}*"\nrole = "other"\n'
+    model = mysterious()
+    model.get_submodule("h.0.mlp").register_module("c_7", nn.Linear(2, 2))
+    table = {block.name: block for block in block_table(model, mapping(tmp_path, MYSTERY + row))}
+    assert (table["h.0.mlp.c_7.weight"].role, table["h.0.mlp.c_7.weight"].layer) == ("other", 7)
+
+
+def test_mapping_is_stronger_than_the_table_and_may_divide_the_last_axis(tmp_path: Path) -> None:
+    swapped = """
+model_type = "gpt2"
+[[tensors]]
+names = "h.*.attn.c_attn.*"
+axis = -1
+fused = [{ role = "value", rows = 32 }, { role = "key", rows = 32 }, { role = "query", rows = 32 }]
+"""
+    table = {block.name: block for block in block_table(tiny(CASES["gpt2"]), mapping(tmp_path, swapped))}
+    for name, axis in (("h.0.attn.c_attn.weight#value", 1), ("h.0.attn.c_attn.bias#value", 0)):
+        part = table[name].part
+        assert part is not None
+        assert (part.axis, part.spans) == (axis, ((0, 32),))
+
+
+def test_mapping_must_claim_every_tensor_of_the_attention(tmp_path: Path) -> None:
+    without_output = MYSTERY[: MYSTERY.rindex("[[tensors]]")]
+    with pytest.raises(UnknownArchitecture) as refusal:
+        block_table(mysterious(), mapping(tmp_path, without_output))
+    assert refusal.value.tensors == ("h.0.attn.out.weight", "h.1.attn.out.weight")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (MYSTERY + '[[tensors]]\nnames = "h.*.nothing"\nrole = "mlp"', r"no tensor is called h\.\*\.nothing"),
+        (MYSTERY + '[[tensors]]\nnames = "*.out.weight"\nrole = "mlp"', "h.0.attn.out.weight is matched by two rows"),
+        (MYSTERY.replace("rows = 4", "rows = 5"), "24 rows are not a whole number of times"),
+        (MYSTERY.replace("fused", "axis = 2\nfused"), "has no axis 2"),
+        (MYSTERY.replace("gpt2", "bert"), "the mapping is for bert, and the model is a gpt2"),
+    ],
+)
+def test_mapping_that_does_not_fit_is_refused(tmp_path: Path, content: str, says: str) -> None:
+    with pytest.raises(MappingError, match=says):
+        block_table(mysterious(), mapping(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("model_type =", "is not TOML"),
+        ('model_type = "x"', "tensors: Field required"),
+        (MYSTERY + "heads = 4", "tensors.1.heads: Extra inputs"),
+        (MYSTERY + 'fused = [{ role = "key", rows = 4 }]', "give either role or fused"),
+        (MYSTERY + "axis = 1", "axis is for fused tensors"),
+        (MYSTERY.replace("rows = 4", "rows = 0"), "greater than 0"),
+        (MYSTERY.replace("output", "outputs"), "tensors.1.role"),
+        (MYSTERY.replace("h.{layer}", "{layer}.{layer}"), "stands once"),
+    ],
+)
+def test_mapping_that_makes_no_sense_is_refused_when_it_is_read(tmp_path: Path, content: str, says: str) -> None:
+    with pytest.raises(MappingError, match=says):
+        mapping(tmp_path, content)
+    with pytest.raises(MappingError, match="cannot be read"):
+        read_mapping(tmp_path / "nowhere.toml")

@@ -397,7 +397,7 @@ def test_init_does_not_overwrite_and_leaves_what_was_there(tmp_path: Path) -> No
     ("config", "says"),
     [
         ({**VIT, "quantization_config": {}}, "quantization_config"),
-        ({"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}, "query_key_value"),
+        ({"model_type": "convbert", **SIZES, "vocab_size": 20}, "conv_kernel_layer"),
         ({"hidden_size": 16}, "model_type"),
     ],
 )
