@@ -21,7 +21,7 @@ from shared.wire import Training
 from worker.blockmap import named_tensors
 from worker.data import Dataset
 from worker.freezing import Freeze
-from worker.models import read_block
+from worker.models import read_block, write_block
 
 Batch = dict[str, Tensor]
 Check = Callable[[], None]
@@ -43,6 +43,9 @@ class LocalWork:
 
     def read(self, block: Block) -> Array:
         return read_block(named_tensors(self.model), block)
+
+    def write(self, block: Block, values: Array) -> None:
+        write_block(named_tensors(self.model), block, values)
 
 
 @dataclass(frozen=True)

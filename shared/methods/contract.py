@@ -1,9 +1,9 @@
 """What a method is: two halves that share nothing but data. The defaults together are FedAvg.
 
 The coordinator's half says what each round asks and how updates become the next version; it runs in a process without
-torch. The worker's half takes part in local training; it sees one model and one site's data. Both are made anew for
-each use, so neither can keep anything on itself: what the server remembers is `State`, what a site remembers is its
-vault.
+torch. The worker's half takes part in local training; it sees one model and one site's data. The former is
+made anew for each call and the latter for each task, so neither can remember anything on itself: what the server
+remembers is `State`, what a site remembers is its vault.
 """
 
 from __future__ import annotations
@@ -120,6 +120,10 @@ class Work(Protocol):
     def model(self) -> torch.nn.Module: ...
     def read(self, block: Block) -> Array:
         """The block's present value, in its own shape and dtype."""
+        ...
+
+    def write(self, block: Block, values: Array) -> None:
+        """Overwrites the block's value in the model."""
         ...
 
 

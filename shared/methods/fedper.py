@@ -1,0 +1,63 @@
+"""FedPer: the body is averaged, the head stays with its site.
+
+Arivazhagan et al. 2019, arXiv 1912.00818: body and head train together; the head is never sent, and a site goes on in
+each round with the head that it kept. Until a site has trained, its head is that of the run's first version.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from shared.blocks import Match, Selector, roles
+from shared.methods.contract import (
+    CoordinatorHalf,
+    Harvest,
+    Method,
+    MethodSettings,
+    Participant,
+    Plan,
+    State,
+    Tally,
+    Work,
+    WorkerHalf,
+)
+
+
+class FedPerSettings(MethodSettings):
+    private: tuple[Match, ...] = Field(
+        default=roles("head").include, min_length=1, description="the blocks that stay with their site"
+    )
+
+    @property
+    def kept(self) -> Selector:
+        return Selector(include=self.private)
+
+    @property
+    def shared(self) -> Selector:
+        return Selector(exclude=self.private)
+
+
+class FedPerCoordinator(CoordinatorHalf[FedPerSettings]):
+    def plan_for(self, state: State, worker: Participant) -> Plan:
+        return Plan(stage="body", upload=self.settings.shared)
+
+
+class FedPerWorker(WorkerHalf[FedPerSettings]):
+    def prepare(self, work: Work) -> None:
+        for block in self.settings.kept.resolve(work.blocks):
+            if block.name in work.vault:
+                work.write(block, work.vault[block.name])
+
+    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+        sent = super().harvest(work, selected, tally)
+        keep = {block.name: work.read(block) for block in self.settings.kept.resolve(work.blocks)}
+        return Harvest(upload=sent.upload, keep=keep)
+
+
+METHOD = Method(
+    name="fedper",
+    settings=FedPerSettings,
+    coordinator=FedPerCoordinator,
+    worker=FedPerWorker,
+    source="Arivazhagan et al., Federated Learning with Personalization Layers, arXiv 1912.00818",
+)

@@ -1,0 +1,44 @@
+"""FedProx: each worker is held to the version that it started from by a quadratic term.
+
+Li et al. 2020, arXiv 1812.06127, equation (2): the local objective is F_k(w) + mu/2 |w - w_t|^2. With mu = 0 it is
+FedAvg, bit for bit, because the term is then left out rather than added as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, Work, WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+
+
+class FedProxSettings(MethodSettings):
+    mu: float = Field(default=0.01, ge=0, description="how strongly workers are held to where they started")
+
+
+class FedProxWorker(WorkerHalf[FedProxSettings]):
+    def prepare(self, work: Work) -> None:
+        self._start = {name: tensor.detach().clone() for name, tensor in work.model.named_parameters()}
+
+    def loss(self, work: Work, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        loss = super().loss(work, batch)
+        if self.settings.mu:
+            for name, tensor in work.model.named_parameters():
+                # What is frozen has not moved, and its distance would only cost time.
+                if tensor.requires_grad:
+                    loss = loss + self.settings.mu / 2 * (tensor - self._start[name]).square().sum()
+        return loss
+
+
+METHOD = Method(
+    name="fedprox",
+    settings=FedProxSettings,
+    coordinator=CoordinatorHalf[FedProxSettings],
+    worker=FedProxWorker,
+    source="Li et al., Federated Optimization in Heterogeneous Networks, arXiv 1812.06127, equation (2)",
+)

@@ -1,0 +1,34 @@
+"""FedRep: each round the site's own head is trained on the frozen body, then the body on the frozen head.
+
+Collins et al. 2021, arXiv 2102.07078, Algorithm 1. What stays and what is averaged is as in FedPer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from shared.blocks import Selector
+from shared.methods.contract import Method, Phase, Work
+from shared.methods.fedper import FedPerCoordinator, FedPerSettings, FedPerWorker
+
+
+class FedRepSettings(FedPerSettings):
+    head_epochs: int = Field(default=1, ge=1, le=1000, description="epochs for what stays, before the rest")
+
+
+class FedRepWorker(FedPerWorker):
+    settings: FedRepSettings
+
+    def phases(self, work: Work, selected: Selector) -> Sequence[Phase]:
+        return [Phase(self.settings.kept, epochs=self.settings.head_epochs), Phase(self.settings.shared)]
+
+
+METHOD = Method(
+    name="fedrep",
+    settings=FedRepSettings,
+    coordinator=FedPerCoordinator,
+    worker=FedRepWorker,
+    source="Collins et al., Exploiting Shared Representations for Personalized FL, arXiv 2102.07078, Algorithm 1",
+)
