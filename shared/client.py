@@ -13,6 +13,7 @@ import base64
 import hashlib
 import io
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from pydantic import BaseModel, ValidationError
 from shared.model import Model
 from shared.problems import DigestMismatch, Invalid, NotFound, OffsetMismatch, faults_of
 from shared.tensors import digest_of
-from shared.transport import NotUnderstood, Transport, Unreachable
+from shared.transport import Answer, NotUnderstood, Transport, Unreachable
 from shared.wire import (
     About,
     AuditEntry,
@@ -58,10 +59,14 @@ from shared.wire import (
 ONE_REQUEST_BYTES = 1 << 20
 """A blob up to this size is uploaded in the request that announces it."""
 
+DEFAULT_URL = "http://127.0.0.1:8470"
+
 PIECE_BYTES = 1 << 18
 
 MAX_DOCUMENT_BYTES = 64 << 20
 """The largest model document or manifest that is read whole."""
+
+_UPLOAD = re.compile(r"/v1/uploads/[A-Za-z0-9-]{1,64}")
 
 T = TypeVar("T", bound=BaseModel)
 Progress = Callable[[int], None]
@@ -77,7 +82,7 @@ class Client:
     @classmethod
     def from_environment(cls) -> Self:
         """The coordinator that TESSERA_URL and TESSERA_TOKEN name."""
-        return cls(os.environ.get("TESSERA_URL", "http://127.0.0.1:8470"), os.environ.get("TESSERA_TOKEN"))
+        return cls(os.environ.get("TESSERA_URL", DEFAULT_URL), os.environ.get("TESSERA_TOKEN"))
 
     def close(self) -> None:
         self._transport.close()
@@ -187,7 +192,7 @@ class Client:
                     if progress:
                         progress(len(piece))
 
-        self._transport.patiently(attempt)
+        self._transport.patiently(attempt, moved=file.tell)
         if f"sha256:{received.hexdigest()}" != digest:
             raise DigestMismatch(f"the bytes received for {digest} are others", remedy="Fetch it again.")
         return file.tell()
@@ -226,7 +231,7 @@ class Client:
             progress(len(body))
         # What the coordinator holds already is complete at once, whatever its size.
         if answer.headers.get("Upload-Complete") != "?1":
-            self._append(answer.headers["Location"], file, length, progress)
+            self._append(_upload_path(answer.headers.get("Location", "")), file, length, progress)
 
     def _append(self, location: str, file: BinaryIO, length: int, progress: Progress | None) -> None:
         offset = 0
@@ -249,7 +254,7 @@ class Client:
                 problem.retryable = True
                 raise
 
-        self._transport.patiently(attempt)
+        self._transport.patiently(attempt, moved=lambda: offset)
 
     # ------------------------------------------------------------ tasks
 
@@ -319,7 +324,7 @@ class Client:
     def _post(self, path: str, body: BaseModel, kind: type[T], headers: dict[str, str] | None = None) -> T:
         return _read(kind, self._send("POST", path, body, headers or {}).content)
 
-    def _send(self, method: str, path: str, body: BaseModel, headers: dict[str, str]) -> httpx.Response:
+    def _send(self, method: str, path: str, body: BaseModel, headers: dict[str, str]) -> Answer:
         headers = {"Content-Type": "application/json", **headers}
         return self._transport.request(method, path, content=body.model_dump_json(), headers=headers)
 
@@ -335,6 +340,13 @@ class Client:
             if page.next_cursor is None:
                 return
             params = {"cursor": page.next_cursor}
+
+
+def _upload_path(location: str) -> str:
+    """Where the coordinator put the upload: a path of its own. To another place neither token nor bytes may go."""
+    if not _UPLOAD.fullmatch(location):
+        raise NotUnderstood(f"the coordinator names {location[:200]!r} as the place of an upload")
+    return location
 
 
 def _read(kind: type[T], content: bytes) -> T:

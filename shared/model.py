@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Literal, Self
 
-from pydantic import JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from shared.blocks import Block, Frozen, check_table
 
@@ -34,7 +34,7 @@ class Model(Frozen):
 
     config: dict[str, JsonValue]
     head: Head
-    blocks: tuple[Block, ...]
+    blocks: tuple[Block, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -83,6 +83,8 @@ class Problem(Exception):
         self.advice = remedy or self.remedy
         self.retry_after_seconds = retry_after_seconds
         self.headers = headers or {}
+        # Whether a coordinator said this itself, rather than something in between by a bare HTTP status.
+        self.from_document = False
 
     def document(self) -> ProblemDocument:
         shown = self.errors[:MAX_FAULTS]
@@ -290,13 +292,15 @@ def problem_from(
     """The problem that a document describes; one of an unknown code is told by its status."""
     read = ProblemDocument.model_validate(document)
     kind = PROBLEMS.get(read.code) or kind_of_status(read.status)
-    return kind(
+    problem = kind(
         read.detail,
         errors=read.errors,
         remedy=read.remedy,
         retry_after_seconds=retry_after_seconds,
         headers=headers,
     )
+    problem.from_document = True
+    return problem
 
 
 def kind_of_status(status: int) -> type[Problem]:

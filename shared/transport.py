@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
@@ -25,6 +27,7 @@ from shared.problems import (
 T = TypeVar("T")
 
 LONGEST_PAUSE_SECONDS = 15.0
+MAX_ANSWER_BYTES = 64 << 20
 ANSWER_SECONDS = 60.0
 
 
@@ -45,7 +48,7 @@ class NotUnderstood(ServerFault):
 
 
 class Transport:
-    """An httpx client that repeats what failed for a passing reason, for up to `patience_seconds` a request.
+    """An httpx client that repeats what failed for a passing reason, until nothing moved for `patience_seconds`.
 
     Every request of the API may be repeated: reads by nature, creations by their idempotency key, and reports on a
     task by its token.
@@ -59,9 +62,11 @@ class Transport:
         patience_seconds: float = 60.0,
         sleep: Callable[[float], None] = time.sleep,
         verify: bool | ssl.SSLContext = True,
+        answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        timeout = httpx.Timeout(ANSWER_SECONDS, connect=10.0)
+        # Not compressed, so that no answer can grow in this process beyond what was sent.
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        timeout = httpx.Timeout(answer_seconds, connect=min(10.0, answer_seconds))
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=verify)
         self._patience_seconds = patience_seconds
         self._sleep = sleep
@@ -69,35 +74,39 @@ class Transport:
     def close(self) -> None:
         self._http.close()
 
-    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+    def request(self, method: str, path: str, **options: Any) -> Answer:
         """Sends a request, again if need be, and returns its answer. Raises Problem for a refusal."""
         return self.patiently(lambda: self.once(method, path, **options))
 
-    def once(self, method: str, path: str, **options: Any) -> httpx.Response:
+    def once(self, method: str, path: str, **options: Any) -> Answer:
         """Sends a request one time. Raises Problem for a refusal and Unreachable if no answer came."""
-        with reaching():
-            response = self._http.request(method, path, **options)
-        if response.status_code >= 400:
-            raise problem_of(response)
-        return response
+        with reaching(), self._http.stream(method, path, **options) as response:
+            answer = _read_bounded(response)
+        _require_success(answer)
+        return answer
 
     @contextmanager
     def stream(self, path: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
         """Opens a response whose body is read as it comes; tries one time."""
         with reaching(), self._http.stream("GET", path, headers=headers) as response:
-            if response.status_code >= 400:
-                response.read()
-                raise problem_of(response)
+            if not response.is_success:
+                _require_success(_read_bounded(response))
             yield response
 
-    def patiently(self, attempt: Callable[[], T]) -> T:
-        """Runs `attempt` until it ends in anything but a retryable problem, or patience runs out."""
-        give_up_at = time.monotonic() + self._patience_seconds
+    def patiently(self, attempt: Callable[[], T], moved: Callable[[], int] = lambda: 0) -> T:
+        """Runs `attempt` until it ends in anything but a retryable problem, or patience runs out.
+
+        Patience begins with the first failure, and anew with each after which `moved` (bytes that got through) has
+        grown: a transfer may take as long as it likes while it gets on.
+        """
+        give_up_at, before = math.inf, -1
         pause = 0.1
         while True:
             try:
                 return attempt()
             except Problem as problem:
+                if (there := moved()) > before:
+                    give_up_at, before, pause = time.monotonic() + self._patience_seconds, there, 0.1
                 asked = problem.retry_after_seconds
                 wait = asked if asked is not None else random.uniform(pause / 2, pause)  # noqa: S311 (jitter)
                 if not problem.retryable or time.monotonic() + wait > give_up_at:
@@ -106,18 +115,46 @@ class Transport:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """An answer that is held whole."""
+
+    status_code: int
+    headers: httpx.Headers
+    content: bytes
+
+
+def _read_bounded(response: httpx.Response) -> Answer:
+    """Reads an answer, as far as any answer of the API can be long."""
+    content = bytearray()
+    for piece in response.iter_raw():
+        content += piece
+        if len(content) > MAX_ANSWER_BYTES:
+            raise NotUnderstood(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+    return Answer(response.status_code, response.headers, bytes(content))
+
+
+def _require_success(answer: Answer) -> None:
+    """Raises the problem of every status that is not 2xx. A redirect is one too: the token must not follow it."""
+    if 300 <= answer.status_code < 400:
+        to = answer.headers.get("Location", "nowhere")[:200]
+        raise NotUnderstood(f"the coordinator redirects to {to}", remedy="Give the URL that it redirects to.")
+    if answer.status_code >= 400:
+        raise problem_of(answer)
+
+
 @contextmanager
 def reaching() -> Iterator[None]:
     """Turns httpx's failures to get an answer into Unreachable."""
     try:
         yield
-    except httpx.TransportError as fault:
+    except httpx.RequestError as fault:
         raise Unreachable(f"no answer from the coordinator: {type(fault).__name__}: {fault}") from fault
     except httpx.InvalidURL as fault:
         raise Unreachable(f"the coordinator's URL cannot be read: {fault}") from fault
 
 
-def problem_of(response: httpx.Response) -> Problem:
+def problem_of(response: Answer) -> Problem:
     """The problem that a response carries; what is not problem+json (a proxy's page, say) is told by its status."""
     retry_after = _seconds(response.headers.get("Retry-After"))
     headers = dict(response.headers)

@@ -37,6 +37,8 @@ Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 Numbers = Annotated[dict[Annotated[str, Field(max_length=64)], float], Field(max_length=64)]
 
+LeaseSeconds = Annotated[float, Field(gt=0, le=86400)]
+
 TaskKind = Literal["train", "evaluate"]
 RunState = Literal["running", "paused", "completed", "failed", "cancelled"]
 RoundState = Literal["open", "merging", "committed", "abandoned"]
@@ -247,7 +249,7 @@ class Task(Message):
     divide: Divide
     model: Digest
     version: VersionRef
-    lease_seconds: float
+    lease_seconds: LeaseSeconds
 
 
 class Heartbeat(Message):
@@ -255,7 +257,7 @@ class Heartbeat(Message):
 
 
 class Lease(Message):
-    lease_seconds: float
+    lease_seconds: LeaseSeconds
 
 
 class Submission(Message):

@@ -101,6 +101,9 @@ def decode(codec: str, block: Block, base: Tensor, file: BinaryIO, nbytes: int) 
         if line:
             (length,) = struct.unpack("<I", _exactly(file, 4, left))
             left -= 4
+            # Bounded by the chunk, not by the block: what is read is held at once.
+            if left >= length > longest(count * dtype.itemsize):
+                raise CodecError(f"a chunk of {count} elements claims {length} bytes")
         piece = np.frombuffer(_exactly(file, length, left), dtype=np.uint8)
         left -= length
         yield _decode_chunk(line, layouts, piece, start)
