@@ -1,7 +1,7 @@
 """The arrangements of attention that are known: the tables that `blockmap` reads, and the file that adds to them.
 
 `LAYOUTS` has one row for each arrangement of an attention's projections. Where a projection has a name of its own
-the name is enough; where one matrix holds several of them the name is not (`query_key_value` is ordered in five ways
+the name is enough; where one matrix holds several of them the name is not (`query_key_value` is ordered in three ways
 among the families here), so a fused row also names the classes of attention whose order it is.
 """
 

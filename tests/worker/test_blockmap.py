@@ -1,5 +1,7 @@
 """The block map is proven by what the model does, not by what its tensors are called."""
 
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
+from typer.testing import CliRunner
 
 from shared.blocks import Block, check_table
+from shared.model import Model
 from worker.blockmap import UnknownArchitecture, block_table, named_tensors
+from worker.cli.model import app
 from worker.layouts import MappingError, MappingFile, read_mapping
 from worker.models import read_block, write_block
 
@@ -74,9 +79,10 @@ def run(model: PreTrainedModel, case: Case) -> tuple[list[Tensor], list[Tensor]]
     return list(out.attentions), list(out.hidden_states[1:])
 
 
-def change(model: PreTrainedModel, case: Case, role: str, layer: int) -> None:
+def change(model: PreTrainedModel, case: Case, role: str, layer: int, told: MappingFile | None = None) -> None:
     tensors, rng = named_tensors(model), np.random.default_rng(2)
-    chosen = [b for b in block_table(model) if b.role == role and b.layer == layer and b.name.startswith(case.tower)]
+    table = block_table(model, told)
+    chosen = [b for b in table if b.role == role and b.layer == layer and b.name.startswith(case.tower)]
     assert chosen
     for block in chosen:
         noise = rng.normal(size=block.shape).astype(np.float32)
@@ -201,7 +207,7 @@ def test_unknown_layout_is_refused_with_the_names_it_has() -> None:
 
 def test_fused_projection_of_an_unproven_class_is_refused_whatever_its_name() -> None:
     class OtherAttention(GPTNeoXAttention):
-        """Could order its rows in any of five ways."""
+        """Could order its rows in any of three ways."""
 
     config = AutoConfig.for_model("gpt_neox", **TEXT)
     model = AutoModel.from_config(config)
@@ -394,3 +400,73 @@ def test_mapping_that_makes_no_sense_is_refused_when_it_is_read(tmp_path: Path, 
         mapping(tmp_path, content)
     with pytest.raises(MappingError, match="cannot be read"):
         read_mapping(tmp_path / "nowhere.toml")
+
+
+# ---------------------------------------------------------------- `tessera model`
+
+CONVBERT = {**TEXT, "model_type": "convbert"}
+
+
+def tessera_model(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def written(file: Path, content: str) -> Path:
+    file.write_text(content)
+    return file
+
+
+def documented_mapping(tmp_path: Path) -> Path:
+    document = (Path(__file__).parents[2] / "docs" / "blockmap.md").read_text()
+    first, *_ = re.findall(r"```toml\n(.*?)```", document, re.DOTALL)
+    return written(tmp_path / "convbert.toml", first)
+
+
+def test_blocks_of_a_config_of_seven_billion_parameters_are_counted_without_allocating_them(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "dtype": "bfloat16", "hidden_size": 4096, "intermediate_size": 11008}
+    more = {"num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
+    file = written(tmp_path / "config.json", json.dumps({**config, **more}))
+    code, printed, _ = tessera_model("blocks", file, "--head", "causal-lm", "--json")
+    rows = json.loads(printed)
+    assert code == 0
+    assert sum(row["parameters"] for row in rows) == 6_738_415_616
+    # 4096 x 4096 weights of two bytes each.
+    assert {"layer": 31, "role": "value", "blocks": 1, "parameters": 1 << 24, "bytes": 1 << 25} in rows
+    assert json.loads(tessera_model("blocks", tmp_path, "--json")[1]) != rows  # features alone have no head
+
+
+def test_mapping_of_the_document_is_what_convbert_lacks(tmp_path: Path) -> None:
+    config = written(tmp_path / "config.json", json.dumps(CONVBERT))
+    code, _, error = tessera_model("blocks", config)
+    assert (code, error.count("\n")) == (2, 1)
+    assert "conv_kernel_layer" in error
+    mapped = documented_mapping(tmp_path)
+    assert tessera_model("blocks", config, "--mapping", mapped)[0] == 0
+    out = tmp_path / "model"
+    options = ("--config", config, "--head", "masked-lm", "--mapping", mapped)
+    assert tessera_model("init", out, *options)[0] == 0
+    table = Model.model_validate_json((out / "blocks.json").read_bytes()).by_name
+    block = table["convbert.encoder.layer.1.attention.self.conv_out_layer.weight"]
+    assert (block.role, block.layer) == ("value", 1)
+    again = ("--config", out, "--head", "masked-lm", "--mapping", mapped, "--pretrained")
+    assert tessera_model("init", tmp_path / "again", *again)[0] == 0
+
+
+def test_mapping_of_the_document_gives_roles_that_do_as_they_say(tmp_path: Path) -> None:
+    case = Case("convbert", TEXT)
+    model, told = tiny(case), read_mapping(documented_mapping(tmp_path))
+    before, puts_out = run(model, case)
+    change(model, case, "value", 1, told)
+    after, now_puts_out = run(model, case)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not torch.allclose(puts_out[1], now_puts_out[1], atol=1e-4)
+
+
+def test_table_of_blocks_needs_no_head_and_no_mapping(tmp_path: Path) -> None:
+    config = written(tmp_path / "config.json", json.dumps({**TEXT, "model_type": "bert"}))
+    assert tessera_model("init", tmp_path / "model", "--config", config, "--head", "features")[0] == 0
+    for option in (("--head", "features"), ("--mapping", config)):
+        code, _, error = tessera_model("blocks", tmp_path / "model", *option)
+        assert (code, error.count("\n")) == (2, 1)
+        assert "are for configs" in error

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -281,6 +282,15 @@ TABLES = {
 """What moves a score and is no projection of queries or keys."""
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only wait for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 class Subject:
     """A tiny random model, what it is run on, and its blocks."""
 
@@ -347,6 +357,24 @@ def assert_roles_are_what_the_attention_does(subject: Subject, view: View) -> No
                     assert not torch.allclose(put_out, subject.output(), atol=1e-4), (view, layer, role)
 
 
+def assert_each_fused_row_is_of_its_role(subject: Subject, view: View) -> None:
+    """Row by row: the gradient of a layer's probabilities reaches all query and key rows, and no value row."""
+    fused = [b for b in subject.blocks if b.part and len(b.shape) > 1 and re.search(view.names, b.tensor)]
+    layers = sorted({block.layer for block in fused if block.layer is not None})
+    probabilities = subject.run()[view.output] if layers else ()
+    for layer in layers:
+        subject.model.zero_grad()
+        weighted = (probabilities[layer] * torch.randn(probabilities[layer].shape, generator=NOISE)).sum()
+        weighted.backward(retain_graph=True)
+        for block in (block for block in fused if block.layer == layer):
+            assert block.part
+            gradient = subject.tensors[block.tensor].grad
+            assert gradient is not None
+            rows = gradient.movedim(block.part.axis, 0).flatten(1).abs().sum(1)[block.part.index()]
+            assert not rows.any() if block.role == "value" else rows.all(), block.name
+    subject.model.zero_grad()
+
+
 def assert_only_values_are_trained(subject: Subject) -> None:
     values = [block for block in subject.blocks if block.role == "value"]
     before, put_out = subject.bits(), subject.output()
@@ -370,6 +398,7 @@ def prove(model_type: str, case: Case) -> None:
     assert_covers_every_tensor_once(subject)
     for view in case.views:
         assert_roles_are_what_the_attention_does(subject, view)
+        assert_each_fused_row_is_of_its_role(subject, view)
     assert_only_values_are_trained(subject)
 
 
@@ -393,3 +422,9 @@ def test_what_else_moves_the_scores_is_a_query_or_a_key(model_type: str) -> None
     with subject.changed([block]):
         after = subject.probabilities(view)
     assert not torch.allclose(before[-1], after[-1], atol=1e-4)
+
+
+def test_document_names_the_families_that_are_proven() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "blockmap.md").read_text()
+    _, families, _ = re.split(r"<!-- /?families -->", document)
+    assert re.findall(r"`([^`]+)`", families) == sorted(ZOO)

@@ -23,11 +23,16 @@ from shared.blocks import Block
 from shared.model import BLOCKS_FILE, WEIGHTS_FILE, Head, Model
 from worker.blockmap import block_table, named_tensors
 from worker.configs import config_from
+from worker.layouts import MappingFile, read_mapping
 from worker.models import AUTO_CLASSES, check_model, instantiate
 
 app = typer.Typer(no_args_is_help=True, help="Make and inspect the models that runs start from.")
 
 Config = dict[str, JsonValue]
+
+MappingOption = Annotated[
+    Path | None, typer.Option("--mapping", help="A TOML file that describes attention which is not known here.")
+]
 
 # What transformers notes down for itself, and what names code that we never run: nothing here shapes a tensor.
 BOOKKEEPING = {"transformers_version", "architectures", "auto_map", "name_or_path"}
@@ -57,29 +62,49 @@ def init(
     seed: Annotated[int, typer.Option(help="Decides the weights that are random.")] = 0,
     pretrained: Annotated[bool, typer.Option(help="Take the weights from the folder or the hub too.")] = False,
     labels: Annotated[int | None, typer.Option(min=1, help="How many classes the head tells apart.")] = None,
+    mapping_file: MappingOption = None,
 ) -> None:
     """Make a model folder: transformers' own layout, and the table of the model's blocks."""
     with _bad_input_in_one_line():
         if out.exists():
             raise ValueError(f"{out} exists already: remove it or choose another name")
+        mapping = read_mapping(mapping_file) if mapping_file else None
         settings = _plain(_read_config(config))
         if labels is not None:
             settings = {key: value for key, value in settings.items() if key not in {"id2label", "label2id"}}
             settings["num_labels"] = labels
-        model = _pretrained(config, settings, head, seed) if pretrained else instantiate(settings, head, seed=seed)
-        document = _document(model, head)
+        if pretrained:
+            model = _pretrained(config, settings, head, seed, mapping)
+        else:
+            model = instantiate(settings, head, seed=seed)
+        document = _document(model, head, mapping)
         _write(out, model, document)
     typer.echo(f"{out}: {len(document.blocks)} blocks, {document.nbytes} bytes")
 
 
 @app.command()
 def blocks(
-    path: Annotated[Path, typer.Argument(help="A model folder, or its blocks.json.")],
+    source: Annotated[
+        str, typer.Argument(help="A model folder, its blocks.json, a config.json or a folder with one.")
+    ],
+    pretrained: Annotated[
+        bool, typer.Option(help="SOURCE is a name on the hub; only its config is fetched.")
+    ] = False,
+    head: Annotated[Head | None, typer.Option(help="What a config's model is for, if not just for features.")] = None,
+    mapping_file: MappingOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show how many parameters and bytes each layer has in each role."""
+    """Show how many parameters and bytes each layer has in each role. A config is laid out without any weights."""
     with _bad_input_in_one_line():
-        rows = _summary(_read_document(path).blocks)
+        path = Path(source)
+        if not pretrained and _holds_table(path):
+            if head or mapping_file:
+                raise ValueError(f"{path} has a table of blocks already: --head and --mapping are for configs")
+            table_of = _read_document(path).blocks
+        else:
+            mapping = read_mapping(mapping_file) if mapping_file else None
+            table_of = _laid_out(_plain(_read_config(source)), head or "features", mapping)
+        rows = _summary(table_of)
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
@@ -93,6 +118,22 @@ def blocks(
     table.add_section()
     table.add_row("", "total", *(f"{total:,}" for total in totals))
     Console().print(table)
+
+
+def _holds_table(path: Path) -> bool:
+    """Whether this is a table of blocks, or a folder that has one, rather than a config."""
+    if path.is_dir():
+        return (path / BLOCKS_FILE).exists() or not (path / "config.json").exists()
+    if path.name == BLOCKS_FILE:
+        return True
+    content = json.loads(path.read_bytes())
+    return isinstance(content, dict) and "blocks" in content
+
+
+def _laid_out(config: Config, head: Head, mapping: MappingFile | None) -> tuple[Block, ...]:
+    """The blocks of the config's model, which takes no memory: nothing of it is allocated."""
+    with torch.device("meta"):
+        return block_table(instantiate(config, head), mapping)
 
 
 def _read_config(source: str) -> Config:
@@ -123,7 +164,7 @@ def _plain(config: Config) -> Config:
     return cast("Config", strip(config))
 
 
-def _pretrained(source: str, config: Config, head: Head, seed: int) -> PreTrainedModel:
+def _pretrained(source: str, config: Config, head: Head, seed: int, mapping: MappingFile | None) -> PreTrainedModel:
     if not Path(source).is_dir() and Path(source).suffix == ".json":
         raise ValueError(f"--pretrained takes weights from a folder or the hub, and {source} is neither")
     with torch.random.fork_rng(devices=[]):
@@ -137,25 +178,29 @@ def _pretrained(source: str, config: Config, head: Head, seed: int) -> PreTraine
             output_loading_info=True,
         )
     model, info = loaded
-    _check_loaded(model, {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    _check_loaded(model, {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}, mapping)
     return model
 
 
-def _check_loaded(model: PreTrainedModel, absent: set[str]) -> None:
+def _check_loaded(model: PreTrainedModel, absent: set[str], mapping: MappingFile | None) -> None:
     """Refuses weights of another architecture, which transformers would quietly replace by random ones."""
     may_be_new = {"head", "other"}
-    if odd := sorted({b.tensor for b in block_table(model) if b.tensor in absent and b.role not in may_be_new}):
+    table = block_table(model, mapping)
+    if odd := sorted({b.tensor for b in table if b.tensor in absent and b.role not in may_be_new}):
         shown = ", ".join(odd[:6]) + (", ..." if len(odd) > 6 else "")
         raise ValueError(f"the weights do not fit a {model.config.model_type}; they lack {shown}")
     if absent:
         typer.echo(f"new and random: {', '.join(sorted(absent))}")
 
 
-def _document(model: PreTrainedModel, head: Head) -> Model:
+def _document(model: PreTrainedModel, head: Head, mapping: MappingFile | None) -> Model:
     """The model as a run names it, proven to be rebuilt from its config alone."""
     config = _plain(json.loads(model.config.to_json_string()))
-    document = Model(config=config, head=head, blocks=block_table(model))
-    check_model(document)
+    document = Model(config=config, head=head, blocks=block_table(model, mapping))
+    if mapping is None:
+        check_model(document)
+    elif odd := sorted({block.name for block in {*document.blocks} ^ {*_laid_out(config, head, mapping)}}):
+        raise ValueError(f"the config does not rebuild the model: {', '.join(odd[:6])}")
     return document
 
 
