@@ -92,12 +92,15 @@ class Vault:
         """Commits or discards what earlier submissions left staged; `ask` tells what became of a task.
 
         A task that is still leased under the same token is left staged: its submission may be on its way. Raises
-        what `ask` raises, except that a task which is not known is one that was not accepted.
+        what `ask` raises, except that a task which the coordinator itself does not know is one that was not accepted.
         """
         for staged, task, token in list(self._staged()):
             try:
                 view = ask(task)
-            except NotFound:
+            except NotFound as problem:
+                # A proxy's page says nothing of the task, and what is kept cannot be had again.
+                if not problem.from_document:
+                    raise
                 staged.discard()
                 continue
             if view.token == token and view.state == "accepted":

@@ -8,9 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from shared.client import Client
 from shared.container import ContainerError
-from shared.problems import NotFound, Problem, Unavailable
+from shared.problems import MEDIA_TYPE, NotFound, Problem, Unavailable
 from shared.wire import TaskView
+from tests.support.scripted import Answer, answering
 from worker.vault import Vault
 
 RUN, TASK = "run-1", "task-1"
@@ -90,21 +92,35 @@ def test_settling_commits_only_what_was_accepted_under_the_same_token(
     assert len(files(tmp_path)) == left
 
 
-@pytest.mark.parametrize(("problem", "left"), [(NotFound("no such task"), 0), (Unavailable("later"), 1)])
-def test_settling_discards_what_is_not_known_and_waits_for_who_does_not_answer(
-    tmp_path: Path, problem: Problem, left: int
-) -> None:
-    def ask(task: str) -> TaskView:
-        raise problem
+def settled(vault: Vault, answer: Answer) -> None:
+    """Settles with a coordinator, or what stands before it, that gives this answer."""
+    with answering(answer) as (url, _), Client(url, patience_seconds=0, verify=False) as client:
+        vault.settle(client.task)
 
+
+def test_settling_discards_what_the_coordinator_does_not_know(tmp_path: Path) -> None:
     vault = Vault(tmp_path)
     vault.stage(RUN, TASK, 3, kept(1.0))
-    if problem.retryable:
-        with pytest.raises(Unavailable):
-            vault.settle(ask)
-    else:
-        vault.settle(ask)
-    assert len(files(tmp_path)) == left
+    body = NotFound("no such task").document().model_dump_json().encode()
+    settled(vault, Answer(404, body, {"Content-Type": MEDIA_TYPE}))
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (Answer(503), Unavailable),
+        (Answer(404, b"<html>no such page</html>", {"Content-Type": "text/html"}), NotFound),  # a proxy's own
+    ],
+)
+def test_settling_keeps_what_the_coordinator_did_not_judge(
+    tmp_path: Path, answer: Answer, problem: type[Problem]
+) -> None:
+    vault = Vault(tmp_path)
+    vault.stage(RUN, TASK, 3, kept(1.0))
+    with pytest.raises(problem):
+        settled(vault, answer)
+    assert files(tmp_path) == [f"staged-{TASK}-3.safetensors"]
 
 
 @pytest.mark.parametrize("run", ["../other", "a/b", "", "x" * 65, "run\n", ".", "current.safetensors"])
