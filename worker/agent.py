@@ -16,6 +16,7 @@ from shared.codecs import CodecError
 from shared.methods import UnknownMethod, methods
 from shared.problems import (
     Forbidden,
+    Invalid,
     InvalidUpdate,
     LeaseLost,
     Problem,
@@ -38,6 +39,9 @@ from worker.workbench import Report, TaskFailure, Workbench
 LONGEST_PAUSE_SECONDS = 30.0
 COMPLAINT_SECONDS = 60.0
 SHORTEST_POLL_SECONDS = 1.0
+
+GIVE_BACK_SECONDS = 3.0
+"""How long a worker that is asked to stop waits for the coordinator to take its task back."""
 
 ALIVE_FILE = "alive"
 """Touched at every claim and heartbeat, so that what watches the process can tell that it lives from its age."""
@@ -75,6 +79,7 @@ class Agent:
         # which tries once and leaves it to whoever asked to decide what then.
         self._connect = partial(Client, settings.url, token, patience_seconds=0)
         self._poll_seconds = settings.poll_seconds
+        self._policy = settings.policy
         self._alive = settings.state_dir / ALIVE_FILE
         self._bench = Workbench(self._client, settings)
         self._outage = Outage(stop)
@@ -110,7 +115,7 @@ class Agent:
             self._bench.vault.settle(self._client.task)
             task = self._stop.interruptible(self._ask, self._give_back)
         except Problem as problem:
-            if not problem.retryable:
+            if refuses_worker(problem):
                 raise
             self._outage.wait(problem)
             return None
@@ -159,7 +164,8 @@ class Agent:
             self._stop.check()
             renewal.check()
 
-        with self._connect() as client, Renewal(heartbeat, task.lease_seconds) as renewal:
+        longest = self._policy.max_lease_seconds
+        with self._connect() as client, Renewal(heartbeat, task.lease_seconds, longest) as renewal:
             self._bench.do(task, check, report)
 
     def _report_failure(self, task: Task, fault: Exception, log: Any) -> None:
@@ -181,7 +187,7 @@ class Agent:
         if task is None:
             return
         try:
-            with self._connect() as client:
+            with self._connect(answer_seconds=GIVE_BACK_SECONDS) as client:
                 client.release(task.id, task.token)
         except Problem as problem:
             self._log.warning("task-not-released", run=task.run_name, reason=problem.code)
@@ -190,7 +196,7 @@ class Agent:
 
 
 class Outage:
-    """A coordinator that does not answer: waits longer and longer, and says so once a minute."""
+    """A coordinator that gives no answer to work with: waits longer and longer, and says so once a minute."""
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
@@ -210,6 +216,16 @@ class Outage:
         if self._said_at is not None:
             self._log.info("coordinator-back")
         self._said_at, self._pause_seconds = None, 1.0
+
+
+def refuses_worker(problem: Problem) -> bool:
+    """Whether the coordinator will not have this worker, however often it asks: its token, or what it says of itself.
+
+    Anything else may pass, such as the page of a proxy whose coordinator is being replaced.
+    """
+    if isinstance(problem, Invalid):
+        return problem.from_document
+    return isinstance(problem, Unauthenticated | Forbidden)
 
 
 def told(fault: Exception) -> tuple[str, str]:

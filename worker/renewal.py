@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -112,15 +113,21 @@ class _Call(Thread, Generic[T]):
 class Renewal:
     """Keeps a lease while the block lasts, from a thread of its own.
 
-    `heartbeat` renews it once and may raise Problem. A lease that could not be renewed for as long as it is given
-    counts as lost, by `clock`, from which only durations are taken: the coordinator's time of day is its own.
+    `heartbeat` renews it once and may raise Problem. A lease that could not be renewed for as long as it is given, and
+    at most for `max_lease_seconds`, counts as lost, by `clock`, from which only durations are taken: the coordinator's
+    time of day is its own.
     """
 
     def __init__(
-        self, heartbeat: Callable[[], Lease], lease_seconds: float, clock: Callable[[], float] = time.monotonic
+        self,
+        heartbeat: Callable[[], Lease],
+        lease_seconds: float,
+        max_lease_seconds: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._heartbeat = heartbeat
-        self._lease_seconds = lease_seconds
+        self._max_lease_seconds = max_lease_seconds
+        self._lease_seconds = min(lease_seconds, max_lease_seconds)
         self._clock = clock
         self._renewed_at = clock()
         self._problem: Problem | None = None
@@ -146,13 +153,21 @@ class Renewal:
             raise LeaseLost(f"the lease could not be renewed for {self._lease_seconds:g} s")
 
     def _beat(self) -> None:
+        try:
+            self._renew()
+        except Problem as problem:
+            self._problem = problem
+        except Exception as fault:  # noqa: BLE001  (whatever it was, nothing renews the lease any more)
+            self._problem = LeaseLost(f"the lease is not renewed any more: {fault!r}")
+
+    def _renew(self) -> None:
+        """Renews the lease until the block ends. Raises what makes an end of it before."""
         while not self._done.wait(self._lease_seconds / BEATS_PER_LEASE):
             # A lease runs at the latest from when its renewal was asked for.
             asked_at = self._clock()
             try:
-                self._lease_seconds = self._heartbeat().lease_seconds
+                self._lease_seconds = min(self._heartbeat().lease_seconds, self._max_lease_seconds)
                 self._renewed_at = asked_at
             except Problem as problem:
                 if not problem.retryable:
-                    self._problem = problem
-                    return
+                    raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,10 +31,11 @@ from shared.methods.contract import (
     WorkerHalf,
 )
 from shared.model import Model
-from shared.problems import Unauthenticated
+from shared.problems import MEDIA_TYPE, Invalid, Unauthenticated
 from shared.wire import Cohort, Evaluation, Run, TaskView, Training
 from tests.support.coordinator import LiveCoordinator, until
-from tests.support.federation import ScriptedWorker, start_run
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.scripted import Answer, answering
 from worker.agent import Agent, told
 from worker.blockmap import block_table, named_tensors
 from worker.models import instantiate, read_block
@@ -256,6 +259,50 @@ def test_a_worker_that_is_not_admitted_ends_with_the_reason(coordinator: LiveCoo
     settings = Settings(url=coordinator.url, token="no such", name="w", state_dir=tmp_path, datasets=datasets)
     with pytest.raises(Unauthenticated):
         Agent(settings, Stop()).run()
+
+
+def page(status: int) -> Answer:
+    """What a proxy says by itself."""
+    return Answer(status, b"<html>an odd page</html>", {"Content-Type": "text/html"})
+
+
+def nowhere(url: str, folder: Path) -> Settings:
+    """Settings for a coordinator of which only the URL is known."""
+    datasets: Any = {"digits": {"kind": "digits"}}
+    return Settings(url=url, token="any", name="w", state_dir=folder / "elsewhere", datasets=datasets)
+
+
+@pytest.mark.parametrize(
+    "answer", [page(404), page(413), page(422), Answer(302), Answer(200, b"<html>log in</html>")]
+)
+def test_an_odd_answer_is_waited_out_like_an_outage(tmp_path: Path, answer: Answer) -> None:
+    with answering(answer, Answer(204, b"")) as (url, asked):
+        stop = Stop()
+        agent = Agent(nowhere(url, tmp_path), stop)
+        threading.Thread(target=lambda: (until(lambda: len(asked) >= 2), stop.request())).start()
+        agent.run()
+    assert [ask.path for ask in asked[:2]] == ["/v1/tasks/claim"] * 2
+
+
+def test_a_coordinator_of_another_protocol_ends_the_worker_with_the_reason(tmp_path: Path) -> None:
+    body = Invalid("this coordinator speaks protocol 2").document().model_dump_json().encode()
+    with (
+        answering(Answer(422, body, {"Content-Type": MEDIA_TYPE})) as (url, _),
+        pytest.raises(Invalid, match="speaks"),
+    ):
+        Agent(nowhere(url, tmp_path), Stop()).run()
+
+
+def test_a_coordinator_that_is_deaf_does_not_keep_a_worker_from_stopping(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    start_run(coordinator.client(), small_model(), values(small_model()))
+    task = ScriptedWorker(coordinator.client("site", "a")).take()
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        agent = Agent(nowhere(f"http://127.0.0.1:{deaf.getsockname()[1]}", tmp_path), Stop())
+        started_at = time.monotonic()
+        agent._give_back(task)
+    assert time.monotonic() - started_at < 3 + 2
 
 
 def test_only_texts_of_our_own_are_told_to_the_coordinator() -> None:

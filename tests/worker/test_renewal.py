@@ -105,6 +105,37 @@ def test_a_heartbeat_that_hangs_does_not_hide_that_the_lease_ran_out(deaf: str) 
             renewal.check()
 
 
+def test_a_renewal_lasts_no_longer_than_the_site_allows() -> None:
+    now, beats, twice = [0.0], [], threading.Event()
+
+    def heartbeat() -> Lease:
+        beats.append(1)
+        if len(beats) > 1:
+            twice.set()
+            raise Unreachable("down")
+        return Lease(lease_seconds=86400)
+
+    with Renewal(heartbeat, lease_seconds=0.1, max_lease_seconds=0.2, clock=lambda: now[0]) as renewal:
+        eventually(twice)
+        now[0] = 0.3
+        with pytest.raises(LeaseLost, match=r"could not be renewed for 0\.2 s"):
+            renewal.check()
+
+
+def test_a_lease_that_nothing_renews_any_more_counts_as_lost() -> None:
+    asked = threading.Event()
+
+    def heartbeat() -> Lease:
+        asked.set()
+        raise OverflowError("timestamp too large")
+
+    with Renewal(heartbeat, lease_seconds=0.1, clock=lambda: 0.0) as renewal:
+        eventually(asked)
+        renewal._thread.join(SOON)
+        with pytest.raises(LeaseLost, match="timestamp too large"):
+            renewal.check()
+
+
 def test_no_heartbeat_is_sent_once_the_task_is_over() -> None:
     with Renewal(lambda: Lease(lease_seconds=0.05), lease_seconds=0.05) as renewal:
         pass
