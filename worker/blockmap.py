@@ -88,14 +88,16 @@ class _Told:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All that is learnt or averaged: parameters and persistent floating-point buffers, each once.
+    """All that is learnt or averaged: parameters and persistent floating-point buffers, each once, but empty ones.
 
     A tensor with several names (tied weights) has the first of `named_parameters`. The tensors are the model's own.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     saved = model.state_dict(keep_vars=True)
     buffers = model.named_buffers()
-    return tensors | {name: buffer for name, buffer in buffers if name in saved and buffer.is_floating_point()}
+    tensors |= {name: buffer for name, buffer in buffers if name in saved and buffer.is_floating_point()}
+    # Some families make a parameter without elements where a size in the config is 0 (DINOv3's registers).
+    return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
 
 
 def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[Block, ...]:
@@ -130,8 +132,9 @@ def _all_claims(
     model: nn.Module, tensors: Mapping[str, Tensor], told: Mapping[str, _Told]
 ) -> tuple[dict[str, Claim], list[str]]:
     """What tensors are by their place in an attention or by a mapping, and where there is attention."""
-    attentions = _attentions(model)
     by_mapping = {name: each.claim for name, each in told.items()}
+    # Of an attention that the mapping describes whole, our own rows need not understand what stands beside it.
+    attentions = [each for each in _attentions(model) if not told.keys() >= {*_under(each.path, tensors)}]
     paths = [name for name, claim in by_mapping.items() if not isinstance(claim, str) or claim in KERNEL_AND_VALUE]
     if not attentions and not paths:
         likely = [name for name in tensors if ATTENTION_LIKE.search(name)]

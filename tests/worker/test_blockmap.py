@@ -191,6 +191,12 @@ def test_float_buffers_are_blocks_and_integer_buffers_are_not() -> None:
     assert not {"encoder.layer.0.count", "encoder.layer.0.scratch"} & set(roles)
 
 
+def test_parameter_without_elements_is_no_block() -> None:
+    model = tiny(CASES["bert"])
+    model.get_submodule("pooler").register_parameter("registers", nn.Parameter(torch.empty(1, 0, 32)))
+    assert "pooler.registers" not in roles_of(block_table(model))
+
+
 def test_unknown_layout_is_refused_with_the_names_it_has() -> None:
     model = tiny(CASES["gpt2"])
     for layer in model.get_submodule("h").children():
@@ -358,6 +364,20 @@ fused = [{ role = "value", rows = 32 }, { role = "key", rows = 32 }, { role = "q
         part = table[name].part
         assert part is not None
         assert (part.axis, part.spans) == (axis, ((0, 32),))
+
+
+def test_attention_that_is_mapped_whole_needs_no_row_that_fits_what_stands_beside_it(tmp_path: Path) -> None:
+    model = tiny(CASES["bert"])
+    for layer in model.get_submodule("encoder.layer").children():
+        layer.attention.output = nn.ModuleDict({"mix": nn.Linear(32, 32)})
+    with pytest.raises(UnknownArchitecture, match=r"no output\.dense beside"):
+        block_table(model)
+    names = {"self.query": "query", "self.key": "key", "self.value": "value", "output.mix": "output"}
+    rows = [f'[[tensors]]\nnames = "*.attention.{name}.*"\nrole = "{role}"\n' for name, role in names.items()]
+    table = block_table(model, mapping(tmp_path, 'model_type = "bert"\n' + "".join(rows)))
+    roles = {block.name: (block.role, block.layer) for block in table}
+    assert roles["encoder.layer.1.attention.self.value.weight"] == ("value", 1)
+    assert roles["encoder.layer.1.attention.output.mix.weight"] == ("output", 1)
 
 
 def test_mapping_must_claim_every_tensor_of_the_attention(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ ZOO = {
     "deberta-v2": text(DEBERTA, position_buckets=8, share_att_key=False, norm_rel_ebd="layer_norm"),
     "deit": pixels(),
     "dinov2": pixels(),
-    "dinov3_vit": pixels(num_register_tokens=1),
+    "dinov3_vit": pixels(),
     "distilbert": Case(
         {"vocab_size": 40, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 64},
         WORDS,
