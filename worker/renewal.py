@@ -113,9 +113,9 @@ class _Call(Thread, Generic[T]):
 class Renewal:
     """Keeps a lease while the block lasts, from a thread of its own.
 
-    `heartbeat` renews it once and may raise Problem. A lease that could not be renewed for as long as it is given, and
-    at most for `max_lease_seconds`, counts as lost, by `clock`, from which only durations are taken: the coordinator's
-    time of day is its own.
+    `heartbeat` renews it once and may raise Problem. A lease that could not be renewed for as long as it is given,
+    and at most for `max_lease_seconds`, counts as lost, by `clock`, from which only durations are taken: the
+    coordinator's time of day is its own.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a worker is told once, when it starts: a TOML file, over which the environment's TESSERA_* variables win.
+"""What a worker is told once, when it starts: a TOML file, over which the environment's TESSERA_WORKER_* win.
 
 url = "https://tessera.example"
 token_file = "/run/secrets/tessera"
@@ -28,7 +28,8 @@ from shared.wire import Label, TaskKind
 from worker.data import DataError, Dataset, load
 from worker.policy import GIB, Policy
 
-ENVIRONMENT_PREFIX = "TESSERA_"
+# Not TESSERA_ alone: TESSERA_TOKEN is the command line's, and may well be an administrator's.
+ENVIRONMENT_PREFIX = "TESSERA_WORKER_"
 
 
 class SettingsError(ValueError):
@@ -112,15 +113,19 @@ def _told(fault: ValidationError) -> str:
 
 
 def token_of(settings: Settings) -> str:
-    """The token, from where the settings say. Raises SettingsError if its file cannot be read or is empty."""
+    """The token, from where the settings say. Raises SettingsError if it cannot be read or sent, or is empty."""
     if settings.token is not None:
-        return settings.token.get_secret_value()
-    try:
-        token = settings.token_file.read_text(encoding="ascii").strip() if settings.token_file else ""
-    except (OSError, UnicodeDecodeError) as fault:
-        raise SettingsError(f"token_file: {settings.token_file} cannot be read as a token") from fault
+        where, token = "token: what is given", settings.token.get_secret_value().strip()
+    else:
+        where = f"token_file: {settings.token_file}"
+        try:
+            token = settings.token_file.read_text(encoding="utf-8").strip() if settings.token_file else ""
+        except (OSError, UnicodeDecodeError) as fault:
+            raise SettingsError(f"{where} cannot be read as a token") from fault
     if not token:
-        raise SettingsError(f"token_file: {settings.token_file} is empty")
+        raise SettingsError(f"{where} is empty")
+    if not (token.isascii() and token.isprintable()):
+        raise SettingsError(f"{where} has characters that no token has")
     return token
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from shared.wire import TokenRole
+from tests.support.coordinator import LiveCoordinator
 from worker.cli.worker import app
 from worker.settings import Settings, SettingsError, datasets_of, device_of, read_settings, token_of
 
@@ -29,8 +33,8 @@ part = "test"
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TESSERA_URL", "TESSERA_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("TESSERA_")]:
+        monkeypatch.delenv(name)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -73,12 +77,29 @@ def test_a_wrong_key_is_named(tmp_path: Path, old: str, new: str, told: str) -> 
 
 
 def test_the_environment_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TESSERA_NAME", "south-2")
-    monkeypatch.setenv("TESSERA_POLICY__MAX_EPOCHS", "2")
+    monkeypatch.setenv("TESSERA_WORKER_NAME", "south-2")
+    monkeypatch.setenv("TESSERA_WORKER_POLICY__MAX_EPOCHS", "2")
     settings = read_settings(written(tmp_path, GOOD + "[policy]\nnever_send = ['head*']\n"))
     assert settings.name == "south-2"
     assert settings.policy.max_epochs == 2
     assert settings.policy.never_send == ("head*",)
+
+
+def test_what_is_exported_for_the_command_line_is_not_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESSERA_URL", "https://elsewhere.example")
+    monkeypatch.setenv("TESSERA_TOKEN", "tessera_admin_secret")
+    settings = read_settings(written(tmp_path, GOOD))
+    assert (settings.url, token_of(settings)) == ("http://127.0.0.1:9", "tsr_secret")
+
+
+@pytest.mark.parametrize("token", ["tsr_s\u00e9cret", "tsr_\\u0007", " "])
+def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(tmp_path: Path, token: str) -> None:
+    settings = read_settings(written(tmp_path, GOOD.replace("tsr_secret", token)))
+    with pytest.raises(SettingsError, match="token: what is given") as refused:
+        token_of(settings)
+    assert "tsr_" not in str(refused.value)
 
 
 def test_the_token_may_lie_in_a_file_of_its_own(tmp_path: Path) -> None:
@@ -115,6 +136,33 @@ def test_check_lists_data_sets_and_says_that_nobody_answers(tmp_path: Path) -> N
     assert result.exit_code == 1
     assert "held-out: 360 examples" in result.output
     assert "http://127.0.0.1:9 does not answer" in result.output
+
+
+@pytest.mark.parametrize(
+    ("role", "site", "code", "told"),
+    [
+        ("site", "a", 0, "answers: version"),
+        ("admin", None, 3, "does not admit the token: this needs a token of role site; yours has role admin"),
+        (None, None, 3, "does not admit the token: this token is not known here"),
+    ],
+)
+def test_check_tries_the_token(
+    coordinator: LiveCoordinator, tmp_path: Path, role: TokenRole | None, site: str | None, code: int, told: str
+) -> None:
+    token = coordinator.token(role, site) if role else "tsr_wrong"
+    text = GOOD.replace("http://127.0.0.1:9", coordinator.url).replace("tsr_secret", token)
+    result = CliRunner().invoke(app, ["check", "--config", str(written(tmp_path, text))])
+    assert (result.exit_code, told in result.output) == (code, True), result.output
+    assert token not in result.output
+
+
+def test_check_tells_the_same_as_json(tmp_path: Path) -> None:
+    text = GOOD + "[policy]\ndatasets = ['held-out']\n"
+    result = CliRunner().invoke(app, ["check", "--json", "--config", str(written(tmp_path, text))])
+    told = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert told["datasets"] == {"digits": None, "held-out": 360}
+    assert (told["coordinator"]["version"], told["coordinator"]["problem"]["code"]) == (None, "unavailable")
 
 
 @pytest.mark.parametrize("command", ["run", "check"])

@@ -15,8 +15,9 @@ import structlog
 import typer
 from transformers.utils import logging as transformers_logging
 
+from shared.cli.output import AsJson, print_json
 from shared.client import Client
-from shared.problems import Forbidden, Problem, Unauthenticated
+from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from worker.agent import Agent, describe
 from worker.renewal import Stop
 from worker.settings import Settings, SettingsError, datasets_of, device_of, read_settings, token_of
@@ -75,23 +76,53 @@ def _run(agent: Agent, settings: Settings) -> None:
 
 
 @app.command()
-def check(config: ConfigFile) -> None:
-    """Read the settings, count the examples of each data set, and see whether the coordinator answers."""
+def check(config: ConfigFile, as_json: AsJson = False) -> None:
+    """Read the settings, count the examples of each data set, and see whether the coordinator admits the token.
+
+    Exit code 0: all is well, 1: the coordinator does not answer, 2: bad settings, 3: the token is not admitted.
+    """
     with _bad_settings_in_one_line():
         settings = read_settings(config)
         token = token_of(settings)
-        typer.echo(f"device       {describe(device_of(settings))}")
+        device = describe(device_of(settings))
         loaded = datasets_of(settings)
-    for name in settings.datasets:
-        told = f"{loaded[name].examples} examples" if name in loaded else "kept from runs by the policy"
-        typer.echo(f"data set     {name}: {told}")
+    examples = {name: loaded[name].examples if name in loaded else None for name in settings.datasets}
+    version, problem = None, None
     try:
         with Client(settings.url, token, patience_seconds=0) as client:
-            about = client.about()
-    except Problem as problem:
-        typer.echo(f"coordinator  {settings.url} does not answer: {problem}", err=True)
-        raise typer.Exit(1) from problem
-    typer.echo(f"coordinator  {settings.url} answers: version {about.version}")
+            version = client.about().version
+            _try_token(client)
+    except Problem as refusal:
+        problem = refusal
+    if as_json:
+        coordinator = {"url": settings.url, "version": version, "problem": problem.json() if problem else None}
+        print_json({"device": device, "datasets": examples, "coordinator": coordinator})
+    else:
+        _tell(device, examples, settings.url, version)
+    if isinstance(problem, Unauthenticated | Forbidden):
+        typer.echo(f"error: {settings.url} does not admit the token: {problem}", err=True)
+        raise typer.Exit(NOT_ADMITTED)
+    if problem:
+        typer.echo(f"error: {settings.url} does not answer: {problem}", err=True)
+        raise typer.Exit(1)
+
+
+def _try_token(client: Client) -> None:
+    """Renews a lease that there is not, which only a site's token may. Raises Problem if it is not admitted."""
+    try:
+        client.heartbeat("0", 0)
+    except NotFound as problem:
+        if not problem.from_document:
+            raise
+
+
+def _tell(device: str, examples: dict[str, int | None], url: str, version: str | None) -> None:
+    typer.echo(f"device       {device}")
+    for name, count in examples.items():
+        told = "kept from runs by the policy" if count is None else f"{count} examples"
+        typer.echo(f"data set     {name}: {told}")
+    if version is not None:
+        typer.echo(f"coordinator  {url} answers: version {version}")
 
 
 @contextmanager
