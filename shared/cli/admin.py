@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 
 from shared.cli import output
 from shared.cli.connection import client_of, connect, find_token
 from shared.cli.output import AsJson
 from shared.cli.rounds import at_work
 from shared.cli.secret import place_for, put_secret
-from shared.wire import IssuedToken, Status, TokenRole, TokenSpec
+from shared.wire import IssuedToken, Label, Status, TokenRole, TokenSpec
 
 app = typer.Typer(
     no_args_is_help=True, callback=connect, help="Sites, workers, tokens, and the coordinator at a glance."
@@ -22,6 +23,18 @@ site_app = typer.Typer(no_args_is_help=True, help="Admit institutions.")
 token_app = typer.Typer(no_args_is_help=True, help="Issue and revoke tokens.")
 app.add_typer(site_app, name="site")
 app.add_typer(token_app, name="token")
+
+
+def _label(name: str | None) -> str | None:
+    """A name as the coordinator takes it. Raises BadParameter, which names the parameter."""
+    try:
+        return _LABEL.validate_python(name)
+    except ValidationError as fault:
+        shape = "up to 64 letters, digits, dots, dashes and underscores, the first a letter or digit"
+        raise typer.BadParameter(f"{name!r} is not {shape}") from fault
+
+
+_LABEL: TypeAdapter[str | None] = TypeAdapter(Label | None)
 
 Days = Annotated[int | None, typer.Option(min=1, max=3650, help="Days until it expires; never if left out.")]
 TokenFileOut = Annotated[
@@ -115,7 +128,7 @@ def audit(
 @site_app.command("add")
 def add_site(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(help="What the site is called.")],
+    name: Annotated[str, typer.Argument(callback=_label, help="What the site is called.")],
     days: Days = None,
     token_file: TokenFileOut = None,
     as_json: AsJson = False,
@@ -133,14 +146,16 @@ def add_site(
 @token_app.command("create")
 def create_token(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(help="What the token is called.")],
+    name: Annotated[str, typer.Argument(callback=_label, help="What the token is called.")],
     role: Annotated[TokenRole, typer.Option(help="What it allows.")],
-    site: Annotated[str | None, typer.Option(help="For role site: whose workers it admits.")] = None,
+    site: Annotated[str | None, typer.Option(callback=_label, help="For role site: whose workers it admits.")] = None,
     days: Days = None,
     token_file: TokenFileOut = None,
     as_json: AsJson = False,
 ) -> None:
     """Issue a token."""
+    if (role == "site") != (site is not None):
+        raise typer.BadParameter("a token of role site needs one, and no other role has one", param_hint="'--site'")
     spec = TokenSpec(name=name, role=role, site=site, expires_in_days=days)
     client = client_of(ctx)
     with place_for(token_file) as file:

@@ -9,11 +9,9 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from shared.client import Client
+from shared.client import DEFAULT_URL, Client
 from shared.problems import Fault, Invalid, NotFound
 from shared.wire import Run, Token
-
-DEFAULT_URL = "http://127.0.0.1:8470"
 
 # Long enough for a passing fault, short enough that a person at a terminal does not wonder.
 PATIENCE_SECONDS = 10.0

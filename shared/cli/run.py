@@ -33,6 +33,13 @@ ROUND_COLUMNS = ("round", "stage", "state", "accepted", "accuracy", "macro-F1", 
 Named = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beginning of it, or its name.")]
 
 
+def _sendable(key: str | None) -> str | None:
+    """A key that a header can carry. Raises BadParameter."""
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise typer.BadParameter(f"{key!r} has characters other than printable ASCII")
+    return key
+
+
 @app.command()
 def create(
     ctx: typer.Context,
@@ -44,7 +51,10 @@ def create(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Changes a setting, e.g. cohort.quorum=2.")
     ] = None,
     key: Annotated[
-        str | None, typer.Option(help="Names this wish: creating with the same key again gives the same run.")
+        str | None,
+        typer.Option(
+            callback=_sendable, help="Names this wish: creating with the same key again gives the same run."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -126,6 +126,27 @@ def test_a_spec_is_refused_before_the_coordinator_is_asked(tmp_path: Path) -> No
     assert "Traceback" not in answer.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["admin", "site", "add", "north hospital"], "'north hospital' is not up to 64 letters"),
+        (["admin", "token", "create", "\u00e9", "--role", "viewer"], "'\u00e9' is not"),
+        (["admin", "token", "create", "x", "--role", "site", "--site", "a b"], "Invalid value for '--site': 'a b'"),
+        (
+            ["admin", "token", "create", "x", "--role", "site"],
+            "Invalid value for '--site': a token of role site needs",
+        ),
+        (["admin", "token", "create", "x", "--role", "viewer", "--site", "a"], "Invalid value for '--site'"),
+        (["run", "create", "run.toml", "--model", "m", "--key", "\u00e9"], "Invalid value for '--key'"),
+    ],
+)
+def test_a_name_that_cannot_be_sent_is_wrong_usage(arguments: list[str], named: str) -> None:
+    answer = tessera(*arguments, TESSERA_URL=NOWHERE)
+    assert answer.returncode == 2
+    assert named in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
 def test_an_unreadable_token_file_is_named() -> None:
     answer = tessera("admin", "--token-file", "/no/such/token", "status")
     assert answer.returncode == 1
