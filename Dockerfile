@@ -47,7 +47,7 @@ CMD ["serve", "--migrate"]
 
 FROM base AS worker
 COPY --from=build-worker /opt/tessera /opt/tessera
-ENV TESSERA_STATE_DIR=/data HF_HOME=/data/huggingface
+ENV TESSERA_WORKER_STATE_DIR=/data HF_HOME=/data/huggingface
 USER tessera
 WORKDIR /data
 VOLUME /data

@@ -21,7 +21,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install ## four institutions train one transformer without sharing data
 	$(BIN)/python -m examples.digits $(if $(SCOPE),--scope $(SCOPE))
 
-test: install ## run every test but the long ones
+test: install ## run every test
 	$(BIN)/python -m pytest
 
 check: install ## format, lint, types; changes nothing

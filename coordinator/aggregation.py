@@ -31,7 +31,7 @@ class Aggregation:
         updates = [
             Update(
                 worker=entry.worker,
-                examples=entry.examples,
+                examples=min(entry.examples, spec.max_examples or entry.examples),
                 blocks=self.inspector.open(entry.digest, model, manifest, entry.plan),
                 numbers=entry.numbers,
             )

@@ -20,6 +20,8 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     for status in (422, "default")
 }
 
+GOODBYE_SECONDS = 3.0
+
 DESCRIPTION = "Federated learning of transformers: runs, rounds, tasks and the blobs that travel between them."
 
 
@@ -29,14 +31,15 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         services.gate.attach()
-        thread = threading.Thread(target=services.conductor.conduct, name="conductor")
+        # A daemon, and not waited for without end: what is cut off is done again by the next process.
+        thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
         if conduct:
             thread.start()
         yield
         services.gate.close()
         services.conductor.end()
         if conduct:
-            thread.join()
+            thread.join(GOODBYE_SECONDS)
         services.database.close()
 
     app = FastAPI(title="Tessera", version=VERSION, description=DESCRIPTION, lifespan=lifespan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -13,10 +14,12 @@ import structlog
 import typer
 import uvicorn
 from alembic import command
+from obstore.exceptions import BaseError
 from pydantic import ValidationError
+from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator import logs
-from coordinator.app import create_app
+from coordinator.app import GOODBYE_SECONDS, create_app
 from coordinator.services import Services, assemble
 from coordinator.settings import Settings
 from coordinator.storage.blobs import StagingElsewhere
@@ -54,7 +57,7 @@ def serve(
         access_log=False,
         server_header=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=20,
+        timeout_graceful_shutdown=5,
     )
     log.info("coordinator.serving", url=f"http://{settings.host}:{settings.port}")
     _Server(config, services).run()
@@ -64,14 +67,15 @@ def serve(
 def conduct() -> None:
     """Move the rounds without serving the API."""
     services = _opened()
-
-    def end(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 (the signal handler's signature)
-        services.conductor.end()
-
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
+    # Waited for rather than handled: a handler that sets an event can deadlock with the wait that it interrupts.
+    endings = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, endings)
+    thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
+    thread.start()
     log.info("coordinator.conducting")
-    services.conductor.conduct()
+    signal.sigwait(endings)
+    services.conductor.end()
+    thread.join(GOODBYE_SECONDS)
 
 
 class _Server(uvicorn.Server):
@@ -106,8 +110,12 @@ def _opened() -> Services:
     except (DatabaseInUse, NotAFile, SchemaBehind, StagingElsewhere) as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
+    except (OSError, ImportError, ValueError, SQLAlchemyError, BaseError) as fault:
+        reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+        typer.echo(f"the database, blob store or staging folder of the settings cannot be used: {reason}", err=True)
+        raise typer.Exit(2) from None
     swept = services.blobs.sweep()
-    log.info("coordinator.opened", database=settings.database_url, swept_files=swept)
+    log.info("coordinator.opened", database=services.database.url.render_as_string(), swept_files=swept)
     return services
 
 

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 import structlog
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from coordinator.aggregation import Aggregation, run_facts
 from coordinator.domain import decide as todo
 from coordinator.domain.cohort import choose, dice
 from coordinator.domain.decide import Action, Patience, decide
+from coordinator.domain.lifecycle import LIVE_RUN
 from coordinator.domain.records import RunSnapshot
 from coordinator.presence import Presence
 from coordinator.states import States
@@ -39,7 +40,7 @@ from coordinator.storage.transitions import move_run, move_task
 from shared.methods import coordinator_half
 from shared.methods.contract import State
 from shared.model import Model
-from shared.problems import Conflict, Problem
+from shared.problems import Conflict
 from shared.wire import RunSpec, VersionRef
 
 log = structlog.get_logger()
@@ -72,6 +73,8 @@ class Conductor:
         self._notify = notify
         # Forgetting it costs one more try.
         self._failed: dict[tuple[str, Action], float] = {}
+        self._merging = threading.Lock()
+        self._began_at = database.now()
         self._called = threading.Event()
         self._ended = threading.Event()
 
@@ -112,15 +115,38 @@ class Conductor:
                 continue
             for action in decide(snapshot, self._database.now(), self._patience):
                 # What failed is tried again when the run was resumed, not at every tick.
-                if self._failed.get((run_id, action)) != snapshot.idle_since:
+                if self._failed.get((run_id, action)) == snapshot.idle_since:
+                    continue
+                if isinstance(action, todo.Merge):
+                    self._merge_aside(snapshot, action)
+                else:
                     acted |= self._try(snapshot, action)
         return acted
+
+    def _merge_aside(self, run: RunSnapshot, action: todo.Merge) -> None:
+        """Merges in a thread of its own, one round at a time, while leases and deadlines are still looked after.
+
+        A daemon: a merge that is cut off by the end of the process is done again by the next.
+        """
+        if self._merging.acquire(blocking=False):
+            threading.Thread(target=self._merge_and_call, args=(run, action), name="merge", daemon=True).start()
+
+    def _merge_and_call(self, run: RunSnapshot, action: todo.Merge) -> None:
+        try:
+            self._try(run, action)
+        except OperationalError:
+            log.exception("conductor.merge_failed", run=run.id)
+        finally:
+            self._merging.release()
+            self.call()
 
     def _look(self, run_id: str, live: Sequence[Member]) -> RunSnapshot | None:
         """A run as it is. One that this version cannot read pauses, and the others go on."""
         try:
             with self._database.snapshot() as session:
-                return run_snapshot(session, run_id, live)
+                # Who was live before this process began has not had the time to be heard of by it.
+                settled = self._database.now() - self._began_at > self._live_seconds
+                return run_snapshot(session, run_id, live, absent_are_gone=settled)
         except ValueError as fault:
             if self._halt(run_id, f"this version of the coordinator cannot read the run: {fault}"):
                 log.exception("conductor.run_not_readable", run=run_id)
@@ -134,7 +160,10 @@ class Conductor:
         except (Conflict, IntegrityError) as conflict:
             log.info("conductor.overtaken", run=run_id, action=str(action), detail=str(conflict))
             return False
-        except (Problem, OSError, ValueError, ArithmeticError, LookupError) as fault:
+        except OperationalError:
+            # The database is away, which is no fault of this run.
+            raise
+        except Exception as fault:  # a method is anybody's code, and one that fails must not hold up other runs
             log.exception("conductor.action_failed", run=run_id, action=str(action))
             self._failed[run_id, action] = run.idle_since
             return self._halt(run_id, f"{type(action).__name__.lower()} failed: {fault}")
@@ -252,6 +281,7 @@ class Conductor:
             self._blobs.record(session, now, new)
             run = session.get_one(RunRow, run_id)
             _require(run.version_number == base.number, "the round was merged already")
+            _require(run.state in LIVE_RUN, f"the run was {run.state} meanwhile")
             rounds.commit_round(session, now, run, session.get_one(RoundRow, round_id), made, manifest)
             willing = eligible(spec, live_workers(session, now - self._live_seconds))
             wanted = spec.cohort.size or spec.cohort.quorum
@@ -260,10 +290,12 @@ class Conductor:
                 return []
             state = self._states.load(model, manifest, made.number)
             try:
-                return self._open_in(session, run, spec, model, state, willing)
-            except ValueError:
-                # The method cannot plan. What was merged is committed all the same; the next look fails too, and
-                # pauses the run with the reason.
+                with session.begin_nested():
+                    return self._open_in(session, run, spec, model, state, willing)
+            except SQLAlchemyError:
+                raise
+            except Exception:  # noqa: BLE001 (the method cannot plan; what was merged is committed all the same)
+                # The next look fails too, and pauses the run with the reason.
                 return []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -29,8 +29,8 @@ class Settings(BaseSettings):
     lease_seconds: PositiveFloat = Field(default=60.0, description="how long a task is held without a heartbeat")
     longest_wait_seconds: PositiveFloat = Field(default=60.0, description="the longest a claim may wait for a task")
     live_seconds: PositiveFloat = Field(default=90.0, description="how long a silent worker counts as live")
-    gather_seconds: PositiveFloat = Field(
-        default=30.0, description="how long a round waits for its full cohort once there is a quorum"
+    gather_seconds: NonNegativeFloat = Field(
+        default=10.0, description="how long a run waits for its full cohort, or for all, once there is a quorum"
     )
     tick_seconds: PositiveFloat = Field(default=0.5, description="how often the conductor looks without being called")
     evaluation_seconds: PositiveFloat = Field(

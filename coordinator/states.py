@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -107,7 +108,10 @@ class States:
             for name in sorted(set(manifest.blocks) - set(model.by_name))
         ]
         for name, block in sorted(model.by_name.items()):
-            faults += self._blob_faults(name, block.nbytes, manifest.blocks)
+            faults += self._blob_faults(f"/version/blocks/{name}", block.nbytes, manifest.blocks.get(name))
+        for name, entry in sorted(manifest.memory.items()):
+            nbytes = prod(entry.shape) * NUMPY_DTYPES[entry.dtype].itemsize
+            faults += self._blob_faults(f"/version/memory/{name}", nbytes, entry.digest)
         if faults:
             raise Invalid("the first version does not fit the model", errors=faults)
         return model, manifest
@@ -121,15 +125,14 @@ class States:
             faults = faults_of(refusal, pointer)
         raise Invalid(f"the run's {pointer[1:]} document cannot be used", errors=faults)
 
-    def _blob_faults(self, name: str, nbytes: int, blocks: Mapping[str, str]) -> Iterator[Fault]:
-        pointer = f"/version/blocks/{name}"
-        if name not in blocks:
+    def _blob_faults(self, pointer: str, nbytes: int, digest: str | None) -> Iterator[Fault]:
+        if digest is None:
             yield Fault(pointer=pointer, detail="this block of the model is missing")
             return
         try:
-            size = self._blobs.size(blocks[name])
+            size = self._blobs.size(digest)
         except NotFound:
-            yield Fault(pointer=pointer, detail=f"blob {blocks[name]} was not uploaded")
+            yield Fault(pointer=pointer, detail=f"blob {digest} was not uploaded")
         else:
             if size != nbytes:
-                yield Fault(pointer=pointer, detail=f"blob {blocks[name]} has {size} bytes; the block has {nbytes}")
+                yield Fault(pointer=pointer, detail=f"blob {digest} has {size} bytes; {nbytes} are needed")

@@ -22,6 +22,7 @@ Problem
 |- PreconditionRequired 428
 |- TooManyRequests 429   retry after a while
 |- ServerFault 500
+|  |- StoreSpoilt        a blob is not what it was when it was written
 |  `- WorkerFailed       shown with a task, never sent as an answer
 `- Unavailable 503       retry after a while
 """
@@ -242,6 +243,13 @@ class TooManyRequests(Problem):
 
 class ServerFault(Problem):
     retryable = True
+
+
+class StoreSpoilt(ServerFault):
+    code = "store-spoilt"
+    title = "A blob on the coordinator's disk is missing or spoilt"
+    remedy = "Restore the blob store from a backup; nothing was computed from what is spoilt."
+    retryable = False
 
 
 class WorkerFailed(ServerFault):

@@ -141,6 +141,9 @@ class RunSpec(Frozen):
     evaluation: Evaluation | None = None
     codec: str = Field(default=codecs.LOSSLESS, max_length=128, description="how updates are written for the wire")
     divide: Divide = "participants"
+    max_examples: PositiveInt | None = Field(
+        default=None, description="an update of more examples weighs as this many"
+    )
     max_update_norm: float | None = Field(default=None, gt=0, description="updates of a larger l2 norm are refused")
 
     @field_validator("codec")

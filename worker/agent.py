@@ -29,6 +29,7 @@ from shared.wire import Claim, Failure, Lease, Task
 from worker.blockmap import UnknownArchitecture
 from worker.cache import BlobTooLarge
 from worker.configs import ConfigError
+from worker.layouts import MappingError
 from worker.models import ModelMismatch
 from worker.policy import PolicyViolation
 from worker.renewal import Renewal, Stop, Stopped
@@ -56,6 +57,7 @@ TELLABLE: dict[type[Exception], str] = {
     ConfigError: "model-refused",
     ModelMismatch: "model-mismatch",
     UnknownArchitecture: "unknown-architecture",
+    MappingError: "unknown-architecture",
     SelectorError: "invalid-plan",
     UnknownMethod: "unknown-method",
     CodecError: "unknown-codec",

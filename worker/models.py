@@ -30,6 +30,7 @@ from shared.blocks import NUMPY_DTYPES, Block
 from shared.model import Head, Model
 from worker.blockmap import DTYPES, block_table
 from worker.configs import ConfigError, UnsafeConfig, config_from
+from worker.layouts import MappingFile
 
 Attention = Literal["eager", "sdpa"]
 """The implementations of attention that are in torch itself."""
@@ -58,17 +59,19 @@ class ModelMismatch(ValueError):
         super().__init__("the model and its block table disagree: " + "; ".join(self.faults))
 
 
-def build(model: Model, *, attention: Attention | None = None, seed: int = 0) -> PreTrainedModel:
+def build(
+    model: Model, *, attention: Attention | None = None, seed: int = 0, mapping: MappingFile | None = None
+) -> PreTrainedModel:
     """Builds the model of a block table, on the CPU, its weights random under `seed`.
 
     `attention` is the worker's own choice of implementation: only "eager" returns attention probabilities. Raises
     UnsafeConfig, ConfigError, UnknownArchitecture, or ModelMismatch, each before any weights are allocated.
     """
-    check_model(model)
+    check_model(model, mapping)
     return instantiate(model.config, model.head, attention=attention, seed=seed)
 
 
-def check_model(model: Model) -> None:
+def check_model(model: Model, mapping: MappingFile | None = None) -> None:
     """Lays the model out without storage and compares its block table with `model.blocks`.
 
     Our own block map is what counts: a coordinator that calls a head a query block is told so, not believed. Raises
@@ -76,7 +79,7 @@ def check_model(model: Model) -> None:
     """
     with torch.device("meta"), _bounded(model):
         laid_out = instantiate(model.config, model.head)
-    if faults := list(_differences(model.by_name, {block.name: block for block in block_table(laid_out)})):
+    if faults := list(_differences(model.by_name, {block.name: block for block in block_table(laid_out, mapping)})):
         raise ModelMismatch(faults)
     if (size := sum(buffer.nbytes for buffer in laid_out.buffers())) > MAX_BUFFER_BYTES + model.nbytes:
         raise UnsafeConfig(f"the config is refused: it needs {size} bytes of buffers beside its weights")

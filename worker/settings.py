@@ -26,6 +26,7 @@ from pydantic_settings import SettingsError as SourceError
 
 from shared.wire import Label, TaskKind
 from worker.data import DataError, Dataset, load
+from worker.layouts import MappingError, MappingFile, read_mapping
 from worker.policy import GIB, Policy
 
 # Not TESSERA_ alone: TESSERA_TOKEN is the command line's, and may well be an administrator's.
@@ -66,6 +67,7 @@ class Settings(BaseSettings):
     cache_bytes: PositiveInt = 20 * GIB
     poll_seconds: int = Field(default=25, ge=0, le=50, description="how long to let the coordinator think")
     datasets: dict[Label, DataSource] = Field(min_length=1)
+    mappings: tuple[Path, ...] = Field(default=(), description="files that describe attention not known here")
     policy: Policy = Policy()
     log: Literal["auto", "console", "json"] = "auto"
 
@@ -139,6 +141,18 @@ def datasets_of(settings: Settings) -> dict[str, Dataset]:
             except DataError as fault:
                 raise SettingsError(f"datasets.{name}.{fault}") from fault
     return loaded
+
+
+def mappings_of(settings: Settings) -> dict[str, MappingFile]:
+    """The site's mappings, by the model type that each describes. Raises SettingsError for one that is wrong."""
+    try:
+        found = [read_mapping(path) for path in settings.mappings]
+    except MappingError as fault:
+        raise SettingsError(f"mappings: {fault}") from fault
+    by_type = {mapping.model_type: mapping for mapping in found}
+    if len(by_type) < len(found):
+        raise SettingsError("mappings: two files describe the same model type")
+    return by_type
 
 
 def device_of(settings: Settings) -> torch.device:

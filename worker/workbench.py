@@ -28,7 +28,7 @@ from worker.data import Dataset
 from worker.evaluator import evaluate
 from worker.files import sweep, temporary_file
 from worker.models import build, write_block
-from worker.settings import Settings, datasets_of, device_of
+from worker.settings import Settings, datasets_of, device_of, mappings_of
 from worker.trainer import Batches, Check, LocalWork, Trainer, epochs_of, seed_everything
 from worker.vault import Vault
 
@@ -86,6 +86,7 @@ class Workbench:
         self.vault = Vault(settings.state_dir / "vault")
         self.datasets = datasets_of(settings)
         self.device = device_of(settings)
+        self._mappings = mappings_of(settings)
         self._client = client
         self._cache = Cache(settings.state_dir / "cache", settings.cache_bytes)
         self._state_dir = settings.state_dir
@@ -153,8 +154,9 @@ class Workbench:
         if whole and last and (last.run, last.digest) == (task.run, task.model):
             return last
         del last
-        model = build(document, seed=task.seed).to(self.device)  # type: ignore[arg-type]
-        return _Built(task.run, task.model, model, block_table(model), _structure(model))
+        mapping = self._mappings.get(str(document.config["model_type"]))
+        model = build(document, seed=task.seed, mapping=mapping).to(self.device)  # type: ignore[arg-type]
+        return _Built(task.run, task.model, model, block_table(model, mapping), _structure(model))
 
     def _check_plan(self, task: Task, blocks: Sequence[Block], fetched: set[str]) -> None:
         asked = task.plan.upload.resolve(blocks)

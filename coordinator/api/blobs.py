@@ -15,16 +15,14 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Path, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
-from sqlalchemy import exists, select
-from sqlalchemy.orm import Session
 
 from coordinator.api.access import Anyone, Serving, allow
-from coordinator.metrics import SENT_BYTES
+from coordinator.metrics import RECEIVED_BYTES, SENT_BYTES
 from coordinator.services import Services
 from coordinator.storage.blobs import Stored
 from coordinator.storage.identity import Principal
-from coordinator.storage.tables import RunBlobRow, TaskRow, WorkerRow
-from coordinator.storage.uploads import Upload, Uploads, owned
+from coordinator.storage.reach import within_reach
+from coordinator.storage.uploads import Upload, Uploads
 from shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
 
 router = APIRouter(prefix="/v1", tags=["blobs"])
@@ -38,7 +36,7 @@ _REPR_DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/=]{44}):")
 
 
 def uploads(serving: Serving) -> Uploads:
-    return Uploads(serving.database, serving.blobs, serving.settings.upload_idle_seconds)
+    return Uploads(serving.database, serving.blobs, serving.settings.upload_idle_seconds, RECEIVED_BYTES.inc)
 
 
 Uploading = Annotated[Uploads, Depends(uploads)]
@@ -59,8 +57,10 @@ def get_blob(
 ) -> Response:
     """A blob of a run that the caller has to do with. Immutable: its name is its content."""
     with serving.database.snapshot() as session:
-        _require_reach(session, caller, digest)
+        if not within_reach(session, caller, [digest]):
+            raise NotFound(f"there is no blob {digest} within this token's reach")
         blob = serving.blobs.find(session, digest)
+    serving.blobs.verify(blob)
     etag = f'"{digest}"'
     headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": "private, max-age=31536000, immutable"}
     if if_none_match and (if_none_match.strip() == "*" or etag in if_none_match):
@@ -81,23 +81,6 @@ async def _counted(serving: Services, blob: Stored, start: int, stop: int) -> As
     async for piece in serving.blobs.stream(blob, start, stop):
         SENT_BYTES.inc(len(piece))
         yield piece
-
-
-def _require_reach(session: Session, caller: Principal, digest: str) -> None:
-    """A site reads the blobs of runs that it has had a task in; a sender reads what it sent; others read all runs'.
-
-    Raises NotFound, the same whether the blob exists or not: its name must tell nothing.
-    """
-    reach = select(RunBlobRow.digest).where(RunBlobRow.digest == digest)
-    if caller.site_id is not None:
-        reach = (
-            reach.join(TaskRow, TaskRow.run_id == RunBlobRow.run_id)
-            .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-            .where(WorkerRow.site_id == caller.site_id)
-        )
-    sent = caller.site_id is None and owned(session, caller.owner, digest) is not None
-    if not sent and not session.scalar(select(exists(reach))):
-        raise NotFound(f"there is no blob {digest} within this token's reach")
 
 
 def _span(header: str, size: int) -> tuple[int, int] | None:

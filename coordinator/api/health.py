@@ -1,4 +1,4 @@
-"""For machines that watch: is it up, is it ready, which version is it. The only calls without a token."""
+"""For machines that watch: is it up, is it ready, which version is it. No token is asked for."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from coordinator.services import Services
 from coordinator.storage import audit, rounds, views
 from coordinator.storage.blobs import Stored
 from coordinator.storage.idempotency import once
-from coordinator.storage.identity import new_id
+from coordinator.storage.identity import Principal, new_id
+from coordinator.storage.reach import within_reach
 from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run
 from shared.methods import UnknownMethod, check, coordinator_half
@@ -45,7 +46,11 @@ Number = Annotated[str, PathParam(pattern=r"^(latest|[0-9]{1,9})$", description=
 def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: Response, key: Key = None) -> Run:
     """Starts a run from a model and a first version that were uploaded before."""
     _check_method(spec)
+    _require_reach(serving, caller, {"/model": spec.model, "/version": spec.version})
     model, manifest = serving.states.check(spec.model, spec.version)
+    named = {f"/version/blocks/{name}": digest for name, digest in manifest.blocks.items()}
+    named |= {f"/version/memory/{name}": entry.digest for name, entry in manifest.memory.items()}
+    _require_reach(serving, caller, named)
     started, new = _started(serving, spec, model, manifest)
     with serving.database.transaction() as session:
         now = serving.database.now()
@@ -76,6 +81,19 @@ def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: 
     response.headers["Location"] = f"/v1/runs/{run.id}"
     response.headers["ETag"] = _etag(run.revision)
     return run
+
+
+def _require_reach(serving: Services, caller: Principal, named: dict[str, str]) -> None:
+    """A run may be made only of what its creator sent or may read: else naming a blob would be a way to read it."""
+    with serving.database.snapshot() as session:
+        reached = within_reach(session, caller, named.values())
+    faults = [
+        Fault(pointer=pointer, detail=f"blob {digest} was not uploaded")
+        for pointer, digest in sorted(named.items())
+        if digest not in reached
+    ]
+    if faults:
+        raise Invalid(f"{len(faults)} of the run's blobs are not there", errors=faults, remedy="Upload them first.")
 
 
 def _check_method(spec: RunSpec) -> None:
@@ -125,10 +143,12 @@ def patch_run(
         raise PreconditionRequired("the request carries no If-Match header")
     with serving.database.transaction() as session:
         row = views.find_run(session, run_id)
+        if row.state == patch.state:
+            # So it is already: a repeat whose first answer was lost, or a wish that somebody else had too.
+            response.headers["ETag"] = _etag(row.revision)
+            return views.run_view(session, row)
         if if_match != _etag(row.revision):
             raise PreconditionFailed(f"the run is at revision {row.revision}; If-Match names {if_match[:64]}")
-        if row.state == patch.state:
-            raise Conflict(f"the run is {row.state} already")
         if row.state not in LIVE_RUN:
             raise Conflict(f"the run is {row.state}, which is final", remedy="Start a new run from its last version.")
         move_run(session, serving.database.now(), caller.actor, run_id, event)

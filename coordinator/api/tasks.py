@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, Header, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator.api.access import Anyone, Serving, SiteCaller
@@ -28,6 +30,7 @@ _WAIT = re.compile(r"wait=(\d{1,4})")
 @router.post("/claim", operation_id="claimTask", response_model=Task, responses={204: {"description": "nothing now"}})
 async def claim(
     body: Claim,
+    request: Request,
     serving: Serving,
     caller: SiteCaller,
     prefer: Annotated[str, Header(max_length=128, description="'wait=25' waits that long for a task")] = "",
@@ -38,8 +41,8 @@ async def claim(
     wait = min(float(wanted.group(1)) if wanted else 0.0, serving.settings.longest_wait_seconds)
     deadline = asyncio.get_running_loop().time() + wait
     worker_id = await run_in_threadpool(_enrol, serving, caller, body)
-    with serving.gate.waiting(worker_id) as bell:
-        while True:
+    with serving.gate.waiting(worker_id) as bell, _watching(request, bell) as gone:
+        while not gone.is_set():
             bell.clear()
             task = await run_in_threadpool(_lease, serving, caller, worker_id, body.instance)
             if task is not None:
@@ -51,7 +54,26 @@ async def claim(
             except TimeoutError:
                 pass
             if serving.gate.closed or not bell.is_set():
-                return Response(status_code=204)
+                break
+    return Response(status_code=204)
+
+
+@contextmanager
+def _watching(request: Request, bell: asyncio.Event) -> Iterator[asyncio.Event]:
+    """An event for when the caller has hung up, which rings the bell too: nothing may be leased to it then."""
+    gone = asyncio.Event()
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+        bell.set()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield gone
+    finally:
+        watcher.cancel()
 
 
 def _require_protocol(body: Claim) -> None:
@@ -180,6 +202,10 @@ def _require_report(entry: Held, body: Submission | Evaluated, kind: str) -> Non
     entry.require(body.token)
     if entry.task.kind != kind:
         raise Conflict(f"this is a task to {entry.task.kind}, not to {kind}")
+    if body.examples > entry.declared:
+        # The count is the update's weight: it may not exceed what was declared before the cohort was chosen.
+        fault = Fault(pointer="/examples", detail=f"{body.examples} examples; the worker declared {entry.declared}")
+        raise Invalid("the report counts more examples than the worker declared", errors=[fault])
     if body.version != entry.version.digest:
         raise StaleVersion(f"the task starts from {entry.version.digest}; the report is about {body.version}")
 

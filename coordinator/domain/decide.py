@@ -61,7 +61,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class CancelEvaluations:
-    reason: str
+    """Nobody wants them any more."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Patience:
     """How long is waited for what may still come, in seconds."""
 
     gather_seconds: float
-    """For the full cohort, once there is a quorum."""
+    """For the full cohort, or for whoever else may come, once there is a quorum."""
     evaluation_seconds: float
     """For the last evaluation, once all rounds are done."""
 
@@ -104,7 +104,7 @@ def _wind_up(run: RunSnapshot) -> Iterator[Action]:
     if run.round:
         yield Abandon(run.round.id, f"the run was {run.state}")
     if run.evaluations:
-        yield CancelEvaluations(f"the run was {run.state}")
+        yield CancelEvaluations()
 
 
 def _leases(run: RunSnapshot, now: float) -> Iterator[Action]:
@@ -136,7 +136,9 @@ def _round(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Acti
 
 
 def _may_come(task: TaskSnapshot, tries: int) -> bool:
-    return task.state in ("offered", "leased") or (task.state == "lapsed" and task.leases < tries)
+    """Whether an update may still come of a task: it is held, or its worker is there to take it."""
+    to_be_had = task.state == "offered" or (task.state == "lapsed" and task.leases < tries)
+    return task.state == "leased" or (to_be_had and task.present)
 
 
 def _next(run: RunSnapshot, now: float, patience: Patience) -> Iterator[Action]:
@@ -148,7 +150,8 @@ def _next(run: RunSnapshot, now: float, patience: Patience) -> Iterator[Action]:
             yield Complete()
     elif run.abandoned >= run.cohort.tries:
         yield Pause(f"round {run.version + 1} was abandoned {run.abandoned} times; see its rounds for the reasons")
-    elif run.eligible >= (run.cohort.size or run.cohort.quorum) or (
-        run.eligible >= run.cohort.quorum and waited > patience.gather_seconds
+    elif run.eligible >= run.cohort.quorum and (
+        # Without a size nobody knows when all are there, so whoever else may come is given the time to.
+        (run.cohort.size is not None and run.eligible >= run.cohort.size) or waited >= patience.gather_seconds
     ):
         yield Open(run.version + 1)

@@ -15,6 +15,8 @@ class TaskSnapshot:
     token: int
     leases: int
     lease_expires_at: float | None
+    present: bool = True
+    """Whether its worker was heard of lately, or may still be about to be."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,6 @@ class RoundSnapshot:
     id: str
     number: int
     state: str
-    opened_at: float
     deadline_at: float
     tasks: tuple[TaskSnapshot, ...]
 

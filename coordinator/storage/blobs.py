@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 
 from coordinator.storage.database import Database
 from coordinator.storage.tables import BlobRow
-from shared.problems import NotFound
+from shared.problems import NotFound, StoreSpoilt
 from shared.tensors import digest_of
 
 PIECE_BYTES = 1 << 18
@@ -51,6 +51,8 @@ class Blobs:
         self._readahead_bytes = readahead_bytes
         self.staging_dir = staging_dir
         staging_dir.mkdir(parents=True, exist_ok=True)
+        # A disk may have spoilt what an earlier process wrote: each blob is hashed once more before its first use.
+        self._sound: set[str] = set()
         self._root = None if "://" in url else Path(url)
         self._store = LocalStore(url, mkdir=True) if self._root else from_url(url)
         if self._root and self._root.stat().st_dev != staging_dir.stat().st_dev:
@@ -97,6 +99,7 @@ class Blobs:
             _flush(self._root)
         else:
             obstore.put(self._store, _key(digest), path)
+        self._sound.add(digest)
         return Stored(digest, size)
 
     def record(self, session: Session, now: float, stored: Sequence[Stored]) -> None:
@@ -144,11 +147,30 @@ class Blobs:
         return self._row(digest).size
 
     def open(self, digest: str) -> BinaryIO:
-        """The blob as a seekable file. Raises NotFound."""
+        """The blob as a seekable file. Raises NotFound, and StoreSpoilt if its bytes are not those of its name."""
         row = self._row(digest)
-        if row.inline is not None:
-            return io.BytesIO(row.inline)
-        return io.BufferedReader(_StoreFile(self._store, _key(digest), self._readahead_bytes), PIECE_BYTES)
+        self.verify(row)
+        return self._open(row)
+
+    def _open(self, blob: Stored) -> BinaryIO:
+        if blob.inline is not None:
+            return io.BytesIO(blob.inline)
+        return io.BufferedReader(_StoreFile(self._store, _key(blob.digest), self._readahead_bytes), PIECE_BYTES)
+
+    def verify(self, blob: Stored) -> None:
+        """Hashes a blob, the first time that this process meets it. Raises StoreSpoilt."""
+        if blob.digest in self._sound:
+            return
+        found = hashlib.sha256()
+        try:
+            with self._open(blob) as file:
+                while piece := file.read(PIECE_BYTES):
+                    found.update(piece)
+        except FileNotFoundError:
+            raise StoreSpoilt(f"blob {blob.digest} is missing from the store") from None
+        if f"sha256:{found.hexdigest()}" != blob.digest:
+            raise StoreSpoilt(f"blob {blob.digest} no longer has the bytes of its name")
+        self._sound.add(blob.digest)
 
     def read(self, digest: str) -> bytes:
         """A whole blob. Raises NotFound."""

@@ -37,11 +37,7 @@ def once(
     if before is None:
         answer = create()
         stored = answer.model_dump(mode="json")
-        session.add(
-            IdempotencyRow(
-                owner=caller.owner, key=key, fingerprint=fingerprint, status=201, body=stored, created_at=now
-            )
-        )
+        session.add(IdempotencyRow(owner=caller.owner, key=key, fingerprint=fingerprint, body=stored, created_at=now))
         return answer
     if before.fingerprint != fingerprint:
         raise KeyReused(f"the key {key!r} was used before for another request")

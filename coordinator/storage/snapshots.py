@@ -69,7 +69,9 @@ def runs_to_decide(session: Session) -> list[str]:
     return list(session.scalars(select(RunRow.id).where(which).order_by(RunRow.created_at, RunRow.id)))
 
 
-def run_snapshot(session: Session, run_id: str, live: Sequence[Member]) -> RunSnapshot:
+def run_snapshot(session: Session, run_id: str, live: Sequence[Member], *, absent_are_gone: bool) -> RunSnapshot:
+    """A run at this moment. `absent_are_gone` tells whether a worker that is not live is given up on."""
+    here = {worker.id for worker in live} if absent_are_gone else None
     run = session.get_one(RunRow, run_id)
     spec = RunSpec.model_validate(run.spec)
     round_ = session.scalars(
@@ -85,25 +87,25 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[Member]) -> RunSn
         rounds=spec.rounds,
         version=run.version_number,
         cohort=spec.cohort,
-        round=_round_snapshot(session, round_) if round_ else None,
+        round=_round_snapshot(session, round_, here) if round_ else None,
         abandoned=_abandoned(session, run),
         eligible=len(eligible(spec, live)),
         idle_since=_idle_since(session, run),
-        evaluations=tuple(map(_task_snapshot, session.scalars(select(TaskRow).where(pending)))),
+        evaluations=tuple(_task_snapshot(task, here) for task in session.scalars(select(TaskRow).where(pending))),
         unevaluated=tuple(_unevaluated(session, run, spec)),
         evaluators=len(evaluators(spec, live)),
     )
 
 
-def _round_snapshot(session: Session, row: RoundRow) -> RoundSnapshot:
+def _round_snapshot(session: Session, row: RoundRow, here: set[str] | None) -> RoundSnapshot:
     tasks = session.scalars(select(TaskRow).where(TaskRow.round_id == row.id).order_by(TaskRow.id))
-    return RoundSnapshot(
-        row.id, row.number, row.state, row.opened_at, row.deadline_at, tuple(map(_task_snapshot, tasks))
-    )
+    snapshots = tuple(_task_snapshot(task, here) for task in tasks)
+    return RoundSnapshot(row.id, row.number, row.state, row.deadline_at, snapshots)
 
 
-def _task_snapshot(row: TaskRow) -> TaskSnapshot:
-    return TaskSnapshot(row.id, row.state, row.token, row.leases, row.lease_expires_at)
+def _task_snapshot(row: TaskRow, here: set[str] | None) -> TaskSnapshot:
+    present = here is None or row.worker_id in here
+    return TaskSnapshot(row.id, row.state, row.token, row.leases, row.lease_expires_at, present)
 
 
 def _abandoned(session: Session, run: RunRow) -> int:

@@ -202,7 +202,6 @@ class IdempotencyRow(Table):
     owner: Mapped[str] = mapped_column(primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True)
     fingerprint: Mapped[str]
-    status: Mapped[int]
     body: Mapped[dict[str, Any]]
     created_at: Mapped[float]
 

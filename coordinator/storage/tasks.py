@@ -23,6 +23,8 @@ class Held:
     round: RoundRow | None
     run: RunRow
     version: VersionRef
+    declared: int
+    """The examples that the worker said it holds of the task's data set."""
 
     @property
     def spec(self) -> RunSpec:
@@ -48,7 +50,13 @@ def held(session: Session, task_id: str, site_id: str | None) -> Held:
     run = session.get_one(RunRow, task.run_id)
     round_ = session.get(RoundRow, task.round_id) if task.round_id else None
     version = session.get_one(VersionRow, (task.run_id, task.version_number))
-    return Held(task, round_, run, VersionRef(number=version.number, digest=version.digest))
+    dataset = _dataset(task, RunSpec.model_validate(run.spec))
+    declared = worker.declared["datasets"].get(dataset, 0)
+    return Held(task, round_, run, VersionRef(number=version.number, digest=version.digest), declared)
+
+
+def _dataset(task: TaskRow, spec: RunSpec) -> str:
+    return spec.evaluation.dataset if task.kind == "evaluate" and spec.evaluation else spec.dataset
 
 
 def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None:
@@ -160,7 +168,7 @@ def task_message(entry: Held, lease_seconds: float) -> Task:
         seed=task.seed,
         method=spec.method,
         plan=entry.plan,
-        dataset=spec.evaluation.dataset if task.kind == "evaluate" and spec.evaluation else spec.dataset,
+        dataset=_dataset(task, spec),
         training=spec.training,
         codec=spec.codec,
         divide=spec.divide,

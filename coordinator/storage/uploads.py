@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import BinaryIO
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.metrics import RECEIVED_BYTES
 from coordinator.storage.blobs import Blobs, Stored
 from coordinator.storage.database import Database
 from coordinator.storage.identity import new_id
@@ -43,6 +42,8 @@ class Uploads:
     database: Database
     blobs: Blobs
     idle_seconds: float
+    received: Callable[[float], object]
+    """Told of the bytes as they come."""
 
     # ------------------------------------------------------------ the table
 
@@ -57,8 +58,12 @@ class Uploads:
                     id=new_id(), owner=owner, digest=digest, length=length, complete=False, created_at=now
                 )
                 session.add(row)
+            elif row.length != length and row.complete:
+                raise BadRequest(f"{digest} has {row.length} bytes, not {length}")
             elif row.length != length:
-                raise BadRequest(f"{digest} was announced with {row.length} bytes before, now with {length}")
+                # One of the announcements is mistaken; the bytes will tell which.
+                row.length = length
+                self._path(_record(row)).unlink(missing_ok=True)
             return _record(row)
 
     def find(self, upload_id: str, owner: str) -> Upload:
@@ -113,7 +118,7 @@ class Uploads:
                     if file.tell() + len(pending) > upload.length:
                         raise _longer(upload)
                     if len(pending) >= WRITE_BYTES:
-                        await asyncio.to_thread(_write, file, received, pending)
+                        await _to_the_end(_write, file, received, pending)
             finally:
                 # What has come is kept even when the sender is cut off, so that it need not come again.
                 if file.tell() + len(pending) <= upload.length:
@@ -135,7 +140,7 @@ class Uploads:
                 raise BadRequest(
                     f"no byte came for {self.idle_seconds:g} s", remedy="Go on with the upload from its offset."
                 ) from None
-            RECEIVED_BYTES.inc(len(piece))
+            self.received(len(piece))
             yield piece
 
     def _finish(self, upload: Upload, hexadecimal: str) -> None:
@@ -169,6 +174,16 @@ def owned(session: Session, owner: str, digest: str) -> int | None:
     """The length of a complete upload of this owner, or None."""
     same = (UploadRow.owner == owner) & (UploadRow.digest == digest) & UploadRow.complete
     return session.scalar(select(UploadRow.length).where(same))
+
+
+async def _to_the_end(work: Callable[..., None], *arguments: object) -> None:
+    """Works in a thread and waits for it even when cancelled, so that nobody else touches what it works on."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 def _resume(file: BinaryIO, upload: Upload, offset: int) -> hashlib._Hash:

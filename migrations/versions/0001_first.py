@@ -42,7 +42,6 @@ def upgrade() -> None:
         sa.Column("owner", sa.String(), nullable=False),
         sa.Column("key", sa.String(), nullable=False),
         sa.Column("fingerprint", sa.String(), nullable=False),
-        sa.Column("status", sa.BigInteger(), nullable=False),
         sa.Column("body", sa.JSON(), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("owner", "key", name=op.f("pk_idempotency")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,11 @@ from coordinator.services import assemble
 from coordinator.settings import Settings
 from coordinator.storage.blobs import StagingElsewhere
 from coordinator.storage.tables import RunRow
-from shared.methods import Chosen
-from tests.support.coordinator import LiveCoordinator, until
+from shared.client import Client
+from shared.methods import Chosen, methods
+from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, Participant, Plan, State, WorkerHalf
+from shared.wire import Claim
+from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
 
@@ -46,6 +51,71 @@ def test_a_plan_that_selects_what_the_model_lacks_pauses_the_run_with_the_reason
 
     until(lambda: client.run(run.id).state == "paused")
     assert "no block matches {'roles': ['value']}" in (client.run(run.id).reason or "")
+
+
+class Faulty(CoordinatorHalf[MethodSettings]):
+    """A method with a bug that no one foresaw."""
+
+    def plan_for(self, state: State, worker: Participant) -> Plan:
+        raise TypeError("a bug")
+
+
+@pytest.fixture
+def faulty() -> Iterator[str]:
+    """A method that is installed while the test lasts."""
+    method = Method("faulty", MethodSettings, Faulty, WorkerHalf[MethodSettings], "nobody")
+    methods()["faulty"] = method
+    yield method.name
+    del methods()["faulty"]
+
+
+def test_a_method_that_fails_pauses_its_run_and_the_others_go_on(coordinator: LiveCoordinator, faulty: str) -> None:
+    client, model = coordinator.client(), small_model()
+    worker = ScriptedWorker(coordinator.client("site", "a"), methods=("fedavg", faulty))
+    worker.enrol()
+    bad = start_run(client, model, values(model), method=Chosen(name=faulty))
+    good = start_run(client, model, values(model))
+    worker.train(worker.take())
+    until(lambda: client.run(good.id).state == "completed")
+    until(lambda: client.run(bad.id).state == "paused")
+    assert client.run(bad.id).reason == "open failed: a bug"
+
+
+def test_what_the_disk_has_spoilt_is_not_merged(tmp_path: Path) -> None:
+    model = small_model(width=256)
+    with LiveCoordinator(tmp_path, inline_bytes=16) as live:
+        run = start_run(live.client(), model, values(model))
+        worker = ScriptedWorker(live.client("site", "a"))
+        task = worker.take()
+        digest = worker.upload(task, {"layer.0.mlp.weight": values(model, seed=1)["layer.0.mlp.weight"]})
+        secret = live.token("site", "a")
+    stored = live.services.states.manifest(task.version.digest).blocks["layer.0.mlp.weight"].removeprefix("sha256:")
+    path = tmp_path / "blobs" / stored[:2] / stored
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    # What a process has written or hashed itself it trusts; the next one looks again.
+    with LiveCoordinator(tmp_path, inline_bytes=16) as live:
+        worker.client = Client(live.url, secret)
+        with refusing("store-spoilt", stored), worker.client:
+            worker.submit(task, digest)
+        assert live.client().run(run.id).version.number == 0
+
+
+def test_no_task_is_leased_to_a_caller_that_has_hung_up(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    token = coordinator.token("site", "a")
+    claim = Claim(worker="w", instance="0" * 16, datasets={"data": 10}, methods=("fedavg",)).model_dump_json()
+    host, port = coordinator.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as gone:
+        gone.sendall(
+            f"POST /v1/tasks/claim HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nPrefer: wait=5\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(claim)}\r\n\r\n{claim}".encode()
+        )
+        until(lambda: coordinator.services.gate.workers)
+    until(lambda: not coordinator.services.gate.workers)
+    run = start_run(client, model, values(model))
+    until(lambda: list(client.rounds(run.id)))
+    ((task,),) = [round_.tasks for round_ in client.rounds(run.id)]
+    assert task.state == "offered"
 
 
 def test_a_staging_folder_on_another_file_system_is_refused(tmp_path: Path) -> None:

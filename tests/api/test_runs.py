@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import load
 
 from shared.methods import Chosen
-from shared.wire import Cohort, Failure, Manifest, canonical
+from shared.tensors import as_bytes
+from shared.wire import Cohort, Failure, Manifest, MemoryEntry, RunSpec, canonical
 from tests.support.coordinator import LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
@@ -68,7 +69,7 @@ def test_a_first_version_must_fit_the_model_block_by_block(standing: LiveCoordin
     assert {fault.pointer.removeprefix("/version/blocks/"): fault.detail for fault in document.errors} == {
         "layer.0.mlp.weight": "this block of the model is missing",
         "layer.0.output.weight": f"blob {MISSING} was not uploaded",
-        "head.weight": f"blob {blocks['head.weight']} has 9 bytes; the block has 32",
+        "head.weight": f"blob {blocks['head.weight']} has 9 bytes; 32 are needed",
         "stranger": "the model has no such block",
     }
 
@@ -125,10 +126,44 @@ def test_a_change_needs_the_present_etag(coordinator: LiveCoordinator) -> None:
 def test_a_run_that_has_ended_stays_as_it_is(coordinator: LiveCoordinator) -> None:
     client, http, run = coordinator.client(), coordinator.http(), start_run(coordinator.client(), MODEL, START)
     client.set_run_state(run.id, "cancelled")
-    for state in ("running", "paused", "cancelled"):
+    for state in ("running", "paused"):
         etag = http.get(f"/v1/runs/{run.id}").headers["ETag"]
         refused(patch(http, run.id, state, etag), 409, "conflict")
     assert client.run(run.id).state == "cancelled"
+
+
+def test_asking_again_for_the_state_that_a_run_has_is_answered_with_the_run(coordinator: LiveCoordinator) -> None:
+    client, http, run = coordinator.client(), coordinator.http(), start_run(coordinator.client(), MODEL, START)
+    etag = http.get(f"/v1/runs/{run.id}").headers["ETag"]
+    first = patch(http, run.id, "paused", etag)
+    again = patch(http, run.id, "paused", etag)
+    assert (again.status_code, again.json(), again.headers["ETag"]) == (200, first.json(), first.headers["ETag"])
+    assert client.run(run.id).revision == run.revision + 1
+
+
+def test_an_orchestrator_cannot_make_a_run_of_what_a_site_sent(coordinator: LiveCoordinator) -> None:
+    client, site = coordinator.client("orchestrator"), coordinator.client("site", "a")
+    private = site.put_bytes(bytes(as_bytes(START["head.weight"] + 1)))
+    blocks = {name: client.put_bytes(bytes(as_bytes(array))) for name, array in START.items()}
+    stolen = client.put_bytes(canonical(Manifest(blocks={**blocks, "head.weight": private})))
+    document = client.put_bytes(canonical(MODEL))
+    spec = RunSpec(name="x", method=Chosen(name="fedavg"), model=document, version=stolen, dataset="data", rounds=1)
+    with refusing("invalid") as caught:
+        client.create_run(spec)
+    assert [fault.pointer for fault in caught.value.errors] == ["/version/blocks/head.weight"]
+    assert not client.has_blob(private)
+
+
+def test_a_first_version_s_memory_must_be_there_and_fit(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    blocks = {name: client.put_bytes(bytes(as_bytes(array))) for name, array in START.items()}
+    small = MemoryEntry(digest=client.put_bytes(b"four"), shape=(2,), dtype="F32")
+    version = client.put_bytes(canonical(Manifest(blocks=blocks, memory={"m": small})))
+    document = client.put_bytes(canonical(MODEL))
+    spec = RunSpec(name="x", method=Chosen(name="fedavg"), model=document, version=version, dataset="data", rounds=1)
+    with refusing("invalid") as caught:
+        client.create_run(spec)
+    assert [(f.pointer, "4 bytes; 8" in f.detail) for f in caught.value.errors] == [("/version/memory/m", True)]
 
 
 @pytest.mark.parametrize("state", ["completed", "failed", "open", ""])

@@ -282,15 +282,24 @@ def test_the_same_submission_again_gives_the_same_answer_and_counts_once(scene: 
     answers = [first.submit(first_task, head_digest) for _ in range(3)]
     assert answers[0] == answers[1] == answers[2]
     digest = second.upload(second_task, {"head.weight": HEAD + np.float32(4)})
-    second.submit(second_task, digest, examples=20)
+    second.submit(second_task, digest, examples=5)
     scene.bad.client.fail(scene.task.id, Failure(token=scene.task.token, code="x", detail="y"))
     until(lambda: scene.client.run(scene.run.id).state == "completed")
     # After the round is over, too.
     assert first.submit(first_task, head_digest) == answers[0]
     file = io.BytesIO()
     scene.client.export(scene.run.id, file)
-    # (10 * 1 + 20 * 4) / 30 = 3
-    np.testing.assert_allclose(load(file.getvalue())["head.weight"], HEAD + 3, rtol=1e-6)
+    # (10 * 1 + 5 * 4) / 15 = 2
+    np.testing.assert_allclose(load(file.getvalue())["head.weight"], HEAD + 2, rtol=1e-6)
+
+
+def test_an_update_cannot_claim_more_examples_than_its_worker_declared(scene: Scene) -> None:
+    worker, task = scene.bad, scene.task
+    digest = worker.upload(task, {"head.weight": HEAD + np.float32(1000)})
+    with refusing("invalid") as caught:
+        worker.submit(task, digest, examples=2**40 - 1)
+    assert [fault.pointer for fault in caught.value.errors] == ["/examples"]
+    assert worker.submit(task, digest, examples=10).state == "accepted"
 
 
 def test_a_second_and_different_update_of_one_task_is_refused(scene: Scene) -> None:

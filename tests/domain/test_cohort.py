@@ -13,7 +13,7 @@ NAMES = st.lists(st.text("abcdef/", min_size=1, max_size=6), unique=True, max_si
 
 
 def rng(seed: int) -> Random:
-    return Random(seed)  # noqa: S311 (no secret: reproducible)
+    return Random(seed)
 
 
 def test_the_dice_are_the_first_53_bits_of_the_digest_of_their_names() -> None:

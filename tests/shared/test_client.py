@@ -125,3 +125,37 @@ def test_a_range_beyond_the_end_is_a_problem_with_the_size(standing_coordinator:
 def standing_coordinator(tmp_path_factory: pytest.TempPathFactory) -> object:
     with LiveCoordinator(tmp_path_factory.mktemp("client")) as live:
         yield live
+
+
+def test_a_token_and_bytes_go_to_no_other_place_than_the_coordinator() -> None:
+    with answering(Answer(204)) as (elsewhere, lured):
+        announced = Answer(201, b"", {"Location": f"{elsewhere}/v1/uploads/1", "Upload-Complete": "?0"})
+        with answering(announced) as (url, _), client_of(url) as client, refusing("answer-not-understood"):
+            client.put_bytes(DATA)
+    assert lured == []
+
+
+def test_a_redirect_is_a_refusal_and_is_not_followed() -> None:
+    with answering(Answer(204)) as (elsewhere, lured):
+        away = Answer(301, b"", {"Location": elsewhere})
+        with answering(away) as (url, _), client_of(url) as client, refusing("answer-not-understood", elsewhere):
+            client.has_blob(digest_of(DATA))
+    assert lured == []
+
+
+def test_a_transfer_that_gets_on_outlasts_any_patience() -> None:
+    # Each answer breaks after one more piece; no pause between two failures may use up a patience of nothing.
+    steps = [
+        Answer(206 if start else 200, DATA[start:], breaks_after=PIECE_BYTES)
+        for start in range(0, len(DATA), PIECE_BYTES)
+    ]
+    file = io.BytesIO()
+    with answering(*steps) as (url, _), Client(url, "t", verify=False, patience_seconds=0.2) as client:
+        assert client.fetch_blob(digest_of(DATA), file) == len(DATA)
+
+
+def test_an_answer_is_not_unpacked() -> None:
+    garbage = Answer(200, b"\x1f\x8b garbage", {"Content-Encoding": "gzip"})
+    with answering(garbage) as (url, asked), client_of(url) as client, refusing("answer-not-understood"):
+        client.about()
+    assert asked[0].headers["Accept-Encoding"] == "identity"

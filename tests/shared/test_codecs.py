@@ -187,3 +187,11 @@ def test_a_tensor_of_another_number_of_chunks_is_not_encoded() -> None:
     with pytest.raises(ValueError, match="shorter"):
         list(codecs.encode("raw", two, one))
     assert to_array(one).size == CHUNK
+
+
+def test_a_chunk_that_claims_the_whole_block_is_refused_before_it_is_read() -> None:
+    large = Block(tensor="t", role="mlp", shape=(4 * CHUNK,), dtype="F32")
+    base = ArrayTensor(np.zeros(large.shape, np.float32))
+    claims = struct.pack("<I", 4 * large.numel) + bytes(4 * large.numel)
+    with pytest.raises(CodecError, match="claims"):
+        next(codecs.decode("zstd", large, base, io.BytesIO(claims), len(claims)))

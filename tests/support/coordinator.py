@@ -48,7 +48,7 @@ class LiveCoordinator:
     """Started with `with`. Stopping and starting again keeps the folder, as a restart does."""
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] | None = None, **settings: Any) -> None:
-        quick = {"tick_seconds": 0.05, "gather_seconds": 0.5, "longest_wait_seconds": 5.0}
+        quick = {"tick_seconds": 0.05, "gather_seconds": 0, "longest_wait_seconds": 5.0}
         self.settings = Settings(
             database_url=f"sqlite:///{folder}/tessera.db",
             blob_url=str(folder / "blobs"),

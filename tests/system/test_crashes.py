@@ -116,7 +116,7 @@ def test_a_run_that_was_killed_and_paused_is_bit_identical_to_one_that_was_not(
 
 def test_the_task_of_a_killed_worker_is_offered_again(live: CoordinatorProcess) -> None:
     client, model = live.admin(), small_model()
-    run = start_run(client, model, values(model))
+    run = start_run(client, model, values(model), cohort=Cohort(size=1))
     site = live.site("a")
     before = ScriptedWorker(site)
     before.enrol()
@@ -163,6 +163,7 @@ def test_a_worker_that_is_told_to_stop_gives_its_task_back_at_once(
         version=uploaded.version,
         dataset="digits",
         rounds=1,
+        cohort=Cohort(size=1),
         training=Training(epochs=100, batch_size=1),
     )
     run = client.create_run(spec)
