@@ -19,7 +19,7 @@ from shared.model import Model
 from worker.blockmap import UnknownArchitecture, block_table, named_tensors
 from worker.cli.model import app
 from worker.layouts import MappingError, MappingFile, read_mapping
-from worker.models import read_block, write_block
+from worker.models import build, read_block, write_block
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT = {**SIZES, "vocab_size": 30, "bos_token_id": 0, "eos_token_id": 1}
@@ -466,8 +466,11 @@ def test_mapping_of_the_document_is_what_convbert_lacks(tmp_path: Path) -> None:
     out = tmp_path / "model"
     options = ("--config", config, "--head", "masked-lm", "--mapping", mapped)
     assert tessera_model("init", out, *options)[0] == 0
-    table = Model.model_validate_json((out / "blocks.json").read_bytes()).by_name
-    block = table["convbert.encoder.layer.1.attention.self.conv_out_layer.weight"]
+    document = Model.model_validate_json((out / "blocks.json").read_bytes())
+    with pytest.raises(UnknownArchitecture):
+        build(document)
+    build(document, mapping=read_mapping(mapped))
+    block = document.by_name["convbert.encoder.layer.1.attention.self.conv_out_layer.weight"]
     assert (block.role, block.layer) == ("value", 1)
     again = ("--config", out, "--head", "masked-lm", "--mapping", mapped, "--pretrained")
     assert tessera_model("init", tmp_path / "again", *again)[0] == 0

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from shared.wire import TokenRole
 from tests.support.coordinator import LiveCoordinator
 from worker.cli.worker import app
-from worker.settings import Settings, SettingsError, datasets_of, device_of, read_settings, token_of
+from worker.settings import Settings, SettingsError, datasets_of, device_of, mappings_of, read_settings, token_of
 
 GOOD = """
 url = "http://127.0.0.1:9"
@@ -124,6 +124,17 @@ def test_a_wrong_option_of_a_data_set_is_named_by_its_place(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_mapping_file_is_read_by_the_model_type_that_it_describes(tmp_path: Path) -> None:
+    mapping = tmp_path / "mapping.toml"
+    mapping.write_text('model_type = "convbert"\n[[tensors]]\nnames = "*.query.*"\nrole = "query"\n')
+    settings = read_settings(written(tmp_path, f'mappings = ["{mapping}"]\n' + GOOD))
+    assert mappings_of(settings)["convbert"].model_type == "convbert"
+    with pytest.raises(SettingsError, match="two files describe the same model type"):
+        mappings_of(settings.model_copy(update={"mappings": (mapping, mapping)}))
+    with pytest.raises(SettingsError, match=r"mappings: .*nowhere"):
+        mappings_of(settings.model_copy(update={"mappings": (tmp_path / "nowhere.toml",)}))
+
+
 def test_a_gpu_that_is_not_there_is_refused_and_auto_does_without(tmp_path: Path) -> None:
     settings: Settings = read_settings(written(tmp_path, GOOD))
     assert device_of(settings) == torch.device("cpu")
