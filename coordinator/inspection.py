@@ -13,12 +13,10 @@ from coordinator.storage.blobs import Blobs
 from shared.codecs import CodecError
 from shared.methods.contract import Plan
 from shared.model import Model
-from shared.problems import Fault, InvalidUpdate
+from shared.problems import MAX_FAULTS, Fault, InvalidUpdate
 from shared.tensors import Tensor
 from shared.update import EncodedTensor, read_update
 from shared.wire import Manifest
-
-MAX_FAULTS = 50
 
 
 @dataclass(frozen=True)

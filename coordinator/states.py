@@ -13,15 +13,12 @@ from pydantic import ValidationError
 from coordinator.storage.blobs import Blobs, Stored
 from shared.blocks import NUMPY_DTYPES, Block, DType
 from shared.methods.contract import State
-from shared.model import Model
+from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import Fault, Invalid, NotFound, faults_of
 from shared.tensors import Array, Tensor, as_bytes, chunk_counts, from_bytes, numel
 from shared.wire import Manifest, MemoryEntry, canonical
 
 D = TypeVar("D", Model, Manifest)
-
-MAX_DOCUMENT_BYTES = 64 << 20
-"""The largest model document or manifest that is read."""
 
 
 @dataclass(frozen=True)

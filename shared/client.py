@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from shared.model import Model
+from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import DigestMismatch, Invalid, NotFound, OffsetMismatch, faults_of
 from shared.tensors import digest_of
 from shared.transport import Answer, NotUnderstood, Transport, Unreachable
@@ -62,9 +62,6 @@ ONE_REQUEST_BYTES = 1 << 20
 DEFAULT_URL = "http://127.0.0.1:8470"
 
 PIECE_BYTES = 1 << 18
-
-MAX_DOCUMENT_BYTES = 64 << 20
-"""The largest model document or manifest that is read whole."""
 
 _UPLOAD = re.compile(r"/v1/uploads/[A-Za-z0-9-]{1,64}")
 

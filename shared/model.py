@@ -25,6 +25,9 @@ Head = Literal[
 ]
 """Which of transformers' Auto classes builds the model: what is put on top of the stack."""
 
+MAX_DOCUMENT_BYTES = 64 << 20
+"""The most that a model document or a manifest may have: both are JSON of a few hundred bytes a block."""
+
 WEIGHTS_FILE = "model.safetensors"
 BLOCKS_FILE = "blocks.json"
 

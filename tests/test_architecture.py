@@ -84,6 +84,14 @@ def test_the_rules_import_only_the_standard_library_and_what_is_shared() -> None
                 assert name.partition(".")[0] in allowed or name.startswith("coordinator.domain"), (module, name)
 
 
+def test_storage_knows_the_rules_and_nothing_above_itself() -> None:
+    below = ("coordinator.domain", "coordinator.storage")
+    for module in MODULES:
+        if module.startswith("coordinator.storage"):
+            ours = {name for name in imports(module, typing_too=True) if name.startswith("coordinator.")}
+            assert {name for name in ours if not name.startswith(below)} == set(), module
+
+
 def test_no_module_imports_inside_a_function() -> None:
     found = [
         f"{module}:{node.lineno}"

@@ -17,7 +17,7 @@ from shared.client import Client
 from shared.container import read_header
 from shared.methods import worker_half
 from shared.methods.contract import Harvest, RunFacts, Tally, WorkerHalf
-from shared.model import Model
+from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import Problem
 from shared.tensors import ArrayTensor, to_array
 from shared.update import Change, write_update
@@ -31,9 +31,6 @@ from worker.models import build, write_block
 from worker.settings import Settings, datasets_of, device_of, mappings_of
 from worker.trainer import Batches, Check, LocalWork, Trainer, epochs_of, seed_everything
 from worker.vault import Vault
-
-MAX_DOCUMENT_BYTES = 64 << 20
-"""The most that a model document or a manifest may have: both are JSON of a few hundred bytes a block."""
 
 
 class TaskFailure(ValueError):
