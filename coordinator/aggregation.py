@@ -43,4 +43,4 @@ class Aggregation:
 
 
 def run_facts(spec: RunSpec, model: Model) -> RunFacts:
-    return RunFacts(blocks=model.blocks, rounds=spec.rounds, divide=spec.divide)
+    return RunFacts(model.blocks, spec.rounds, spec.divide, spec.training)

@@ -38,7 +38,7 @@ class Inspector:
         Raises InvalidUpdate naming every block that cannot be decoded or is not finite, or a norm out of bounds.
         """
         blocks = self.open(digest, model, manifest, plan)
-        if not blocks:
+        if not blocks and plan.upload:
             raise InvalidUpdate("the update holds no block", remedy="Send at least one of the blocks asked for.")
         faults: list[Fault] = []
         squares = 0.0

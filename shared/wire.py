@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     JsonValue,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     field_validator,
     model_validator,
@@ -27,6 +28,7 @@ from shared.blocks import DType, Frozen, Name
 from shared.methods import Chosen
 from shared.methods.contract import Plan
 from shared.problems import ProblemDocument
+from shared.training import Training
 
 PROTOCOL = 1
 """The version of the worker protocol that this code speaks."""
@@ -36,6 +38,9 @@ Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """A name that people give: letters, digits, dot, dash and underscore."""
 
 Numbers = Annotated[dict[Annotated[str, Field(max_length=64)], float], Field(max_length=64)]
+
+Resources = Annotated[dict[Literal["memory_bytes", "upload_bytes_per_second"], PositiveFloat], Field(max_length=8)]
+"""What a worker may spend on a task, as its site declares it."""
 
 LeaseSeconds = Annotated[float, Field(gt=0, le=86400)]
 
@@ -104,19 +109,6 @@ class Cohort(Frozen):
         if self.size is not None and self.quorum > self.size:
             raise ValueError(f"a quorum of {self.quorum} cannot come from a cohort of {self.size}")
         return self
-
-
-class Training(Frozen):
-    """How a worker trains locally. The same for every method."""
-
-    epochs: PositiveInt = Field(default=1, le=1000)
-    batch_size: PositiveInt | None = Field(default=32, description="all examples in one batch if null")
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: float = Field(default=1e-4, gt=0, le=100)
-    weight_decay: float = Field(default=0.01, ge=0, le=10)
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="for sgd")
-    max_gradient_norm: float | None = Field(default=None, gt=0)
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
 class Evaluation(Frozen):
@@ -231,6 +223,7 @@ class Claim(Message):
     datasets: dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]] = Field(max_length=256)
     methods: tuple[str, ...] = Field(default=(), max_length=256)
     device: str = Field(default="cpu", max_length=64)
+    resources: Resources = {}
 
 
 class Task(Message):

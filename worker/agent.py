@@ -93,6 +93,7 @@ class Agent:
             datasets={name: dataset.examples for name, dataset in self._bench.datasets.items()},
             methods=tuple(sorted(filter(settings.policy.allows_method, methods()))),
             device=describe(self._bench.device),
+            resources=settings.resources,
         )
 
     def run(self) -> None:

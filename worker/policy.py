@@ -80,6 +80,11 @@ class Policy(Frozen):
         if refused := [block.name for block in blocks if not self.may_send.holds(block)]:
             raise PolicyViolation("may_send", f"these blocks may not leave: {_listed(refused)}")
 
+    def check_private(self, asked: Iterable[Block]) -> None:
+        """Judges those of a plan's blocks that the method keeps at the site. Raises PolicyViolation naming them."""
+        if refused := [block.name for block in asked]:
+            raise PolicyViolation("private", f"the method keeps these at the site: {_listed(refused)}")
+
     def check_egress(self, names: Iterable[str], nbytes: int, asked: Sequence[Block], kept: Iterable[str]) -> None:
         """Judges what is about to leave: the names in an update file of `nbytes`, against what the plan asked for,
         what the site allows, and what the method meant to keep. Raises PolicyViolation."""

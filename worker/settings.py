@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SecretStr, Valid
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as SourceError
 
-from shared.wire import Label, TaskKind
+from shared.wire import Label, Resources, TaskKind
 from worker.data import DataError, Dataset, load
 from worker.layouts import MappingError, MappingFile, read_mapping
 from worker.policy import GIB, Policy
@@ -68,6 +68,7 @@ class Settings(BaseSettings):
     poll_seconds: int = Field(default=25, ge=0, le=50, description="how long to let the coordinator think")
     datasets: dict[Label, DataSource] = Field(min_length=1)
     mappings: tuple[Path, ...] = Field(default=(), description="files that describe attention not known here")
+    resources: Resources = Field(default={}, description="what a task may spend, for methods that ask less of some")
     policy: Policy = Policy()
     log: Literal["auto", "console", "json"] = "auto"
 

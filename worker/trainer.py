@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from shared.blocks import Block
-from shared.methods.contract import Phase, Plan, Tally, WorkerHalf
-from shared.tensors import Array
-from shared.wire import Training
-from worker.blockmap import named_tensors
+from shared.methods.contract import Phase, Tally, WorkerHalf
+from shared.training import Training
 from worker.data import Dataset
 from worker.freezing import Freeze
-from worker.models import read_block, write_block
+from worker.work import LocalWork
 
 Batch = dict[str, Tensor]
 Check = Callable[[], None]
@@ -30,22 +26,6 @@ Check = Callable[[], None]
 
 class TrainingDiverged(ArithmeticError):
     """The loss is no longer a number."""
-
-
-@dataclass
-class LocalWork:
-    """One task, as the method's worker half sees it."""
-
-    model: PreTrainedModel
-    plan: Plan
-    blocks: Sequence[Block]
-    vault: Mapping[str, Array]
-
-    def read(self, block: Block) -> Array:
-        return read_block(named_tensors(self.model), block)
-
-    def write(self, block: Block, values: Array) -> None:
-        write_block(named_tensors(self.model), block, values)
 
 
 @dataclass(frozen=True)
@@ -85,14 +65,16 @@ class Trainer:
     def train(self, phases: Sequence[Phase], dataset: Dataset, seed: int) -> Tally:
         """Goes through the phases, each with an optimizer of its own over the blocks that it trains.
 
-        The tally's loss is the mean over the examples of the last epoch. Raises TrainingDiverged, SelectorError for a
-        phase that names blocks which the model lacks, and what `check` raises.
+        The tally's loss is the mean over the examples of the last epoch; not a number if there is no phase, and
+        nothing trains. Raises TrainingDiverged, SelectorError for a phase that names blocks which the model lacks,
+        and what `check` raises.
         """
         generator = torch.Generator().manual_seed(seed)
         batches = Batches(dataset, self.training.batch_size, self.device, generator)
         self.work.model.train()
         steps, loss = 0, math.nan
         for phase in phases:
+            self.half.enter(self.work, phase)
             epoch = _Epoch(self, phase)
             for _ in range(epochs_of(phase, self.training)):
                 loss = epoch.run(batches)
@@ -110,7 +92,9 @@ class _Epoch:
     def __init__(self, trainer: Trainer, phase: Phase) -> None:
         self.steps = 0
         self._trainer = trainer
-        self._freeze = Freeze(trainer.work.model, phase.train.resolve(trainer.work.blocks))
+        work = trainer.work
+        added = work.private if phase.private else ()
+        self._freeze = Freeze(work.model, [*phase.train.resolve(work.blocks), *added])
         self._optimizer = _optimizer(self._freeze.parameters, trainer.training)
         # Float16's small gradients vanish unless scaled; on the CPU 16 bits mean bfloat16, which needs no scaling.
         scaled = trainer.training.precision == "float16" and trainer.device.type == "cuda"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,14 @@ import torch
 from transformers import PreTrainedModel
 
 from shared import codecs
-from shared.blocks import Block
+from shared.blocks import NUMPY_DTYPES, Block
 from shared.client import Client
 from shared.container import read_header
 from shared.methods import worker_half
 from shared.methods.contract import Harvest, RunFacts, Tally, WorkerHalf
 from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import Problem
-from shared.tensors import ArrayTensor, to_array
+from shared.tensors import Array, ArrayTensor, from_bytes, to_array
 from shared.update import Change, write_update
 from shared.wire import Evaluated, Manifest, Submission, Task
 from worker.blockmap import block_table, named_tensors
@@ -29,8 +31,9 @@ from worker.evaluator import evaluate
 from worker.files import sweep, temporary_file
 from worker.models import build, write_block
 from worker.settings import Settings, datasets_of, device_of, mappings_of
-from worker.trainer import Batches, Check, LocalWork, Trainer, epochs_of, seed_everything
+from worker.trainer import Batches, Check, Trainer, epochs_of, seed_everything
 from worker.vault import Vault
+from worker.work import LocalWork
 
 
 class TaskFailure(ValueError):
@@ -109,6 +112,7 @@ class Workbench:
                 self._train(task, ready, dataset, check, report)
             else:
                 self._evaluate(task, ready, dataset, check, report)
+        ready.work.close()
         # A method may have inserted modules; what is left of them must not become part of the next round's model.
         if _structure(ready.built.model) == ready.built.structure:
             self._last = ready.built
@@ -120,16 +124,20 @@ class Workbench:
         self._policy.check_model(document.nbytes)
         fetched = {block.name for block in task.plan.fetch.resolve(document.blocks)}
         built = self._model(task, document, whole=len(fetched) == len(document.blocks))
-        if task.kind == "train":
-            self._check_plan(task, built.blocks, fetched)
-        bases = self._fetch(task, [block for block in built.blocks if block.name in fetched], built, check, report)
+        manifest = Manifest.model_validate_json(self._document(task.version.digest, check, report))
+        wanted = [block for block in built.blocks if block.name in fetched]
+        bases = self._fetch(manifest, wanted, built, check, report)
         tensors = named_tensors(built.model)
         for base in bases.values():
             write_block(tensors, base.block, to_array(base))
         seed_everything(task.seed)
-        half = worker_half(task.method, RunFacts(built.blocks, task.rounds, task.divide))
-        work = LocalWork(built.model, task.plan, built.blocks, self.vault.load(task.run))
+        half = worker_half(task.method, RunFacts(built.blocks, task.rounds, task.divide, task.training))
+        memory = self._memory(task, manifest, check, report)
+        work = LocalWork(built.model, document.head, task.plan, built.blocks, self.vault.load(task.run), memory)
+        work.restore(half.private())
         half.prepare(work)
+        if task.kind == "train":
+            self._check_plan(task, half, work, fetched)
         return _Ready(document, built, half, work, bases)
 
     def _document(self, digest: str, check: Check, report: Report) -> bytes:
@@ -155,18 +163,36 @@ class Workbench:
         model = build(document, seed=task.seed, mapping=mapping).to(self.device)  # type: ignore[arg-type]
         return _Built(task.run, task.model, model, block_table(model, mapping), _structure(model))
 
-    def _check_plan(self, task: Task, blocks: Sequence[Block], fetched: set[str]) -> None:
-        asked = task.plan.upload.resolve(blocks)
+    def _check_plan(self, task: Task, half: WorkerHalf[Any], work: LocalWork, fetched: set[str]) -> None:
+        """Judges the plan on our own block table, before any data is read."""
+        private = [*half.private().resolve(work.blocks), *work.private]
+        self._policy.check_private(block for block in private if task.plan.upload.holds(block))
+        asked = task.plan.upload.resolve(work.blocks)
         self._policy.check_upload(asked)
         if baseless := sorted(block.name for block in asked if block.name not in fetched):
             raise TaskFailure(
                 "invalid-plan", f"an update is a difference, and the plan fetches no base for {baseless[:8]}"
             )
 
+    def _memory(self, task: Task, manifest: Manifest, check: Check, report: Report) -> dict[str, Array]:
+        """The server memory that the plan asks for. Raises TaskFailure for a pattern that names none of it."""
+        found: dict[str, Array] = {}
+        for pattern in task.plan.memory:
+            names = sorted(name for name in manifest.memory if fnmatchcase(name, pattern))
+            if not names:
+                raise TaskFailure("invalid-plan", f"the version holds no memory called {pattern}")
+            for name in names:
+                entry = manifest.memory[name]
+                nbytes = prod(entry.shape) * NUMPY_DTYPES[entry.dtype].itemsize
+                raw = self._blob(entry.digest, nbytes, check, report).read_bytes()
+                if len(raw) != nbytes:
+                    raise TaskFailure("invalid-version", f"the blob of the memory {name} has not {nbytes} bytes")
+                found[name] = from_bytes(raw, entry.dtype).reshape(entry.shape)
+        return found
+
     def _fetch(
-        self, task: Task, wanted: Sequence[Block], built: _Built, check: Check, report: Report
+        self, manifest: Manifest, wanted: Sequence[Block], built: _Built, check: Check, report: Report
     ) -> dict[str, BlobTensor]:
-        manifest = Manifest.model_validate_json(self._document(task.version.digest, check, report))
         if odd := sorted(set(manifest.blocks) ^ {block.name for block in built.blocks}):
             raise TaskFailure("invalid-version", f"the version and the model differ in the blocks {odd[:8]}")
         bases: dict[str, BlobTensor] = {}

@@ -136,7 +136,7 @@ def _worker(session: Session, site_id: str, name: str) -> WorkerRow | None:
 
 
 def _declared(claim: Claim) -> dict[str, object]:
-    return claim.model_dump(mode="json", include={"kinds", "datasets", "methods", "device"})
+    return claim.model_dump(mode="json", include={"kinds", "datasets", "methods", "device", "resources"})
 
 
 def _hash(secret: str) -> str:

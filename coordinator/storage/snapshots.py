@@ -28,7 +28,7 @@ class Member:
     declared: dict[str, Any]
 
     def participant(self, dataset: str) -> Participant:
-        return Participant(self.name, self.declared["datasets"].get(dataset, 0))
+        return Participant(self.name, self.declared["datasets"].get(dataset, 0), self.declared.get("resources", {}))
 
 
 def live_workers(session: Session, since: float) -> list[Member]:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from pydantic import Field
 
 from shared.averaging import Divide, average
-from shared.blocks import EVERYTHING, Block, Frozen, Selector
+from shared.blocks import EVERYTHING, NOTHING, Block, Frozen, Selector
 from shared.tensors import Array, Tensor
+from shared.training import Training
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,8 @@ class Plan(Frozen):
     fetch: Selector = EVERYTHING
     train: Selector = EVERYTHING
     upload: Selector = EVERYTHING
+    memory: tuple[str, ...] = Field(default=(), max_length=64)
+    """Shell patterns for the names of the server memory to fetch."""
     numbers: dict[str, float] = Field(default_factory=dict)
 
 
@@ -63,6 +66,8 @@ class Participant:
 
     name: str
     examples: int
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """What its site declares that it may spend: `memory_bytes`, `upload_bytes_per_second`."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class RunFacts:
     blocks: tuple[Block, ...]
     rounds: int
     divide: Divide = "participants"
+    training: Training = field(default_factory=Training)
 
 
 class CoordinatorHalf(Generic[C]):
@@ -107,17 +113,46 @@ class CoordinatorHalf(Generic[C]):
         senders = [(float(update.examples), update.blocks) for update in updates]
         return state.advanced(average(state.model, senders, self.run.divide))
 
+    def inclusion(self, block: Block) -> float:
+        """The probability with which a worker sends the block, for the `inverse-probability` average.
+
+        Raises ValueError where nobody can know it, such as when the choice follows the data.
+        """
+        return 1.0
+
+    def warnings(self, state: State) -> Sequence[str]:
+        """Sentences for people about what this version shows of the run, such as a layer that nobody ever trains."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a model makes of a batch."""
+
+    loss: torch.Tensor
+    """A scalar: the mean over what is scored."""
+    logits: torch.Tensor | None
+    """[examples, classes] or [examples, positions, classes]; None where there are no classes to tell apart."""
+
 
 class Work(Protocol):
     """One task at a worker, as the worker's half sees it."""
 
     plan: Plan
     blocks: Sequence[Block]
+    """The run's blocks: what versions are made of."""
     vault: Mapping[str, Array]
     """What this site kept from its last accepted update of this run; empty the first time."""
+    memory: Mapping[str, Array]
+    """The server memory that the plan fetches, by name."""
 
     @property
     def model(self) -> torch.nn.Module: ...
+    @property
+    def private(self) -> Sequence[Block]:
+        """The blocks of what `add_private` added: they train, and have no place in any version."""
+        ...
+
     def read(self, block: Block) -> Array:
         """The block's present value, in its own shape and dtype."""
         ...
@@ -126,13 +161,42 @@ class Work(Protocol):
         """Overwrites the block's value in the model."""
         ...
 
+    def tensors(self, values: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+        """Values by block name as whole tensors by tensor name, on the device; zero where no value is given."""
+        ...
+
+    def forward(self, batch: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor] | None = None) -> Output:
+        """What the model makes of a batch; with `values` in place of its own tensors of those names."""
+        ...
+
+    def features(
+        self, batch: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """What the model's head is handed for a batch, [examples, width]; `values` as in `forward`.
+
+        Raises ValueError if the model has no head of its own.
+        """
+        ...
+
+    def add_private(self, name: str, module: torch.nn.Module) -> None:
+        """Adds a module that stays at this site, with the values that the vault holds for it.
+
+        It becomes a submodule of the model until the task ends.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Phase:
-    """One stretch of local training: which blocks train. `epochs` None means as many as the run says."""
+    """One stretch of local training."""
 
     train: Selector
+    """Which of the run's blocks train."""
     epochs: int | None = None
+    """As many as the run says if None."""
+    private: bool = True
+    """Whether what `add_private` added trains too."""
+    name: str = "train"
 
 
 @dataclass(frozen=True)
@@ -160,8 +224,15 @@ class WorkerHalf(Generic[C]):
         self.settings = settings
         self.run = run
 
+    def private(self) -> Selector:
+        """Which of the run's blocks never leave the site. A plan that asks for one of them is refused.
+
+        They are kept in the vault and restored from it, as is what `Work.add_private` added.
+        """
+        return NOTHING
+
     def prepare(self, work: Work) -> None:
-        """Before training: insert prompts or adapters, restore what the vault holds.
+        """Before training or evaluating: the version is loaded, and the vault's values are in place.
 
         Hooks that it registers it must take off again in `harvest`: the model may serve the next round as it is.
         """
@@ -171,20 +242,32 @@ class WorkerHalf(Generic[C]):
         return work.plan.train
 
     def phases(self, work: Work, selected: Selector) -> Sequence[Phase]:
+        """The stretches of training, each with an optimizer of its own. None at all trains nothing."""
         return [Phase(selected)]
+
+    def personal(self, work: Work) -> Sequence[Phase]:
+        """The local training that comes before a version is evaluated as this site's own model."""
+        return ()
+
+    def enter(self, work: Work, phase: Phase) -> None:
+        """Before a phase begins."""
 
     def loss(self, work: Work, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of one batch, a scalar: by default the one that the transformers model computes."""
-        loss: torch.Tensor = work.model(**batch).loss
-        return loss
+        return work.forward(batch).loss
 
     def after_backward(self, work: Work) -> None:
         """Between the backward pass and the optimizer's step, when gradients may be corrected."""
 
     def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
-        """What to send and what to keep: by default the blocks that were both selected and asked for."""
+        """What to send and what to keep: by default the blocks that were both selected and asked for, and what is
+        private."""
         sent = [block for block in work.plan.upload.resolve(work.blocks) if selected.holds(block)]
-        return Harvest(upload={block.name: work.read(block) for block in sent})
+        kept = [*self.private().resolve(work.blocks), *work.private]
+        return Harvest(
+            upload={block.name: work.read(block) for block in sent},
+            keep={block.name: work.read(block) for block in kept},
+        )
 
 
 @dataclass(frozen=True)

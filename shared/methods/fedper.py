@@ -9,18 +9,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from shared.blocks import Match, Selector, roles
-from shared.methods.contract import (
-    CoordinatorHalf,
-    Harvest,
-    Method,
-    MethodSettings,
-    Participant,
-    Plan,
-    State,
-    Tally,
-    Work,
-    WorkerHalf,
-)
+from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, Participant, Plan, State, WorkerHalf
 
 
 class FedPerSettings(MethodSettings):
@@ -43,15 +32,8 @@ class FedPerCoordinator(CoordinatorHalf[FedPerSettings]):
 
 
 class FedPerWorker(WorkerHalf[FedPerSettings]):
-    def prepare(self, work: Work) -> None:
-        for block in self.settings.kept.resolve(work.blocks):
-            if block.name in work.vault:
-                work.write(block, work.vault[block.name])
-
-    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
-        sent = super().harvest(work, selected, tally)
-        keep = {block.name: work.read(block) for block in self.settings.kept.resolve(work.blocks)}
-        return Harvest(upload=sent.upload, keep=keep)
+    def private(self) -> Selector:
+        return self.settings.kept
 
 
 METHOD = Method(

@@ -14,7 +14,8 @@ from shared.wire import Training
 from worker.blockmap import block_table
 from worker.data import Dataset
 from worker.models import instantiate
-from worker.trainer import Batches, LocalWork, Trainer, seed_everything
+from worker.trainer import Batches, Trainer, seed_everything
+from worker.work import LocalWork
 
 CPU = torch.device("cpu")
 VIT = {
@@ -41,17 +42,19 @@ def one_task(
 ) -> tuple[LocalWork, Harvest]:
     """Trains the small ViT on `images()` as the method asks in this round; what is left of it, and its harvest."""
     model = instantiate(VIT, "image-classification", seed=1)
-    facts = RunFacts(block_table(model), rounds=10)
+    wanted = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
+    facts = RunFacts(block_table(model), rounds=10, training=wanted)
     chosen = Chosen(name=method, settings=dict(settings or {}))
     worker = Participant("a/w", 24)
     plan = coordinator_half(chosen, facts).plan_for(State(round_number, {}), worker)
-    work, half = LocalWork(model, plan, facts.blocks, dict(vault or {})), worker_half(chosen, facts)
+    work = LocalWork(model, "image-classification", plan, facts.blocks, dict(vault or {}))
+    half = worker_half(chosen, facts)
     for block in facts.blocks:
         if start:
             work.write(block, start[block.name])
     seed_everything(0)
+    work.restore(half.private())
     half.prepare(work)
-    wanted = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
     selected = half.select(work, Batches(images(), wanted.batch_size, CPU))
     tally = Trainer(half, work, wanted, CPU, lambda: None).train(half.phases(work, selected), images(), 0)
     return work, half.harvest(work, selected, tally)

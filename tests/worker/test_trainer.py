@@ -18,7 +18,8 @@ from worker.blockmap import block_table
 from worker.data import Dataset
 from worker.models import instantiate
 from worker.renewal import Stop, Stopped
-from worker.trainer import LocalWork, Trainer, TrainingDiverged, seed_everything
+from worker.trainer import Trainer, TrainingDiverged, seed_everything
+from worker.work import LocalWork
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 3,
@@ -44,7 +45,7 @@ def sentences() -> Dataset:
 
 def work_on(config: dict[str, object] = VIT, head: Head = "image-classification", **more: object) -> LocalWork:
     model = instantiate({**config, **more}, head, seed=1)
-    return LocalWork(model, Plan(), block_table(model), {})
+    return LocalWork(model, head, Plan(), block_table(model))
 
 
 def values_of(work: LocalWork) -> dict[str, bytes]:
