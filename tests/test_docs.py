@@ -11,9 +11,7 @@ import pytest
 from coordinator.domain.lifecycle import ROUND, RUN, TASK, diagram
 from coordinator.metrics import REGISTRY
 from coordinator.settings import Settings
-from shared.blocks import Block
 from shared.methods import methods
-from shared.methods.contract import Method, Participant, RunFacts, State
 from shared.problems import PROBLEMS
 from worker.policy import Policy
 from worker.settings import Settings as WorkerSettings
@@ -78,15 +76,3 @@ def test_the_commands_of_the_readme_are_targets_of_the_makefile() -> None:
         name for document in ("README.md", "CONTRIBUTING.md") for name in re.findall(r"make ([a-z]+)", text(document))
     }
     assert used - {"help"} <= targets
-
-
-def test_the_method_of_the_tutorial_is_a_whole_method() -> None:
-    first, *_ = re.findall(r"```python\n(.*?)```", text("docs/writing-a-method.md"), re.DOTALL)
-    module: dict[str, object] = {}
-    exec(compile(first, "tutorial", "exec"), module)  # noqa: S102 (our own document)
-    method = module["METHOD"]
-    assert isinstance(method, Method)
-    head = Block(tensor="head.weight", role="head", shape=(2, 2), dtype="F32")
-    half = method.coordinator(method.settings(), RunFacts(blocks=(head,), rounds=1))
-    plan = half.plan_for(State(round=0, model={}), Participant("a/w", 1))
-    assert plan.upload.resolve([head]) == (head,)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from random import Random
 
 import pytest
 from pydantic import ValidationError
 
 from shared.blocks import SelectorError
-from shared.methods import Chosen, UnknownMethod, check, coordinator_half, methods, worker_half
+from shared.methods import FOLDERS, Chosen, UnknownMethod, check, coordinator_half, methods, worker_half
 from shared.methods.contract import Participant, Plan, RunFacts, State
 from tests.support.federation import small_model
 
@@ -118,3 +119,16 @@ def test_both_halves_of_every_method_are_made_in_an_interpreter_without_torch() 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert {"fedavg", "fedfrozen"} <= set(done.stdout.split())
+
+
+def test_a_method_of_a_name_that_is_taken_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("from shared.methods.fedavg import METHOD\n")
+    monkeypatch.setenv(FOLDERS, str(tmp_path))
+    with pytest.raises(ValueError, match=r"fedavg\.py and .*mine\.py both declare the method 'fedavg'"):
+        methods.__wrapped__()
+
+
+def test_a_folder_of_methods_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDERS, str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"TESSERA_METHODS names .*none, which is no folder"):
+        methods.__wrapped__()
