@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from sklearn.metrics import accuracy_score, f1_score
@@ -10,57 +11,95 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.model import Head
+from worker.forward import forward
 from worker.trainer import Batches, Check, TrainingDiverged
 
 IGNORED = -100
 """The label of positions that are not scored, in transformers' models and in ours."""
 
-Scored = tuple[Tensor, Tensor]
-"""Predicted and true labels, int64 [labels] each."""
+CALIBRATION_BINS = 15
+ROWS = 256
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """What was predicted beside what is true, one entry for each label that counts."""
+
+    predicted: Tensor  # int64 [labels]
+    true: Tensor  # int64 [labels]
+    confidence: Tensor  # float32 [labels]: the probability given to what was predicted
+
+    def __len__(self) -> int:
+        return len(self.true)
 
 
 def evaluate(model: PreTrainedModel, head: Head, batches: Batches, check: Check) -> dict[str, float]:
-    """The mean `loss` over what is scored and, for models that classify, `accuracy` and `macro_f1`.
+    """The mean `loss` over what is scored and, for models that classify, `accuracy`, `macro_f1` and
+    `calibration_error`.
 
     Every label position counts alike; macro F1 is over the classes that occur among the true or predicted labels.
     Leaves the model in evaluation mode. Raises TrainingDiverged for a loss that is not a number.
     """
     model.train(mode=False)
     losses: list[tuple[float, int]] = []
-    scored: list[Scored] = []
+    scored: list[_Scored] = []
     with torch.inference_mode():
         for batch in batches:
             check()
-            output = model(**batch)
-            found = _scored(output.get("logits"), batch["labels"], head)
+            output = forward(model, head, batch)
+            found = _scored(output.logits, batch["labels"], head)
             scored += [found] if found else []
-            losses.append((float(output.loss), len(found[1]) if found else len(batch["labels"])))
+            losses.append((float(output.loss), len(found) if found else len(batch["labels"])))
     loss = sum(value * count for value, count in losses) / max(1, sum(count for _, count in losses))
     if not math.isfinite(loss):
         raise TrainingDiverged(f"the version's loss on this data is {loss}")
     return {"loss": loss, **_scores(scored)}
 
 
-def _scored(logits: Tensor | None, labels: Tensor, head: Head) -> Scored | None:
+def calibration_error(confidence: Tensor, correct: Tensor) -> float:
+    """The expected calibration error: how far the model's confidence is from how often it is right.
+
+    `confidence` [labels] is the probability of each prediction, `correct` [labels] whether it was right. Fifteen bins
+    of equal width, open below and closed above; the gaps between a bin's accuracy and its mean confidence, weighted
+    by how many predictions are in it (Guo et al. 2017, arXiv 1706.04599, equations 2, 3 and 5).
+    """
+    confidence, correct = confidence.double(), correct.double()
+    edges = torch.linspace(0, 1, CALIBRATION_BINS + 1, dtype=torch.float64)
+    # Rounding may take a probability above one, which belongs in the last bin.
+    bins = torch.bucketize(confidence, edges).clamp(1, CALIBRATION_BINS) - 1
+    surplus = torch.zeros(CALIBRATION_BINS, dtype=torch.float64).index_add_(0, bins, confidence - correct)
+    return float(surplus.abs().sum() / len(confidence))
+
+
+def _scored(logits: Tensor | None, labels: Tensor, head: Head) -> _Scored | None:
     """Predictions beside the labels that count. None where there are no classes to tell apart."""
     if logits is None or logits.shape[-1] < 2 or labels.is_floating_point():
         return None
-    predicted = logits.argmax(dim=-1)  # [examples] or [examples, positions]
+    highest, predicted = logits.max(dim=-1)  # [examples] or [examples, positions]
+    confidence = (highest.float() - _logsumexp(logits)).exp()
     if head == "causal-lm":
         # A position predicts the one after it.
-        predicted, labels = predicted[:, :-1], labels[:, 1:]
+        predicted, confidence, labels = predicted[:, :-1], confidence[:, :-1], labels[:, 1:]
     if predicted.shape != labels.shape:
         return None
     counts = labels != IGNORED
-    return predicted[counts].cpu(), labels[counts].cpu()
+    return _Scored(predicted[counts].cpu(), labels[counts].cpu(), confidence[counts].cpu())
 
 
-def _scores(scored: list[Scored]) -> dict[str, float]:
-    if not scored:
+def _logsumexp(logits: Tensor) -> Tensor:
+    """Over the classes, in float32 whatever the logits are, a few rows at a time: a vocabulary may be large."""
+    rows = logits.flatten(0, -2).split(ROWS)  # [rows, classes] each
+    return torch.cat([part.float().logsumexp(dim=-1) for part in rows]).reshape(logits.shape[:-1])
+
+
+def _scores(scored: list[_Scored]) -> dict[str, float]:
+    if not any(map(len, scored)):
         return {}
-    predicted = torch.cat([found[0] for found in scored]).numpy()
-    true = torch.cat([found[1] for found in scored]).numpy()
+    predicted = torch.cat([found.predicted for found in scored])
+    true = torch.cat([found.true for found in scored])
+    confidence = torch.cat([found.confidence for found in scored])
     return {
-        "accuracy": float(accuracy_score(true, predicted)),
-        "macro_f1": float(f1_score(true, predicted, average="macro", zero_division=0.0)),
+        "accuracy": float(accuracy_score(true.numpy(), predicted.numpy())),
+        "macro_f1": float(f1_score(true.numpy(), predicted.numpy(), average="macro", zero_division=0.0)),
+        "calibration_error": calibration_error(confidence, predicted == true),
     }

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from shared.model import Head
 from worker.data import Dataset
-from worker.evaluator import evaluate
+from worker.evaluator import calibration_error, evaluate
 from worker.models import instantiate
 from worker.trainer import Batches, TrainingDiverged
 
@@ -45,6 +45,8 @@ def test_accuracy_macro_f1_and_loss_are_those_worked_out_by_hand() -> None:
     assert found["macro_f1"] == pytest.approx((3 / 4 + 0 + 0) / 3)
     # The softmax of (ln 2, 0, 0) is (1/2, 1/4, 1/4).
     assert found["loss"] == pytest.approx((3 * math.log(2) + 2 * math.log(4)) / 5)
+    # It is right 3 times of 5 and always gives that 1/2: one bin, a gap of 3/5 - 1/2.
+    assert found["calibration_error"] == pytest.approx(1 / 10)
 
 
 def test_the_batch_size_does_not_change_the_scores() -> None:
@@ -62,6 +64,26 @@ def test_a_language_model_is_scored_on_the_words_that_follow_and_not_on_padding(
     found = scores(model, "causal-lm", Dataset({"input_ids": words, "labels": labels}), size=1)
     assert found["accuracy"] == pytest.approx(3 / 4)  # of 0, 0, 1 and 0
     assert found["loss"] == pytest.approx(math.log(4))
+    assert found["calibration_error"] == pytest.approx(3 / 4 - 1 / 4)
+
+
+def test_the_calibration_error_weighs_each_bin_s_gap_by_its_share() -> None:
+    # Of fifteen bins .70 and .72 share the eleventh, (10/15, 11/15]; 1 is in the last, and .2 in the third.
+    confidence = torch.tensor([0.70, 0.72, 1.0, 0.2], dtype=torch.float64)
+    correct = torch.tensor([True, False, True, False])
+    expected = 2 / 4 * abs(1 / 2 - 0.71) + 1 / 4 * abs(1 - 1) + 1 / 4 * abs(0 - 0.2)
+    assert calibration_error(confidence, correct) == pytest.approx(expected)
+
+
+def test_opposite_errors_cancel_within_a_bin_and_not_between_bins() -> None:
+    within = calibration_error(torch.tensor([0.5, 0.5]), torch.tensor([True, False]))
+    between = calibration_error(torch.tensor([0.5, 0.9]), torch.tensor([True, False]))
+    assert within == pytest.approx(0)
+    assert between == pytest.approx(0.5 * 0.5 + 0.5 * 0.9)
+
+
+def test_a_confidence_that_rounding_took_above_one_is_in_the_last_bin() -> None:
+    assert calibration_error(torch.tensor([1 + 1e-6]), torch.tensor([True])) == pytest.approx(0, abs=1e-5)
 
 
 def test_evaluation_leaves_the_weights_alone_and_makes_no_gradients() -> None:
