@@ -88,7 +88,7 @@ def _scored(logits: Tensor | None, labels: Tensor, head: Head) -> _Scored | None
 
 def _logsumexp(logits: Tensor) -> Tensor:
     """Over the classes, in float32 whatever the logits are, a few rows at a time: a vocabulary may be large."""
-    rows = logits.flatten(0, -2).split(ROWS)  # [rows, classes] each
+    rows = torch.split(logits.flatten(0, -2), ROWS)  # [rows, classes] each
     return torch.cat([part.float().logsumexp(dim=-1) for part in rows]).reshape(logits.shape[:-1])
 
 
