@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -15,7 +16,7 @@ from shared.blocks import NUMPY_DTYPES, Block, DType
 from shared.methods.contract import State
 from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import Fault, Invalid, NotFound, faults_of
-from shared.tensors import Array, Tensor, as_bytes, chunk_counts, from_bytes, numel
+from shared.tensors import Array, Tensor, as_bytes, chunk_counts, from_bytes, lockstep, numel, related
 from shared.wire import Manifest, MemoryEntry, canonical
 
 D = TypeVar("D", Model, Manifest)
@@ -73,26 +74,36 @@ class States:
         return StoredTensor(self._blobs, manifest.blocks[block.name], block.shape, block.dtype)
 
     def store(self, state: State) -> tuple[Manifest, list[Stored]]:
-        """Makes a state's tensors safe, computing what is not stored yet, one at a time.
+        """Makes a state's tensors safe, computing what is not stored yet, one at a time or, if they share sources,
+        a few in one pass.
 
         Returns its manifest and the blobs to enter, the manifest's own last.
         """
+        tensors = [tensor for part in (state.model, state.memory) for _, tensor in sorted(part.items())]
         new: list[Stored] = []
-        blocks = {name: self._settle(tensor, new) for name, tensor in sorted(state.model.items())}
-        memory = {
-            name: MemoryEntry(digest=self._settle(tensor, new), shape=tensor.shape, dtype=tensor.dtype)
-            for name, tensor in sorted(state.memory.items())
-        }
-        manifest = Manifest(blocks=blocks, memory=memory, numbers=dict(state.numbers))
+        digests = {id(tensor): tensor.digest for tensor in tensors if isinstance(tensor, StoredTensor)}
+        for group in related([tensor for tensor in tensors if not isinstance(tensor, StoredTensor)]):
+            stored = self._settle(group)
+            digests |= {id(tensor): blob.digest for tensor, blob in zip(group, stored, strict=True)}
+            new += stored
+        manifest = Manifest(
+            blocks={name: digests[id(tensor)] for name, tensor in state.model.items()},
+            memory={
+                name: MemoryEntry(digest=digests[id(tensor)], shape=tensor.shape, dtype=tensor.dtype)
+                for name, tensor in state.memory.items()
+            },
+            numbers=dict(state.numbers),
+        )
         new.append(self._blobs.put([canonical(manifest)]))
         return manifest, new
 
-    def _settle(self, tensor: Tensor, new: list[Stored]) -> str:
-        if isinstance(tensor, StoredTensor):
-            return tensor.digest
-        stored = self._blobs.put(as_bytes(chunk) for chunk in tensor.chunks())
-        new.append(stored)
-        return stored.digest
+    def _settle(self, group: Sequence[Tensor]) -> list[Stored]:
+        with ExitStack() as stack:
+            writers = [stack.enter_context(self._blobs.writer()) for _ in group]
+            for chunks in lockstep(group):
+                for writer, chunk in zip(writers, chunks, strict=True):
+                    writer.write(as_bytes(chunk))
+            return [writer.finish() for writer in writers]
 
     # ------------------------------------------------------------ checking what an orchestrator brings
 

@@ -53,7 +53,10 @@ class ArrayTensor:
 
 @dataclass(frozen=True)
 class Computed:
-    """The result of `compute` over the chunks of its sources; nothing is computed until it is read."""
+    """The result of `compute` over the chunks of its sources; nothing is computed until it is read.
+
+    Sources may be computed in their turn, and several results may share them: `compute` leaves its parts as they are.
+    """
 
     shape: tuple[int, ...]
     dtype: DType
@@ -61,8 +64,61 @@ class Computed:
     compute: Callable[[Sequence[Array]], Array]
 
     def chunks(self) -> Iterator[Array]:
-        for parts in zip(*(source.chunks() for source in self.sources), strict=True):
-            yield self.compute(parts).astype(NUMPY_DTYPES[self.dtype], copy=False)
+        return (chunk for (chunk,) in lockstep([self]))
+
+
+def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
+    """Reads tensors of one size side by side: yields the next chunk of each.
+
+    What several of them are computed from is read, and computed, once per chunk, however many need it. A chunk of
+    each is held at a time, and of each of their sources. Raises ValueError if the sizes differ.
+    """
+    order = _sources_first(tensors)
+    computed = [tensor for tensor in order if isinstance(tensor, Computed)]
+    read = [tensor for tensor in order if not isinstance(tensor, Computed)]
+    for parts in zip(*(tensor.chunks() for tensor in read), strict=True):
+        at_hand = {id(tensor): part for tensor, part in zip(read, parts, strict=True)}
+        for tensor in computed:
+            result = tensor.compute([at_hand[id(source)] for source in tensor.sources])
+            at_hand[id(tensor)] = result.astype(NUMPY_DTYPES[tensor.dtype], copy=False)
+        yield tuple(at_hand[id(tensor)] for tensor in tensors)
+
+
+def related(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors in groups, so that those which share a source, however deep, are together: to be read in lockstep.
+
+    The order is that given, among groups and within each.
+    """
+    above: dict[int, int] = {}
+
+    def top(node: int) -> int:
+        while above[node] != node:
+            above[node] = node = above[above[node]]
+        return node
+
+    for tensor in tensors:
+        for source in _sources_first([tensor]):
+            above.setdefault(id(source), id(source))
+            above[top(above.setdefault(id(tensor), id(tensor)))] = top(id(source))
+    groups: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(top(id(tensor)), []).append(tensor)
+    return list(groups.values())
+
+
+def _sources_first(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors and all that they are computed from, each once, every one after its sources."""
+    found: dict[int, Tensor] = {}
+
+    def visit(tensor: Tensor) -> None:
+        if id(tensor) not in found:
+            for source in tensor.sources if isinstance(tensor, Computed) else ():
+                visit(source)
+            found[id(tensor)] = tensor
+
+    for tensor in tensors:
+        visit(tensor)
+    return list(found.values())
 
 
 def mean_step(base: Tensor, senders: Sequence[tuple[float, Tensor]], whole: float | None = None) -> Tensor:

@@ -11,10 +11,10 @@ import hashlib
 import io
 import os
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import obstore
 from obstore.store import LocalStore, from_url
@@ -24,7 +24,6 @@ from sqlalchemy.orm import Session
 from coordinator.storage.database import Database
 from coordinator.storage.tables import BlobRow
 from shared.problems import NotFound, StoreSpoilt
-from shared.tensors import digest_of
 
 PIECE_BYTES = 1 << 18
 
@@ -64,26 +63,14 @@ class Blobs:
 
     def put(self, pieces: Iterable[bytes | memoryview]) -> Stored:
         """Makes bytes safe under their digest. To be entered with `record`."""
-        source = iter(pieces)
-        head = bytearray()
-        for piece in source:
-            head += piece
-            if len(head) > self._inline_bytes:
-                return self._put_file(head, source)
-        return Stored(digest_of(bytes(head)), len(head), bytes(head))
+        with self.writer() as writer:
+            for piece in pieces:
+                writer.write(piece)
+            return writer.finish()
 
-    def _put_file(self, head: bytearray, rest: Iterator[bytes | memoryview]) -> Stored:
-        path = self.staging_dir / f"put-{uuid.uuid4().hex}"
-        received = hashlib.sha256(head)
-        try:
-            with path.open("xb") as file:
-                size = file.write(head)
-                for piece in rest:
-                    size += file.write(piece)
-                    received.update(piece)
-            return self.adopt(path, f"sha256:{received.hexdigest()}", size)
-        finally:
-            path.unlink(missing_ok=True)
+    def writer(self) -> BlobWriter:
+        """The same bit by bit. Several may be open at a time."""
+        return BlobWriter(self, self._inline_bytes)
 
     def adopt(self, path: Path, digest: str, size: int) -> Stored:
         """Takes over a finished file of the staging folder, whose digest was checked."""
@@ -197,6 +184,51 @@ class Blobs:
     def _row(self, digest: str) -> Stored:
         with self._database.snapshot() as session:
             return self.find(session, digest)
+
+
+class BlobWriter:
+    """Bytes on their way to becoming a blob; what is left unfinished at the end of `with` leaves nothing behind.
+
+    Few bytes stay in memory; more go to a file, and are hashed as they pass.
+    """
+
+    def __init__(self, blobs: Blobs, inline_bytes: int) -> None:
+        self._blobs = blobs
+        self._inline_bytes = inline_bytes
+        self._path = blobs.staging_dir / f"put-{uuid.uuid4().hex}"
+        self._head = bytearray()
+        self._file: BinaryIO | None = None
+        self._size = 0
+        self._received = hashlib.sha256()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        if self._file:
+            self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    def write(self, piece: bytes | memoryview) -> None:
+        self._size += len(piece)
+        self._received.update(piece)
+        if self._file:
+            self._file.write(piece)
+        elif self._size <= self._inline_bytes:
+            self._head += piece
+        else:
+            self._file = self._path.open("xb")
+            self._file.write(self._head)
+            self._file.write(piece)
+            self._head.clear()
+
+    def finish(self) -> Stored:
+        """Makes the bytes safe under their digest. To be entered with `record`."""
+        digest = f"sha256:{self._received.hexdigest()}"
+        if not self._file:
+            return Stored(digest, self._size, bytes(self._head))
+        self._file.close()
+        return self._blobs.adopt(self._path, digest, self._size)
 
 
 class _StoreFile(io.RawIOBase):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,20 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from shared.blocks import NUMPY_DTYPES, DType
-from shared.tensors import CHUNK, ArrayTensor, as_bytes, chunk_counts, digest_of, from_bytes, mean_step, to_array
+from shared.tensors import (
+    CHUNK,
+    ArrayTensor,
+    Computed,
+    Tensor,
+    as_bytes,
+    chunk_counts,
+    digest_of,
+    from_bytes,
+    lockstep,
+    mean_step,
+    related,
+    to_array,
+)
 
 FLOATS = st.floats(-1e6, 1e6, width=32)
 ROWS = hnp.arrays(np.float32, (3, 5), elements=FLOATS)
@@ -114,3 +129,54 @@ def test_bytes_are_little_endian_and_come_back_as_they_were(dtype: DType) -> Non
 def test_a_digest_names_the_bytes() -> None:
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     assert digest_of(b"") == f"sha256:{empty}"
+
+
+class Counted(ArrayTensor):
+    """A tensor that counts how often it is read."""
+
+    reads = 0
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        object.__setattr__(self, "reads", self.reads + 1)
+        return super().chunks()
+
+
+def added(*sources: Tensor, calls: list[int] | None = None) -> Computed:
+    def add(parts: Sequence[np.ndarray]) -> np.ndarray:
+        if calls is not None:
+            calls.append(len(parts[0]))
+        return np.sum(parts, axis=0)
+
+    return Computed(sources[0].shape, "F32", sources, add)
+
+
+def test_in_lockstep_what_several_need_is_read_and_computed_once_a_chunk() -> None:
+    values = np.arange(2 * CHUNK + 1, dtype=np.float32)
+    source, calls = Counted(values), list[int]()
+    double = added(source, source, calls=calls)
+    outputs = [added(double, source), double, added(double, double)]
+    read = [np.concatenate(chunks) for chunks in zip(*lockstep(outputs), strict=True)]
+    for found, factor in zip(read, (3, 2, 4), strict=True):
+        np.testing.assert_array_equal(found, factor * values)
+    assert (source.reads, calls) == (1, [CHUNK, CHUNK, 1])
+
+
+def test_each_of_several_outputs_can_be_read_alone() -> None:
+    double = added(source := ArrayTensor(np.ones(3, np.float32)), source)
+    np.testing.assert_array_equal(to_array(added(double, source)), [3, 3, 3])
+    np.testing.assert_array_equal(to_array(double), [2, 2, 2])
+
+
+def test_in_lockstep_sizes_must_agree() -> None:
+    short, long = (ArrayTensor(np.ones(size, np.float32)) for size in (3, CHUNK + 1))
+    with pytest.raises(ValueError, match="shorter"):
+        list(lockstep([long, short]))
+
+
+def test_what_shares_a_source_however_deep_is_grouped() -> None:
+    a, b, c, d = (ArrayTensor(np.ones(1, np.float32)) for _ in range(4))
+    on_a, on_b, deep, on_c = added(a), added(b), added(added(a), d), added(c)
+    assert related([on_a, on_b, deep, on_c]) == [[on_a, deep], [on_b], [on_c]]
+    # One that needs both brings two groups together; a tensor that is another's source belongs to it.
+    assert related([on_a, on_b, added(a, b), c, on_c])[0][:2] == [on_a, on_b]
+    assert [len(group) for group in related([on_a, on_b, added(a, b), c, on_c])] == [3, 2]

@@ -1,0 +1,77 @@
+"""Versions are written as they are computed: what shares its sources in one pass, and nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.states import States, StoredTensor
+from coordinator.storage.blobs import Blobs
+from coordinator.storage.database import Database
+from shared.methods.contract import State
+from shared.tensors import CHUNK, ArrayTensor, Computed, digest_of
+from tests.support.storage import NOW, blobs_in
+
+VALUES = np.arange(CHUNK + 7, dtype=np.float32)
+
+
+class Watched(ArrayTensor):
+    """A tensor that counts how often it is read, and may break off."""
+
+    reads = 0
+    breaks = False
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        object.__setattr__(self, "reads", self.reads + 1)
+        for chunk in super().chunks():
+            yield chunk
+            if self.breaks:
+                raise RuntimeError("the source is gone")
+
+
+@pytest.fixture
+def blobs(tmp_path: Path, database: Database) -> Blobs:
+    return blobs_in(tmp_path, database)
+
+
+def times(factor: int, source: ArrayTensor) -> Computed:
+    return Computed(source.shape, "F32", (source,), lambda parts: factor * parts[0])
+
+
+def test_what_shares_a_source_is_stored_in_one_pass(blobs: Blobs, database: Database) -> None:
+    source = Watched(VALUES)
+    state = State(1, {"w": times(2, source)}, memory={"m": times(3, source), "small": ArrayTensor(np.ones(2))})
+    manifest, new = States(blobs).store(state)
+    assert source.reads == 1
+    assert manifest.blocks == {"w": digest_of((2 * VALUES).tobytes())}
+    assert manifest.memory["m"].digest == digest_of((3 * VALUES).tobytes())
+    # Few bytes stay in the row; the manifest comes last.
+    assert {blob.size for blob in new[:-1] if blob.inline is not None} == {8}
+    with database.transaction() as session:
+        blobs.record(session, NOW, new)
+    assert blobs.read(manifest.blocks["w"]) == (2 * VALUES).tobytes()
+
+
+def test_what_is_stored_is_not_stored_again(blobs: Blobs) -> None:
+    kept = StoredTensor(blobs, digest_of(b"kept"), (1,), "F32")
+    manifest, new = States(blobs).store(State(1, {"w": kept}, memory={"w": kept}))
+    assert (manifest.blocks["w"], manifest.memory["w"].digest) == (kept.digest, kept.digest)
+    assert [blob.digest for blob in new] == [new[-1].digest]
+
+
+def test_one_tensor_under_two_names_is_one_blob(blobs: Blobs) -> None:
+    tensor = times(2, Watched(VALUES))
+    manifest, _ = States(blobs).store(State(1, {"w": tensor}, memory={"w": tensor}))
+    assert manifest.blocks["w"] == manifest.memory["w"].digest
+    assert tensor.sources[0].reads == 1  # type: ignore[attr-defined]
+
+
+def test_a_pass_that_breaks_off_leaves_no_file(blobs: Blobs) -> None:
+    source = Watched(VALUES)
+    object.__setattr__(source, "breaks", True)
+    with pytest.raises(RuntimeError, match="the source is gone"):
+        States(blobs).store(State(1, {"w": times(2, source), "v": times(3, source)}))
+    assert [path for path in blobs.staging_dir.rglob("*") if path.is_file()] == []
