@@ -24,6 +24,7 @@ from coordinator.storage.reach import within_reach
 from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run
 from shared.methods import UnknownMethod, check, coordinator_half
+from shared.methods.contract import Unsuited, begin
 from shared.model import Model
 from shared.problems import (
     Conflict,
@@ -109,7 +110,10 @@ def _check_method(spec: RunSpec) -> None:
 def _started(serving: Services, spec: RunSpec, model: Model, manifest: Manifest) -> tuple[Manifest, list[Stored]]:
     """The first version, with what the method's server half remembers from the start."""
     given = serving.states.load(model, manifest, 0)
-    state = coordinator_half(spec.method, run_facts(spec, model)).start(given)
+    try:
+        state = begin(coordinator_half(spec.method, run_facts(spec, model)), given)
+    except Unsuited as fault:
+        raise Invalid(str(fault), errors=[Fault(pointer="/method", detail=str(fault))]) from None
     return (manifest, []) if state == given else serving.states.store(state)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from pydantic import Field
 
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 class MethodSettings(Frozen):
     """A method's own settings; unknown ones are refused."""
+
+
+class Unsuited(ValueError):
+    """A run asks for what its method cannot do. The text says what, and what to ask for instead."""
 
 
 C = TypeVar("C", bound=MethodSettings)
@@ -98,7 +102,10 @@ class CoordinatorHalf(Generic[C]):
         self.run = run
 
     def start(self, state: State) -> State:
-        """The state before the first round: a place to add server memory."""
+        """The state before the first round: a place to add server memory.
+
+        Raises Unsuited, which refuses the run, if it is not one that the method can do.
+        """
         return state
 
     def plan(self, state: State, cohort: Sequence[Participant], rng: Random) -> Mapping[str, Plan]:
@@ -111,18 +118,29 @@ class CoordinatorHalf(Generic[C]):
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         """The next state. `updates` come sorted by worker; tensors are lazy and are read block by block."""
         senders = [(float(update.examples), update.blocks) for update in updates]
-        return state.advanced(average(state.model, senders, self.run.divide))
+        by_name = {block.name: block for block in self.run.blocks}
+        return state.advanced(
+            average(state.model, senders, self.run.divide, lambda name: self.inclusion(by_name[name]))
+        )
 
     def inclusion(self, block: Block) -> float:
         """The probability with which a worker sends the block, for the `inverse-probability` average.
 
-        Raises ValueError where nobody can know it, such as when the choice follows the data.
+        Raises Unsuited where nobody can know it, such as when the choice follows the data.
         """
         return 1.0
 
     def warnings(self, state: State) -> Sequence[str]:
         """Sentences for people about what this version shows of the run, such as a layer that nobody ever trains."""
         return ()
+
+
+def begin(half: CoordinatorHalf[Any], first: State) -> State:
+    """A run's state before its first round. Raises Unsuited for a run that its method cannot do."""
+    if half.run.divide == "inverse-probability":
+        for block in half.run.blocks:
+            half.inclusion(block)
+    return half.start(first)
 
 
 @dataclass(frozen=True)
