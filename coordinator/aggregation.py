@@ -16,6 +16,7 @@ from coordinator.storage.blobs import Stored
 from shared.methods import coordinator_half
 from shared.methods.contract import RunFacts, Update
 from shared.model import Model
+from shared.server_optimizer import merge
 from shared.wire import Manifest, RunSpec, VersionRef
 
 
@@ -38,8 +39,9 @@ class Aggregation:
             for entry in sorted(accepted, key=lambda entry: entry.worker)
         ]
         half = coordinator_half(spec.method, run_facts(spec, model))
-        merged = half.merge(self.states.load(model, manifest, base.number), updates)
-        return self.states.store(merged)
+        return self.states.store(
+            merge(half, spec.server_optimizer, self.states.load(model, manifest, base.number), updates)
+        )
 
 
 def run_facts(spec: RunSpec, model: Model) -> RunFacts:

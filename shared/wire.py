@@ -28,6 +28,7 @@ from shared.blocks import DType, Frozen, Name
 from shared.methods import Chosen
 from shared.methods.contract import Plan
 from shared.problems import ProblemDocument
+from shared.server_optimizer import Plain, ServerOptimizer
 from shared.training import Training
 
 PROTOCOL = 1
@@ -133,6 +134,7 @@ class RunSpec(Frozen):
     evaluation: Evaluation | None = None
     codec: str = Field(default=codecs.LOSSLESS, max_length=128, description="how updates are written for the wire")
     divide: Divide = "participants"
+    server_optimizer: ServerOptimizer = Plain()
     max_examples: PositiveInt | None = Field(
         default=None, description="an update of more examples weighs as this many"
     )

@@ -9,6 +9,7 @@ import numpy as np
 from safetensors.numpy import load
 
 from shared.methods import Chosen
+from shared.server_optimizer import Momentum, Plain
 from shared.wire import Cohort, Evaluation
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -85,6 +86,47 @@ def test_the_order_of_arrival_does_not_change_a_bit(coordinator: LiveCoordinator
         tasks = [worker.take() for worker in workers]
         for index in order:
             workers[index].train(tasks[index], step=0.1 * (index + 1))
+        until(lambda run=run: client.run(run.id).state == "completed")
+        digests.add(client.run(run.id).version.digest)
+    assert len(digests) == 1
+
+
+def test_a_server_optimizer_steps_what_was_merged_and_leaves_what_is_frozen_and_its_moments(
+    coordinator: LiveCoordinator,
+) -> None:
+    client, model = coordinator.client(), small_model()
+    frozen = Chosen(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
+    heavy = Momentum(learning_rate=0.5, momentum=0.9)
+    run = start_run(client, model, values(model), method=frozen, rounds=2, server_optimizer=heavy)
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    for _ in range(2):
+        worker.train(worker.take(), step=1.0)
+    until(lambda: client.run(run.id).state == "completed")
+
+    first, second = (client.manifest(version.digest) for version in list(client.versions(run.id))[1:])
+    file = io.BytesIO()
+    client.export(run.id, file)
+    # Two rounds of 1: m = -1, w + 0.5; then m = -1.9, w + 0.5 + 0.95
+    head = values(model)["head.weight"] + 1.45
+    np.testing.assert_allclose(load(file.getvalue())["head.weight"], head, rtol=1e-6)
+    held = {name for name in first.memory if first.memory[name] == second.memory[name]}
+    moved = {"server/m/layer.0.qkv.weight#value", "server/m/head.weight"}
+    assert set(first.memory) == {f"server/m/{name}" for name in model.by_name}
+    assert held == set(first.memory) - moved
+    assert all(first.blocks[name.removeprefix("server/m/")] == second.blocks[name[9:]] for name in held)
+
+
+def test_a_neutral_server_optimizer_makes_the_very_version_that_none_makes(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    workers = [ScriptedWorker(coordinator.client("site", s), datasets={"data": 7 + i}) for i, s in enumerate("ab")]
+    for worker in workers:
+        worker.enrol()
+    digests = set()
+    for optimizer in (Plain(), Momentum(learning_rate=1.0, momentum=0.0)):
+        cohort = Cohort(size=2, quorum=2)
+        run = start_run(client, model, values(model), cohort=cohort, server_optimizer=optimizer)
+        for index, worker in enumerate(workers):
+            worker.train(worker.take(), step=0.1 * (index + 1))
         until(lambda run=run: client.run(run.id).state == "completed")
         digests.add(client.run(run.id).version.digest)
     assert len(digests) == 1

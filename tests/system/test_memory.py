@@ -6,9 +6,11 @@ import io
 import os
 
 import numpy as np
+import pytest
 
 from shared.blocks import Block
 from shared.model import Model
+from shared.server_optimizer import Adam, Plain, Rule
 from shared.tensors import ArrayTensor
 from shared.update import Change, write_update
 from shared.wire import Cohort
@@ -20,13 +22,26 @@ MIB = 1 << 20
 UPDATE_BYTES = 100_000_000
 
 
-def test_merging_eight_updates_of_100_mb_takes_under_300_mib(live: CoordinatorProcess) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "moved"),
+    [
+        # (0 + 1 + ... + 7) / 8 = 3.5
+        (Plain(), 3.5),
+        # m = 0.1 * 3.5 and v = 0.99 * 1e-6 + 0.01 * 3.5^2 = 0.122501; 0.1 * 0.35 / (0.3500014 + 0.001) = 0.0997147
+        (Adam(learning_rate=0.1), 0.0997147),
+    ],
+    ids=["mean", "adam"],
+)
+def test_merging_eight_updates_of_100_mb_takes_under_300_mib(
+    live: CoordinatorProcess, optimizer: Rule, moved: float
+) -> None:
     # One block of the whole size, which is the worst case.
     block = Block(tensor="weight", role="mlp", layer=0, shape=(UPDATE_BYTES // 4,), dtype="F32")
     model = Model(config={"model_type": "bert"}, head="features", blocks=(block,))
     start = np.zeros(block.shape, np.float32)
     client = live.admin()
-    run = start_run(client, model, {"weight": start}, cohort=Cohort(size=8, quorum=8), codec="raw")
+    cohort = Cohort(size=8, quorum=8)
+    run = start_run(client, model, {"weight": start}, cohort=cohort, codec="raw", server_optimizer=optimizer)
     workers = [ScriptedWorker(live.site(f"s{index}")) for index in range(8)]
     for worker in workers:
         worker.enrol()
@@ -42,8 +57,7 @@ def test_merging_eight_updates_of_100_mb_takes_under_300_mib(live: CoordinatorPr
     until(lambda: client.run(run.id).state == "completed", seconds=60)
     digest = client.manifest(client.run(run.id).version.digest).blocks["weight"]
     merged = np.frombuffer(client.read_blob(digest, max_bytes=UPDATE_BYTES), "<f4")
-    # (0 + 1 + ... + 7) / 8 = 3.5
-    assert (merged == 3.5).all()
+    np.testing.assert_allclose(merged, moved, rtol=1e-6)
     peak = live.process.peak_bytes()
     print(f"peak memory of the coordinator: {peak / MIB:.0f} MiB, on {os.cpu_count()} cores")
     assert peak < 300 * MIB

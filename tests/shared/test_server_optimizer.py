@@ -1,0 +1,219 @@
+"""Server optimizers, against the formulas of their paper worked out by hand and in whole float64 arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from pydantic import TypeAdapter, ValidationError
+
+from shared.blocks import Block, DType
+from shared.methods.contract import CoordinatorHalf, MethodSettings, RunFacts, State, Update
+from shared.server_optimizer import Adagrad, Adam, Momentum, Plain, Rule, ServerOptimizer, Yogi, merge
+from shared.tensors import Array, ArrayTensor, Tensor, as_bytes, to_array
+
+OPTIMIZERS = [Momentum(learning_rate=0.5), Momentum(momentum=0.9), Adam(), Yogi(), Adagrad(), Adagrad(beta1=0.9)]
+EVERY = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+
+
+def block(name: str, values: Array, dtype: DType = "F32") -> Block:
+    return Block(tensor=name, role="mlp", shape=values.shape, dtype=dtype)
+
+
+def fedavg(model: Mapping[str, Tensor]) -> CoordinatorHalf[MethodSettings]:
+    blocks = tuple(Block(tensor=n, role="mlp", shape=t.shape, dtype=t.dtype) for n, t in model.items())
+    return CoordinatorHalf(MethodSettings(), RunFacts(blocks, rounds=9))
+
+
+def after(optimizer: Rule, state: State, *sent: Mapping[str, Tensor]) -> State:
+    """The state after one more round of FedAvg, its tensors in memory."""
+    updates = [Update(f"{index}/w", 1, blocks) for index, blocks in enumerate(sent)]
+    merged = merge(fedavg(state.model), optimizer, state, updates)
+    held = {name: ArrayTensor(to_array(tensor), tensor.dtype) for name, tensor in merged.memory.items()}
+    model = {
+        name: tensor if tensor is state.model[name] else ArrayTensor(to_array(tensor), tensor.dtype)
+        for name, tensor in merged.model.items()
+    }
+    return replace(merged, model=model, memory=held)
+
+
+def one(value: float) -> dict[str, Tensor]:
+    return {"w": ArrayTensor(np.array([value], np.float64), "F64")}
+
+
+def rounds(optimizer: Rule, *merged: float) -> tuple[list[float], State]:
+    """The value of a block that starts at 1 and is merged to base + step in each round, after each."""
+    state, values = State(0, one(1.0)), []
+    for step in merged:
+        base = float(to_array(state.model["w"])[0])
+        state = after(optimizer, state, one(base + step))
+        values.append(float(to_array(state.model["w"])[0]))
+    return values, state
+
+
+def test_sgd_with_momentum_adds_up_what_rounds_came_to() -> None:
+    values, state = rounds(Momentum(learning_rate=0.5, momentum=0.9), 0.2, 0.1)
+    # g = -0.2: m = -0.2, w = 1 + 0.5 * 0.2 = 1.1; g = -0.1: m = -0.9 * 0.2 - 0.1 = -0.28, w = 1.1 + 0.14 = 1.24
+    np.testing.assert_allclose(values, [1.1, 1.24], rtol=1e-12)
+    np.testing.assert_allclose(to_array(state.memory["server/m/w"]), [-0.28], rtol=1e-12)
+
+
+def test_adam_is_the_paper_s_without_bias_correction() -> None:
+    optimizer = Adam(learning_rate=0.1, beta1=0.9, beta2=0.99, tau=0.001)
+    values, state = rounds(optimizer, 0.2)
+    # m = 0.1 * -0.2 = -0.02; v = 0.99 * 1e-6 + 0.01 * 0.04 = 4.0099e-4; w = 1 + 0.1 * 0.02 / (0.0200247 + 0.001)
+    np.testing.assert_allclose(values, [1 + 0.002 / 0.021024735], rtol=1e-8)
+    np.testing.assert_allclose(to_array(state.memory["server/v/w"]), [4.0099e-4], rtol=1e-12)
+    # m = -0.018 - 0.01 = -0.028; v = 0.99 * 4.0099e-4 + 0.01 * 0.01 = 4.969801e-4
+    (_, second), state = rounds(optimizer, 0.2, 0.1)
+    np.testing.assert_allclose(to_array(state.memory["server/m/w"]), [-0.028], rtol=1e-12)
+    np.testing.assert_allclose(to_array(state.memory["server/v/w"]), [4.969801e-4], rtol=1e-12)
+    assert second == pytest.approx(values[0] + 0.1 * 0.028 / (4.969801e-4**0.5 + 0.001), rel=1e-12)
+
+
+def test_yogi_moves_its_second_moment_by_the_sign_of_the_difference() -> None:
+    optimizer = Yogi(tau=0.1, beta2=0.9)
+    # v = 0.01; g^2 = 0.04 is larger, so v = 0.01 + 0.1 * 0.04 = 0.014; then g^2 = 0.0001 is smaller: v = 0.01399
+    _, state = rounds(optimizer, 0.2)
+    np.testing.assert_allclose(to_array(state.memory["server/v/w"]), [0.014], rtol=1e-12)
+    _, state = rounds(optimizer, 0.2, 0.01)
+    np.testing.assert_allclose(to_array(state.memory["server/v/w"]), [0.01399], rtol=1e-12)
+
+
+def test_adagrad_adds_squares_up_and_has_no_momentum() -> None:
+    values, state = rounds(Adagrad(learning_rate=0.1, tau=0.1), 0.2, -0.1)
+    # v = 0.01 + 0.04 = 0.05: w = 1 + 0.1 * 0.2 / (0.2236068 + 0.1)
+    # v = 0.06: w = that - 0.1 * 0.1 / (0.2449490 + 0.1)
+    first = 1 + 0.02 / 0.3236068
+    np.testing.assert_allclose(values, [first, first - 0.01 / 0.3449490], rtol=1e-8)
+    assert set(state.memory) == {"server/v/w"}
+
+
+@given(data=st.data(), optimizer=st.sampled_from(OPTIMIZERS))
+def test_three_rounds_agree_with_whole_arrays_of_float64(data: st.DataObject, optimizer: Rule) -> None:
+    rows = hnp.arrays(np.float32, 6, elements=st.floats(-2, 2, width=32))
+    start, *sent = (data.draw(rows) for _ in range(4))
+    state = State(0, {"w": ArrayTensor(start)})
+    w, m, v = start.astype(np.float64), np.zeros(6), np.full(6, 1e-6)
+    for values in sent:
+        g = w - values
+        w, m, v = oracle(optimizer, w, m, v, g)
+        state = after(optimizer, state, {"w": ArrayTensor(values)})
+        w = w.astype(np.float32).astype(np.float64)
+        np.testing.assert_allclose(to_array(state.model["w"]), w, rtol=1e-5, atol=2e-6)
+
+
+def oracle(optimizer: Rule, w: Array, m: Array, v: Array, g: Array) -> tuple[Array, Array, Array]:
+    match optimizer:
+        case Momentum(learning_rate=rate, momentum=beta):
+            m = beta * m + g
+            return w - rate * m, m, v
+        case Adam(beta1=b1, beta2=b2):
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        case Yogi(beta1=b1, beta2=b2):
+            m, v = b1 * m + (1 - b1) * g, v - (1 - b2) * g**2 * np.sign(v - g**2)
+        case Adagrad(beta1=b1):
+            m, v = b1 * m + (1 - b1) * g, v + g**2
+    return w - 1e-3 * m / (np.sqrt(v) + 1e-3), m, v
+
+
+@pytest.mark.parametrize("optimizer", [Plain(), Momentum(), Momentum(learning_rate=1.0, momentum=0.0)], ids=str)
+def test_neutral_settings_leave_the_mean_as_it_is_to_the_bit_and_remember_nothing(optimizer: Rule) -> None:
+    rng = np.random.default_rng(0)
+    model = {"w": ArrayTensor(rng.normal(size=1000).astype(np.float32))}
+    sent = [{"w": ArrayTensor(rng.normal(size=1000).astype(np.float32))} for _ in range(3)]
+    state = after(optimizer, State(0, model), *sent)
+    plain = fedavg(model).merge(State(0, model), [Update(f"{i}/w", 1, blocks) for i, blocks in enumerate(sent)])
+    assert to_array(state.model["w"]).tobytes() == to_array(plain.model["w"]).tobytes()
+    assert state.memory == {}
+
+
+@EVERY
+def test_a_block_that_nobody_sent_keeps_its_value_and_its_moments(optimizer: Rule) -> None:
+    state = State(0, {"a": ArrayTensor(np.ones(3, np.float32)), "b": ArrayTensor(np.ones(3, np.float32))})
+    two = {name: ArrayTensor(np.full(3, 2, np.float32)) for name in "ab"}
+    first = after(optimizer, state, two)
+    second = after(optimizer, first, {"a": two["a"]})
+    assert second.model["b"] is first.model["b"]
+    for name in (name for name in first.memory if name.endswith("/b")):
+        np.testing.assert_array_equal(to_array(second.memory[name]), to_array(first.memory[name]))
+    assert (to_array(second.model["a"]) != to_array(first.model["a"])).all()
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
+def test_what_is_merged_to_where_it_was_stays_bit_for_bit(optimizer: Rule, dtype: DType) -> None:
+    base = ArrayTensor(
+        np.array([0.0, -0.0, 1e-7, -3.3]).astype(to_array(ArrayTensor(np.ones(1), dtype)).dtype), dtype
+    )
+    state = after(optimizer, State(0, {"w": base}), {"w": base}, {"w": base})
+    moved = state.model["w"]
+    assert moved.dtype == dtype
+    assert bytes(as_bytes(to_array(moved))) == bytes(as_bytes(base.values))
+    assert {tensor.dtype for tensor in state.memory.values()} <= {"F64" if dtype == "F64" else "F32"}
+
+
+def test_in_bfloat16_the_gradient_is_not_rounded_before_the_step() -> None:
+    base = ArrayTensor(to_array(ArrayTensor(np.ones(1), "BF16")), "BF16")
+    up = ArrayTensor(to_array(ArrayTensor(np.array([1 + 2**-7]), "BF16")), "BF16")
+    # The mean of 1, 1, 1 and 1 + 2^-7 is 1 + 2^-9, which bfloat16 rounds to 1; ten times that step is 1 + 10 * 2^-9,
+    # of which the nearest bfloat16 is 1 + 2 * 2^-7.
+    state = after(
+        Momentum(learning_rate=10.0), State(0, {"w": base}), {"w": base}, {"w": base}, {"w": base}, {"w": up}
+    )
+    assert float(to_array(state.model["w"])[0]) == 1 + 2 * 2**-7
+
+
+class Remembering(CoordinatorHalf[MethodSettings]):
+    """FedAvg that remembers a tensor under a name."""
+
+    name = "c/w"
+
+    def merge(self, state: State, updates: Sequence[Update]) -> State:
+        assert not any(name.startswith("server/") for name in state.memory)
+        return replace(super().merge(state, updates), memory={self.name: ArrayTensor(np.ones(1, np.float32))})
+
+
+def test_a_method_s_own_memory_lives_beside_the_moments_and_sees_nothing_of_them() -> None:
+    half = Remembering(MethodSettings(), RunFacts((), rounds=9))
+    state = State(0, one(1.0))
+    for _ in range(2):
+        state = merge(half, Adam(), state, [Update("a/w", 1, one(2.0))])
+        assert set(state.memory) == {"c/w", "server/m/w", "server/v/w"}
+
+
+def test_a_method_whose_memory_is_named_like_moments_is_refused() -> None:
+    half = Remembering(MethodSettings(), RunFacts((), rounds=9))
+    half.name = "server/m/w"
+    with pytest.raises(ValueError, match=r"kept for server optimizers: \['server/m/w'\]"):
+        merge(half, Plain(), State(0, one(1.0)), [Update("a/w", 1, one(2.0))])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"kind": "none"}, Plain()),
+        ({"kind": "sgd", "momentum": 0.9}, Momentum(momentum=0.9)),
+        ({"kind": "adam"}, Adam(learning_rate=1e-3, beta1=0.9, beta2=0.99, tau=1e-3)),
+        ({"kind": "yogi", "tau": 0.01}, Yogi(tau=0.01)),
+        ({"kind": "adagrad"}, Adagrad(beta1=0.0)),
+    ],
+)
+def test_settings_are_told_apart_by_their_kind(settings: dict[str, Any], expected: Rule) -> None:
+    adapter: TypeAdapter[Rule] = TypeAdapter(ServerOptimizer)
+    assert adapter.validate_python(settings) == expected
+    assert adapter.validate_json(expected.model_dump_json()) == expected
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"kind": "sgd", "tau": 1}, {"kind": "adam", "momentum": 0.9}, {"kind": "adam", "tau": 0}]
+)
+def test_settings_of_another_kind_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        TypeAdapter(ServerOptimizer).validate_python(settings)
