@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.domain.records import Accepted
-from coordinator.inspection import Inspector
-from coordinator.states import States
-from coordinator.storage.blobs import Stored
+from shared.blobs import Stored
+from shared.inspection import Inspector
 from shared.methods import coordinator_half
 from shared.methods.contract import RunFacts, Update
 from shared.model import Model
 from shared.server_optimizer import merge
+from shared.states import States
 from shared.wire import Manifest, RunSpec, VersionRef
 
 

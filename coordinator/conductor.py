@@ -16,12 +16,10 @@ from sqlalchemy.orm import Session
 
 from coordinator.aggregation import Aggregation, run_facts
 from coordinator.domain import decide as todo
-from coordinator.domain.cohort import choose, dice
 from coordinator.domain.decide import Action, Patience, decide
 from coordinator.domain.lifecycle import LIVE_RUN
 from coordinator.domain.records import RunSnapshot
 from coordinator.presence import Presence
-from coordinator.states import States
 from coordinator.storage import rounds
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
@@ -37,10 +35,12 @@ from coordinator.storage.snapshots import (
 )
 from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run, move_task
+from shared.cohort import choose, dice
 from shared.methods import coordinator_half
 from shared.methods.contract import State
 from shared.model import Model
 from shared.problems import Conflict
+from shared.states import States
 from shared.wire import RunSpec, VersionRef
 
 log = structlog.get_logger()

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from coordinator.aggregation import Aggregation
 from coordinator.conductor import Conductor
 from coordinator.domain.decide import Patience
-from coordinator.inspection import Inspector
 from coordinator.presence import Gate, Presence
 from coordinator.settings import Settings
-from coordinator.states import States
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
+from shared.inspection import Inspector
+from shared.states import States
 
 
 @dataclass(frozen=True)

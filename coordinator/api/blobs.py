@@ -19,10 +19,10 @@ from fastapi.responses import StreamingResponse
 from coordinator.api.access import Anyone, Serving, allow
 from coordinator.metrics import RECEIVED_BYTES, SENT_BYTES
 from coordinator.services import Services
-from coordinator.storage.blobs import Stored
 from coordinator.storage.identity import Principal
 from coordinator.storage.reach import within_reach
 from coordinator.storage.uploads import Upload, Uploads
+from shared.blobs import Stored
 from shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
 
 router = APIRouter(prefix="/v1", tags=["blobs"])

@@ -14,15 +14,15 @@ from coordinator.aggregation import run_facts
 from coordinator.api.access import Cursor, Key, Limit, Orchestrator, Serving, Viewer
 from coordinator.api.reading import BoundedRoute
 from coordinator.domain.lifecycle import LIVE_RUN
-from coordinator.export import Export
 from coordinator.services import Services
 from coordinator.storage import audit, rounds, views
-from coordinator.storage.blobs import Stored
 from coordinator.storage.idempotency import once
 from coordinator.storage.identity import Principal, new_id
 from coordinator.storage.reach import within_reach
 from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run
+from shared.blobs import Stored
+from shared.export import Export
 from shared.methods import UnknownMethod, check, coordinator_half
 from shared.methods.contract import Unsuited, begin
 from shared.model import Model

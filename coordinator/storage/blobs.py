@@ -12,7 +12,6 @@ import io
 import os
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -23,18 +22,10 @@ from sqlalchemy.orm import Session
 
 from coordinator.storage.database import Database
 from coordinator.storage.tables import BlobRow
+from shared.blobs import Stored
 from shared.problems import NotFound, StoreSpoilt
 
 PIECE_BYTES = 1 << 18
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A blob whose bytes are safe, not yet entered in the table. `inline` has them if they are few."""
-
-    digest: str
-    size: int
-    inline: bytes | None = None
 
 
 class StagingElsewhere(RuntimeError):

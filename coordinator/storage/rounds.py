@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator.domain.cohort import dice
 from coordinator.domain.records import Accepted
 from coordinator.storage import audit
 from coordinator.storage.identity import new_id
 from coordinator.storage.snapshots import Member
 from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from coordinator.storage.transitions import move_round, move_task
+from shared.cohort import dice
 from shared.methods.contract import Plan
 from shared.wire import Manifest, RunSpec, VersionRef
 

@@ -18,10 +18,11 @@ from typing import BinaryIO
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.storage.blobs import Blobs, Stored
+from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
 from coordinator.storage.identity import new_id
 from coordinator.storage.tables import UploadRow
+from shared.blobs import Stored
 from shared.problems import BadRequest, DigestMismatch, NotFound, OffsetMismatch, TooLarge, UploadBusy
 from shared.tensors import digest_of
 

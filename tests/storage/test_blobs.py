@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.storage.blobs import Blobs, Stored
+from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
+from shared.blobs import Stored
 from shared.problems import NotFound
 from shared.tensors import digest_of
 from tests.support.coordinator import until

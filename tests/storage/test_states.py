@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.states import States, StoredTensor
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
 from shared.methods.contract import State
+from shared.states import States, StoredTensor
 from shared.tensors import CHUNK, ArrayTensor, Computed, digest_of
 from tests.support.storage import NOW, blobs_in
 

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.domain.cohort import choose, dice
+from shared.cohort import choose, dice
 
 NAMES = st.lists(st.text("abcdef/", min_size=1, max_size=6), unique=True, max_size=12)
 

@@ -8,12 +8,12 @@ from math import isfinite, sqrt
 
 import numpy as np
 
-from coordinator.states import States
-from coordinator.storage.blobs import Blobs
+from shared.blobs import BlobStore
 from shared.codecs import CodecError
 from shared.methods.contract import Plan
 from shared.model import Model
 from shared.problems import MAX_FAULTS, Fault, InvalidUpdate
+from shared.states import States
 from shared.tensors import Tensor
 from shared.update import EncodedTensor, read_update
 from shared.wire import Manifest
@@ -21,7 +21,7 @@ from shared.wire import Manifest
 
 @dataclass(frozen=True)
 class Inspector:
-    blobs: Blobs
+    blobs: BlobStore
     states: States
 
     def open(self, digest: str, model: Model, manifest: Manifest, plan: Plan) -> dict[str, EncodedTensor]:

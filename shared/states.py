@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from coordinator.storage.blobs import Blobs, Stored
+from shared.blobs import BlobStore, Stored
 from shared.blocks import NUMPY_DTYPES, Block, DType
 from shared.methods.contract import State
 from shared.model import MAX_DOCUMENT_BYTES, Model
@@ -26,7 +26,7 @@ D = TypeVar("D", Model, Manifest)
 class StoredTensor:
     """A tensor that is a blob: read anew, chunk by chunk, each time."""
 
-    blobs: Blobs
+    blobs: BlobStore
     digest: str
     shape: tuple[int, ...]
     dtype: DType
@@ -41,7 +41,7 @@ class StoredTensor:
 class States:
     """Reads and writes versions. Models and manifests never change, so those read lately are kept."""
 
-    def __init__(self, blobs: Blobs) -> None:
+    def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
         self.model = lru_cache(maxsize=16)(self._read_model)
         self.manifest = lru_cache(maxsize=64)(self._read_manifest)
@@ -77,7 +77,7 @@ class States:
         """Makes a state's tensors safe, computing what is not stored yet, one at a time or, if they share sources,
         a few in one pass.
 
-        Returns its manifest and the blobs to enter, the manifest's own last.
+        Returns its manifest and the new blobs, the manifest's own last.
         """
         tensors = [tensor for part in (state.model, state.memory) for _, tensor in sorted(part.items())]
         new: list[Stored] = []

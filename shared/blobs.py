@@ -1,0 +1,41 @@
+"""A place for bytes under their sha-256, as the coordinator has one and a simulation another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A blob whose bytes are safe. `inline` has them where a store keeps few bytes apart from files."""
+
+    digest: str
+    size: int
+    inline: bytes | None = None
+
+
+class Writer(Protocol):
+    """Bytes on their way to becoming a blob."""
+
+    def write(self, piece: bytes | memoryview) -> None: ...
+    def finish(self) -> Stored:
+        """Makes the bytes safe under their digest."""
+        ...
+
+
+class BlobStore(Protocol):
+    """What reads and writes blobs. Reading raises NotFound for a digest that is not there."""
+
+    def size(self, digest: str) -> int: ...
+    def open(self, digest: str) -> BinaryIO:
+        """The blob as a seekable file."""
+        ...
+
+    def read(self, digest: str) -> bytes: ...
+    def put(self, pieces: Iterable[bytes | memoryview]) -> Stored: ...
+    def writer(self) -> AbstractContextManager[Writer]:
+        """What is left unfinished at the end of `with` leaves nothing behind. Several may be open at a time."""
+        ...
