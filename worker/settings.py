@@ -25,7 +25,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings import SettingsError as SourceError
 
 from shared.wire import Label, Resources, TaskKind
-from worker.data import DataError, Dataset, load
+from worker.data import DataError, Dataset, Part, load
 from worker.layouts import MappingError, MappingFile, read_mapping
 from worker.policy import GIB, Policy
 
@@ -38,15 +38,28 @@ class SettingsError(ValueError):
 
 
 class DataSource(BaseModel):
-    """Where a data set comes from: its kind, and beside it the options of that kind."""
+    """Where a data set comes from: its kind, what is taken of it, and beside these the options of that kind."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     kind: str
+    part: Part | None = Field(default=None, description="which part of it this is; all of it if unset")
+    held_out: float | None = Field(default=None, gt=0, lt=1, description="share of it that nothing trains on")
+    held_out_seed: int = Field(default=0, ge=0)
 
     @property
     def options(self) -> dict[str, object]:
         return dict(self.model_extra or {})
+
+    def load(self) -> Dataset:
+        """The examples. Raises DataError."""
+        return load(
+            self.kind,
+            self.options,
+            part=self.part,
+            held_out=self.held_out,
+            held_out_seed=self.held_out_seed,
+        )
 
 
 class Settings(BaseSettings):
@@ -138,7 +151,7 @@ def datasets_of(settings: Settings) -> dict[str, Dataset]:
     for name, source in settings.datasets.items():
         if settings.policy.allows_dataset(name):
             try:
-                loaded[name] = load(source.kind, source.options)
+                loaded[name] = source.load()
             except DataError as fault:
                 raise SettingsError(f"datasets.{name}.{fault}") from fault
     return loaded

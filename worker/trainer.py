@@ -105,7 +105,7 @@ class _Epoch:
         total, examples = 0.0, 0
         for batch in batches:
             self._trainer.check()
-            count = len(next(iter(batch.values())))
+            count = len(batch["labels"])
             total += self._step(batch) * count
             examples += count
         return total / examples

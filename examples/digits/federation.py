@@ -16,7 +16,8 @@ from examples.digits.processes import Processes, tessera
 from shared.client import Client
 from shared.modelfolder import ModelFolder
 from shared.wire import TaskKind, TokenSpec
-from worker.data.digits import DigitsOptions, Shards, digits
+from worker.data.part import Dirichlet
+from worker.settings import DataSource
 
 HERE = Path(__file__).parent
 
@@ -41,25 +42,26 @@ class Holding:
 
     site: str
     dataset: str
-    options: DigitsOptions
+    source: DataSource
     kind: TaskKind
 
 
 def holdings() -> tuple[Holding, ...]:
     """What each site holds. The laboratory's images are with none of the others."""
-    training = (
-        DigitsOptions(shards=Shards(count=len(SITES), index=index, alpha=ALPHA, seed=SEED))
+    parts = (
+        Dirichlet(scheme="dirichlet", count=len(SITES), index=index, alpha=ALPHA, seed=SEED)
         for index in range(len(SITES))
     )
+    training = (DataSource(kind="digits", part=part) for part in parts)
     return (
-        *(Holding(site, TRAIN_DATA, options, "train") for site, options in zip(SITES, training, strict=True)),
-        Holding(LABORATORY, TEST_DATA, DigitsOptions(part="test"), "evaluate"),
+        *(Holding(site, TRAIN_DATA, source, "train") for site, source in zip(SITES, training, strict=True)),
+        Holding(LABORATORY, TEST_DATA, DataSource(kind="digits", split="test"), "evaluate"),
     )
 
 
 def label_counts(holding: Holding) -> list[int]:
     """How many images of each digit a site holds."""
-    labels = digits(holding.options).tensors["labels"].numpy()
+    labels = holding.source.load().tensors["labels"].numpy()
     return [int(count) for count in np.bincount(labels, minlength=CLASSES)]
 
 
@@ -131,12 +133,12 @@ class Federation:
             "threads = 1",
             "",
             f"[datasets.{holding.dataset}]",
-            'kind = "digits"',
-            f"part = {_toml(holding.options.part)}",
+            f"kind = {_toml(holding.source.kind)}",
+            *(f"{name} = {_toml(value)}" for name, value in holding.source.options.items()),
         ]
-        if shards := holding.options.shards:
-            values = ", ".join(f"{name} = {value}" for name, value in shards.model_dump().items())
-            lines.append(f"shards = {{ {values} }}")
+        if part := holding.source.part:
+            values = ", ".join(f"{name} = {_toml(value)}" for name, value in part.model_dump().items())
+            lines.append(f"part = {{ {values} }}")
         return "\n".join(lines) + "\n"
 
     def await_workers(self, admin: Client) -> Iterator[int]:
@@ -158,9 +160,10 @@ class Federation:
         return ModelFolder.open(out)
 
 
-def _toml(text: str) -> str:
-    # A JSON string is a TOML basic string as long as it is ASCII, which `json.dumps` sees to.
-    return json.dumps(text)
+def _toml(value: object) -> str:
+    # JSON's numbers are TOML's, and a JSON string is a TOML basic string as long as it is ASCII, which `json.dumps`
+    # sees to.
+    return json.dumps(value)
 
 
 def _free_port() -> int:

@@ -23,7 +23,7 @@ def measure(folder: Path) -> Scores:
     """The accuracy and macro F1 on the test images of the model in a folder."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
-    images = digits(DigitsOptions(part="test")).tensors
+    images = digits(DigitsOptions(split="test")).tensors
     with torch.inference_mode():
         predicted = model(pixel_values=images["pixel_values"]).logits.argmax(dim=-1)
     true = images["labels"]

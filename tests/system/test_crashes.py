@@ -27,7 +27,7 @@ def shard(index: int) -> str:
     return f"""
 [datasets.digits]
 kind = "digits"
-shards = {{count = 2, index = {index}, alpha = 0.5, seed = 0}}
+part = {{scheme = "dirichlet", count = 2, index = {index}, alpha = 0.5}}
 """
 
 

@@ -106,10 +106,10 @@ def begin(client: Client, **spec: Any) -> Run:
 @contextmanager
 def working(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> Iterator[Stop]:
     """An agent of site a, at work in a thread. Fails the test if it ends otherwise than by being stopped."""
-    digits = {"kind": "digits", "shards": {"count": 8, "index": 0, "alpha": 100}}
+    digits = {"kind": "digits", "part": {"scheme": "iid", "count": 8, "index": 0}}
     given = {
         "url": coordinator.url, "token": coordinator.token("site", "a"), "name": "w", "state_dir": folder / "state",
-        "datasets": {"digits": digits, "held-out": {"kind": "digits", "part": "test"}}, "threads": 1,
+        "datasets": {"digits": digits, "held-out": {"kind": "digits", "split": "test"}}, "threads": 1,
     }  # fmt: skip
     stop = Stop()
     agent = Agent(Settings(**{**given, **settings}), stop)

@@ -1,26 +1,20 @@
-"""Data sets: every example once, sites' shares disjoint and together everything, wrong options named."""
+"""Data sets: every example once, what is held out apart, wrong options named."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from worker.data import DataError, Dataset, load
-from worker.data.partition import dirichlet
+from worker.data.heldout import hold_out
+from worker.data.part import Dirichlet, Iid
 
 DIGITS = 1797
-
-
-def pixels_of(dataset: Dataset) -> set[bytes]:
-    return {image.numpy().tobytes() for image in dataset.tensors["pixel_values"]}
-
-
-def shard(index: int, **more: object) -> Dataset:
-    return load("digits", {"shards": {"count": 3, "index": index, "alpha": 0.3, "seed": 7, **more}})
 
 
 def test_batches_give_every_example_once_in_an_order_drawn_from_the_generator() -> None:
@@ -44,8 +38,76 @@ def test_tensors_that_differ_in_their_number_of_examples_are_refused() -> None:
         Dataset({"labels": torch.arange(3), "input_ids": torch.zeros(4, 2)})
 
 
+def test_what_is_common_goes_with_every_batch_as_it_is() -> None:
+    prompts = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    dataset = Dataset({"labels": torch.arange(5)}, common={"input_ids": prompts})
+    batches = list(dataset.batches(2))
+    assert [len(batch["labels"]) for batch in batches] == [2, 2, 1]
+    assert all(batch["input_ids"] is prompts for batch in batches)
+
+
+def test_rows_are_taken_in_the_order_asked_for_and_keep_what_is_common() -> None:
+    dataset = Dataset(
+        {"labels": torch.arange(5) * 10}, common={"input_ids": torch.ones(2, 3)}, domains=torch.arange(5)
+    )
+    chosen = dataset.rows(torch.tensor([4, 0, 4]))
+    assert chosen.tensors["labels"].tolist() == [40, 0, 40]
+    assert chosen.domains is not None
+    assert chosen.domains.tolist() == [4, 0, 4]
+    assert chosen.common["input_ids"].shape == (2, 3)
+    with pytest.raises(DataError, match="one above 0"):
+        dataset.rows(torch.tensor([], dtype=torch.int64))
+
+
+def test_a_name_cannot_be_both_of_each_example_and_common() -> None:
+    with pytest.raises(DataError, match="input_ids: both of each example and common"):
+        Dataset({"labels": torch.arange(2), "input_ids": torch.zeros(2, 1)}, common={"input_ids": torch.zeros(2, 1)})
+
+
+def test_held_out_examples_are_of_every_class_in_proportion_and_in_neither_twice() -> None:
+    labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 20)
+    dataset = Dataset({"labels": labels, "input_ids": torch.arange(100)[:, None]}, common={"more": torch.ones(1)})
+    kept = hold_out(dataset, share=0.2, seed=4)
+    out = kept.held_out
+    assert out is not None
+    assert torch.bincount(out.tensors["labels"]).tolist() == [10, 6, 4]
+    assert torch.bincount(kept.tensors["labels"]).tolist() == [40, 24, 16]
+    together = torch.cat([kept.tensors["input_ids"], out.tensors["input_ids"]]).flatten()
+    assert sorted(together.tolist()) == list(range(100))
+    assert set(kept.common) == set(out.common) == {"more"}
+
+
+def test_the_same_seed_holds_out_the_same_examples_and_another_others() -> None:
+    dataset = Dataset({"labels": torch.zeros(60, 2), "input_ids": torch.arange(60)})
+    first, same, other = (hold_out(dataset, 0.5, seed).tensors["input_ids"].tolist() for seed in (1, 1, 2))
+    assert first == same != other
+    assert len(first) == 30
+
+
+@pytest.mark.parametrize(("share", "held"), [(0.001, 1), (0.999, 2)])
+def test_at_least_one_example_is_on_either_side(share: float, held: int) -> None:
+    kept = hold_out(Dataset({"labels": torch.arange(3)}), share, seed=0)
+    assert kept.held_out is not None
+    assert (kept.examples, kept.held_out.examples) == (3 - held, held)
+
+
+def test_one_example_cannot_be_held_out_from_itself() -> None:
+    with pytest.raises(DataError, match="held_out: of one example none"):
+        hold_out(Dataset({"labels": torch.arange(1)}), 0.5, seed=0)
+
+
+def test_what_is_held_out_is_of_the_sites_own_part() -> None:
+    part = Iid(scheme="iid", count=3, index=1)
+    mine = load("digits", {}, part=part)
+    kept = load("digits", {}, part=part, held_out=0.25)
+    assert kept.held_out is not None
+    both = torch.cat([kept.tensors["pixel_values"], kept.held_out.tensors["pixel_values"]])
+    assert (mine.examples, kept.held_out.examples) == (479, 120)  # of 1437, a third and a quarter of that
+    assert sorted(map(bytes, both.numpy())) == sorted(map(bytes, mine.tensors["pixel_values"].numpy()))
+
+
 def test_digits_are_scaled_images_with_a_stratified_fifth_held_out() -> None:
-    train, test = load("digits", {}), load("digits", {"part": "test"})
+    train, test = load("digits", {}), load("digits", {"split": "test"})
     images = train.tensors["pixel_values"]
     assert images.shape == (1437, 1, 8, 8)
     assert images.dtype == torch.float32
@@ -54,39 +116,15 @@ def test_digits_are_scaled_images_with_a_stratified_fifth_held_out() -> None:
     assert min(torch.bincount(test.tensors["labels"])) >= 34  # a tenth of 360, in proportion
 
 
-def test_digit_shards_are_disjoint_and_together_the_training_part() -> None:
-    shards = [shard(index) for index in range(3)]
-    together = torch.cat([each.tensors["pixel_values"] for each in shards])
+def test_parts_of_the_digits_are_disjoint_and_together_the_training_images() -> None:
+    parts = [
+        load("digits", {}, part=Dirichlet(scheme="dirichlet", count=3, index=index, alpha=0.3, seed=7))
+        for index in range(3)
+    ]
+    together = torch.cat([part.tensors["pixel_values"] for part in parts])
     whole = load("digits", {}).tensors["pixel_values"]
     assert len(together) == len(whole)
     assert sorted(map(bytes, together.numpy())) == sorted(map(bytes, whole.numpy()))
-
-
-def test_the_same_shard_is_the_same_every_time_and_another_seed_gives_another() -> None:
-    assert pixels_of(shard(1)) == pixels_of(shard(1))
-    assert pixels_of(shard(1)) != pixels_of(shard(1, seed=8))
-
-
-def test_dirichlet_covers_every_row_once_and_leaves_no_site_empty() -> None:
-    labels = np.repeat(np.arange(3), 5)
-    shards = dirichlet(labels, count=12, alpha=0.01, seed=0)
-    assert sorted(np.concatenate(shards).tolist()) == list(range(15))
-    assert min(map(len, shards)) >= 1
-
-
-def test_a_small_alpha_skews_labels_more_than_a_large_one() -> None:
-    labels = np.repeat(np.arange(10), 100)
-
-    def largest_share(alpha: float) -> float:
-        counts = [np.bincount(labels[rows], minlength=10) for rows in dirichlet(labels, 5, alpha, seed=3)]
-        return float(np.mean([count.max() / count.sum() for count in counts]))
-
-    assert largest_share(1000.0) < 0.15 < 0.25 < largest_share(0.1)
-
-
-def test_more_sites_than_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be divided among 4 sites"):
-        dirichlet(np.arange(3), count=4, alpha=1.0, seed=0)
 
 
 def test_arrays_are_read_under_their_own_names(tmp_path: Path) -> None:
@@ -96,6 +134,20 @@ def test_arrays_are_read_under_their_own_names(tmp_path: Path) -> None:
     (batch,) = dataset.batches(None)
     assert batch["input_ids"][3].tolist() == [9, 10, 11]
     assert dataset.examples == 4
+
+
+def test_arrays_may_say_where_each_example_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "notes.safetensors"
+    save_file({"labels": torch.tensor([0, 1]), "domain": torch.tensor([5, 3])}, file)
+    dataset = load("arrays", {"file": str(file)})
+    assert dataset.domains is not None
+    assert dataset.domains.tolist() == [5, 3]
+    assert set(dataset.tensors) == {"labels"}
+
+
+def test_a_kind_is_loaded_without_what_other_kinds_need() -> None:
+    script = "import sys, worker.data as d; d.load('digits', {}); sys.exit('datasets' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_arrays_without_labels_are_refused_by_the_files_name(tmp_path: Path) -> None:
@@ -109,10 +161,9 @@ def test_arrays_without_labels_are_refused_by_the_files_name(tmp_path: Path) -> 
     ("kind", "options", "told"),
     [
         ("digits", {"prat": "train"}, "prat"),
-        ("digits", {"part": "test", "shards": {"count": 2, "index": 0}}, "not divided"),
-        ("digits", {"shards": {"count": 2, "index": 2}}, "index 2 is not below count 2"),
         ("arrays", {"file": "/nowhere/at.all"}, "/nowhere/at.all"),
         ("pictures", {}, "no 'pictures'; installed are arrays, digits"),
+        ("partition", {}, "no 'partition'"),
     ],
 )
 def test_wrong_options_are_named(kind: str, options: dict[str, object], told: str) -> None:

@@ -23,11 +23,11 @@ state_dir = "state"
 
 [datasets.digits]
 kind = "digits"
-shards = { count = 3, index = 1 }
+part = { scheme = "dirichlet", count = 3, index = 1 }
 
 [datasets.held-out]
 kind = "digits"
-part = "test"
+split = "test"
 """
 
 
@@ -51,7 +51,7 @@ def refusal(folder: Path, text: str) -> str:
 
 def test_a_plain_file_gives_settings_with_safe_defaults(tmp_path: Path) -> None:
     settings = read_settings(written(tmp_path, GOOD))
-    assert settings.datasets["digits"].options == {"shards": {"count": 3, "index": 1}}
+    assert settings.datasets["held-out"].options == {"split": "test"}
     assert settings.cache_bytes == 20 * 2**30
     assert settings.poll_seconds == 25
     assert token_of(settings) == "tsr_secret"
@@ -62,6 +62,9 @@ def test_a_plain_file_gives_settings_with_safe_defaults(tmp_path: Path) -> None:
     ("old", "new", "told"),
     [
         ("name =", "nmae =", "nmae: no such setting"),
+        ("index = 1", "index = 5", "datasets.digits.part.dirichlet: Value error, index 5 is not below count 3"),
+        (", index = 1", "", "datasets.digits.part: Value error, index: say which of the 3 parts"),
+        ("scheme =", "held_out = 1, scheme =", "datasets.digits.part.dirichlet.held_out: no such setting"),
         ('"north-1"', '"north 1"', "name: "),
         ("[datasets.digits]", "[policy]\nmax_epoch = 3\n[datasets.digits]", "policy.max_epoch: no such setting"),
         ('"http://127.0.0.1:9"', '"127.0.0.1"', "url: "),
@@ -118,8 +121,8 @@ def test_data_sets_that_the_policy_withholds_are_not_loaded(tmp_path: Path) -> N
 
 
 def test_a_wrong_option_of_a_data_set_is_named_by_its_place(tmp_path: Path) -> None:
-    settings = read_settings(written(tmp_path, GOOD.replace("index = 1", "index = 5")))
-    with pytest.raises(SettingsError, match=r"datasets\.digits\.shards: .*index 5 is not below count 3"):
+    settings = read_settings(written(tmp_path, GOOD.replace('split = "test"', 'splt = "test"')))
+    with pytest.raises(SettingsError, match=r"datasets\.held-out\.splt: "):
         datasets_of(settings)
 
 

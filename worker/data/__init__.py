@@ -1,5 +1,5 @@
-"""A site's data sets. A new kind is a new file here, or a module that another installed package announces under the
-entry point group `tessera.datasets`."""
+"""A site's data sets. A new kind is a new file here, named for the kind, or a module that another installed package
+announces by the kind's name under the entry point group `tessera.datasets`."""
 
 from __future__ import annotations
 
@@ -8,26 +8,33 @@ import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
 
 from worker.data.dataset import Adapter, DataError, Dataset
+from worker.data.heldout import hold_out
+from worker.data.part import Part, part_of
 
-__all__ = ["DataError", "Dataset", "adapters", "load"]
+__all__ = ["DataError", "Dataset", "Part", "adapters", "load"]
 
-
-@cache
-def adapters() -> dict[str, Adapter[Any]]:
-    """Every installed adapter by kind."""
-    found = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
-    found += [entry.load() for entry in entry_points(group="tessera.datasets")]
-    return {module.ADAPTER.kind: module.ADAPTER for module in found if hasattr(module, "ADAPTER")}
+GROUP = "tessera.datasets"
 
 
-def load(kind: str, options: Mapping[str, object]) -> Dataset:
-    """The data set of this kind. Raises DataError naming the unknown kind, wrong option or unreadable file."""
-    adapter = adapters().get(kind)
+def load(
+    kind: str,
+    options: Mapping[str, object],
+    *,
+    part: Part | None = None,
+    held_out: float | None = None,
+    held_out_seed: int = 0,
+) -> Dataset:
+    """The data set of this kind, or a part of it, with this share of what is then left held out.
+
+    Raises DataError naming the unknown kind, wrong option or unreadable file.
+    """
+    adapter = _adapter(kind)
     if adapter is None:
         raise DataError(f"kind: there is no {kind!r}; installed are {', '.join(sorted(adapters()))}")
     try:
@@ -35,4 +42,29 @@ def load(kind: str, options: Mapping[str, object]) -> Dataset:
     except ValidationError as fault:
         first = fault.errors(include_url=False, include_input=False)[0]
         raise DataError(f"{'.'.join(map(str, first['loc'])) or kind}: {first['msg']}") from None
-    return dataset
+    if part is not None and part.index is not None:
+        dataset = part_of(dataset, part, part.index)
+    return dataset if held_out is None else hold_out(dataset, held_out, held_out_seed)
+
+
+def adapters() -> dict[str, Adapter[Any]]:
+    """Every installed adapter by kind. Imports what each of them needs, which takes a while."""
+    kinds = {*_files(), *(entry.name for entry in entry_points(group=GROUP))}
+    return {kind: adapter for kind in kinds if (adapter := _adapter(kind))}
+
+
+@cache
+def _adapter(kind: str) -> Adapter[Any] | None:
+    """The adapter of a kind. No other is imported: what one reads tables with is nothing to one that does not."""
+    module: ModuleType | None = None
+    if kind in _files():
+        module = importlib.import_module(f"{__name__}.{kind}")
+    else:
+        for entry in entry_points(group=GROUP, name=kind):
+            module = entry.load()
+    return getattr(module, "ADAPTER", None)
+
+
+@cache
+def _files() -> frozenset[str]:
+    return frozenset(info.name for info in pkgutil.iter_modules(__path__))

@@ -1,6 +1,7 @@
 """A safetensors file whose tensors are the model's keyword inputs, `labels` among them, example by example.
 
-The plainest way to bring data of one's own: images as `pixel_values`, text as `input_ids` and `attention_mask`.
+The plainest way to bring data of one's own: images as `pixel_values`, text as `input_ids` and `attention_mask`. A
+tensor `domain` of integers says where each example comes from, for dividing them by that.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from safetensors.torch import load_file
 
 from worker.data.dataset import Adapter, DataError, Dataset, Options
 
+DOMAIN = "domain"
+
 
 class ArraysOptions(Options):
     file: Path
 
 
 def arrays(options: ArraysOptions) -> Dataset:
-    """The file's tensors under their own names and dtypes, each [examples, ...]."""
+    """The file's tensors under their own names and dtypes, each [examples, ...]; `domain` as domains."""
     try:
-        return Dataset(load_file(options.file))
+        tensors = load_file(options.file)
+        domains = tensors.pop(DOMAIN, None)
+        return Dataset(tensors, domains=domains)
     except (OSError, SafetensorError) as fault:
         raise DataError(f"file: {options.file} cannot be read as safetensors: {fault}") from fault
     except DataError as fault:

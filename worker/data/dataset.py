@@ -25,30 +25,63 @@ class Options(Frozen):
 class Dataset:
     """Examples in memory: each tensor is one of the model's keyword inputs, [examples, ...].
 
-    Raises DataError if the tensors differ in their number of examples, have none, or `labels` is not among them.
+    `common` goes with every batch as it is: the texts that name the classes of a contrastive model, `input_ids`
+    [classes, tokens]. `domains`, int64 [examples], says where each example comes from, and no model sees it.
+    `held_out` are examples of the same kind that nothing trains on.
+
+    Raises DataError if the tensors differ in their number of examples, have none, `labels` is not among them, or a
+    name stands for two tensors.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        common: Mapping[str, Tensor] | None = None,
+        held_out: Dataset | None = None,
+        domains: Tensor | None = None,
+    ) -> None:
         if LABELS not in tensors:
             raise DataError(f"there is no tensor {LABELS!r} among {', '.join(sorted(tensors)) or 'none at all'}")
-        sizes = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in sorted(tensors.items())}
+        beside = {} if domains is None else {"domain": domains}
+        sizes = {
+            name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in sorted({**tensors, **beside}.items())
+        }
         if len(set(sizes.values())) != 1 or 0 in sizes.values():
             raise DataError(f"every tensor must have the same leading size, and one above 0: {sizes}")
+        if twice := sorted(set(tensors) & set(common or {})):
+            raise DataError(f"{', '.join(twice)}: both of each example and common to all")
         self.tensors = dict(tensors)
+        self.common = dict(common or {})
+        self.held_out = held_out
+        self.domains = domains
         self.examples = sizes[LABELS]
+
+    @property
+    def classes(self) -> Tensor | None:
+        """The class of each example, int64 [examples]; None where `labels` are not one class for each."""
+        labels = self.tensors[LABELS]
+        return None if labels.ndim != 1 or labels.is_floating_point() else labels.long()
+
+    def rows(self, index: Tensor) -> Dataset:
+        """The examples at these places, int64 [chosen], in that order. What is held out does not come along."""
+        return Dataset(
+            {name: tensor[index] for name, tensor in self.tensors.items()},
+            self.common,
+            domains=None if self.domains is None else self.domains[index],
+        )
 
     def batches(
         self, batch_size: int | None, generator: torch.Generator | None = None
     ) -> Iterator[dict[str, Tensor]]:
         """Yields every example once, `batch_size` at a time (None: all at once), the last batch perhaps smaller.
 
-        In the stored order, or in one drawn from `generator`.
+        In the stored order, or in one drawn from `generator`. What is common is in every batch.
         """
         order = (
             torch.arange(self.examples) if generator is None else torch.randperm(self.examples, generator=generator)
         )
         for rows in torch.split(order, batch_size or self.examples):
-            yield {name: tensor[rows] for name, tensor in self.tensors.items()}
+            yield {**{name: tensor[rows] for name, tensor in self.tensors.items()}, **self.common}
 
 
 O = TypeVar("O", bound=Options)  # noqa: E741  (the field's letter for options)
@@ -56,7 +89,7 @@ O = TypeVar("O", bound=Options)  # noqa: E741  (the field's letter for options)
 
 @dataclass(frozen=True)
 class Adapter(Generic[O]):
-    """A kind of data set, as its file declares it in `ADAPTER`."""
+    """A kind of data set, as its file declares it in `ADAPTER`. The file is named for the kind."""
 
     kind: str
     options: type[O]
