@@ -83,7 +83,7 @@ class Agent:
         self._poll_seconds = settings.poll_seconds
         self._policy = settings.policy
         self._alive = settings.state_dir / ALIVE_FILE
-        self._bench = Workbench(self._client, settings)
+        self._bench = Workbench.of(self._client, settings)
         self._outage = Outage(stop)
         self._log = structlog.get_logger("worker").bind(worker=settings.name)
         self._claim = Claim(

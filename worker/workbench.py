@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol, Self
 
 import torch
 from transformers import PreTrainedModel
 
 from shared import codecs
 from shared.blocks import NUMPY_DTYPES, Block
-from shared.client import Client
+from shared.client import Client, Progress
 from shared.container import read_header
 from shared.methods import worker_half
 from shared.methods.contract import Harvest, RunFacts, Tally, WorkerHalf
@@ -23,17 +24,35 @@ from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import Problem
 from shared.tensors import Array, ArrayTensor, from_bytes, to_array
 from shared.update import Change, write_update
-from shared.wire import Evaluated, Manifest, Submission, Task
+from shared.wire import Evaluated, Manifest, Submission, Task, TaskKind, TaskView
 from worker.blockmap import block_table, named_tensors
-from worker.cache import BlobTensor, Cache
+from worker.cache import BlobTensor, Cache, Source
 from worker.data import Dataset
 from worker.evaluator import evaluate
 from worker.files import sweep, temporary_file
+from worker.layouts import MappingFile
 from worker.models import build, write_block
+from worker.policy import Policy
 from worker.settings import Settings, datasets_of, device_of, mappings_of
 from worker.trainer import Batches, Check, Trainer, epochs_of, seed_everything
 from worker.vault import Vault
 from worker.work import LocalWork
+
+
+class Coordinator(Protocol):
+    """What a task asks of its coordinator: a `Client` does so over HTTP, a simulation in the same process."""
+
+    def fetch_blob(self, digest: str, file: BinaryIO, progress: Progress | None = None) -> int: ...
+    def put_file(self, path: Path, progress: Progress | None = None) -> str: ...
+    def submit(self, task_id: str, submission: Submission) -> TaskView: ...
+    def submit_evaluation(self, task_id: str, evaluated: Evaluated) -> TaskView: ...
+
+
+class Shelf(Protocol):
+    """Where the blobs that a task fetches lie while it is done: a `Cache`."""
+
+    def pinning(self) -> AbstractContextManager[None]: ...
+    def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path: ...
 
 
 class TaskFailure(ValueError):
@@ -55,8 +74,8 @@ class Report:
 
 
 @dataclass(frozen=True)
-class _Built:
-    """A model as it was built, kept for the next round of the same run."""
+class Built:
+    """A model as it was built."""
 
     run: str
     digest: str
@@ -65,34 +84,66 @@ class _Built:
     structure: tuple[tuple[str, type], ...]
 
 
+class Models:
+    """The model that was built last, kept for the next task of the same run."""
+
+    def __init__(self) -> None:
+        self._last: Built | None = None
+
+    def take(self, run: str, digest: str) -> Built | None:
+        """The run's model, if it is here. Whatever is here is so no more: two would not fit where one does."""
+        last, self._last = self._last, None
+        return last if last and (last.run, last.digest) == (run, digest) else None
+
+    def keep(self, built: Built) -> None:
+        """Keeps a model, unless a method left modules in it that must not become part of the next round's."""
+        if _structure(built.model) == built.structure:
+            self._last = built
+
+
 @dataclass(frozen=True)
 class _Ready:
     """A task with its version loaded."""
 
     document: Model
-    built: _Built
+    built: Built
     half: WorkerHalf[Any]
     work: LocalWork
     bases: Mapping[str, BlobTensor]
     """The version's value of each fetched block."""
 
 
+@dataclass(frozen=True)
 class Workbench:
-    """What the tasks of one worker share: the client, the cache, the vault, the data, the device, the last model."""
+    """What the tasks of one worker share. `scratch` is a folder for the files of a task."""
 
-    def __init__(self, client: Client, settings: Settings) -> None:
+    coordinator: Coordinator
+    datasets: Mapping[str, Dataset]
+    device: torch.device
+    vault: Vault
+    shelf: Shelf
+    scratch: Path
+    policy: Policy = field(default_factory=Policy)
+    kinds: tuple[TaskKind, ...] = ("train", "evaluate")
+    mappings: Mapping[str, MappingFile] = field(default_factory=dict)
+    models: Models = field(default_factory=Models)
+
+    @classmethod
+    def of(cls, client: Client, settings: Settings) -> Self:
+        """The bench of a worker with these settings. Raises SettingsError for what they name and cannot be used."""
         settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(settings.state_dir)
-        self.vault = Vault(settings.state_dir / "vault")
-        self.datasets = datasets_of(settings)
-        self.device = device_of(settings)
-        self._mappings = mappings_of(settings)
-        self._client = client
-        self._cache = Cache(settings.state_dir / "cache", settings.cache_bytes)
-        self._state_dir = settings.state_dir
-        self._policy = settings.policy
-        self._kinds = settings.kinds
-        self._last: _Built | None = None
+        return cls(
+            coordinator=client,
+            datasets=datasets_of(settings),
+            device=device_of(settings),
+            vault=Vault(settings.state_dir / "vault"),
+            shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
+            scratch=settings.state_dir,
+            policy=settings.policy,
+            kinds=settings.kinds,
+            mappings=mappings_of(settings),
+        )
 
     def do(self, task: Task, check: Check, report: Report) -> None:
         """Does a task to its end: when this returns, the coordinator has accepted the result.
@@ -100,28 +151,26 @@ class Workbench:
         Raises PolicyViolation before anything that the site forbids is done, Problem for what the coordinator
         refuses, whatever `check` raises to end the task early, and other exceptions for a task that cannot be done.
         """
-        self._policy.check_task(task, self._kinds)
+        self.policy.check_task(task, self.kinds)
         codecs.stages(task.codec)
         dataset = self.datasets.get(task.dataset)
         if dataset is None:
             raise TaskFailure("unknown-dataset", f"there is no data set {task.dataset!r} here")
         report.examples = dataset.examples
-        with self._cache.pinning():
+        with self.shelf.pinning():
             ready = self._prepared(task, check, report)
             if task.kind == "train":
                 self._train(task, ready, dataset, check, report)
             else:
                 self._evaluate(task, ready, dataset, check, report)
         ready.work.close()
-        # A method may have inserted modules; what is left of them must not become part of the next round's model.
-        if _structure(ready.built.model) == ready.built.structure:
-            self._last = ready.built
+        self.models.keep(ready.built)
 
     # ------------------------------------------------------------ before training
 
     def _prepared(self, task: Task, check: Check, report: Report) -> _Ready:
         document = Model.model_validate_json(self._document(task.model, check, report))
-        self._policy.check_model(document.nbytes)
+        self.policy.check_model(document.nbytes)
         fetched = {block.name for block in task.plan.fetch.resolve(document.blocks)}
         built = self._model(task, document, whole=len(fetched) == len(document.blocks))
         manifest = Manifest.model_validate_json(self._document(task.version.digest, check, report))
@@ -148,27 +197,27 @@ class Workbench:
             report.download_bytes += nbytes
             check()
 
-        return self._cache.fetch(digest, max_bytes, self._client.fetch_blob, received)
+        return self.shelf.fetch(digest, max_bytes, self.coordinator.fetch_blob, received)
 
-    def _model(self, task: Task, document: Model, *, whole: bool) -> _Built:
+    def _model(self, task: Task, document: Model, *, whole: bool) -> Built:
         """The run's model: the last round's, if all of it is about to be overwritten, else a new one.
 
         What a round leaves in blocks that the next one does not fetch must not become where the next one starts.
         """
-        last, self._last = self._last, None
-        if whole and last and (last.run, last.digest) == (task.run, task.model):
+        last = self.models.take(task.run, task.model)
+        if whole and last:
             return last
         del last
-        mapping = self._mappings.get(str(document.config["model_type"]))
+        mapping = self.mappings.get(str(document.config["model_type"]))
         model = build(document, seed=task.seed, mapping=mapping).to(self.device)  # type: ignore[arg-type]
-        return _Built(task.run, task.model, model, block_table(model, mapping), _structure(model))
+        return Built(task.run, task.model, model, block_table(model, mapping), _structure(model))
 
     def _check_plan(self, task: Task, half: WorkerHalf[Any], work: LocalWork, fetched: set[str]) -> None:
         """Judges the plan on our own block table, before any data is read."""
         private = [*half.private().resolve(work.blocks), *work.private]
-        self._policy.check_private(block for block in private if task.plan.upload.holds(block))
+        self.policy.check_private(block for block in private if task.plan.upload.holds(block))
         asked = task.plan.upload.resolve(work.blocks)
-        self._policy.check_upload(asked)
+        self.policy.check_upload(asked)
         if baseless := sorted(block.name for block in asked if block.name not in fetched):
             raise TaskFailure(
                 "invalid-plan", f"an update is a difference, and the plan fetches no base for {baseless[:8]}"
@@ -191,7 +240,7 @@ class Workbench:
         return found
 
     def _fetch(
-        self, manifest: Manifest, wanted: Sequence[Block], built: _Built, check: Check, report: Report
+        self, manifest: Manifest, wanted: Sequence[Block], built: Built, check: Check, report: Report
     ) -> dict[str, BlobTensor]:
         if odd := sorted(set(manifest.blocks) ^ {block.name for block in built.blocks}):
             raise TaskFailure("invalid-version", f"the version and the model differ in the blocks {odd[:8]}")
@@ -209,7 +258,7 @@ class Workbench:
         half, work = ready.half, ready.work
         selected = half.select(work, Batches(dataset, task.training.batch_size, self.device))
         phases = half.phases(work, selected)
-        self._policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
+        self.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
         tally = Trainer(half, work, task.training, self.device, check).train(phases, dataset, task.seed)
         harvest = half.harvest(work, selected, tally)
         measured = {"loss": tally.loss} if math.isfinite(tally.loss) else {}
@@ -222,19 +271,19 @@ class Workbench:
             check()
 
         changes = _changes(harvest, ready.bases)
-        with temporary_file(self._state_dir) as (path, file):
+        with temporary_file(self.scratch) as (path, file):
             write_update(file, task.codec, changes)
             file.flush()
             self._check_egress(path, task.plan.upload.resolve(ready.built.blocks), harvest)
             check()
-            return self._client.put_file(path, sent)
+            return self.coordinator.put_file(path, sent)
 
     def _check_egress(self, path: Path, asked: Sequence[Block], harvest: Harvest) -> None:
         """Reads the very file that is about to leave, whatever was meant to be in it."""
         nbytes = path.stat().st_size
         with path.open("rb") as file:
             header = read_header(file, nbytes)
-        self._policy.check_egress(header.entries, nbytes, asked, harvest.keep)
+        self.policy.check_egress(header.entries, nbytes, asked, harvest.keep)
 
     def _submit(self, task: Task, update: str, harvest: Harvest, tally: Tally, report: Report) -> None:
         submission = Submission(
@@ -247,7 +296,7 @@ class Workbench:
         )
         staged = self.vault.stage(task.run, task.id, task.token, harvest.keep)
         try:
-            view = self._client.submit(task.id, submission)
+            view = self.coordinator.submit(task.id, submission)
         except Problem as problem:
             # Without an answer the file stays staged, and `settle` finds out later what became of the task.
             if not problem.retryable:
@@ -269,7 +318,7 @@ class Workbench:
             numbers=report.numbers,
             download_bytes=report.download_bytes,
         )
-        self._client.submit_evaluation(task.id, evaluated)
+        self.coordinator.submit_evaluation(task.id, evaluated)
 
 
 def _changes(harvest: Harvest, bases: Mapping[str, BlobTensor]) -> list[Change]:
