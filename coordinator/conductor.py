@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from random import Random
 
 import structlog
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from coordinator.aggregation import Aggregation, run_facts
 from coordinator.domain import decide as todo
 from coordinator.domain.decide import Action, Patience, decide
 from coordinator.domain.lifecycle import LIVE_RUN
@@ -35,10 +33,10 @@ from coordinator.storage.snapshots import (
 )
 from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run, move_task
-from shared.cohort import choose, dice
-from shared.methods import coordinator_half
+from shared.aggregation import Aggregation
 from shared.methods.contract import State
 from shared.model import Model
+from shared.planning import plan_round
 from shared.problems import Conflict
 from shared.states import States
 from shared.wire import RunSpec, VersionRef
@@ -247,20 +245,13 @@ class Conductor:
     ) -> list[str]:
         """Opens the next round; a method that plans nothing ends the run. Returns the workers that were asked."""
         _require(len(willing) >= spec.cohort.quorum, "too few workers are live")
-        rng = Random(dice(spec.seed, "cohort", state.round + 1))  # noqa: S311 (no secret: reproducible)
-        chosen = set(choose([worker.name for worker in willing], spec.cohort.size, rng))
-        cohort = [worker for worker in willing if worker.name in chosen]
-        half = coordinator_half(spec.method, run_facts(spec, model))
-        plans = half.plan(state, [worker.participant(spec.dataset) for worker in cohort], rng)
-        # What a plan selects must be there: SelectorError pauses the run before any worker hears of it.
-        for plan in plans.values():
-            for selector in (plan.fetch, plan.train, plan.upload):
-                selector.resolve(model.blocks)
+        # SelectorError for a plan of what is not there pauses the run before any worker hears of it.
+        plans = plan_round(spec, model, state, [worker.participant(spec.dataset) for worker in willing])
         now = self._database.now()
         if not plans:
             move_run(session, now, ACTOR, run.id, "complete", "the method planned nothing more")
             return []
-        return rounds.open_round(session, now, run, cohort, plans)
+        return rounds.open_round(session, now, run, willing, plans)
 
     def _offer_evaluation(self, session: Session, now: float, run: RunRow, version: int) -> list[str]:
         able = evaluators(RunSpec.model_validate(run.spec), live_workers(session, now - self._live_seconds))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coordinator.aggregation import Aggregation
 from coordinator.conductor import Conductor
 from coordinator.domain.decide import Patience
 from coordinator.presence import Gate, Presence
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
+from shared.aggregation import Aggregation
 from shared.inspection import Inspector
 from shared.states import States
 

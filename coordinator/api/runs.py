@@ -10,7 +10,6 @@ from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 from sqlalchemy import select
 
-from coordinator.aggregation import run_facts
 from coordinator.api.access import Cursor, Key, Limit, Orchestrator, Serving, Viewer
 from coordinator.api.reading import BoundedRoute
 from coordinator.domain.lifecycle import LIVE_RUN
@@ -23,9 +22,10 @@ from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, TaskRow, Ve
 from coordinator.storage.transitions import move_run
 from shared.blobs import Stored
 from shared.export import Export
-from shared.methods import UnknownMethod, check, coordinator_half
-from shared.methods.contract import Unsuited, begin
+from shared.methods import UnknownMethod, check
+from shared.methods.contract import Unsuited
 from shared.model import Model
+from shared.planning import begun
 from shared.problems import (
     Conflict,
     Fault,
@@ -111,7 +111,7 @@ def _started(serving: Services, spec: RunSpec, model: Model, manifest: Manifest)
     """The first version, with what the method's server half remembers from the start."""
     given = serving.states.load(model, manifest, 0)
     try:
-        state = begin(coordinator_half(spec.method, run_facts(spec, model)), given)
+        state = begun(spec, model, given)
     except Unsuited as fault:
         raise Invalid(str(fault), errors=[Fault(pointer="/method", detail=str(fault))]) from None
     return (manifest, []) if state == given else serving.states.store(state)

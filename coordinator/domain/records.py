@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.methods.contract import Plan
 from shared.wire import Cohort
 
 
@@ -51,14 +50,3 @@ class RunSnapshot:
     """Numbers of versions that are due for evaluation and have not been offered to anyone."""
     evaluators: int
     """Live workers that could evaluate."""
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """An accepted update: by whom, made under which plan, and where its bytes are."""
-
-    worker: str
-    digest: str
-    examples: int
-    numbers: dict[str, float]
-    plan: Plan

@@ -7,28 +7,28 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator.domain.records import Accepted
 from coordinator.storage import audit
 from coordinator.storage.identity import new_id
 from coordinator.storage.snapshots import Member
 from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from coordinator.storage.transitions import move_round, move_task
-from shared.cohort import dice
+from shared.aggregation import Accepted
 from shared.methods.contract import Plan
+from shared.planning import evaluation_seed, training_seed
 from shared.wire import Manifest, RunSpec, VersionRef
 
 ACTOR = "conductor"
 
 
 def open_round(
-    session: Session, now: float, run: RunRow, cohort: Sequence[Member], plans: Mapping[str, Plan]
+    session: Session, now: float, run: RunRow, willing: Sequence[Member], plans: Mapping[str, Plan]
 ) -> list[str]:
     """Opens the run's next round with one task for each planned worker; returns the workers' ids."""
     spec = RunSpec.model_validate(run.spec)
     number = run.version_number + 1
     same = (RoundRow.run_id == run.id) & (RoundRow.number == number)
     before = session.scalar(select(func.max(RoundRow.attempt)).where(same)) or 0
-    planned = [worker for worker in cohort if worker.name in plans]
+    planned = [worker for worker in willing if worker.name in plans]
     round_ = RoundRow(
         id=new_id(),
         run_id=run.id,
@@ -43,8 +43,7 @@ def open_round(
     # Rows that refer to each other only by id are written in the order of the flushes.
     session.flush()
     for worker in planned:
-        # The seed depends on the round and the worker but not on the attempt: who tries again gets the same dice.
-        seed = dice(spec.seed, "train", number, worker.name)
+        seed = training_seed(spec, number, worker.name)
         session.add(_task(now, run.id, "train", worker.id, run.version_number, seed, plans[worker.name], round_.id))
     names = [worker.name for worker in planned]
     audit.record(session, now, ACTOR, "round.open", round_.id, run_id=run.id, number=number, cohort=names)
@@ -53,7 +52,7 @@ def open_round(
 
 def offer_evaluation(session: Session, now: float, run: RunRow, version: int, worker: Member) -> None:
     spec = RunSpec.model_validate(run.spec)
-    seed = dice(spec.seed, "evaluate", version)
+    seed = evaluation_seed(spec, version)
     task = _task(now, run.id, "evaluate", worker.id, version, seed, Plan(stage="evaluate"), None)
     session.add(task)
     audit.record(session, now, ACTOR, "task.evaluate", task.id, run_id=run.id, version=version, worker=worker.name)

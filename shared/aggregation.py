@@ -6,18 +6,28 @@ the order in which they came (invariant I6), and memory is bounded by a few chun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.domain.records import Accepted
 from shared.blobs import Stored
 from shared.inspection import Inspector
 from shared.methods import coordinator_half
-from shared.methods.contract import RunFacts, Update
-from shared.model import Model
+from shared.methods.contract import Plan, Update
+from shared.planning import run_facts
 from shared.server_optimizer import merge
 from shared.states import States
 from shared.wire import Manifest, RunSpec, VersionRef
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """An accepted update: by whom, made under which plan, and where its bytes are."""
+
+    worker: str
+    digest: str
+    examples: int
+    numbers: Mapping[str, float]
+    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,3 @@ class Aggregation:
         return self.states.store(
             merge(half, spec.server_optimizer, self.states.load(model, manifest, base.number), updates)
         )
-
-
-def run_facts(spec: RunSpec, model: Model) -> RunFacts:
-    return RunFacts(model.blocks, spec.rounds, spec.divide, spec.training)

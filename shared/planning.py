@@ -1,0 +1,59 @@
+"""What a run asks for, round by round: pure functions of its spec, its state and who is willing.
+
+The coordinator asks them when it opens a round in its tables, a simulation when it opens one in its own process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from shared.cohort import choose, dice
+from shared.methods import coordinator_half
+from shared.methods.contract import Participant, Plan, RunFacts, State, begin
+from shared.model import Model
+from shared.wire import RunSpec
+
+MAX_WARNINGS = 16
+MAX_WARNING_CHARACTERS = 500
+
+
+def run_facts(spec: RunSpec, model: Model) -> RunFacts:
+    """What both halves of the run's method may know of it."""
+    return RunFacts(model.blocks, spec.rounds, spec.divide, spec.training)
+
+
+def begun(spec: RunSpec, model: Model, first: State) -> State:
+    """The run's state before its first round. Raises Unsuited for a run that its method cannot do."""
+    return begin(coordinator_half(spec.method, run_facts(spec, model)), first)
+
+
+def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Participant]) -> dict[str, Plan]:
+    """What the round after `state` asks of whom, by name, in that order. No plans at all end the run.
+
+    The cohort is drawn from all who are willing, in whatever order they come. Raises SelectorError for a plan that
+    selects what the model does not have, and what the method raises.
+    """
+    rng = Random(dice(spec.seed, "cohort", state.round + 1))  # noqa: S311 (no secret: reproducible)
+    by_name = {participant.name: participant for participant in willing}
+    cohort = [by_name[name] for name in choose(list(by_name), spec.cohort.size, rng)]
+    plans = coordinator_half(spec.method, run_facts(spec, model)).plan(state, cohort, rng)
+    for plan in plans.values():
+        for selector in (plan.fetch, plan.train, plan.upload):
+            selector.resolve(model.blocks)
+    return {participant.name: plans[participant.name] for participant in cohort if participant.name in plans}
+
+
+def training_seed(spec: RunSpec, number: int, worker: str) -> int:
+    """The dice of one worker in one round: the same at every attempt, so that who tries again gets the same."""
+    return dice(spec.seed, "train", number, worker)
+
+
+def evaluation_seed(spec: RunSpec, version: int) -> int:
+    return dice(spec.seed, "evaluate", version)
+
+
+def warnings_of(spec: RunSpec, model: Model, state: State) -> tuple[str, ...]:
+    """What the method tells people about a version, within bounds."""
+    said = coordinator_half(spec.method, run_facts(spec, model)).warnings(state)
+    return tuple(sentence[:MAX_WARNING_CHARACTERS] for sentence in said[:MAX_WARNINGS])
