@@ -11,11 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.model import Head
-from worker.forward import forward
+from worker.forward import IGNORED, forward
 from worker.trainer import Batches, Check, TrainingDiverged
-
-IGNORED = -100
-"""The label of positions that are not scored, in transformers' models and in ours."""
 
 CALIBRATION_BINS = 15
 ROWS = 256

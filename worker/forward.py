@@ -11,6 +11,9 @@ from torch.nn.functional import cross_entropy
 from shared.methods.contract import Output
 from shared.model import Head
 
+IGNORED = -100
+"""The label of positions that are not scored, in transformers' models and in ours."""
+
 
 def forward(model: Callable[..., Any], head: Head, batch: Mapping[str, Tensor]) -> Output:
     """The loss and the logits of a batch that holds the model's keyword inputs, `labels` among them.
@@ -24,3 +27,22 @@ def forward(model: Callable[..., Any], head: Head, batch: Mapping[str, Tensor]) 
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits: Tensor = model(**inputs).logits_per_image  # [examples, classes]
     return Output(cross_entropy(logits, batch["labels"]), logits)
+
+
+def losses(output: Output, head: Head, labels: Tensor) -> Tensor:
+    """The loss that each example of a batch has by itself, [examples]; the gradient of one tells of no other.
+
+    The loss that a model reports for a batch of texts will not do: it divides by the tokens of all of them. Raises
+    ValueError for a head or labels that this is not known for.
+    """
+    logits = output.logits
+    if logits is None or labels.is_floating_point():
+        raise ValueError(f"the losses of single examples are not known for the head {head} with such labels")
+    if head == "causal-lm":
+        # A position predicts the one after it.
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    if labels.ndim == 1:
+        return cross_entropy(logits.float(), labels, reduction="none")
+    each = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
+    counted = labels != IGNORED  # [examples, positions]
+    return each.reshape(labels.shape).sum(dim=1) / counted.sum(dim=1).clamp(min=1)

@@ -17,11 +17,11 @@ class Freeze:
 
     Create it when the model is on its device. In each step call `mask_gradients` after the backward pass and before
     clipping, so that frozen rows do not count towards the norm, and `restore` after the optimizer's step, since
-    weight decay and old moments move rows whose gradient is zero. Raises ModelMismatch for a block that the model
-    lacks.
+    weight decay and old moments move rows whose gradient is zero. With `keep_buffers` buffers stay as they are even
+    where a block names one. Raises ModelMismatch for a block that the model lacks.
     """
 
-    def __init__(self, model: nn.Module, train: Sequence[Block]) -> None:
+    def __init__(self, model: nn.Module, train: Sequence[Block], *, keep_buffers: bool = False) -> None:
         tensors = named_tensors(model)
         trained: dict[str, list[Block]] = {}
         for block in train:
@@ -37,7 +37,7 @@ class Freeze:
                 if name in trained:
                     self.parameters.append(tensor)
                     self._keep(tensor, trained[name])
-            elif name not in trained:
+            elif keep_buffers or name not in trained:
                 self._buffers.append((tensor, tensor.detach().clone()))
 
     def _keep(self, tensor: Tensor, blocks: Sequence[Block]) -> None:
@@ -52,9 +52,15 @@ class Freeze:
 
     def mask_gradients(self) -> None:
         """Zeroes the gradients of frozen rows."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self.mask(parameter, parameter.grad)
+
+    def mask(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Zeroes the frozen rows of one parameter in a gradient of its shape, which may have axes in front of it."""
         for tensor, axis, frozen, _ in self._rows:
-            if tensor.grad is not None:
-                tensor.grad.index_fill_(axis, frozen, 0)
+            if tensor is parameter:
+                gradient.index_fill_(axis - tensor.ndim, frozen, 0)
 
     def restore(self) -> None:
         """Puts frozen rows and buffers back, bit for bit."""

@@ -1,0 +1,249 @@
+"""The gradients of single examples: each way gives what batches of one give, or is not taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shared.blocks import Selector, all_but, roles
+from shared.model import Head
+from worker.blockmap import block_table
+from worker.forward import forward, losses
+from worker.freezing import Freeze
+from worker.models import instantiate
+from worker.perexample import Batched, Hooked, OneByOne, PerExample, agree, fastest
+
+TEXT = {
+    "vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+    "max_position_embeddings": 12, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+VIT = {
+    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 3,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+}  # fmt: skip
+BERT = {"model_type": "bert", **TEXT, "num_labels": 3}
+DISTILBERT = {
+    "model_type": "distilbert", "vocab_size": 30, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24,
+    "max_position_embeddings": 12, "num_labels": 3,
+}  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2", "vocab_size": 30, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+LLAMA = {"model_type": "llama", **TEXT, "num_key_value_heads": 1}
+T5 = {
+    "model_type": "t5", "vocab_size": 30, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2,
+    "decoder_start_token_id": 0, "pad_token_id": 2,
+}  # fmt: skip
+EXAMPLES = 5
+
+
+def data(head: Head) -> dict[str, Tensor]:
+    """Five examples; texts are of different lengths, so that a mean over all tokens is no mean over examples."""
+    noise = torch.Generator().manual_seed(3)
+    classes = torch.randint(0, 3, (EXAMPLES,), generator=noise)
+    if head == "image-classification":
+        return {"pixel_values": torch.randn(EXAMPLES, 1, 8, 8, generator=noise), "labels": classes}
+    words = torch.randint(3, 30, (EXAMPLES, 8), generator=noise)
+    mask = (torch.arange(8) < torch.tensor([[8], [5], [3], [7], [8]])).long()
+    labels = (words % 3 if head == "token-classification" else words).masked_fill(mask == 0, -100)
+    labels = classes if head == "text-classification" else labels
+    return {"input_ids": words, "attention_mask": mask, "labels": labels}
+
+
+class Case:
+    """A model, what trains of it, its losses, and some data."""
+
+    def __init__(self, config: Mapping[str, Any], head: Head, train: Selector | None = None) -> None:
+        self.model = instantiate(dict(config), head, seed=1).train()
+        table = block_table(self.model)
+        self.freeze = Freeze(self.model, train.resolve(table) if train else table)
+        self.parameters = self.freeze.parameters
+        self.batch = data(head)
+        self.loss = lambda batch: forward(self.model, head, batch).loss
+        self.losses = lambda batch: losses(forward(self.model, head, batch), head, batch["labels"])
+
+    def alone(self) -> list[Tensor]:
+        """The gradients of batches of one, by plain `backward`."""
+        rows = []
+        for row in range(EXAMPLES):
+            self.model.zero_grad()
+            self.loss({name: tensor[row : row + 1] for name, tensor in self.batch.items()}).backward()
+            rows.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters])
+        self.model.zero_grad()
+        return [torch.stack(each) for each in zip(*rows, strict=True)]
+
+    @contextmanager
+    def fastest(self) -> Iterator[PerExample]:
+        sample = {name: tensor[:2] for name, tensor in self.batch.items()}
+        way = fastest(self.model, self.loss, self.losses, self.parameters, {}, sample)
+        yield way
+        way.close()
+
+
+def error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference, relative to the largest gradient."""
+    largest = max(float(each.abs().max()) for each in expected)
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) / largest
+
+
+@pytest.mark.parametrize(
+    ("way", "config", "head", "train"),
+    [
+        ("opacus", VIT, "image-classification", None),
+        ("opacus", VIT, "image-classification", roles("value", "head")),
+        (
+            "opacus",
+            {**VIT, "attention_probs_dropout_prob": 0.0, "num_labels": EXAMPLES},
+            "image-classification",
+            None,
+        ),
+        ("opacus", BERT, "text-classification", None),  # its position table is looked up once for a whole batch
+        ("opacus", BERT, "token-classification", all_but("embedding", "query", "key")),
+        ("opacus", DISTILBERT, "text-classification", None),  # the same, and it takes no position_ids
+        ("opacus", GPT2, "causal-lm", None),  # Conv1D, tied embeddings, position table
+        ("opacus", GPT2, "causal-lm", roles("value")),  # slices of a fused matrix
+        ("opacus", LLAMA, "causal-lm", None),  # RMSNorm that is not torch's, grouped queries
+        ("one by one", {"model_type": "bert", **TEXT}, "masked-lm", None),  # a bias beside the tied decoder
+        ("one by one", T5, "seq2seq-lm", None),  # relative positions have no row for each example
+    ],
+)
+def test_each_examples_gradient_is_that_of_a_batch_of_one(
+    way: str, config: dict[str, Any], head: Head, train: Selector | None
+) -> None:
+    without_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    without_dropout |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "dropout": 0.0, "dropout_rate": 0.0}
+    without_dropout |= {"attention_dropout": 0.0, "seq_classif_dropout": 0.0}
+    known = {key: value for key, value in without_dropout.items() if config["model_type"] != "llama"}
+    case = Case({**known, **config}, head, train)
+    expected = case.alone()
+    with case.fastest() as chosen:
+        assert chosen.name == way
+        assert error(chosen(case.batch), expected) < 1e-6
+
+
+def test_the_batched_gradient_function_is_right_too() -> None:
+    case = Case({**VIT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "image-classification")
+    batched = Batched(case.model, case.loss, case.parameters, {})
+    assert error(batched(case.batch), case.alone()) < 1e-6
+
+
+def test_dropout_is_drawn_for_each_example_by_itself() -> None:
+    case = Case({**VIT, "hidden_dropout_prob": 0.5}, "image-classification")
+    twice = {name: tensor[[0, 0]] for name, tensor in case.batch.items()}
+    first, second = Batched(case.model, case.loss, case.parameters, {})(twice)[0]
+    assert not torch.equal(first, second)
+
+
+def test_a_layer_that_opacus_runs_twice_may_not_drop_out() -> None:
+    # The class token and the positions of a ViT belong to a module that also drops out.
+    case = Case({**VIT, "hidden_dropout_prob": 0.5}, "image-classification")
+    with pytest.raises(NotImplementedError, match="dropout within"):
+        Hooked(case.model, case.losses, case.parameters)
+    with case.fastest() as chosen:
+        assert chosen.name == "vmap"
+
+
+def test_choosing_and_closing_leave_no_trace_in_the_model() -> None:
+    case = Case(VIT, "image-classification")
+    before = {name: tensor.clone() for name, tensor in case.model.state_dict().items()}
+    attributes = {name: set(vars(module)) for name, module in case.model.named_modules()}
+    with case.fastest() as chosen:
+        chosen(case.batch)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in case.model.state_dict().items())
+    assert {name: set(vars(module)) for name, module in case.model.named_modules()} == attributes
+    assert all(not vars(parameter) and parameter.grad is None for parameter in case.model.parameters())
+    assert all(not module._forward_hooks and not module._backward_hooks for module in case.model.modules())
+    assert all(module.training for module in case.model.modules())
+
+
+# ---------------------------------------------------------------- what Opacus would get wrong without a sound
+
+
+class Prompted(nn.Module):
+    """A bare-bones CLIP with a text prompt: classes are texts [classes, width], and the first axis of what goes
+    through the text side counts classes."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.texts = nn.Parameter(torch.randn(classes, 4), requires_grad=False)
+        self.prompt = nn.Linear(4, 4)
+        self.image = nn.Linear(6, 4)
+
+    def logits(self, pixels: Tensor) -> Tensor:
+        return self.image(pixels) @ self.prompt(self.texts).T
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_an_axis_that_counts_classes_is_told_from_one_that_counts_examples(classes: int) -> None:
+    model = Prompted(classes)
+    noise = torch.Generator().manual_seed(1)
+    batch = {"pixels": torch.randn(classes, 6, generator=noise), "labels": torch.arange(classes)}
+    each = partial(nn.functional.cross_entropy, reduction="none")
+    loss = lambda b: nn.functional.cross_entropy(model.logits(b["pixels"]), b["labels"])  # noqa: E731
+    parameters = [*model.prompt.parameters(), *model.image.parameters()]
+    # As many examples as classes: the shapes fit, and the sums are right.
+    hooked = Hooked(model, lambda b: each(model.logits(b["pixels"]), b["labels"]), parameters)
+    false = hooked(batch)
+    hooked.close()
+    true = OneByOne(loss, parameters, {})(batch)
+    assert [one.shape for one in false] == [one.shape for one in true]
+    assert torch.allclose(false[0].sum(0), true[0].sum(0), atol=1e-5)
+    assert error(false, true) > 0.1
+    sample = {name: tensor[:2] for name, tensor in batch.items()}
+    losses_of = lambda b: each(model.logits(b["pixels"]), b["labels"])  # noqa: E731
+    way = fastest(model, loss, losses_of, parameters, {}, sample)
+    assert way.name == "vmap"
+    assert error(way(batch), true) < 1e-6
+
+
+def test_a_term_that_is_zero_where_training_starts_is_not_overlooked() -> None:
+    # The distance to the start has no gradient at the start, and Opacus never sees it: there they agree.
+    case = Case({**VIT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "image-classification")
+    start = [parameter.detach().clone() for parameter in case.parameters]
+
+    def proximal(batch: Mapping[str, Tensor]) -> Tensor:
+        return sum(((p - s).square().sum() for p, s in zip(case.parameters, start, strict=True)), case.loss(batch))
+
+    true = OneByOne(proximal, case.parameters, {})(case.batch)
+    hooked = Hooked(case.model, case.losses, case.parameters)
+    assert agree(hooked(case.batch), true)
+    hooked.close()
+    sample = {name: tensor[:2] for name, tensor in case.batch.items()}
+    assert fastest(case.model, proximal, case.losses, case.parameters, {}, sample).name != "opacus"
+
+
+class Leaky(nn.Module):
+    """Uses a layer's tensor past the layer, where no hook sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 3)
+
+    def logits(self, pixels: Tensor) -> Tensor:
+        return self.layer(pixels) + nn.functional.linear(pixels, self.layer.weight).square()
+
+
+def test_a_tensor_that_is_used_outside_its_layer_is_noticed_at_every_step() -> None:
+    model = Leaky()
+    each = partial(nn.functional.cross_entropy, reduction="none")
+    hooked = Hooked(model, lambda b: each(model.logits(b["x"]), b["labels"]), list(model.parameters()))
+    with pytest.raises(NotImplementedError, match="do not add up"):
+        hooked({"x": torch.ones(2, 6), "labels": torch.tensor([0, 1])})
+
+
+def test_a_models_own_loss_is_a_mean_over_the_tokens_of_all_examples() -> None:
+    # Hence what each example adds to it depends on how long the others are, which no clipping bounds.
+    case = Case(GPT2, "causal-lm")
+    case.model.eval()
+    alone = [case.loss({n: t[row : row + 1] for n, t in case.batch.items()}) for row in range(EXAMPLES)]
+    assert case.losses(case.batch).detach() == pytest.approx(torch.stack(alone).detach(), rel=1e-5)
+    assert float(case.loss(case.batch).detach()) != pytest.approx(float(torch.stack(alone).detach().mean()), rel=1e-3)
