@@ -5,13 +5,14 @@ The coordinator asks them when it opens a round in its tables, a simulation when
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 from shared.cohort import choose, dice
 from shared.methods import coordinator_half
 from shared.methods.contract import Participant, Plan, RunFacts, State, begin
 from shared.model import Model
+from shared.problems import Fault, InvalidUpdate
 from shared.wire import RunSpec
 
 MAX_WARNINGS = 16
@@ -42,6 +43,15 @@ def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Part
         for selector in (plan.fetch, plan.train, plan.upload):
             selector.resolve(model.blocks)
     return {participant.name: plans[participant.name] for participant in cohort if participant.name in plans}
+
+
+def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
+    """Asks the method about what a worker reports beside its blocks. Raises InvalidUpdate."""
+    try:
+        coordinator_half(spec.method, run_facts(spec, model)).check(plan, examples, numbers)
+    except ValueError as fault:
+        unusable = Fault(pointer="/numbers", detail=str(fault)[:300])
+        raise InvalidUpdate("the method cannot merge the update's numbers", errors=[unusable]) from None
 
 
 def training_seed(spec: RunSpec, number: int, worker: str) -> int:

@@ -148,6 +148,30 @@ def mean_step(base: Tensor, senders: Sequence[tuple[float, Tensor]], whole: floa
     return Computed(base.shape, base.dtype, (base, *(tensor for _, tensor in senders)), step)
 
 
+def stretched(base: Tensor, tensor: Tensor, factor: float) -> Computed:
+    """As far from `base` as `tensor` is, times `factor`, in float64."""
+
+    def stretch(parts: Sequence[Array]) -> Array:
+        start, end = (part.astype(np.float64) for part in parts)
+        moved: Array = start - factor * (start - end)
+        return moved
+
+    return Computed(base.shape, "F64", (base, tensor), stretch)
+
+
+def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> Computed:
+    """The sum of each sender's difference from `base` times its weight, in float64. Weights may be of any sign."""
+
+    def total(parts: Sequence[Array]) -> Array:
+        start = parts[0].astype(np.float64)
+        summed = np.zeros_like(start)
+        for (weight, _), part in zip(senders, parts[1:], strict=True):
+            summed += weight * (part.astype(np.float64) - start)
+        return summed
+
+    return Computed(base.shape, "F64", (base, *(tensor for _, tensor in senders)), total)
+
+
 def to_array(tensor: Tensor) -> Array:
     """The whole tensor, in its shape and dtype. For small tensors and tests: it holds all of it."""
     empty = np.empty(0, dtype=NUMPY_DTYPES[tensor.dtype])

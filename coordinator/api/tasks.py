@@ -19,6 +19,7 @@ from coordinator.storage import identity, tasks, views
 from coordinator.storage.identity import Principal
 from coordinator.storage.tasks import Held
 from coordinator.storage.uploads import owned
+from shared.planning import check_report
 from shared.problems import Conflict, Fault, Invalid, InvalidUpdate, Problem, StaleVersion, WorkerFailed
 from shared.wire import PROTOCOL, Claim, Evaluated, Failure, Heartbeat, Lease, Submission, Task, TaskView
 
@@ -152,7 +153,7 @@ def submit_update(task_id: str, body: Submission, serving: Serving, caller: Site
         missing = Fault(pointer="/update", detail="no finished upload of yours has this digest")
         raise Invalid(f"{body.update} was not uploaded", errors=[missing], remedy="Upload it, then submit again.")
     try:
-        measured = _inspect(serving, entry, body.update)
+        measured = _inspect(serving, entry, body)
     except InvalidUpdate as problem:
         _reject(serving, caller, task_id, body, problem)
         UPDATES_TOTAL.labels(outcome="rejected").inc()
@@ -210,12 +211,13 @@ def _require_report(entry: Held, body: Submission | Evaluated, kind: str) -> Non
         raise StaleVersion(f"the task starts from {entry.version.digest}; the report is about {body.version}")
 
 
-def _inspect(serving: Services, entry: Held, digest: str) -> dict[str, float]:
+def _inspect(serving: Services, entry: Held, body: Submission) -> dict[str, float]:
     """Reads the whole update, outside of any transaction. Raises InvalidUpdate."""
     spec = entry.spec
     model = serving.states.model(spec.model)
+    check_report(spec, model, entry.plan, body.examples, body.numbers)
     manifest = serving.states.manifest(entry.version.digest)
-    return dict(serving.inspector.check(digest, model, manifest, entry.plan, spec.max_update_norm))
+    return dict(serving.inspector.check(body.update, model, manifest, entry.plan, spec.max_update_norm))
 
 
 def _reject(serving: Services, caller: Principal, task_id: str, body: Submission, problem: Problem) -> None:

@@ -115,6 +115,9 @@ class CoordinatorHalf(Generic[C]):
     def plan_for(self, state: State, worker: Participant) -> Plan:
         return Plan()
 
+    def check(self, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
+        """Judges what a worker reports beside its blocks. Raises ValueError, which refuses the update."""
+
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         """The next state. `updates` come sorted by worker; tensors are lazy and are read block by block."""
         senders = [(float(update.examples), update.blocks) for update in updates]

@@ -47,6 +47,8 @@ def spec(standing: LiveCoordinator) -> dict[str, Any]:
         ({"codec": "zstd+delta"}, ["/codec"], "cannot follow"),
         ({"cohort": {"size": 2, "quorum": 3}}, ["/cohort"], "a quorum of 3 cannot come from a cohort of 2"),
         ({"divide": "whim"}, ["/divide"], ""),
+        ({"server_optimizer": {"kind": "sgd", "tau": 1}}, ["/server_optimizer/sgd/tau"], "Extra inputs"),
+        ({"method": {"name": "scaffold"}}, ["/method"], "set training.optimizer to 'sgd'"),
     ],
 )
 def test_a_spec_s_faults_are_named_by_pointer(

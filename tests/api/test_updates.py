@@ -221,6 +221,34 @@ def test_a_norm_that_cannot_be_told_is_refused(standing: LiveCoordinator) -> Non
     assert next(client.rounds(run.id)).tasks[0].state == "rejected"
 
 
+def test_numbers_that_the_method_cannot_merge_are_refused(standing: LiveCoordinator) -> None:
+    client, name = standing.client(), f"data{next(_names)}"
+    bad, good = (
+        ScriptedWorker(standing.client("site", site), name=name, datasets={name: 10}, methods=("fednova",))
+        for site in "ab"
+    )
+    for worker in (bad, good):
+        worker.enrol()
+    cohort = Cohort(size=2, quorum=1)
+    run = start_run(client, MODEL, START, method=Chosen(name="fednova"), dataset=name, cohort=cohort)
+    for worker, steps in ((bad, 1e9), (good, 2.0)):
+        task = worker.take()
+        said = Submission(
+            token=task.token,
+            version=task.version.digest,
+            update=worker.client.put_bytes(head(HEAD + np.float32(1))),
+            examples=10,
+            numbers={"effective_steps": steps},
+        )
+        if worker is bad:
+            with refusing("invalid-update", "cannot merge the update's numbers") as caught:
+                worker.client.submit(task.id, said)
+            assert [fault.pointer for fault in caught.value.errors] == ["/numbers"]
+        else:
+            worker.client.submit(task.id, said)
+    until(lambda: client.run(run.id).state == "completed")
+
+
 # ---------------------------------------------------------------- reports about something else
 
 

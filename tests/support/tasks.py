@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shared.methods import Chosen, coordinator_half, worker_half
-from shared.methods.contract import Harvest, Participant, RunFacts, State
+from shared.methods.contract import Harvest, Participant, Plan, RunFacts, State
 from shared.tensors import Array
 from shared.wire import Training
 from worker.blockmap import block_table
@@ -38,16 +38,20 @@ def one_task(
     round_number: int = 0,
     start: Mapping[str, Array] | None = None,
     vault: Mapping[str, Array] | None = None,
+    memory: Mapping[str, Array] | None = None,
+    plan: Plan | None = None,
+    dataset: Dataset | None = None,
     **training: Any,
 ) -> tuple[LocalWork, Harvest]:
-    """Trains the small ViT on `images()` as the method asks in this round; what is left of it, and its harvest."""
+    """Trains the small ViT, on `images()` and as the method asks in this round unless told otherwise; what is left of
+    it, and its harvest."""
     model = instantiate(VIT, "image-classification", seed=1)
     wanted = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
     facts = RunFacts(block_table(model), rounds=10, training=wanted)
     chosen = Chosen(name=method, settings=dict(settings or {}))
     worker = Participant("a/w", 24)
-    plan = coordinator_half(chosen, facts).plan_for(State(round_number, {}), worker)
-    work = LocalWork(model, "image-classification", plan, facts.blocks, dict(vault or {}))
+    plan = plan or coordinator_half(chosen, facts).plan_for(State(round_number, {}), worker)
+    work = LocalWork(model, "image-classification", plan, facts.blocks, dict(vault or {}), dict(memory or {}))
     half = worker_half(chosen, facts)
     for block in facts.blocks:
         if start:
@@ -55,6 +59,7 @@ def one_task(
     seed_everything(0)
     work.restore(half.private())
     half.prepare(work)
-    selected = half.select(work, Batches(images(), wanted.batch_size, CPU))
-    tally = Trainer(half, work, wanted, CPU, lambda: None).train(half.phases(work, selected), images(), 0)
+    data = dataset or images()
+    selected = half.select(work, Batches(data, wanted.batch_size, CPU))
+    tally = Trainer(half, work, wanted, CPU, lambda: None).train(half.phases(work, selected), data, 0)
     return work, half.harvest(work, selected, tally)

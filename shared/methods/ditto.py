@@ -1,0 +1,89 @@
+"""Ditto: beside taking part in the global model, each site trains one of its own that is held near to it.
+
+Li et al. 2021, Fair and Robust Federated Learning Through Personalization, arXiv 2012.04221, Algorithm 1. The first
+phase is FedAvg's, bit for bit, and is what is sent. The second goes on with the model v_k that the site kept, or from
+the version the first time, on f_k(v) + lambda/2 |v - w_t|^2 with w_t the version that came in. It stays in the vault.
+The loss that a worker reports is that of the second phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pydantic import Field, PositiveInt
+
+from shared.blocks import Selector
+from shared.methods.contract import (
+    CoordinatorHalf,
+    Harvest,
+    Method,
+    MethodSettings,
+    Phase,
+    Tally,
+    Work,
+    WorkerHalf,
+)
+from shared.tensors import Array
+
+if TYPE_CHECKING:
+    import torch
+
+OWN = "own/"
+"""What the names of the site's own model's blocks in the vault begin with."""
+
+
+class DittoSettings(MethodSettings):
+    lam: float = Field(default=0.1, ge=0, le=1000, description="lambda: how near the site's own model is held")
+    own_epochs: PositiveInt | None = Field(
+        default=None, le=1000, description="epochs for the site's own model; as many as the run says if left out"
+    )
+
+
+class DittoWorker(WorkerHalf[DittoSettings]):
+    def phases(self, work: Work, selected: Selector) -> Sequence[Phase]:
+        return [Phase(selected), Phase(selected, epochs=self.settings.own_epochs, name="own")]
+
+    def prepare(self, work: Work) -> None:
+        self._version = {block.name: work.read(block) for block in work.blocks}
+        self._near = work.tensors(self._version)
+        self._trained: dict[str, Array] = {}
+        self._held = False
+
+    def enter(self, work: Work, phase: Phase) -> None:
+        self._held = phase.name == "own"
+        if self._held:
+            self._trained = {block.name: work.read(block) for block in work.blocks}
+            self._take_own(work)
+
+    def personal(self, work: Work) -> Sequence[Phase]:
+        self._take_own(work)
+        return ()
+
+    def _take_own(self, work: Work) -> None:
+        for block in work.blocks:
+            work.write(block, work.vault.get(OWN + block.name, self._version[block.name]))
+
+    def loss(self, work: Work, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        loss = super().loss(work, batch)
+        if self._held and self.settings.lam:
+            for name, tensor in work.model.named_parameters():
+                if tensor.requires_grad:
+                    loss = loss + self.settings.lam / 2 * (tensor - self._near[name]).square().sum()
+        return loss
+
+    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+        harvest = super().harvest(work, selected, tally)
+        own = {OWN + block.name: work.read(block) for block in work.blocks}
+        sent = {name: self._trained[name] for name in harvest.upload}
+        return replace(harvest, upload=sent, keep={**harvest.keep, **own})
+
+
+METHOD = Method(
+    name="ditto",
+    settings=DittoSettings,
+    coordinator=CoordinatorHalf[DittoSettings],
+    worker=DittoWorker,
+    source="Li et al., Fair and Robust Federated Learning Through Personalization, arXiv 2012.04221, Algorithm 1",
+)

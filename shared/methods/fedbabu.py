@@ -1,0 +1,58 @@
+"""FedBABU: the head is never trained; the body is averaged, and a site fine-tunes before its own model is measured.
+
+Oh et al. 2022, arXiv 2106.06042, Algorithm 1. All sites keep the head that the run's first version has, so that their
+bodies learn to serve one and the same. Fine-tuning starts from each version anew and is not kept: the site takes part
+in the next round as if it had not been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from shared.blocks import EVERYTHING, Match, Selector, roles
+from shared.methods.contract import (
+    CoordinatorHalf,
+    Method,
+    MethodSettings,
+    Participant,
+    Phase,
+    Plan,
+    State,
+    Work,
+    WorkerHalf,
+)
+
+
+class FedBabuSettings(MethodSettings):
+    head: tuple[Match, ...] = Field(
+        default=roles("head").include, min_length=1, description="the blocks that keep their first value"
+    )
+    tune: Literal["full", "body", "head"] = Field(default="full", description="what a site fine-tunes for itself")
+    tune_epochs: int = Field(default=5, ge=0, le=1000, description="epochs of that before a personal evaluation")
+
+    @property
+    def body(self) -> Selector:
+        return Selector(exclude=self.head)
+
+
+class FedBabuCoordinator(CoordinatorHalf[FedBabuSettings]):
+    def plan_for(self, state: State, worker: Participant) -> Plan:
+        return Plan(stage="body", train=self.settings.body, upload=self.settings.body)
+
+
+class FedBabuWorker(WorkerHalf[FedBabuSettings]):
+    def personal(self, work: Work) -> Sequence[Phase]:
+        parts = {"full": EVERYTHING, "body": self.settings.body, "head": Selector(include=self.settings.head)}
+        return [Phase(parts[self.settings.tune], epochs=self.settings.tune_epochs, name="fine-tuning")]
+
+
+METHOD = Method(
+    name="fedbabu",
+    settings=FedBabuSettings,
+    coordinator=FedBabuCoordinator,
+    worker=FedBabuWorker,
+    source="Oh et al., FedBABU: Toward Enhanced Representation for FL, arXiv 2106.06042, Algorithm 1",
+)

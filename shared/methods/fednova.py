@@ -1,0 +1,84 @@
+"""FedNova: what a worker moved is divided by how much it worked, so that who takes more steps does not count twice.
+
+Wang et al. 2020, Tackling the Objective Inconsistency Problem, arXiv 2007.07481, Section 4. With p_k the share of the
+examples, d_k the update and a_k the l1 norm of its accumulation vector:
+
+    w = w + tau_eff sum_k p_k d_k / a_k,    tau_eff = sum_k p_k a_k
+
+Plain SGD has a_k = steps. With momentum rho the counter c = rho c + 1 is added up over the steps. AdamW has no such
+vector: steps stand for it, which keeps the idea and loses the proof. If all a_k are equal it is FedAvg, bit for bit.
+Blocks that only some workers sent are averaged as the run's `divide` says, each worker's step scaled all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import fsum
+
+from shared.blocks import Selector
+from shared.methods.contract import (
+    CoordinatorHalf,
+    Harvest,
+    Method,
+    MethodSettings,
+    Plan,
+    State,
+    Tally,
+    Update,
+    Work,
+    WorkerHalf,
+)
+from shared.tensors import stretched
+from shared.training import Training
+
+EFFECTIVE_STEPS = "effective_steps"
+
+
+def effective_steps(steps: int, training: Training) -> float:
+    """a_k: by how much a constant gradient would have been multiplied, in units of the learning rate."""
+    momentum = training.momentum if training.optimizer == "sgd" else 0.0
+    total = counter = 0.0
+    for _ in range(steps):
+        counter = momentum * counter + 1
+        total += counter
+    return total
+
+
+class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
+    def check(self, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
+        # Who claims more work than there can have been would multiply everybody's step.
+        most = effective_steps(self.run.training.epochs * examples, self.run.training)
+        if not 1 <= numbers.get(EFFECTIVE_STEPS, 0.0) <= most:
+            raise ValueError(
+                f"{EFFECTIVE_STEPS} is {numbers.get(EFFECTIVE_STEPS)}; {examples} examples allow from 1 to {most:g}"
+            )
+
+    def merge(self, state: State, updates: Sequence[Update]) -> State:
+        steps = {update.worker: update.numbers[EFFECTIVE_STEPS] for update in updates}
+        if len(set(steps.values())) <= 1:
+            return super().merge(state, updates)
+        weights = [update.examples for update in updates]
+        mean = fsum(update.examples * steps[update.worker] for update in updates) / fsum(weights)
+        return super().merge(state, [_normalized(state, update, mean / steps[update.worker]) for update in updates])
+
+
+def _normalized(state: State, update: Update, factor: float) -> Update:
+    return replace(
+        update, blocks={n: stretched(state.model[n], tensor, factor) for n, tensor in update.blocks.items()}
+    )
+
+
+class FedNovaWorker(WorkerHalf[MethodSettings]):
+    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+        numbers = {EFFECTIVE_STEPS: effective_steps(tally.steps, self.run.training)}
+        return replace(super().harvest(work, selected, tally), numbers=numbers)
+
+
+METHOD = Method(
+    name="fednova",
+    settings=MethodSettings,
+    coordinator=FedNovaCoordinator,
+    worker=FedNovaWorker,
+    source="Wang et al., Tackling the Objective Inconsistency Problem, arXiv 2007.07481, Section 4",
+)

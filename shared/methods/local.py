@@ -1,0 +1,29 @@
+"""Local only: nothing is sent or averaged, and each site goes on with a model of its own.
+
+The control that every federated method must beat at a site. The run's version stays as it was; a site's model is in
+its vault, and is what a personal evaluation measures.
+"""
+
+from __future__ import annotations
+
+from shared.blocks import EVERYTHING, NOTHING, Selector
+from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, Participant, Plan, State, WorkerHalf
+
+
+class LocalCoordinator(CoordinatorHalf[MethodSettings]):
+    def plan_for(self, state: State, worker: Participant) -> Plan:
+        return Plan(stage="local", upload=NOTHING)
+
+
+class LocalWorker(WorkerHalf[MethodSettings]):
+    def private(self) -> Selector:
+        return EVERYTHING
+
+
+METHOD = Method(
+    name="local",
+    settings=MethodSettings,
+    coordinator=LocalCoordinator,
+    worker=LocalWorker,
+    source="no averaging: the control in McMahan et al., arXiv 1602.05629",
+)

@@ -1,0 +1,95 @@
+"""MOON: what a site's model sees in its data is held near to what the global one sees, and away from its own last.
+
+Li et al. 2021, Model-Contrastive Federated Learning, arXiv 2103.16257, equation (3). Let z be the features of a batch
+by the model in training, z_g by the version, z_p by the model that this site last handed in, and s their cosines:
+
+    loss = f_k + mu * -log( exp(s(z, z_g)/T) / (exp(s(z, z_g)/T) + exp(s(z, z_p)/T)) )
+
+The features are what the model's own head is handed; the paper puts a projection head of two layers before it, which
+a pretrained transformer does not have. Until a site has handed in a model, the term is left out: with z_p = z_g its
+gradient is zero. With mu = 0 it is FedAvg, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from shared.blocks import Selector
+from shared.methods.contract import (
+    CoordinatorHalf,
+    Harvest,
+    Method,
+    MethodSettings,
+    State,
+    Tally,
+    Unsuited,
+    Work,
+    WorkerHalf,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+PREVIOUS = "previous/"
+"""What the names of the last model's blocks in the vault begin with."""
+
+
+class MoonSettings(MethodSettings):
+    mu: float = Field(default=1.0, ge=0, le=1000, description="how much the contrast counts")
+    temperature: float = Field(default=0.5, gt=0, le=100, description="T")
+
+
+class MoonCoordinator(CoordinatorHalf[MoonSettings]):
+    def start(self, state: State) -> State:
+        if not any(block.role == "head" for block in self.run.blocks):
+            raise Unsuited("moon contrasts what a model's head is handed, and this model has no head of its own")
+        return state
+
+
+class MoonWorker(WorkerHalf[MoonSettings]):
+    def prepare(self, work: Work) -> None:
+        previous = {
+            block.name: work.vault[PREVIOUS + block.name]
+            for block in work.blocks
+            if self.settings.mu and PREVIOUS + block.name in work.vault
+        }
+        self._previous = work.tensors(previous)
+        self._version = work.tensors({block.name: work.read(block) for block in work.blocks} if previous else {})
+
+    def loss(self, work: Work, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        loss = super().loss(work, batch)
+        if not self._previous:
+            return loss
+        features = work.features(batch)  # [examples, width]
+        near = _cosine(features, work.features(batch, self._version).detach())
+        far = _cosine(features, work.features(batch, self._previous).detach())
+        # -log(exp(near/T) / (exp(near/T) + exp(far/T))), which is softplus of the difference.
+        difference = (far - near) / self.settings.temperature  # [examples]
+        return loss + self.settings.mu * difference.logaddexp(difference.new_zeros(())).mean()
+
+    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+        harvest = super().harvest(work, selected, tally)
+        if not self.settings.mu:
+            return harvest
+        previous = {PREVIOUS + block.name: work.read(block) for block in work.blocks}
+        return replace(harvest, keep={**harvest.keep, **previous})
+
+
+def _cosine(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The cosine of each example's two feature vectors, [examples]."""
+    lengths = one.norm(dim=-1) * other.norm(dim=-1)
+    cosine: torch.Tensor = (one * other).sum(dim=-1) / lengths.clamp_min(1e-8)
+    return cosine
+
+
+METHOD = Method(
+    name="moon",
+    settings=MoonSettings,
+    coordinator=MoonCoordinator,
+    worker=MoonWorker,
+    source="Li et al., Model-Contrastive Federated Learning, arXiv 2103.16257, equation (3)",
+)

@@ -1,0 +1,146 @@
+"""SCAFFOLD: each local step is corrected by how the site's gradients differ from everybody's.
+
+Karimireddy et al. 2020, arXiv 1910.06378, Algorithm 1 with option II. A local step is w = w - eta (g - c_k + c), and
+after tau of them a site keeps c_k = c_k - c + (w_t - w_k) / (tau eta). The change is -c + (w_t - w_k) / (tau eta), so
+that the server knows it once it is told tau: nothing more is sent, and an update is no larger than FedAvg's.
+
+The server's c moves by the changes' mean over the population. Sites are weighed by their examples in it, as they are
+in the model, without which the corrections would not cancel in the mean; with equal examples it is the paper's. A
+site that was never asked counts with c_k = 0.
+
+`strength` scales the correction. At 0 nothing is corrected or remembered, and it is FedAvg, bit for bit. In between,
+the correction approaches the paper's as a moving average over rounds does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import fsum
+
+import numpy as np
+from pydantic import Field, PositiveInt
+
+from shared.blocks import NUMPY_DTYPES, Selector
+from shared.methods.contract import (
+    CoordinatorHalf,
+    Harvest,
+    Method,
+    MethodSettings,
+    Participant,
+    Plan,
+    State,
+    Tally,
+    Unsuited,
+    Update,
+    Work,
+    WorkerHalf,
+)
+from shared.tensors import Array, Computed, Tensor, weighted_steps
+
+CONTROL = "control/"
+"""What the names of c in the server's memory, and of c_k in the vault, begin with."""
+STEPS = "steps"
+
+
+class ScaffoldSettings(MethodSettings):
+    strength: float = Field(default=1.0, ge=0, le=1, description="how much of the difference is corrected for")
+    population: PositiveInt | None = Field(
+        default=None, description="workers that take part by turns; as many as each round has if left out"
+    )
+
+
+class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
+    def start(self, state: State) -> State:
+        training = self.run.training
+        if self.settings.strength and (training.optimizer != "sgd" or training.momentum):
+            raise Unsuited(
+                f"scaffold reads gradients off plain SGD's steps, and the run trains with {training.optimizer} and "
+                f"momentum {training.momentum:g}: set training.optimizer to 'sgd' and training.momentum to 0"
+            )
+        return state
+
+    def plan_for(self, state: State, worker: Participant) -> Plan:
+        # Before the first merge there is no c, which then counts as zero.
+        known = any(name.startswith(CONTROL) for name in state.memory)
+        return Plan(memory=(f"{CONTROL}*",) if known else ())
+
+    def check(self, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
+        most = self.run.training.epochs * examples
+        if not 1 <= numbers.get(STEPS, 0.0) <= most:
+            raise ValueError(f"{STEPS} is {numbers.get(STEPS)}; {examples} examples allow from 1 to {most}")
+
+    def merge(self, state: State, updates: Sequence[Update]) -> State:
+        merged = super().merge(state, updates)
+        if not self.settings.strength:
+            return merged
+        present = len(updates) / max(len(updates), self.settings.population or 0)
+        whole = fsum(update.examples for update in updates)
+        shares = {update.worker: present * update.examples / whole for update in updates}
+        controls = {
+            CONTROL + name: self._control(state, name, [(shares[u.worker], u) for u in updates if name in u.blocks])
+            for name in state.model
+            if any(name in update.blocks for update in updates)
+        }
+        return replace(merged, memory={**merged.memory, **controls})
+
+    def _control(self, state: State, name: str, senders: Sequence[tuple[float, Update]]) -> Tensor:
+        """The block's next c: each sender's share of c gives way to its mean gradient, -d / (tau eta)."""
+        base, last = state.model[name], state.memory.get(CONTROL + name)
+        rate = self.run.training.learning_rate
+        gradient = weighted_steps(base, [(-s / (u.numbers[STEPS] * rate), u.blocks[name]) for s, u in senders])
+        kept = 1 - fsum(share for share, _ in senders)
+
+        def control(parts: Sequence[Array]) -> Array:
+            moved: Array = parts[0] + (kept * parts[1].astype(np.float64) if len(parts) > 1 else 0.0)
+            return moved
+
+        sources = (gradient,) if last is None else (gradient, last)
+        return Computed(base.shape, "F64" if base.dtype == "F64" else "F32", sources, control)
+
+
+class ScaffoldWorker(WorkerHalf[ScaffoldSettings]):
+    def prepare(self, work: Work) -> None:
+        if not self.settings.strength:
+            return
+        self._start = {block.name: work.read(block) for block in work.plan.train.resolve(work.blocks)}
+        differences: dict[str, Array] = {}
+        for block in work.blocks:
+            server, own = work.memory.get(CONTROL + block.name), work.vault.get(CONTROL + block.name)
+            if server is not None or own is not None:
+                zero = np.zeros(block.shape, np.float32)
+                difference = (zero if server is None else server) - (zero if own is None else own)
+                differences[block.name] = (self.settings.strength * difference).astype(NUMPY_DTYPES[block.dtype])
+        self._correction = work.tensors(differences)
+
+    def after_backward(self, work: Work) -> None:
+        if self.settings.strength:
+            for name, parameter in work.model.named_parameters():
+                if parameter.grad is not None and name in self._correction:
+                    parameter.grad.add_(self._correction[name])
+
+    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+        harvest = replace(super().harvest(work, selected, tally), numbers={STEPS: float(tally.steps)})
+        if not self.settings.strength:
+            return harvest
+        kept = {name: values for name, values in work.vault.items() if name.startswith(CONTROL)}
+        for name, values in harvest.upload.items():
+            kept[CONTROL + name] = self._control(work, name, values, tally.steps)
+        return replace(harvest, keep={**harvest.keep, **kept})
+
+    def _control(self, work: Work, name: str, values: Array, steps: int) -> Array:
+        """The block's next c_k, option II."""
+        step = self._start[name].astype(np.float64) - values.astype(np.float64)
+        gradient = step / (steps * self.run.training.learning_rate)
+        own, server = (kept.get(CONTROL + name, np.zeros(())) for kept in (work.vault, work.memory))
+        control: Array = own.astype(np.float64) - server.astype(np.float64) + gradient
+        return control.astype(np.float64 if values.dtype == np.float64 else np.float32)
+
+
+METHOD = Method(
+    name="scaffold",
+    settings=ScaffoldSettings,
+    coordinator=ScaffoldCoordinator,
+    worker=ScaffoldWorker,
+    source="Karimireddy et al., Stochastic Controlled Averaging, arXiv 1910.06378, Algorithm 1, option II",
+)

@@ -1,0 +1,165 @@
+"""Ditto, FedBABU, FedBN and local training: what stays with a site, and what it trains for itself alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shared.methods import Chosen, coordinator_half, worker_half
+from shared.methods.contract import Participant, Plan, State
+from shared.tensors import Array
+from tests.support.rounds import SGD, Rounds
+from tests.support.tasks import VIT, images, one_task
+from worker.models import instantiate
+from worker.work import LocalWork
+
+HEAD = {"classifier.weight", "classifier.bias"}
+BODY = "vit.layernorm.weight"
+
+
+def values_of(seed: int) -> dict[str, Array]:
+    model = instantiate(VIT, "image-classification", seed=seed)
+    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+
+
+# ---------------------------------------------------------------- Ditto
+
+
+def test_what_ditto_sends_is_what_fedavg_sends_to_the_bit() -> None:
+    _, harvest = one_task("ditto", epochs=2, **SGD)
+    _, plain = one_task("fedavg", epochs=2, **SGD)
+    assert {name: values.tobytes() for name, values in harvest.upload.items()} == {
+        name: values.tobytes() for name, values in plain.upload.items()
+    }
+    assert set(harvest.keep) == {f"own/{name}" for name in harvest.upload}
+
+
+def test_ditto_trains_the_site_s_own_model_towards_the_version() -> None:
+    lam, rate = 0.5, 0.1
+    version, own = instantiate(VIT, "image-classification", seed=1), instantiate(VIT, "image-classification", seed=2)
+    vault = {f"own/{name}": values for name, values in values_of(2).items()}
+    _, harvest = one_task("ditto", {"lam": lam, "own_epochs": 2}, batch_size=None, vault=vault, **SGD)
+    (batch,) = images().batches(None, None)
+    near = [parameter.detach().clone() for parameter in version.parameters()]
+    for _ in range(2):
+        own.zero_grad()
+        own(**batch).loss.backward()
+        with torch.no_grad():
+            for parameter, origin in zip(own.parameters(), near, strict=True):
+                step = lam * (parameter - origin) + (0 if parameter.grad is None else parameter.grad)
+                parameter.sub_(rate * step)
+    for name, parameter in own.named_parameters():
+        np.testing.assert_allclose(harvest.keep[f"own/{name}"], parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_ditto_s_own_model_begins_as_the_version_and_goes_on_over_rounds() -> None:
+    run = Rounds("ditto", {"lam": 0.0})
+    run.play()
+    first = run.harvests["a/w"]
+    # Held by nothing and begun at the version, its first training differs by the order of the batches alone.
+    assert all(np.allclose(first.keep[f"own/{name}"], sent, atol=1e-6) for name, sent in first.upload.items())
+    kept = run.vaults["a/w"]["own/classifier.weight"].copy()
+    run.play()
+    assert np.abs(run.vaults["a/w"]["own/classifier.weight"] - kept).max() < 0.2
+    assert not np.allclose(run.vaults["a/w"]["own/classifier.weight"], run.value("classifier.weight"), atol=1e-3)
+
+
+def test_ditto_s_own_model_is_the_one_that_a_personal_evaluation_measures() -> None:
+    work, _ = one_task("ditto", **SGD)
+    vault = {f"own/{name}": values for name, values in values_of(2).items()}
+    version = {block.name: work.read(block) for block in work.blocks}
+    for kept, expected in ((vault, values_of(2)), ({}, version)):
+        again = LocalWork(work.model, "image-classification", Plan(), work.blocks, kept)
+        half = half_of("ditto", again)
+        for block in again.blocks:
+            again.write(block, version[block.name])
+        half.prepare(again)
+        assert half.personal(again) == ()
+        assert all((again.read(block) == expected[block.name]).all() for block in again.blocks)
+
+
+def half_of(method: str, work: LocalWork, settings: dict[str, Any] | None = None) -> Any:
+    facts = Rounds(method).facts
+    assert facts.blocks == tuple(work.blocks)
+    return worker_half(Chosen(name=method, settings=settings or {}), facts)
+
+
+# ---------------------------------------------------------------- FedBABU
+
+
+def test_fedbabu_neither_trains_nor_sends_the_head() -> None:
+    work, harvest = one_task("fedbabu", **SGD)
+    begun = values_of(1)
+    assert set(harvest.upload) == set(begun) - HEAD
+    for block in work.blocks:
+        assert (work.read(block) == begun[block.name]).all() == (block.name in HEAD), block.name
+
+
+def test_fedbabu_s_head_is_the_first_version_s_in_every_round() -> None:
+    run = Rounds("fedbabu")
+    before = {name: run.value(name) for name in (*HEAD, BODY)}
+    for _ in range(2):
+        run.play()
+    assert all((run.value(name) == before[name]).all() for name in HEAD)
+    assert (run.value(BODY) != before[BODY]).any()
+
+
+@pytest.mark.parametrize(("tune", "trained"), [("full", HEAD | {BODY}), ("body", {BODY}), ("head", HEAD)])
+def test_fedbabu_fine_tunes_what_it_is_told_to(tune: str, trained: set[str]) -> None:
+    work, _ = one_task("fedbabu", **SGD)
+    (phase,) = half_of("fedbabu", work, {"tune": tune, "tune_epochs": 3}).personal(work)
+    found = {block.name for block in phase.train.resolve(work.blocks)}
+    assert (found & (HEAD | {BODY}), phase.epochs) == (trained, 3)
+
+
+# ---------------------------------------------------------------- FedBN, local
+
+
+def test_fedbn_keeps_its_norms_and_sends_all_else() -> None:
+    work, harvest = one_task("fedbn")
+    norms = {block.name for block in work.blocks if block.role == "norm"}
+    assert norms == set(harvest.keep) >= {BODY}
+    assert set(harvest.upload) == {block.name for block in work.blocks} - norms
+
+
+def test_local_sends_nothing_and_goes_on_with_its_own_model() -> None:
+    run = Rounds("local")
+    before = {block.name: run.value(block.name) for block in run.facts.blocks}
+    for _ in range(2):
+        run.play()
+    assert all((run.value(name) == values).all() for name, values in before.items())
+    assert all(not harvest.upload for harvest in run.harvests.values())
+    # Two rounds of one epoch from where it stopped, and not twice one epoch from the version.
+    _, once = one_task("local", dataset=run.sites["a/w"], **SGD)
+    _, twice = one_task("local", dataset=run.sites["a/w"], vault=once.keep, **SGD)
+    assert all((run.vaults["a/w"][name] == values).all() for name, values in twice.keep.items())
+    assert any((once.keep[name] != values).any() for name, values in twice.keep.items())
+
+
+def test_one_site_alone_trains_locally_as_it_would_in_fedavg() -> None:
+    alone = {"a/w": Rounds("local").sites["a/w"]}
+    local, plain = Rounds("local", sites=alone), Rounds("fedavg", sites=alone)
+    for _ in range(2):
+        local.play()
+        plain.play()
+    assert all((local.vaults["a/w"][n.name] == plain.value(n.name)).all() for n in plain.facts.blocks)
+
+
+def test_fedavg_with_one_site_is_centralised_training() -> None:
+    run = Rounds("fedavg", sites={"a/w": Rounds("fedavg").sites["a/w"]})
+    run.play()
+    _, harvest = one_task("fedavg", dataset=run.sites["a/w"], **SGD)
+    assert all((run.value(name) == values).all() for name, values in harvest.upload.items())
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedrep", "fedbn", "local"])
+def test_what_is_private_is_asked_for_by_no_plan(method: str) -> None:
+    facts = Rounds(method).facts
+    chosen = Chosen(name=method)
+    private = {block.name for block in worker_half(chosen, facts).private().resolve(facts.blocks)}
+    plan = coordinator_half(chosen, facts).plan_for(State(0, {}), Participant("a/w", 1))
+    assert private
+    assert not private & {block.name for block in plan.upload.resolve(facts.blocks)}

@@ -1,0 +1,93 @@
+"""Whole rounds of a method in one process, without server, files or codecs: for tests of what its halves compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import torch
+
+from shared.methods import Chosen, coordinator_half
+from shared.methods.contract import Harvest, Participant, RunFacts, State, Update, begin
+from shared.tensors import Array, ArrayTensor, Tensor, to_array
+from shared.training import Training
+from tests.support.tasks import VIT, one_task
+from worker.blockmap import block_table
+from worker.data import Dataset
+from worker.models import instantiate
+from worker.work import LocalWork
+
+SGD = {"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.0}
+
+
+def site_data(seed: int, count: int) -> Dataset:
+    """Random images with mostly one label, a different one for each seed."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.where(torch.rand(count, generator=generator) < 0.8, seed % 3, (seed + 1) % 3)
+    return Dataset({"pixel_values": torch.randn(count, 1, 8, 8, generator=generator), "labels": labels})
+
+
+@dataclass
+class Rounds:
+    """A run on the small ViT. `sites` gives each worker's data, `vaults` what each keeps."""
+
+    method: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=lambda: SGD)
+    sites: Mapping[str, Dataset] = field(
+        default_factory=lambda: {"a/w": site_data(1, 8), "b/w": site_data(2, 16), "c/w": site_data(3, 24)}
+    )
+
+    def __post_init__(self) -> None:
+        model = instantiate(VIT, "image-classification", seed=1)
+        self.facts = RunFacts(block_table(model), rounds=10, training=Training.model_validate(self.training))
+        work = LocalWork(model, "image-classification", None, self.facts.blocks)  # type: ignore[arg-type]
+        first = State(0, {block.name: ArrayTensor(work.read(block)) for block in self.facts.blocks})
+        self.half = coordinator_half(Chosen(name=self.method, settings=dict(self.settings)), self.facts)
+        self.state = begin(self.half, first)
+        self.vaults: dict[str, dict[str, Array]] = {name: {} for name in self.sites}
+        self.harvests: dict[str, Harvest] = {}
+
+    def play(self, *cohort: str) -> State:
+        """One round of these workers, or of all."""
+        names = cohort or tuple(self.sites)
+        asked = [Participant(name, self.sites[name].examples) for name in names]
+        updates = []
+        for name, plan in self.half.plan(self.state, asked, Random(0)).items():
+            model, memory = _arrays(self.state.model), _arrays(self.state.memory)
+            _, harvest = one_task(
+                self.method,
+                self.settings,
+                start=model,
+                vault=self.vaults[name],
+                memory=memory if plan.memory else {},
+                plan=plan,
+                dataset=self.sites[name],
+                **self.training,
+            )
+            self.half.check(plan, self.sites[name].examples, harvest.numbers)
+            sent: dict[str, Tensor] = {block: ArrayTensor(values) for block, values in harvest.upload.items()}
+            updates.append(Update(name, self.sites[name].examples, sent, harvest.numbers))
+            self.vaults[name], self.harvests[name] = dict(harvest.keep), harvest
+        merged = self.half.merge(self.state, updates)
+        self.state = replace(merged, model=_held(merged.model), memory=_held(merged.memory))
+        return self.state
+
+    def value(self, block: str) -> Array:
+        return to_array(self.state.model[block])
+
+
+def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
+    return {name: to_array(tensor) for name, tensor in tensors.items()}
+
+
+def _held(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: ArrayTensor(to_array(tensor), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def same_bits(one: Rounds, other: Rounds) -> bool:
+    """Whether two runs have come to the same model, and remember nothing on top of it."""
+    bits = [{n: to_array(t).tobytes() for n, t in rounds.state.model.items()} for rounds in (one, other)]
+    return bits[0] == bits[1] and not one.state.memory and not other.state.memory
