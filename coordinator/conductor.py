@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from coordinator.domain import decide as todo
 from coordinator.domain.decide import Action, Patience, decide
 from coordinator.domain.lifecycle import LIVE_RUN
-from coordinator.domain.records import RunSnapshot
+from coordinator.domain.records import Due, RunSnapshot
 from coordinator.presence import Presence
 from coordinator.storage import rounds
 from coordinator.storage.blobs import Blobs
@@ -25,18 +25,21 @@ from coordinator.storage.identity import note_seen
 from coordinator.storage.rounds import ACTOR
 from coordinator.storage.snapshots import (
     Member,
+    central_due,
     eligible,
     evaluators,
+    ids,
     live_workers,
     run_snapshot,
     runs_to_decide,
+    sites_due,
 )
 from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run, move_task
 from shared.aggregation import Aggregation
 from shared.methods.contract import State
 from shared.model import Model
-from shared.planning import plan_round
+from shared.planning import plan_round, warnings_of
 from shared.problems import Conflict
 from shared.states import States
 from shared.wire import RunSpec, VersionRef
@@ -142,13 +145,15 @@ class Conductor:
         """A run as it is. One that this version cannot read pauses, and the others go on."""
         try:
             with self._database.snapshot() as session:
-                # Who was live before this process began has not had the time to be heard of by it.
-                settled = self._database.now() - self._began_at > self._live_seconds
-                return run_snapshot(session, run_id, live, absent_are_gone=settled)
+                return run_snapshot(session, run_id, live, absent_are_gone=self._settled())
         except ValueError as fault:
             if self._halt(run_id, f"this version of the coordinator cannot read the run: {fault}"):
                 log.exception("conductor.run_not_readable", run=run_id)
             return None
+
+    def _settled(self) -> bool:
+        """Whether who was live before this process began has had the time to be heard of by it."""
+        return self._database.now() - self._began_at > self._live_seconds
 
     def _try(self, run: RunSnapshot, action: Action) -> bool:
         """Does one action, unless another process was faster or the run cannot go on."""
@@ -210,8 +215,8 @@ class Conductor:
                 rounds.close_round(session, now, session.get_one(RoundRow, round_id), reason)
             case todo.Abandon(round_id, reason):
                 rounds.abandon_round(session, now, session.get_one(RoundRow, round_id), reason)
-            case todo.Evaluate(version):
-                return self._offer_evaluation(session, now, session.get_one(RunRow, run_id), version)
+            case todo.Evaluate(due):
+                return [self._offer_evaluation(session, now, session.get_one(RunRow, run_id), due)]
             case todo.CancelEvaluations():
                 rounds.cancel_tasks(session, now, rounds.evaluations_of(session, run_id))
             case todo.Pause(reason):
@@ -253,11 +258,22 @@ class Conductor:
             return []
         return rounds.open_round(session, now, run, willing, plans)
 
-    def _offer_evaluation(self, session: Session, now: float, run: RunRow, version: int) -> list[str]:
-        able = evaluators(RunSpec.model_validate(run.spec), live_workers(session, now - self._live_seconds))
-        _require(bool(able), "no evaluating worker is live")
-        rounds.offer_evaluation(session, now, run, version, able[0])
-        return [able[0].id]
+    def _offer_evaluation(self, session: Session, now: float, run: RunRow, due: Due) -> str:
+        """Offers a version to the site that is named, or to the central worker that was least often asked in vain."""
+        spec = RunSpec.model_validate(run.spec)
+        live = live_workers(session, now - self._live_seconds)
+        if due.worker is None:
+            still = central_due(session, run, spec, ids(live) if self._settled() else None)
+            able = evaluators(spec, live)
+        else:
+            still = sites_due(session, run, spec, live)
+            able = [worker for worker in live if worker.id == due.worker]
+        _require(due in still, "the version is no longer to be evaluated, or not by this worker")
+        _require(bool(able), "no worker that could evaluate is live")
+        tries = rounds.tries_by_worker(session, run.id, due.version)
+        worker = min(able, key=lambda member: tries[member.id])
+        rounds.offer_evaluation(session, now, run, due, worker)
+        return worker.id
 
     def _merge(self, run_id: str, round_id: str) -> list[str]:
         """Merges outside of any transaction, then commits version, round and next round in one (invariant I3)."""
@@ -267,27 +283,33 @@ class Conductor:
         manifest, new = self._aggregation.merge(spec, base, accepted)
         made = VersionRef(number=base.number + 1, digest=new[-1].digest)
         model = self._states.model(spec.model)
+        state = self._states.load(model, manifest, made.number)
+        warnings = warnings_of(spec, model, state)
         with self._database.transaction() as session:
             now = self._database.now()
             self._blobs.record(session, now, new)
             run = session.get_one(RunRow, run_id)
             _require(run.version_number == base.number, "the round was merged already")
             _require(run.state in LIVE_RUN, f"the run was {run.state} meanwhile")
-            rounds.commit_round(session, now, run, session.get_one(RoundRow, round_id), made, manifest)
-            willing = eligible(spec, live_workers(session, now - self._live_seconds))
+            round_ = session.get_one(RoundRow, round_id)
+            for warning in rounds.commit_round(session, now, run, round_, made, manifest, warnings):
+                log.warning("version.warning", run=run_id, number=made.number, warning=warning)
+            live = live_workers(session, now - self._live_seconds)
+            # Before the next round is offered: a site measures its own model as this round left it.
+            woken = rounds.offer_at_sites(session, now, run, live)
+            willing = eligible(spec, live)
             wanted = spec.cohort.size or spec.cohort.quorum
             # If its cohort is not all here, a later look opens the next round.
             if run.state != "running" or made.number >= spec.rounds or len(willing) < wanted:
-                return []
-            state = self._states.load(model, manifest, made.number)
+                return woken
             try:
                 with session.begin_nested():
-                    return self._open_in(session, run, spec, model, state, willing)
+                    return [*woken, *self._open_in(session, run, spec, model, state, willing)]
             except SQLAlchemyError:
                 raise
             except Exception:  # noqa: BLE001 (the method cannot plan; what was merged is committed all the same)
                 # The next look fails too, and pauses the run with the reason.
-                return []
+                return woken
 
 
 def _require(holds: bool, otherwise: str) -> None:

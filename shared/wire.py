@@ -43,6 +43,9 @@ Numbers = Annotated[dict[Annotated[str, Field(max_length=64)], float], Field(max
 Resources = Annotated[dict[Literal["memory_bytes", "upload_bytes_per_second"], PositiveFloat], Field(max_length=8)]
 """What a worker may spend on a task, as its site declares it."""
 
+Examples = dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]]
+"""How many there are, by data set."""
+
 LeaseSeconds = Annotated[float, Field(gt=0, le=86400)]
 
 TaskKind = Literal["train", "evaluate"]
@@ -86,7 +89,11 @@ class VersionRef(Message):
 
 
 class Version(VersionRef):
+    """A version with what its method tells of it: numbers for programs, warnings as sentences for people."""
+
     created_at: datetime
+    numbers: dict[str, float] = {}
+    warnings: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------- runs
@@ -113,10 +120,21 @@ class Cohort(Frozen):
 
 
 class Evaluation(Frozen):
-    """Workers that hold this data set evaluate each new version on it."""
+    """What new versions are measured on: a central data set, what each site holds out, or both."""
 
-    dataset: Label
+    dataset: Label | None = Field(default=None, description="central: a worker that holds this data set evaluates")
+    sites: bool = Field(default=False, description="each site that trains evaluates on what it holds out of its data")
     every: PositiveInt = Field(default=1, description="rounds between evaluations; the last version always counts")
+
+    @model_validator(mode="after")
+    def _measures_something(self) -> Self:
+        if self.dataset is None and not self.sites:
+            raise ValueError("name a central dataset, or set sites, or leave evaluation out")
+        return self
+
+    def due(self, number: int, rounds: int) -> bool:
+        """Whether this version of a run of so many rounds is measured."""
+        return number % self.every == 0 or number == rounds
 
 
 class RunSpec(Frozen):
@@ -198,20 +216,26 @@ class Round(Message):
 
 
 class Measurement(Message):
-    """One evaluation of one version."""
+    """One evaluation of one version, on a central data set or on what a site holds out of the run's own."""
 
     version: int
     dataset: str
     worker: str
+    held_out: bool = False
     examples: int
     numbers: Numbers
+
+    @property
+    def site(self) -> str:
+        return self.worker.partition("/")[0]
 
 
 # ---------------------------------------------------------------- tasks
 
 
 class Claim(Message):
-    """What a worker says of itself when it asks for a task. `datasets` gives the examples it holds of each.
+    """What a worker says of itself when it asks for a task. `datasets` gives the examples that it trains on of each,
+    and `held_out` those that it keeps apart to evaluate on.
 
     `instance` is new for each process: who asks again because an answer was lost is given the same lease again,
     while a second process under the same name is not.
@@ -222,7 +246,8 @@ class Claim(Message):
     protocol_min: int = PROTOCOL
     protocol_max: int = PROTOCOL
     kinds: tuple[TaskKind, ...] = ("train",)
-    datasets: dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]] = Field(max_length=256)
+    datasets: Examples = Field(max_length=256)
+    held_out: Examples = Field(default={}, max_length=256)
     methods: tuple[str, ...] = Field(default=(), max_length=256)
     device: str = Field(default="cpu", max_length=64)
     resources: Resources = {}
@@ -242,6 +267,8 @@ class Task(Message):
     method: Chosen
     plan: Plan
     dataset: str
+    held_out: bool = False
+    """Whether to evaluate on what the worker holds out of the data set, rather than on the data set."""
     training: Training
     codec: str
     divide: Divide
@@ -304,6 +331,7 @@ class WorkerView(Message):
     site: str
     kinds: tuple[TaskKind, ...]
     datasets: dict[str, int]
+    held_out: dict[str, int] = {}
     device: str
     last_seen_at: datetime
     live: bool

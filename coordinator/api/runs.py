@@ -14,7 +14,7 @@ from coordinator.api.access import Cursor, Key, Limit, Orchestrator, Serving, Vi
 from coordinator.api.reading import BoundedRoute
 from coordinator.domain.lifecycle import LIVE_RUN
 from coordinator.services import Services
-from coordinator.storage import audit, rounds, views
+from coordinator.storage import audit, rounds, tasks, views
 from coordinator.storage.idempotency import once
 from coordinator.storage.identity import Principal, new_id
 from coordinator.storage.reach import within_reach
@@ -25,7 +25,7 @@ from shared.export import Export
 from shared.methods import UnknownMethod, check
 from shared.methods.contract import Unsuited
 from shared.model import Model
-from shared.planning import begun
+from shared.planning import begun, warnings_of
 from shared.problems import (
     Conflict,
     Fault,
@@ -35,7 +35,7 @@ from shared.problems import (
     PreconditionRequired,
     faults_of,
 )
-from shared.wire import Manifest, Measurement, Page, Round, Run, RunPatch, RunSpec, Version
+from shared.wire import Manifest, Measurement, Page, Round, Run, RunPatch, RunSpec, Version, VersionRef
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=BoundedRoute)
 
@@ -52,7 +52,7 @@ def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: 
     named = {f"/version/blocks/{name}": digest for name, digest in manifest.blocks.items()}
     named |= {f"/version/memory/{name}": entry.digest for name, entry in manifest.memory.items()}
     _require_reach(serving, caller, named)
-    started, new = _started(serving, spec, model, manifest)
+    started, new, warnings = _started(serving, spec, model, manifest)
     with serving.database.transaction() as session:
         now = serving.database.now()
 
@@ -72,7 +72,8 @@ def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: 
             )
             session.add(run)
             session.flush()
-            rounds.add_version(session, now, run.id, 0, new[-1].digest if new else spec.version, started)
+            first = VersionRef(number=0, digest=new[-1].digest if new else spec.version)
+            rounds.add_version(session, now, run.id, first, started, warnings)
             session.add(RunBlobRow(run_id=run.id, digest=spec.model))
             audit.record(session, now, caller.actor, "run.create", run.id, run_id=run.id, spec=run.spec)
             return views.run_view(session, run)
@@ -107,14 +108,17 @@ def _check_method(spec: RunSpec) -> None:
         raise Invalid(f"the settings of method {spec.method.name!r} have faults", errors=faults) from None
 
 
-def _started(serving: Services, spec: RunSpec, model: Model, manifest: Manifest) -> tuple[Manifest, list[Stored]]:
-    """The first version, with what the method's server half remembers from the start."""
+def _started(
+    serving: Services, spec: RunSpec, model: Model, manifest: Manifest
+) -> tuple[Manifest, list[Stored], tuple[str, ...]]:
+    """The first version, with what the method's server half remembers from the start, and what it warns of."""
     given = serving.states.load(model, manifest, 0)
     try:
         state = begun(spec, model, given)
     except Unsuited as fault:
         raise Invalid(str(fault), errors=[Fault(pointer="/method", detail=str(fault))]) from None
-    return (manifest, []) if state == given else serving.states.store(state)
+    stored = (manifest, []) if state == given else serving.states.store(state)
+    return *stored, warnings_of(spec, model, state)
 
 
 @router.get("", operation_id="listRuns")
@@ -219,17 +223,16 @@ def export_version(run_id: str, number: Number, serving: Serving, caller: Viewer
 def list_measurements(
     run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None
 ) -> Page[Measurement]:
-    """What evaluating workers measured, by version."""
+    """What was measured of each version, on the central data set and on what sites hold out."""
     with serving.database.snapshot() as session:
         spec = RunSpec.model_validate(views.find_run(session, run_id).spec)
-        dataset = spec.evaluation.dataset if spec.evaluation else ""
         done = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & (TaskRow.state == "accepted")
         keys = (TaskRow.version_number, TaskRow.id)
         return views.page(
             session,
             select(TaskRow).where(done),
             keys,
-            lambda row: views.measurement_view(session, row[0], dataset),
+            lambda row: views.measurement_view(session, row[0], tasks.dataset_of(row[0], spec)),
             limit,
             cursor,
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from coordinator.domain.lifecycle import LIVE_RUN
-from coordinator.domain.records import RoundSnapshot, RunSnapshot, TaskSnapshot
+from coordinator.domain.records import Due, RoundSnapshot, RunSnapshot, TaskSnapshot
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Abandon:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """A version is to be offered to a worker that evaluates."""
+    """A version is to be offered to the worker for what it holds out, or to one that evaluates centrally."""
 
-    version: int
+    due: Due
 
 
 @dataclass(frozen=True)
@@ -84,20 +84,21 @@ class Patience:
     gather_seconds: float
     """For the full cohort, or for whoever else may come, once there is a quorum."""
     evaluation_seconds: float
-    """For the last evaluation, once all rounds are done."""
+    """For the last evaluations, once all rounds are done."""
 
 
 def decide(run: RunSnapshot, now: float, patience: Patience) -> list[Action]:
     if run.state not in LIVE_RUN:
         return list(_wind_up(run))
-    actions = list(_leases(run, now))
+    leases, moves = list(_leases(run, now)), []
     if run.round:
-        actions += _round(run.round, run, now)
+        moves = list(_round(run.round, run, now))
     elif run.state == "running":
-        actions += _next(run, now, patience)
-    if run.evaluators and Complete() not in actions:
-        actions += [Evaluate(version) for version in run.unevaluated]
-    return actions
+        moves = list(_next(run, now, patience))
+    if Complete() in moves:
+        return [*leases, *moves]
+    # A site measures its own model before the next round, which changes that.
+    return [*leases, *_evaluations(run), *moves]
 
 
 def _wind_up(run: RunSnapshot) -> Iterator[Action]:
@@ -110,11 +111,19 @@ def _wind_up(run: RunSnapshot) -> Iterator[Action]:
 def _leases(run: RunSnapshot, now: float) -> Iterator[Action]:
     """A lease that ran out lapses; a lapsed task is offered again while it has tries left."""
     open_tasks = run.round.tasks if run.round and run.round.state == "open" else ()
-    for task in (*open_tasks, *run.evaluations):
+    # An evaluation whose worker is gone is for another worker, or for nobody.
+    evaluations = (task for task in run.evaluations if task.state == "leased" or task.present)
+    for task in (*open_tasks, *evaluations):
         if task.state == "leased" and (task.lease_expires_at or 0) <= now:
             yield Lapse(task.id, task.token)
         elif task.state == "lapsed" and task.leases < run.cohort.task_tries:
             yield Offer(task.id)
+
+
+def _evaluations(run: RunSnapshot) -> Iterator[Action]:
+    for due in run.unevaluated:
+        if due.worker is not None or run.evaluators:
+            yield Evaluate(due)
 
 
 def _round(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Action]:
@@ -136,7 +145,7 @@ def _round(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Acti
 
 
 def _may_come(task: TaskSnapshot, tries: int) -> bool:
-    """Whether an update may still come of a task: it is held, or its worker is there to take it."""
+    """Whether a report may still come of a task: it is held, or its worker is there to take it."""
     to_be_had = task.state == "offered" or (task.state == "lapsed" and task.leases < tries)
     return task.state == "leased" or (to_be_had and task.present)
 
@@ -145,8 +154,9 @@ def _next(run: RunSnapshot, now: float, patience: Patience) -> Iterator[Action]:
     """Between rounds: the next one, or the end, or a pause for a reason that a person can read."""
     waited = now - run.idle_since
     if run.version >= run.rounds:
-        last_due = run.unevaluated and run.evaluators
-        if not (run.evaluations or last_due) or waited > patience.evaluation_seconds:
+        coming = any(_may_come(task, run.cohort.task_tries) for task in run.evaluations)
+        last_due = any(_evaluations(run))
+        if not (coming or last_due) or waited > patience.evaluation_seconds:
             yield Complete()
     elif run.abandoned >= run.cohort.tries:
         yield Pause(f"round {run.version + 1} was abandoned {run.abandoned} times; see its rounds for the reasons")

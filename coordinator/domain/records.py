@@ -28,6 +28,15 @@ class RoundSnapshot:
 
 
 @dataclass(frozen=True)
+class Due:
+    """A version that is to be measured, and that nobody who is here has been asked to."""
+
+    version: int
+    worker: str | None = None
+    """Who is to do it on what it holds out; None for whoever holds the central data set."""
+
+
+@dataclass(frozen=True)
 class RunSnapshot:
     id: str
     state: str
@@ -46,7 +55,7 @@ class RunSnapshot:
     """When the run was last changed: created, resumed, or its last round ended."""
     evaluations: tuple[TaskSnapshot, ...]
     """Evaluations that are not over."""
-    unevaluated: tuple[int, ...]
-    """Numbers of versions that are due for evaluation and have not been offered to anyone."""
+    unevaluated: tuple[Due, ...]
+    """With tries left: central versions oldest first, and of the latest at sites whom it still lacks of the live."""
     evaluators: int
-    """Live workers that could evaluate."""
+    """Live workers that could evaluate on the central data set."""

@@ -17,6 +17,9 @@ from shared.wire import Claim, TokenRole, TokenSpec
 
 TOKEN_BYTES = 32
 
+DECLARED = {"kinds", "datasets", "held_out", "methods", "device", "resources"}
+"""What is kept of a claim: all that tells which tasks the worker may have."""
+
 
 def new_id() -> str:
     return uuid.uuid4().hex
@@ -136,7 +139,7 @@ def _worker(session: Session, site_id: str, name: str) -> WorkerRow | None:
 
 
 def _declared(claim: Claim) -> dict[str, object]:
-    return claim.model_dump(mode="json", include={"kinds", "datasets", "methods", "device", "resources"})
+    return claim.model_dump(mode="json", include=DECLARED)
 
 
 def _hash(secret: str) -> str:

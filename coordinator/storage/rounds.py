@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from coordinator.domain.records import Due
 from coordinator.storage import audit
 from coordinator.storage.identity import new_id
-from coordinator.storage.snapshots import Member
+from coordinator.storage.snapshots import Member, sites_due
 from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from coordinator.storage.transitions import move_round, move_task
 from shared.aggregation import Accepted
@@ -50,12 +52,40 @@ def open_round(
     return [worker.id for worker in planned]
 
 
-def offer_evaluation(session: Session, now: float, run: RunRow, version: int, worker: Member) -> None:
+def offer_evaluation(session: Session, now: float, run: RunRow, due: Due, worker: Member) -> None:
+    """Offers a version to a worker, in place of what is no longer wanted: of a central data set the same version from
+    another worker, of a site an earlier version."""
     spec = RunSpec.model_validate(run.spec)
-    seed = evaluation_seed(spec, version)
-    task = _task(now, run.id, "evaluate", worker.id, version, seed, Plan(stage="evaluate"), None)
+    held_out = due.worker is not None
+    kin = (TaskRow.run_id == run.id) & (TaskRow.kind == "evaluate") & (TaskRow.held_out == held_out)
+    if held_out:
+        kin &= TaskRow.worker_id == worker.id
+    same = kin & (TaskRow.version_number == due.version)
+    replaced = (kin if held_out else same) & TaskRow.state.in_(("offered", "lapsed"))
+    cancel_tasks(session, now, session.scalars(select(TaskRow).where(replaced)).all())
+    seed = evaluation_seed(spec, due.version)
+    task = _task(now, run.id, "evaluate", worker.id, due.version, seed, Plan(stage="evaluate"), None)
+    task.held_out = held_out
+    task.leases = session.scalar(select(func.max(TaskRow.leases)).where(same)) or 0
     session.add(task)
-    audit.record(session, now, ACTOR, "task.evaluate", task.id, run_id=run.id, version=version, worker=worker.name)
+    about = {"version": due.version, "worker": worker.name, "held_out": held_out}
+    audit.record(session, now, ACTOR, "task.evaluate", task.id, run_id=run.id, **about)
+
+
+def offer_at_sites(session: Session, now: float, run: RunRow, live: Sequence[Member]) -> list[str]:
+    """Offers the run's latest due version to each site that lacks it; returns the workers' ids."""
+    due = sites_due(session, run, RunSpec.model_validate(run.spec), live)
+    by_id = {worker.id: worker for worker in live}
+    asked = [(one, by_id[one.worker]) for one in due if one.worker]
+    for one, worker in asked:
+        offer_evaluation(session, now, run, one, worker)
+    return [worker.id for _, worker in asked]
+
+
+def tries_by_worker(session: Session, run_id: str, version: int) -> Counter[str]:
+    """How often each worker was asked in vain to evaluate a version on the central data set."""
+    kin = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & ~TaskRow.held_out
+    return Counter(session.scalars(select(TaskRow.worker_id).where(kin, TaskRow.version_number == version)))
 
 
 def _task(
@@ -67,6 +97,7 @@ def _task(
         round_id=round_id,
         worker_id=worker_id,
         kind=kind,
+        held_out=False,
         state="offered",
         version_number=version,
         seed=seed,
@@ -120,24 +151,43 @@ def accepted_updates(session: Session, round_id: str) -> list[Accepted]:
     ]
 
 
-def add_version(session: Session, now: float, run_id: str, number: int, digest: str, manifest: Manifest) -> None:
-    """Enters a version whose blobs are entered already."""
-    session.add(VersionRow(run_id=run_id, number=number, digest=digest, created_at=now))
-    wanted = {digest, *manifest.blocks.values(), *(entry.digest for entry in manifest.memory.values())}
+def add_version(
+    session: Session, now: float, run_id: str, ref: VersionRef, manifest: Manifest, warnings: Sequence[str]
+) -> list[str]:
+    """Enters a version whose blobs are entered already. Returns the warnings that the one before it did not have,
+    which are entered in the audit too."""
+    before = session.get(VersionRow, (run_id, ref.number - 1))
+    row = VersionRow(run_id=run_id, number=ref.number, digest=ref.digest, created_at=now)
+    row.numbers, row.warnings = dict(manifest.numbers), list(warnings)
+    session.add(row)
+    news = [warning for warning in warnings if not before or warning not in before.warnings]
+    if news:
+        audit.record(
+            session, now, ACTOR, "version.warning", ref.digest, run_id=run_id, number=ref.number, warnings=news
+        )
+    wanted = {ref.digest, *manifest.blocks.values(), *(entry.digest for entry in manifest.memory.values())}
     same = (RunBlobRow.run_id == run_id) & RunBlobRow.digest.in_(wanted)
     known = set(session.scalars(select(RunBlobRow.digest).where(same)))
     session.add_all(RunBlobRow(run_id=run_id, digest=blob) for blob in sorted(wanted - known))
     session.flush()
+    return news
 
 
 def commit_round(
-    session: Session, now: float, run: RunRow, round_: RoundRow, version: VersionRef, manifest: Manifest
-) -> None:
-    """The round's end and its version, in the caller's one transaction."""
+    session: Session,
+    now: float,
+    run: RunRow,
+    round_: RoundRow,
+    version: VersionRef,
+    manifest: Manifest,
+    warnings: Sequence[str],
+) -> list[str]:
+    """The round's end and its version, in the caller's one transaction. Returns the warnings that are new."""
     move_round(session, now, ACTOR, round_, "commit", round_.reason)
-    add_version(session, now, run.id, version.number, version.digest, manifest)
+    news = add_version(session, now, run.id, version, manifest, warnings)
     run.version_number = version.number
     run.revision += 1
     run.updated_at = now
     session.flush()
     audit.record(session, now, ACTOR, "version", version.digest, run_id=run.id, number=version.number)
+    return news

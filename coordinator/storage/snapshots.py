@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
-from coordinator.domain.records import RoundSnapshot, RunSnapshot, TaskSnapshot
+from coordinator.domain.records import Due, RoundSnapshot, RunSnapshot, TaskSnapshot
 from coordinator.storage.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from shared.methods.contract import Participant
 from shared.wire import RunSpec
@@ -29,6 +29,10 @@ class Member:
 
     def participant(self, dataset: str) -> Participant:
         return Participant(self.name, self.declared["datasets"].get(dataset, 0), self.declared.get("resources", {}))
+
+
+def ids(workers: Sequence[Member]) -> set[str]:
+    return {worker.id for worker in workers}
 
 
 def live_workers(session: Session, since: float) -> list[Member]:
@@ -54,11 +58,22 @@ def eligible(spec: RunSpec, live: Sequence[Member]) -> list[Member]:
 
 
 def evaluators(spec: RunSpec, live: Sequence[Member]) -> list[Member]:
-    """Who could evaluate this run's versions."""
+    """Who could evaluate this run's versions on the central data set."""
     if spec.evaluation is None:
         return []
     wanted = spec.evaluation.dataset
     return [w for w in live if "evaluate" in w.declared["kinds"] and w.declared["datasets"].get(wanted, 0) > 0]
+
+
+def site_evaluators(spec: RunSpec, live: Sequence[Member]) -> list[Member]:
+    """Who could evaluate them on what it holds out: whoever could train, and holds something out."""
+    if spec.evaluation is None or not spec.evaluation.sites:
+        return []
+    return [
+        worker
+        for worker in eligible(spec, live)
+        if "evaluate" in worker.declared["kinds"] and worker.declared.get("held_out", {}).get(spec.dataset, 0) > 0
+    ]
 
 
 def runs_to_decide(session: Session) -> list[str]:
@@ -71,7 +86,7 @@ def runs_to_decide(session: Session) -> list[str]:
 
 def run_snapshot(session: Session, run_id: str, live: Sequence[Member], *, absent_are_gone: bool) -> RunSnapshot:
     """A run at this moment. `absent_are_gone` tells whether a worker that is not live is given up on."""
-    here = {worker.id for worker in live} if absent_are_gone else None
+    here = ids(live) if absent_are_gone else None
     run = session.get_one(RunRow, run_id)
     spec = RunSpec.model_validate(run.spec)
     round_ = session.scalars(
@@ -92,7 +107,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[Member], *, absen
         eligible=len(eligible(spec, live)),
         idle_since=_idle_since(session, run),
         evaluations=tuple(_task_snapshot(task, here) for task in session.scalars(select(TaskRow).where(pending))),
-        unevaluated=tuple(_unevaluated(session, run, spec)),
+        unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, spec, live)),
         evaluators=len(evaluators(spec, live)),
     )
 
@@ -123,16 +138,42 @@ def _idle_since(session: Session, run: RunRow) -> float:
     return max(run.resumed_at, ended or 0.0)
 
 
-def _unevaluated(session: Session, run: RunRow, spec: RunSpec) -> list[int]:
-    """Versions that are due for evaluation and were offered to nobody: every n-th, the first and the last."""
-    if spec.evaluation is None:
+def central_due(session: Session, run: RunRow, spec: RunSpec, here: Collection[str] | None) -> list[Due]:
+    """Versions to be measured on the central data set, every n-th, the first and the last, oldest first, that nobody
+    has measured, nor is at it, nor was asked to in vain too often.
+
+    One that was only offered to a worker who is not `here` counts as not asked for, unless `here` is not known.
+    """
+    if spec.evaluation is None or spec.evaluation.dataset is None:
         return []
     due = (VersionRow.number % spec.evaluation.every == 0) | (VersionRow.number == spec.rounds)
-    offered = select(TaskRow.version_number).where(TaskRow.run_id == run.id, TaskRow.kind == "evaluate")
+    central = (TaskRow.run_id == run.id) & (TaskRow.kind == "evaluate") & ~TaskRow.held_out
+    awaited: ColumnElement[bool] = TaskRow.state.in_(("offered", "lapsed"))
+    if here is not None:
+        awaited &= TaskRow.worker_id.in_(here)
+    taken = awaited | TaskRow.state.in_(("leased", "accepted")) | (TaskRow.leases >= spec.cohort.task_tries)
     numbers = (
         select(VersionRow.number)
-        .where(VersionRow.run_id == run.id, due, VersionRow.number.not_in(offered))
+        .where(VersionRow.run_id == run.id, due)
+        .where(VersionRow.number.not_in(select(TaskRow.version_number).where(central, taken)))
         .order_by(VersionRow.number)
         .limit(MAX_UNEVALUATED)
     )
-    return list(session.scalars(numbers))
+    return [Due(number) for number in session.scalars(numbers)]
+
+
+def sites_due(session: Session, run: RunRow, spec: RunSpec, live: Sequence[Member]) -> list[Due]:
+    """The latest version that is due, for each live site that has not measured it, nor been asked to too often.
+
+    What a site missed of earlier versions is not made up for: what it keeps of the run has moved on.
+    """
+    able = site_evaluators(spec, live)
+    if not able or spec.evaluation is None:
+        return []
+    number = run.version_number
+    if not spec.evaluation.due(number, spec.rounds):
+        number -= number % spec.evaluation.every
+    tasks = (TaskRow.run_id == run.id) & (TaskRow.version_number == number) & (TaskRow.held_out)
+    over = TaskRow.state.in_(("offered", "leased", "lapsed", "accepted")) | (TaskRow.leases >= spec.cohort.task_tries)
+    asked = set(session.scalars(select(TaskRow.worker_id).where(tasks, over)))
+    return [Due(number, worker.id) for worker in able if worker.id not in asked]

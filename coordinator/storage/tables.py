@@ -1,13 +1,25 @@
 """The tables. What must not be, the schema forbids; the reason stands above each constraint.
 
 Instants are seconds since 1970 by the database's clock, so that they compare alike on every database.
+A column that came later has a default in the schema, so that the version before can still write its rows.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, LargeBinary, MetaData, String, UniqueConstraint, text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    ForeignKey,
+    Index,
+    LargeBinary,
+    MetaData,
+    String,
+    UniqueConstraint,
+    false,
+    text,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 NAMES = {
@@ -21,7 +33,7 @@ NAMES = {
 class Table(DeclarativeBase):
     metadata = MetaData(naming_convention=NAMES)
     # Sizes and seeds outgrow 32 bits.
-    type_annotation_map = {dict[str, Any]: JSON, str: String, int: BigInteger}
+    type_annotation_map = {dict[str, Any]: JSON, list[str]: JSON, str: String, int: BigInteger}
 
 
 class SiteRow(Table):
@@ -86,6 +98,9 @@ class VersionRow(Table):
     # One version a number: two conductors that merge the same round cannot both commit.
     number: Mapped[int] = mapped_column(primary_key=True)
     digest: Mapped[str]
+    # What the method tells of it. The numbers are in the manifest too; here a page of versions reads no blob.
+    numbers: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
+    warnings: Mapped[list[str]] = mapped_column(server_default="[]")
     created_at: Mapped[float]
 
 
@@ -117,20 +132,33 @@ class RoundRow(Table):
     reason: Mapped[str | None]
 
 
+EVALUATION = "kind = 'evaluate' and state in ('offered', 'leased', 'lapsed', 'accepted')"
+"""An evaluation that is done or may still be."""
+
+
 class TaskRow(Table):
     __tablename__ = "tasks"
     __table_args__ = (
         # A worker has one task a round, hence one accepted update a round (invariant I1).
         UniqueConstraint("round_id", "worker_id"),
-        # A version is evaluated once by each worker.
+        # A version is evaluated once on the central data set, by whichever worker,
         Index(
-            "uq_tasks_evaluation",
+            "uq_tasks_central",
+            "run_id",
+            "version_number",
+            unique=True,
+            sqlite_where=text(f"not held_out and {EVALUATION}"),
+            postgresql_where=text(f"not held_out and {EVALUATION}"),
+        ),
+        # and once by each worker on what it holds out. One that failed does not stand in the way of another try.
+        Index(
+            "uq_tasks_held_out",
             "run_id",
             "version_number",
             "worker_id",
             unique=True,
-            sqlite_where=text("kind = 'evaluate'"),
-            postgresql_where=text("kind = 'evaluate'"),
+            sqlite_where=text(f"held_out and {EVALUATION}"),
+            postgresql_where=text(f"held_out and {EVALUATION}"),
         ),
         Index("ix_tasks_claim", "worker_id", "state"),
         Index("ix_tasks_run_id_kind", "run_id", "kind"),
@@ -141,12 +169,15 @@ class TaskRow(Table):
     round_id: Mapped[str | None] = mapped_column(ForeignKey("rounds.id"))
     worker_id: Mapped[str] = mapped_column(ForeignKey("workers.id"))
     kind: Mapped[str]
+    # Whether an evaluation is to be on what the worker holds out of the run's data set.
+    held_out: Mapped[bool] = mapped_column(server_default=false())
     state: Mapped[str]
     version_number: Mapped[int]
     seed: Mapped[int]
     plan: Mapped[dict[str, Any]]
     # The fencing token: it grows with every lease, and every report must show the present one.
     token: Mapped[int]
+    # Tries so far, those of the task that failed before it included.
     leases: Mapped[int]
     instance: Mapped[str | None]
     lease_expires_at: Mapped[float | None]

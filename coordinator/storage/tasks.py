@@ -50,18 +50,24 @@ def held(session: Session, task_id: str, site_id: str | None) -> Held:
     run = session.get_one(RunRow, task.run_id)
     round_ = session.get(RoundRow, task.round_id) if task.round_id else None
     version = session.get_one(VersionRow, (task.run_id, task.version_number))
-    dataset = _dataset(task, RunSpec.model_validate(run.spec))
-    declared = worker.declared["datasets"].get(dataset, 0)
+    dataset = dataset_of(task, RunSpec.model_validate(run.spec))
+    declared = worker.declared.get("held_out" if task.held_out else "datasets", {}).get(dataset, 0)
     return Held(task, round_, run, VersionRef(number=version.number, digest=version.digest), declared)
 
 
-def _dataset(task: TaskRow, spec: RunSpec) -> str:
-    return spec.evaluation.dataset if task.kind == "evaluate" and spec.evaluation else spec.dataset
+def dataset_of(task: TaskRow, spec: RunSpec) -> str:
+    """What the worker calls the data that the task is about."""
+    central = task.kind == "evaluate" and not task.held_out and spec.evaluation
+    return (central and central.dataset) or spec.dataset
 
 
 def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None:
-    """The task that this process of the worker holds already, or else the oldest that is offered to the worker."""
-    mine = select(TaskRow).where(TaskRow.worker_id == worker_id).order_by(TaskRow.created_at, TaskRow.id).limit(1)
+    """The task that this process of the worker holds already, or else the oldest that is offered to the worker.
+
+    What a site measures of its own comes before training, which would change it.
+    """
+    order = (TaskRow.held_out.desc(), TaskRow.created_at, TaskRow.id)
+    mine = select(TaskRow).where(TaskRow.worker_id == worker_id).order_by(*order).limit(1)
     # An answer that was lost on its way is given again rather than left to lapse.
     again = session.scalars(mine.where(TaskRow.state == "leased", TaskRow.instance == instance)).first()
     return again or session.scalars(mine.where(TaskRow.state == "offered")).first()
@@ -168,7 +174,8 @@ def task_message(entry: Held, lease_seconds: float) -> Task:
         seed=task.seed,
         method=spec.method,
         plan=entry.plan,
-        dataset=_dataset(task, spec),
+        dataset=dataset_of(task, spec),
+        held_out=task.held_out,
         training=spec.training,
         codec=spec.codec,
         divide=spec.divide,

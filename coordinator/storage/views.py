@@ -177,7 +177,13 @@ def worker_name(session: Session, worker_id: str) -> str:
 
 
 def version_view(row: VersionRow) -> Version:
-    return Version(number=row.number, digest=row.digest, created_at=instant(row.created_at))
+    return Version(
+        number=row.number,
+        digest=row.digest,
+        created_at=instant(row.created_at),
+        numbers=row.numbers,
+        warnings=tuple(row.warnings),
+    )
 
 
 def measurement_view(session: Session, row: TaskRow, dataset: str) -> Measurement:
@@ -185,6 +191,7 @@ def measurement_view(session: Session, row: TaskRow, dataset: str) -> Measuremen
         version=row.version_number,
         dataset=dataset,
         worker=worker_name(session, row.worker_id),
+        held_out=row.held_out,
         examples=row.examples or 0,
         numbers=row.numbers,
     )
@@ -201,6 +208,7 @@ def worker_view(row: WorkerRow, site: str, live_since: float) -> WorkerView:
         site=site,
         kinds=tuple(row.declared["kinds"]),
         datasets=row.declared["datasets"],
+        held_out=row.declared.get("held_out", {}),
         device=row.declared["device"],
         last_seen_at=instant(row.last_seen_at),
         live=row.last_seen_at >= live_since,

@@ -23,7 +23,8 @@ from coordinator.domain.decide import (
     Pause,
     decide,
 )
-from coordinator.domain.records import RoundSnapshot, RunSnapshot, TaskSnapshot
+from coordinator.domain.lifecycle import LIVE_RUN
+from coordinator.domain.records import Due, RoundSnapshot, RunSnapshot, TaskSnapshot
 from shared.wire import Cohort, RunState, TaskState
 
 NOW = 1000.0
@@ -200,9 +201,31 @@ def test_a_run_that_is_not_running_opens_nothing(state: str) -> None:
 
 
 def test_due_versions_are_offered_to_evaluators_if_there_are_any() -> None:
-    due = run(unevaluated=(0, 2), evaluators=1)
-    assert decided(due) == [Evaluate(0), Evaluate(2)]
+    due = run(unevaluated=(Due(0), Due(2)), evaluators=1)
+    assert decided(due) == [Evaluate(Due(0)), Evaluate(Due(2))]
     assert decided(replace(due, evaluators=0)) == []
+
+
+def test_a_site_is_offered_a_version_whether_or_not_anybody_evaluates_centrally() -> None:
+    due = run(unevaluated=(Due(1), Due(2, "a"), Due(2, "b")), evaluators=0)
+    assert decided(due) == [Evaluate(Due(2, "a")), Evaluate(Due(2, "b"))]
+
+
+def test_what_is_due_is_offered_before_the_next_round_changes_what_sites_keep() -> None:
+    due = run(unevaluated=(Due(0, "a"),), cohort=Cohort(size=2, quorum=2), eligible=2)
+    assert decided(due) == [Evaluate(Due(0, "a")), Open(1)]
+
+
+def test_a_lapsed_evaluation_is_not_offered_again_to_a_worker_that_is_gone() -> None:
+    gone = replace(task("lapsed"), present=False)
+    assert decided(run(evaluations=(gone,))) == []
+    # Its version is then due again, for another worker.
+    assert decided(run(evaluations=(gone,), unevaluated=(Due(1),), evaluators=1)) == [Evaluate(Due(1))]
+
+
+def test_the_lease_of_a_worker_that_is_gone_lapses_all_the_same() -> None:
+    gone = replace(task("leased", expires_at=NOW), present=False)
+    assert decided(run(evaluations=(gone,))) == [Lapse("t", 1)]
 
 
 def test_a_finished_run_waits_for_its_last_evaluation_and_no_longer_than_agreed() -> None:
@@ -211,12 +234,19 @@ def test_a_finished_run_waits_for_its_last_evaluation_and_no_longer_than_agreed(
     assert decided(waiting, NOW + 600.001) == [Complete()]
 
 
+def test_a_finished_run_does_not_wait_for_a_site_that_is_gone() -> None:
+    offered = task("offered", leases=0)
+    assert decided(run(version=3, evaluations=(offered,))) == []
+    assert decided(run(version=3, evaluations=(replace(offered, present=False),))) == [Complete()]
+
+
 def test_a_finished_run_offers_its_last_version_before_it_completes() -> None:
-    assert decided(run(version=3, unevaluated=(3,), evaluators=1)) == [Evaluate(3)]
+    assert decided(run(version=3, unevaluated=(Due(3),), evaluators=1)) == [Evaluate(Due(3))]
+    assert decided(run(version=3, unevaluated=(Due(3, "a"),))) == [Evaluate(Due(3, "a"))]
 
 
 def test_a_finished_run_does_not_wait_for_evaluators_that_are_not_there() -> None:
-    assert decided(run(version=3, unevaluated=(3,), evaluators=0)) == [Complete()]
+    assert decided(run(version=3, unevaluated=(Due(3),), evaluators=0)) == [Complete()]
 
 
 # ---------------------------------------------------------------- winding up
@@ -275,7 +305,9 @@ RUNS = st.builds(
     st.integers(0, 6),
     INSTANTS,
     st.lists(TASKS, max_size=2).map(tuple),
-    st.lists(st.integers(0, 5), unique=True, max_size=3).map(tuple),
+    st.lists(st.builds(Due, st.integers(0, 5), st.none() | st.sampled_from("abc")), unique=True, max_size=3).map(
+        tuple
+    ),
     st.integers(0, 2),
 )
 
@@ -305,7 +337,7 @@ def test_every_action_fits_what_was_seen(snapshot: RunSnapshot, now: float) -> N
                 assert snapshot.round.state == "merging"
             case Pause() | Complete():
                 assert snapshot.state == "running"
-            case Abandon() if snapshot.state not in ("cancelled", "failed"):
+            case Abandon() if snapshot.state in LIVE_RUN:
                 assert accepted < snapshot.cohort.quorum
 
 

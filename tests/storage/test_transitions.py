@@ -139,14 +139,35 @@ def test_a_worker_has_one_task_a_round(session: Session) -> None:
 
 def test_a_version_is_made_once(session: Session) -> None:
     with pytest.raises(IntegrityError, match=r"versions\.run_id, versions\.number"):
-        session.connection().exec_driver_sql("INSERT INTO versions VALUES ('run', 0, 'other', 0)")
+        session.connection().exec_driver_sql(
+            "INSERT INTO versions (run_id, number, digest, created_at) VALUES ('run', 0, 'other', 0)"
+        )
 
 
-def test_a_worker_evaluates_a_version_once(session: Session) -> None:
+def test_a_version_is_evaluated_once_on_the_central_data_set_by_whichever_worker(session: Session) -> None:
+    add_worker(session, "v")
     add_task(session, "first", kind="evaluate", round_id=None)
     add_task(session, "later", kind="evaluate", round_id=None, version_number=1)
+    with pytest.raises(IntegrityError, match=r"tasks\.run_id, tasks\.version_number\n"):
+        add_task(session, "again", "v", kind="evaluate", round_id=None)
+
+
+def test_each_worker_evaluates_a_version_once_on_what_it_holds_out(session: Session) -> None:
+    add_worker(session, "v")
+    at_sites = {"kind": "evaluate", "round_id": None, "held_out": True}
+    add_task(session, "central", kind="evaluate", round_id=None)
+    add_task(session, "first", **at_sites)
+    add_task(session, "other", "v", **at_sites)
     with pytest.raises(IntegrityError, match=r"tasks\.run_id, tasks\.version_number, tasks\.worker_id"):
-        add_task(session, "again", kind="evaluate", round_id=None)
+        add_task(session, "again", **at_sites)
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_an_evaluation_that_failed_leaves_room_for_another_try(session: Session, held_out: bool) -> None:
+    evaluation = {"kind": "evaluate", "round_id": None, "held_out": held_out}
+    add_task(session, "failed", state="failed", **evaluation)
+    add_task(session, "withdrawn", state="cancelled", **evaluation)
+    add_task(session, "again", **evaluation)
 
 
 def test_an_attempt_at_a_round_has_a_number_of_its_own(session: Session) -> None:

@@ -21,6 +21,7 @@ from shared.wire import (
     Cohort,
     Evaluated,
     Evaluation,
+    Failure,
     Manifest,
     Run,
     RunSpec,
@@ -76,6 +77,7 @@ class ScriptedWorker:
     name: str = "w"
     kinds: tuple[Any, ...] = ("train",)
     datasets: dict[str, int] = field(default_factory=lambda: {"data": 10})
+    held_out: dict[str, int] = field(default_factory=dict)
     methods: tuple[str, ...] = ("fedavg", "fedfrozen")
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -85,6 +87,7 @@ class ScriptedWorker:
             instance=self.instance,
             kinds=self.kinds,
             datasets=self.datasets,
+            held_out=self.held_out,
             methods=self.methods,
         )
         return self.client.claim(claim, wait_seconds)
@@ -133,8 +136,12 @@ class ScriptedWorker:
         return self.submit(task, self.upload(task, {name: base[name] + np.float32(step) for name in sent}))
 
     def evaluate(self, task: Task, **numbers: float) -> TaskView:
-        evaluated = Evaluated(token=task.token, version=task.version.digest, examples=5, numbers=numbers)
+        examples = (self.held_out if task.held_out else self.datasets)[task.dataset]
+        evaluated = Evaluated(token=task.token, version=task.version.digest, examples=examples, numbers=numbers)
         return self.client.submit_evaluation(task.id, evaluated)
+
+    def fail(self, task: Task) -> TaskView:
+        return self.client.fail(task.id, Failure(token=task.token, code="failed", detail="no"))
 
 
 __all__ = ["Cohort", "Evaluation", "ScriptedWorker", "small_model", "start_run", "values"]

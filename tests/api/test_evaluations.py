@@ -1,0 +1,292 @@
+"""Evaluation on a central data set and at sites, over HTTP, with workers that follow a script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.client import Client
+from shared.methods import Chosen, methods
+from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, State, Update, WorkerHalf
+from shared.wire import Cohort, Evaluation, Run, Task
+from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+
+MODEL = small_model()
+START = values(MODEL)
+BOTH: tuple[Any, ...] = ("train", "evaluate")
+
+
+def site(coordinator: LiveCoordinator, name: str, held_out: int = 4, examples: int = 10) -> ScriptedWorker:
+    """A worker that trains and holds something out."""
+    held = {"data": held_out} if held_out else {}
+    client = coordinator.client("site", name)
+    return ScriptedWorker(client, kinds=BOTH, datasets={"data": examples}, held_out=held)
+
+
+def judge(coordinator: LiveCoordinator, name: str) -> ScriptedWorker:
+    """A worker with the central data set."""
+    return ScriptedWorker(coordinator.client("site", name), kinds=("evaluate",), datasets={"test": 5})
+
+
+def at_sites(client: Client, **spec: Any) -> Run:
+    return start_run(client, MODEL, START, evaluation=Evaluation(sites=True), **spec)
+
+
+def about(task: Task) -> tuple[str, bool, int]:
+    return task.kind, task.held_out, task.version.number
+
+
+def over(client: Client, run: Run) -> bool:
+    return client.run(run.id).state == "completed"
+
+
+def test_each_site_measures_each_version_before_it_trains_on(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    a, b = site(coordinator, "a", 4), site(coordinator, "b", 6)
+    for worker in (a, b):
+        worker.enrol()
+    run = at_sites(client, rounds=2, cohort=Cohort(size=2, quorum=2))
+    for number in range(2):
+        for worker in (a, b):
+            first = worker.take()
+            assert about(first) == ("evaluate", True, number)
+            worker.evaluate(first, accuracy=number / 10, personal_accuracy=0.9)
+        tasks = [worker.take() for worker in (a, b)]
+        assert [about(task) for task in tasks] == [("train", False, number)] * 2
+        a.train(tasks[0])
+        b.train(tasks[1])
+    for worker in (a, b):
+        worker.evaluate(worker.take(), accuracy=0.2)
+    until(lambda: over(client, run))
+    measured = [
+        (m.version, m.site, m.dataset, m.held_out, m.examples, m.numbers["accuracy"])
+        for m in client.measurements(run.id)
+    ]
+    assert sorted(measured) == [
+        (number, name, "data", True, examples, number / 10)
+        for number in range(3)
+        for name, examples in (("a", 4), ("b", 6))
+    ]
+
+
+def test_a_worker_may_be_a_site_and_the_central_evaluator(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    worker = site(coordinator, "a")
+    worker.datasets["test"] = 9
+    worker.enrol()
+    run = start_run(client, MODEL, START, evaluation=Evaluation(dataset="test", sites=True))
+    found = set()
+    while not over(client, run):
+        if task := worker.claim(1):
+            found.add((*about(task), task.dataset))
+            worker.train(task) if task.kind == "train" else worker.evaluate(task, accuracy=0.5)
+    expected = {("evaluate", held_out, number) for held_out in (True, False) for number in (0, 1)}
+    assert {name[:3] for name in found} == expected | {("train", False, 0)}
+    assert {(m.held_out, m.dataset, m.examples) for m in client.measurements(run.id)} == {
+        (True, "data", 4),
+        (False, "test", 9),
+    }
+
+
+def test_only_sites_that_train_for_the_run_and_hold_something_out_are_asked(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    asked = site(coordinator, "asked")
+    holds_nothing = site(coordinator, "holds-nothing", held_out=0)
+    trains_only = ScriptedWorker(coordinator.client("site", "trains-only"), held_out={"data": 4})
+    uninvited = site(coordinator, "uninvited")
+    for worker in (asked, holds_nothing, trains_only, uninvited):
+        worker.enrol()
+    at_sites(client, cohort=Cohort(quorum=3, sites=("asked", "holds-nothing", "trains-only")))
+    assert about(asked.take()) == ("evaluate", True, 0)
+    assert [worker.take().kind for worker in (holds_nothing, trains_only)] == ["train", "train"]
+    assert uninvited.claim(0) is None
+
+
+def test_no_more_may_be_counted_than_is_held_out(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    worker = site(coordinator, "a", held_out=4)
+    worker.enrol()
+    at_sites(client)
+    task = worker.take()
+    worker.held_out["data"] = 5
+    with refusing("invalid", "more examples than the worker declared"):
+        worker.evaluate(task, accuracy=1.0)
+
+
+def test_a_site_that_was_away_is_asked_about_the_latest_version_only(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    here, late = site(coordinator, "here"), site(coordinator, "late")
+    here.enrol()
+    run = at_sites(client, rounds=5, cohort=Cohort(sites=("here", "late")))
+    for _ in range(2):
+        here.evaluate(here.take(), accuracy=0.5)
+        here.train(here.take())
+    until(lambda: client.run(run.id).version.number == 2)
+    task = late.take()
+    assert about(task) == ("evaluate", True, 2)
+
+
+def test_what_a_site_did_not_begin_gives_way_to_the_next_version(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    quick, slow = site(coordinator, "quick"), site(coordinator, "slow")
+    slow.enrol()
+    quick.enrol()
+    run = at_sites(client, rounds=2, cohort=Cohort(size=2, quorum=1, enough=1))
+    for _ in range(2):
+        quick.evaluate(quick.take(), accuracy=0.5)
+        quick.train(quick.take())
+    quick.evaluate(quick.take(), accuracy=0.5)
+    last = slow.take()
+    assert about(last) == ("evaluate", True, 2)
+    slow.evaluate(last, accuracy=0.5)
+    until(lambda: over(client, run))
+    assert sorted((m.version, m.site) for m in client.measurements(run.id)) == [
+        (0, "quick"),
+        (1, "quick"),
+        (2, "quick"),
+        (2, "slow"),
+    ]
+
+
+def test_a_site_that_fails_is_asked_again_up_to_its_tries_and_holds_nothing_up(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    worker = site(coordinator, "a")
+    worker.enrol()
+    run = at_sites(client, cohort=Cohort(quorum=2, task_tries=2))
+    for _ in range(2):
+        task = worker.take()
+        assert about(task) == ("evaluate", True, 0)
+        worker.fail(task)
+    assert worker.claim(1) is None
+    other = site(coordinator, "b", held_out=0)
+    other.train(other.take())
+    worker.train(worker.take())
+    worker.evaluate(worker.take(), accuracy=0.25)
+    until(lambda: over(client, run))
+    assert [m.version for m in client.measurements(run.id)] == [1]
+
+
+def test_a_failed_evaluation_is_offered_to_another_central_worker_and_then_again(
+    coordinator: LiveCoordinator,
+) -> None:
+    client = coordinator.client()
+    judges = [judge(coordinator, name) for name in "ab"]
+    for worker in judges:
+        worker.enrol()
+    run = start_run(client, MODEL, START, evaluation=Evaluation(dataset="test"))
+    first, second = judges
+    first.fail(first.take())
+    second.fail(second.take())
+    task = first.take()
+    assert client.task(task.id).leases == 3
+    first.evaluate(task, accuracy=0.75)
+    assert [(m.version, m.worker) for m in client.measurements(run.id)] == [(0, "a/w")]
+
+
+def test_a_version_that_nobody_can_evaluate_is_given_up(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    worker = judge(coordinator, "a")
+    worker.enrol()
+    run = start_run(client, MODEL, START, evaluation=Evaluation(dataset="test"), cohort=Cohort(task_tries=2))
+    for _ in range(2):
+        worker.fail(worker.take())
+    assert worker.claim(1) is None
+    trains = ScriptedWorker(coordinator.client("site", "b"))
+    trains.train(trains.take())
+    worker.evaluate(worker.take(), accuracy=0.5)
+    until(lambda: over(client, run))
+
+
+# ---------------------------------------------------------------- with a clock
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def live(tmp_path: Path, clock: Clock) -> Iterator[LiveCoordinator]:
+    with LiveCoordinator(tmp_path, clock=clock, lease_seconds=60, live_seconds=90) as running:
+        yield running
+
+
+def test_what_a_central_worker_left_undone_goes_to_another(live: LiveCoordinator, clock: Clock) -> None:
+    client = live.client()
+    gone = judge(live, "a")
+    gone.enrol()
+    run = start_run(client, MODEL, START, evaluation=Evaluation(dataset="test"))
+    held = gone.take()
+    clock.advance(91)
+    until(lambda: client.task(held.id).state == "lapsed")
+    here = judge(live, "b")
+    here.enrol()
+    here.evaluate(here.take(), accuracy=0.5)
+    assert client.task(held.id).state == "cancelled"
+    assert [m.worker for m in client.measurements(run.id)] == ["b/w"]
+
+
+def test_a_finished_run_does_not_wait_for_a_site_that_is_gone(live: LiveCoordinator, clock: Clock) -> None:
+    client = live.client()
+    here, gone = site(live, "here"), site(live, "gone")
+    for worker in (here, gone):
+        worker.enrol()
+    # Whoever was live before the coordinator began would be given the time to be heard of again.
+    clock.advance(91)
+    for worker in (here, gone):
+        worker.enrol()
+    run = at_sites(client, cohort=Cohort(size=2, quorum=1, enough=1))
+    here.evaluate(here.take(), accuracy=0.5)
+    here.train(here.take())
+    here.evaluate(here.take(), accuracy=0.5)
+    until(lambda: client.run(run.id).version.number == 1)
+    assert client.run(run.id).state == "running"
+    clock.advance(91)
+    until(lambda: over(client, run))
+
+
+# ---------------------------------------------------------------- what versions tell
+
+
+class Telling(CoordinatorHalf[MethodSettings]):
+    def merge(self, state: State, updates: Sequence[Update]) -> State:
+        return replace(super().merge(state, updates), numbers={"moved": state.round + 1.0})
+
+    def warnings(self, state: State) -> Sequence[str]:
+        said = ("layer 0 stands still", "the third round was one too many")
+        return said[: max(0, state.round - 1)]
+
+
+@pytest.fixture
+def _telling() -> Iterator[None]:
+    methods()["telling"] = Method("telling", MethodSettings, Telling, WorkerHalf, "a test")
+    yield
+    del methods()["telling"]
+
+
+@pytest.mark.usefixtures("_telling")
+def test_a_version_tells_its_method_s_numbers_and_warnings(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    run = start_run(client, MODEL, START, method=Chosen(name="telling"), rounds=3)
+    worker = ScriptedWorker(coordinator.client("site", "a"), methods=("telling",))
+    for _ in range(3):
+        worker.train(worker.take())
+    until(lambda: over(client, run))
+    told = [(v.number, v.numbers, v.warnings) for v in client.versions(run.id)]
+    assert told == [
+        (0, {}, ()),
+        (1, {"moved": 1.0}, ()),
+        (2, {"moved": 2.0}, ("layer 0 stands still",)),
+        (3, {"moved": 3.0}, ("layer 0 stands still", "the third round was one too many")),
+    ]
+    # What goes on is entered once.
+    warned = [entry for entry in client.audit() if entry.action == "version.warning"]
+    assert [(entry.run, entry.detail) for entry in warned] == [
+        (run.id, {"number": 2, "warnings": ["layer 0 stands still"]}),
+        (run.id, {"number": 3, "warnings": ["the third round was one too many"]}),
+    ]

@@ -1,0 +1,77 @@
+"""Figures over sites against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.fairness import Score, spread, spreads
+from shared.wire import Measurement
+
+
+def measured(worker: str, examples: int, *, version: int = 1, held_out: bool = True, **numbers: float) -> Measurement:
+    return Measurement(
+        version=version, dataset="data", worker=worker, held_out=held_out, examples=examples, numbers=numbers
+    )
+
+
+def test_mean_worst_and_deviation_are_those_worked_out_by_hand() -> None:
+    found = spread([Score("a", 10, 0.9), Score("b", 30, 0.5), Score("c", 60, 0.7)])
+    assert (found.sites, found.worst, found.worst_site) == (3, 0.5, "b")
+    assert found.mean == pytest.approx((0.9 + 0.5 + 0.7) / 3)
+    assert found.weighted_mean == pytest.approx((10 * 0.9 + 30 * 0.5 + 60 * 0.7) / 100)
+    # The mean is .7; the squared distances from it are .04, .04 and 0.
+    assert found.deviation == pytest.approx((0.08 / 3) ** 0.5)
+    assert found.worst_decile is None
+
+
+def test_of_a_loss_the_highest_is_the_worst() -> None:
+    found = spread([Score("a", 1, 0.2), Score("b", 1, 1.5)], better_low=True)
+    assert (found.worst, found.worst_site) == (1.5, "b")
+
+
+def test_the_worst_decile_is_the_mean_of_the_worst_tenth_rounded_up() -> None:
+    ten = [Score(f"s{i}", 1, i / 10) for i in range(10)]
+    assert spread(ten).worst_decile == pytest.approx(0.0)
+    # Of eleven, the worst two.
+    assert spread([*ten, Score("s10", 1, 1.0)]).worst_decile == pytest.approx((0.0 + 0.1) / 2)
+    assert spread(ten, better_low=True).worst_decile == pytest.approx(0.9)
+
+
+def test_one_site_alone_is_the_mean_and_the_worst_and_spread_over_nothing() -> None:
+    found = spread([Score("a", 5, 0.25)])
+    assert (found.mean, found.weighted_mean, found.worst, found.deviation) == (0.25, 0.25, 0.25, 0.0)
+
+
+def test_two_scores_of_a_site_or_none_at_all_are_refused() -> None:
+    with pytest.raises(ValueError, match="one score a site"):
+        spread([Score("a", 1, 0.0), Score("a", 1, 1.0)])
+    with pytest.raises(ValueError, match="one score a site"):
+        spread([])
+
+
+def test_the_workers_of_a_site_count_as_one_site() -> None:
+    found = spreads(
+        [measured("a/1", 10, accuracy=0.5), measured("a/2", 30, accuracy=0.9), measured("b/1", 10, accuracy=0.6)]
+    )
+    accuracy = found[1]["accuracy"]
+    # Site a: (10 * .5 + 30 * .9) / 40 = .8, of 40 examples.
+    assert (accuracy.sites, accuracy.worst_site) == (2, "b")
+    assert accuracy.mean == pytest.approx((0.8 + 0.6) / 2)
+    assert accuracy.weighted_mean == pytest.approx((40 * 0.8 + 10 * 0.6) / 50)
+
+
+def test_what_is_measured_centrally_is_no_site_s() -> None:
+    assert spreads([measured("a/1", 10, held_out=False, accuracy=0.5)]) == {}
+
+
+def test_each_version_and_number_has_figures_of_its_own() -> None:
+    found = spreads(
+        [
+            measured("a/1", 1, version=0, loss=2.0),
+            measured("a/1", 1, version=1, loss=1.0, personal_loss=0.5),
+            measured("b/1", 1, version=1, loss=3.0),
+        ]
+    )
+    assert {version: sorted(names) for version, names in found.items()} == {0: ["loss"], 1: ["loss", "personal_loss"]}
+    assert found[1]["loss"].worst_site == "b"
+    assert found[1]["personal_loss"].sites == 1
