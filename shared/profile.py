@@ -1,0 +1,63 @@
+"""What a worker measures of a model's layers on its own data: how they attend, and how the loss depends on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeInt, model_validator
+
+from shared.blocks import Frozen
+from shared.tensors import Array
+
+
+class TaskTokens(Frozen):
+    """The tokens that carry the task: where attention counts as attention to the task."""
+
+    where: Literal["first", "last", "ids"] = Field(
+        default="first",
+        description="the first token ([CLS]), the last that is no padding (where decoders read), or given input ids",
+    )
+    ids: tuple[NonNegativeInt, ...] = Field(default=(), max_length=4096, description="for ids")
+
+    @model_validator(mode="after")
+    def _ids_if_asked(self) -> Self:
+        if (self.where == "ids") != bool(self.ids):
+            raise ValueError("give ids if, and only if, task tokens are where the ids are")
+        return self
+
+
+@dataclass(frozen=True)
+class ByHead:
+    """The rows of a block along `axis`, and of each the attention mass of the head that it belongs to."""
+
+    axis: int
+    mass: Array
+    """float64 [rows]"""
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """How one layer attends, with padding masked out of rows and columns."""
+
+    mass: Array
+    """float64 [examples], in [0, 1]: the probability on a task token, mean over heads, queries and task tokens."""
+    sink: Array
+    """float64 [examples], in [0, 1]: the probability on the first token, mean over heads and queries."""
+    heads: Array
+    """float64 [heads]: the mass of each head, mean over examples."""
+    entropy: float
+    """In [0, 1]: the entropy of a query's probabilities over the largest that its visible keys allow, in the mean."""
+    rows: Mapping[str, ByHead] = field(default_factory=dict)
+    """Those of the layer's blocks, by name, whose rows or columns belong to heads."""
+
+
+@dataclass(frozen=True)
+class LayerGradient:
+    """How the loss depends on one layer's parameters."""
+
+    norm: float
+    """The l2 norm of the gradient of the mean loss."""
+    fisher: float
+    """The trace of the empirical Fisher information: the mean over examples of the squared norm of its gradient."""
