@@ -9,7 +9,7 @@ import numpy as np
 from shared.blocks import NUMPY_DTYPES, Block, whole_shapes
 from shared.container import header_bytes
 from shared.methods.contract import State
-from shared.model import Model
+from shared.model import Model, stored_name
 from shared.tensors import as_bytes, to_array
 
 
@@ -22,7 +22,8 @@ class Export:
         self._blocks: dict[str, list[Block]] = {}
         for block in model.blocks:
             self._blocks.setdefault(block.tensor, []).append(block)
-        layout = [(name, self._blocks[name][0].dtype, shape) for name, shape in self._shapes.items()]
+        shapes = self._shapes.items()
+        layout = [(stored_name(name), self._blocks[name][0].dtype, shape) for name, shape in shapes]
         self._header = header_bytes(layout, {"format": "pt"})
         self.nbytes = len(self._header) + model.nbytes
 

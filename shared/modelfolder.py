@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from shared.blocks import NUMPY_DTYPES, Block, whole_shapes
 from shared.container import ContainerError, Header, read_header
-from shared.model import BLOCKS_FILE, WEIGHTS_FILE, Model
+from shared.model import BLOCKS_FILE, WEIGHTS_FILE, Model, stored_name
 from shared.problems import Fault, Invalid, faults_of
 from shared.tensors import Array, as_bytes
 
@@ -53,7 +53,7 @@ class ModelFolder:
             yield block, self.block_bytes(block)
 
     def _tensor(self, block: Block) -> Array:
-        entry = self.header.entries[block.tensor]
+        entry = self.header.entries[stored_name(block.tensor)]
         return np.memmap(
             self.path / WEIGHTS_FILE,
             dtype=NUMPY_DTYPES[block.dtype],
@@ -85,7 +85,7 @@ def _read_header(file: Path) -> Header:
 def _tensors(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The dtype and shape of each whole tensor that the blocks make up."""
     dtypes = {block.tensor: block.dtype for block in model.blocks}
-    return {name: (dtypes[name], shape) for name, shape in whole_shapes(model.blocks).items()}
+    return {stored_name(name): (dtypes[name], shape) for name, shape in whole_shapes(model.blocks).items()}
 
 
 def _faults(tensors: Mapping[str, tuple[str, tuple[int, ...]]], header: Header) -> Iterator[Fault]:

@@ -7,6 +7,7 @@ a file with a mapping. A tensor that looks like attention and that nothing expla
 
 Roles, in the order in which they are given:
 
+- prompt, adapter: what Tessera itself added to the model (`worker/inserts.py`);
 - what a mapping says, if there is one;
 - query, key, value, output: what a row of `LAYOUTS` says; biases go with their weights. Whatever else moves the
   attention's scores is a query or a key too: norms of queries and keys, tables of relative positions (`SCORES` names
@@ -25,6 +26,7 @@ share their tensors (ALBERT) are as many as there are sets of tensors: `layer` i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -33,6 +35,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from shared.blocks import Block, DType, Part, Role, check_table
+from shared.model import stored_name
 from worker.layouts import (
     ATTENTION_LIKE,
     LAYOUTS,
@@ -50,6 +53,12 @@ from worker.layouts import (
 
 Claim = Role | Mapping[Role, Part]
 """What a tensor is: of one role, or fused of several parts."""
+
+INSERTED: tuple[tuple[re.Pattern[str], Role], ...] = (
+    (re.compile(r"prompts\..+"), "prompt"),
+    (re.compile(r".+\.lora_[AB]\..+"), "adapter"),
+)
+"""The names of what is added to a model, and their roles. A matrix beside an adapter keeps the role that it has."""
 
 KERNEL_AND_VALUE: frozenset[Role] = frozenset({"query", "key", "value"})
 
@@ -81,7 +90,7 @@ class _Attention:
 
 @dataclass(frozen=True)
 class _Told:
-    """What a mapping says of a tensor: its claim, and its layer if the row's pattern has one."""
+    """What is said of a tensor, by a mapping or by its own name: its claim, and its layer if that is said too."""
 
     claim: Claim
     layer: int | None
@@ -108,7 +117,9 @@ def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[B
     the model, and ValueError for a parameter that is not of an averageable floating-point type.
     """
     tensors = named_tensors(model)
-    told = _told(model, tensors, mapping) if mapping else {}
+    inserted = _inserted(tensors)
+    own = {name: tensor for name, tensor in tensors.items() if name not in inserted}
+    told = inserted | (_told(model, own, mapping) if mapping else {})
     claims, paths = _all_claims(model, tensors, told)
     stacks = {stack for path in paths if (stack := _outermost_stack(model, path))}
     blocks: list[Block] = []
@@ -131,18 +142,18 @@ def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[B
 def _all_claims(
     model: nn.Module, tensors: Mapping[str, Tensor], told: Mapping[str, _Told]
 ) -> tuple[dict[str, Claim], list[str]]:
-    """What tensors are by their place in an attention or by a mapping, and where there is attention."""
-    by_mapping = {name: each.claim for name, each in told.items()}
-    # Of an attention that the mapping describes whole, our own rows need not understand what stands beside it.
+    """What tensors are by their place in an attention or by what is said of them, and where there is attention."""
+    by_name = {name: each.claim for name, each in told.items()}
+    # Of an attention that is described whole, our own rows need not understand what stands beside it.
     attentions = [each for each in _attentions(model) if not told.keys() >= {*_under(each.path, tensors)}]
-    paths = [name for name, claim in by_mapping.items() if not isinstance(claim, str) or claim in KERNEL_AND_VALUE]
+    paths = [name for name, claim in by_name.items() if not isinstance(claim, str) or claim in KERNEL_AND_VALUE]
     if not attentions and not paths:
         likely = [name for name in tensors if ATTENTION_LIKE.search(name)]
         raise UnknownArchitecture(f"no attention recognised in {type(model).__name__}", likely or tensors)
     claims: dict[str, Claim] = dict.fromkeys((name for name, _ in model.named_buffers()), "other")
-    claims |= _score_claims(model, tensors) | by_mapping
+    claims |= _score_claims(model, tensors) | by_name
     for attention in attentions:
-        claims |= _claims(attention, tensors, claims) | by_mapping
+        claims |= _claims(attention, tensors, claims) | by_name
     return claims, paths + [attention.path for attention in attentions]
 
 
@@ -204,6 +215,10 @@ def _labelled(spans: Mapping[Role, Spans], axis: int) -> Mapping[Role, Part]:
     return {role: Part(label=role, axis=axis, spans=each) for role, each in spans.items()}
 
 
+def _inserted(tensors: Iterable[str]) -> dict[str, _Told]:
+    return {name: _Told(role, None) for pattern, role in INSERTED for name in tensors if pattern.fullmatch(name)}
+
+
 def _told(model: nn.Module, tensors: Mapping[str, Tensor], mapping: MappingFile) -> dict[str, _Told]:
     """What the mapping says of each tensor that a row of it matches. Raises MappingError with all that is wrong."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
@@ -212,7 +227,7 @@ def _told(model: nn.Module, tensors: Mapping[str, Tensor], mapping: MappingFile)
     told: dict[str, _Told] = {}
     faults: list[str] = []
     for row in mapping.tensors:
-        matches = {name: match for name in tensors if (match := row.match(name))}
+        matches = {name: match for name in tensors if (match := row.match(stored_name(name)))}
         if not matches:
             faults.append(f"no tensor is called {row.names}")
         faults += [f"{name} is matched by two rows" for name in matches if name in told]

@@ -186,6 +186,11 @@ LAYOUTS: tuple[Layout, ...] = (
             "gru_rel_pos_const": "query",
         },
     ),
+    # What AIMv2 pools with: the class token asks as it is.
+    Layout(
+        whole={"k_proj": "key", "v_proj": "value", "output_proj": "output", "cls_token": "query"},
+        classes=frozenset({"Aimv2AttentionPoolingHead"}),
+    ),
     # Phi.
     Layout(whole={**_PROJECTIONS, "dense": "output"}, optional=_NORMS),
     # T5 and MPNet.

@@ -27,9 +27,11 @@ from transformers import (
 )
 
 from shared.blocks import NUMPY_DTYPES, Block
-from shared.model import Head, Model
-from worker.blockmap import DTYPES, block_table
+from shared.model import Head, Lora, Model, Prompts
+from shared.modelfolder import ModelFolder
+from worker.blockmap import DTYPES, block_table, named_tensors
 from worker.configs import ConfigError, UnsafeConfig, config_from
+from worker.inserts import insert
 from worker.layouts import MappingFile
 
 Attention = Literal["eager", "sdpa"]
@@ -68,7 +70,24 @@ def build(
     UnsafeConfig, ConfigError, UnknownArchitecture, or ModelMismatch, each before any weights are allocated.
     """
     check_model(model, mapping)
-    return instantiate(model.config, model.head, attention=attention, seed=seed)
+    return instantiate(
+        model.config,
+        model.head,
+        attention=attention,
+        seed=seed,
+        prompts=model.prompts,
+        lora=model.lora,
+        mapping=mapping,
+    )
+
+
+def load(folder: ModelFolder, mapping: MappingFile | None = None) -> PreTrainedModel:
+    """The model of a folder, with what Tessera added to it and `from_pretrained` leaves out. Raises as `build`."""
+    model = build(folder.model, mapping=mapping)
+    tensors = named_tensors(model)
+    for block, raw in folder.blocks():
+        write_block(tensors, block, np.frombuffer(raw, NUMPY_DTYPES[block.dtype]).reshape(block.shape))
+    return model
 
 
 def check_model(model: Model, mapping: MappingFile | None = None) -> None:
@@ -78,7 +97,7 @@ def check_model(model: Model, mapping: MappingFile | None = None) -> None:
     as `build` does.
     """
     with torch.device("meta"), _bounded(model):
-        laid_out = instantiate(model.config, model.head)
+        laid_out = instantiate(model.config, model.head, prompts=model.prompts, lora=model.lora, mapping=mapping)
     if faults := list(_differences(model.by_name, {block.name: block for block in block_table(laid_out, mapping)})):
         raise ModelMismatch(faults)
     if (size := sum(buffer.nbytes for buffer in laid_out.buffers())) > MAX_BUFFER_BYTES + model.nbytes:
@@ -86,20 +105,35 @@ def check_model(model: Model, mapping: MappingFile | None = None) -> None:
 
 
 def instantiate(
-    config: Mapping[str, JsonValue], head: Head, *, attention: Attention | None = None, seed: int = 0
+    config: Mapping[str, JsonValue],
+    head: Head,
+    *,
+    attention: Attention | None = None,
+    seed: int = 0,
+    prompts: Prompts | None = None,
+    lora: Lora | None = None,
+    mapping: MappingFile | None = None,
 ) -> PreTrainedModel:
     """Builds a model that has no block table to be checked against yet. Float32 unless the config names a dtype.
 
-    Leaves the global random state as it was. Raises UnsafeConfig or ConfigError.
+    Leaves the global random state as it was, and gives transformers' own tensors the same values whatever is added.
+    The mapping is for finding what adapters go beside. Raises UnsafeConfig or ConfigError, and with `lora` as
+    `block_table`.
     """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _plain(config, head, attention)
+        insert(model, prompts, lora, mapping)
+    return model
+
+
+def _plain(config: Mapping[str, JsonValue], head: Head, attention: Attention | None) -> PreTrainedModel:
     made = config_from(config)
     options: dict[str, Any] = {"trust_remote_code": False, "dtype": made.dtype or torch.float32}
     if attention:
         options["attn_implementation"] = attention
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return cast("PreTrainedModel", AUTO_CLASSES[head].from_config(made, **options))
+        return cast("PreTrainedModel", AUTO_CLASSES[head].from_config(made, **options))
     except ModelMismatch:
         raise
     except Exception as error:  # a hostile or mistaken size fails in any of a model's own ways

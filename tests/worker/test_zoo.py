@@ -124,6 +124,7 @@ def towers(**more: Any) -> Case:
 
 ZOO = {
     # Projections of their own.
+    "aimv2": towers(projection_dim=8),
     "albert": text(TEXT, embedding_size=16),
     "bart": bart(),
     "beit": pixels(use_relative_position_bias=True),

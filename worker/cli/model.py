@@ -20,11 +20,28 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from shared.blocks import Block
-from shared.model import BLOCKS_FILE, WEIGHTS_FILE, Head, Model
+from shared.model import BLOCKS_FILE, WEIGHTS_FILE, Head, Lora, Model, Prompts, stored_name
+from shared.modelfolder import ModelFolder
+from shared.problems import Problem
 from worker.blockmap import block_table, named_tensors
+from worker.cli.inserting import (
+    FusionHeads,
+    LoraAlpha,
+    LoraRank,
+    LoraRoles,
+    PromptFusion,
+    TextPromptFrom,
+    TextPrompts,
+    VisionPrompts,
+    caption_ids,
+    lora_from,
+    prompts_from,
+    start_from_caption,
+)
 from worker.configs import config_from
+from worker.inserts import insert, merge
 from worker.layouts import MappingFile, read_mapping
-from worker.models import AUTO_CLASSES, check_model, instantiate
+from worker.models import AUTO_CLASSES, check_model, instantiate, load
 
 app = typer.Typer(no_args_is_help=True, help="Make and inspect the models that runs start from.")
 
@@ -42,7 +59,7 @@ BOOKKEEPING = {"transformers_version", "architectures", "auto_map", "name_or_pat
 def _bad_input_in_one_line() -> Iterator[None]:
     try:
         yield
-    except (ValueError, OSError, ImportError, RuntimeError, SafetensorError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError, SafetensorError, Problem) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
 
@@ -63,6 +80,14 @@ def init(
     pretrained: Annotated[bool, typer.Option(help="Take the weights from the folder or the hub too.")] = False,
     labels: Annotated[int | None, typer.Option(min=1, help="How many classes the head tells apart.")] = None,
     mapping_file: MappingOption = None,
+    vision_prompts: VisionPrompts = 0,
+    text_prompts: TextPrompts = None,
+    text_prompt_from: TextPromptFrom = None,
+    prompt_fusion: PromptFusion = None,
+    fusion_heads: FusionHeads = 8,
+    lora_rank: LoraRank = None,
+    lora_alpha: LoraAlpha = None,
+    lora_roles: LoraRoles = "query,value",
 ) -> None:
     """Make a model folder: transformers' own layout, and the table of the model's blocks."""
     with _bad_input_in_one_line():
@@ -73,11 +98,40 @@ def init(
         if labels is not None:
             settings = {key: value for key, value in settings.items() if key not in {"id2label", "label2id"}}
             settings["num_labels"] = labels
+        caption = caption_ids(text_prompt_from, config)
+        prompts = prompts_from(vision_prompts, text_prompts, caption, prompt_fusion, fusion_heads)
+        lora = lora_from(lora_rank, lora_alpha, lora_roles)
         if pretrained:
             model = _pretrained(config, settings, head, seed, mapping)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                insert(model, prompts, lora, mapping)
         else:
-            model = instantiate(settings, head, seed=seed)
-        document = _document(model, head, mapping)
+            model = instantiate(settings, head, seed=seed, prompts=prompts, lora=lora, mapping=mapping)
+        if caption:
+            start_from_caption(model, caption)
+        document = _document(model, head, mapping, prompts, lora)
+        _write(out, model, document)
+    typer.echo(f"{out}: {len(document.blocks)} blocks, {document.nbytes} bytes")
+
+
+@app.command("merge")
+def merge_adapters(
+    source: Annotated[Path, typer.Argument(help="A model folder with adapters, such as an exported version.")],
+    out: Annotated[Path, typer.Argument(help="The folder to make. It may not exist yet.")],
+    mapping_file: MappingOption = None,
+) -> None:
+    """Add the adapters of a model folder to its matrices: what comes out needs transformers alone."""
+    with _bad_input_in_one_line():
+        if out.exists():
+            raise ValueError(f"{out} exists already: remove it or choose another name")
+        folder = ModelFolder.open(source)
+        if not folder.model.lora or folder.model.prompts:
+            raise ValueError(f"{source} has no adapters, or prompts too, which cannot become part of any matrix")
+        mapping = read_mapping(mapping_file) if mapping_file else None
+        model = load(folder, mapping)
+        merge(model)
+        document = _document(model, folder.model.head, mapping)
         _write(out, model, document)
     typer.echo(f"{out}: {len(document.blocks)} blocks, {document.nbytes} bytes")
 
@@ -193,10 +247,16 @@ def _check_loaded(model: PreTrainedModel, absent: set[str], mapping: MappingFile
         typer.echo(f"new and random: {', '.join(sorted(absent))}")
 
 
-def _document(model: PreTrainedModel, head: Head, mapping: MappingFile | None) -> Model:
-    """The model as a run names it, proven to be rebuilt from its config alone."""
+def _document(
+    model: PreTrainedModel,
+    head: Head,
+    mapping: MappingFile | None,
+    prompts: Prompts | None = None,
+    lora: Lora | None = None,
+) -> Model:
+    """The model as a run names it, proven to be rebuilt from its document alone."""
     config = _plain(json.loads(model.config.to_json_string()))
-    document = Model(config=config, head=head, blocks=block_table(model, mapping))
+    document = Model(config=config, head=head, prompts=prompts, lora=lora, blocks=block_table(model, mapping))
     check_model(document, mapping)
     return document
 
@@ -207,7 +267,7 @@ def _write(out: Path, model: PreTrainedModel, document: Model) -> None:
     folder.mkdir(parents=True)
     try:
         # One file, with the names that the model has in memory rather than those of older checkpoints.
-        tensors = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+        tensors = {stored_name(name): tensor.detach() for name, tensor in named_tensors(model).items()}
         model.save_pretrained(folder, state_dict=tensors, save_original_format=False, max_shard_size=1 << 62)
         _check_names(folder / WEIGHTS_FILE, document)
         table = folder / BLOCKS_FILE
@@ -221,7 +281,7 @@ def _write(out: Path, model: PreTrainedModel, document: Model) -> None:
 
 def _check_names(weights: Path, document: Model) -> None:
     with safe_open(weights, framework="numpy") as file:
-        odd = {block.tensor for block in document.blocks} ^ set(file.keys())
+        odd = {stored_name(block.tensor) for block in document.blocks} ^ set(file.keys())
     if odd:
         raise ValueError(f"transformers saved other tensors than the model has: {', '.join(sorted(odd))}")
 

@@ -1,0 +1,142 @@
+"""`tessera model` with prompts and adapters: what the folders hold, and what transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from shared.model import Fusion, Lora, Prompts
+from shared.modelfolder import ModelFolder
+from tests.support.duals import dual, pairs
+from worker.cli.model import app
+from worker.forward import forward
+from worker.models import instantiate, load
+
+BERT = {
+    "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 24, "vocab_size": 20,
+}  # fmt: skip
+
+
+def source(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def tokenizer(folder: Path) -> None:
+    words = {"<s>": 3, "</s>": 29, "<pad>": 1, "a": 10, "photo": 11, "of": 12}
+    made = Tokenizer(WordLevel({**words, "?": 4}, unk_token="?"))
+    made.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
+def init(*words: object) -> str:
+    result = CliRunner().invoke(app, ["init", *map(str, words)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refusal(*words: object) -> str:
+    result = CliRunner().invoke(app, [*map(str, words)])
+    assert result.exit_code == 2
+    return result.output
+
+
+def test_a_folder_with_prompts_loads_here_with_them_and_in_transformers_without(tmp_path: Path) -> None:
+    made, config = tmp_path / "made", source(tmp_path / "clip", dual("clip"))
+    init(made, "--config", config, "--head", "contrastive", "--vision-prompts", 3, "--text-prompts", 2)
+    folder, batch = ModelFolder.open(made), next(pairs("clip", 3).batches(None))
+    assert folder.model.prompts == Prompts(vision=3, text=2)
+    here = forward(load(folder).eval(), "contrastive", batch)
+    prompted = instantiate(dual("clip"), "contrastive", prompts=folder.model.prompts).eval()
+    assert torch.equal(here.logits, forward(prompted, "contrastive", batch).logits)  # type: ignore[arg-type]
+    theirs, loading = AutoModel.from_pretrained(made, output_loading_info=True)
+    assert set(loading["unexpected_keys"]) == {"prompts.vision", "prompts.text"}
+    assert not loading["missing_keys"]
+    plain = instantiate(dual("clip"), "contrastive").eval()
+    assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), plain.parameters(), strict=True))
+
+
+def test_weights_from_elsewhere_get_the_same_prompts_as_random_ones_would(tmp_path: Path) -> None:
+    config, plain, made = source(tmp_path / "clip", dual("siglip")), tmp_path / "plain", tmp_path / "made"
+    init(plain, "--config", config, "--head", "contrastive", "--seed", 7)
+    init(made, "--config", plain, "--head", "contrastive", "--pretrained", "--text-prompts", 4)
+    before, after = load(ModelFolder.open(plain)), load(ModelFolder.open(made))
+    mine = dict(after.named_parameters())
+    assert all(torch.equal(tensor, mine[name]) for name, tensor in before.named_parameters())
+    assert mine["prompts.text"].shape == (4, 16)
+    assert 0.01 < mine["prompts.text"].std() < 0.03
+
+
+def test_text_prompts_start_from_the_embeddings_of_a_caption(tmp_path: Path) -> None:
+    made, config = tmp_path / "made", source(tmp_path / "clip", dual("clip"))
+    tokenizer(config)
+    words = ("--config", config, "--head", "contrastive")
+    init(made, *words, "--text-prompt-from", "a photo of a")
+    model = load(ModelFolder.open(made))
+    embeddings = model.get_parameter("text_model.embeddings.token_embedding.weight")
+    assert torch.equal(model.get_parameter("prompts.text"), embeddings[[10, 11, 12, 10]])
+    told = refusal("init", tmp_path / "no", *words, "--text-prompt-from", "a photo of a", "--text-prompts", 3)
+    assert "the caption has 4 tokens" in told
+
+
+def test_a_folder_with_adapters_loads_in_transformers_as_the_model_without_them(tmp_path: Path) -> None:
+    made, config = tmp_path / "made", source(tmp_path / "bert", BERT)
+    init(made, "--config", config, "--head", "text-classification", "--lora-rank", 2, "--lora-roles", "query,mlp")
+    assert ModelFolder.open(made).model.lora == Lora(rank=2, alpha=4, roles=("query", "mlp"))
+    _, loading = AutoModelForSequenceClassification.from_pretrained(made, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert all(".lora_" in name for name in loading["unexpected_keys"])
+
+
+def test_merged_adapters_are_a_plain_folder_that_computes_the_same(tmp_path: Path) -> None:
+    made, merged, config = tmp_path / "made", tmp_path / "merged", source(tmp_path / "bert", BERT)
+    init(made, "--config", config, "--head", "text-classification", "--lora-rank", 2, "--lora-alpha", 3)
+    folder = ModelFolder.open(made)
+    with (made / "model.safetensors").open("r+b") as file:
+        for block in folder.model.blocks:
+            if ".lora_B." in block.name:
+                entry = folder.header.entries[block.name]
+                file.seek(folder.header.data_start + entry.start)
+                file.write(torch.randn(block.shape).numpy().tobytes())
+    adapted = load(ModelFolder.open(made)).eval()
+    assert CliRunner().invoke(app, ["merge", str(made), str(merged)]).exit_code == 0
+    theirs = AutoModelForSequenceClassification.from_pretrained(merged).eval()
+    ids = torch.tensor([[3, 4, 5]])
+    torch.testing.assert_close(theirs(input_ids=ids).logits, adapted(input_ids=ids).logits)
+    assert ModelFolder.open(merged).model.lora is None
+    assert "has no adapters" in refusal("merge", merged, tmp_path / "again")
+
+
+def test_what_does_not_go_together_is_refused_with_what_would(tmp_path: Path) -> None:
+    clip, bert = source(tmp_path / "clip", dual("clip")), source(tmp_path / "bert", BERT)
+    for words, told in (
+        ((bert, "--text-prompts", 2), "a bert takes no prompts; those that do are aimv2"),
+        ((clip, "--prompt-fusion", "local"), "--prompt-fusion needs --vision-prompts or --text-prompts"),
+        ((clip, "--text-prompts", 2, "--prompt-fusion", "local", "--fusion-heads", 5), "divide among 5 heads"),
+        ((bert, "--lora-alpha", 2), "--lora-alpha needs --lora-rank"),
+        ((bert, "--lora-rank", 2, "--lora-roles", "queries"), "queries"),
+    ):
+        assert told in refusal("init", tmp_path / "no", "--head", "features", "--config", *words)
+        assert not (tmp_path / "no").exists()
+
+
+def test_fusion_may_be_a_part_of_the_run(tmp_path: Path) -> None:
+    made, config = tmp_path / "made", source(tmp_path / "clip", dual("clip"))
+    words = ("--text-prompts", 2, "--prompt-fusion", "global", "--fusion-heads", 4)
+    init(made, "--config", config, "--head", "contrastive", *words)
+    model = ModelFolder.open(made).model
+    assert model.prompts == Prompts(text=2, fusion=Fusion(asks="global", heads=4))
+    # One attention 16 wide: in- and output projections with their biases.
+    fusion = [block for block in model.blocks if block.name.startswith("prompts.fusion.text.")]
+    assert sum(block.numel for block in fusion) == 4 * 16 * 16 + 4 * 16
+    assert {block.role for block in fusion} == {"prompt"}

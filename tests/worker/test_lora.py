@@ -1,0 +1,179 @@
+"""Low-rank adapters: that they start as nothing, are blocks of their own, and become part of their matrices."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shared.model import Head, Lora, Model, stored_name
+from tests.support.duals import dual, pairs
+from worker.blockmap import block_table, named_tensors
+from worker.configs import ConfigError
+from worker.forward import forward
+from worker.inserts import merge
+from worker.layouts import MappingFile, Row
+from worker.models import ModelMismatch, build, instantiate
+
+SIZES = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 20, **SIZES}
+CASES: dict[str, tuple[dict[str, Any], Head]] = {
+    "bert": ({"model_type": "bert", **SIZES, "num_labels": 3}, "text-classification"),
+    "bert in 16 bits": ({"model_type": "bert", **SIZES, "dtype": "bfloat16"}, "text-classification"),
+    "albert, whose layers share their tensors": (
+        {"model_type": "albert", **SIZES, "embedding_size": 16},
+        "text-classification",
+    ),
+    "llama": ({"model_type": "llama", **SIZES, "num_key_value_heads": 1}, "causal-lm"),
+    "gpt2, fused and transposed": (GPT2, "causal-lm"),
+    "gpt_neox, fused head by head": ({"model_type": "gpt_neox", **SIZES}, "causal-lm"),
+    "siglip, with torch's own attention": (dual("siglip"), "contrastive"),
+}
+EVERY = pytest.mark.parametrize("case", CASES)
+NARROW = Lora(rank=2, alpha=6)
+WIDE = Lora(rank=2, alpha=6, roles=("query", "key", "value", "output", "mlp"))
+
+
+def made(case: str, lora: Lora | None = None) -> Any:
+    config, head = CASES[case]
+    return instantiate(config, head, seed=3, lora=lora).eval()
+
+
+def logits(model: nn.Module, case: str) -> Tensor:
+    head = CASES[case][1]
+    given = {"input_ids": torch.tensor([[3, 5, 6, 7]]), "labels": torch.tensor([0])}
+    if head == "contrastive":
+        given = next(pairs("siglip", 3).batches(None))
+    elif head == "causal-lm":
+        given["labels"] = given["input_ids"]
+    with torch.no_grad():
+        found = forward(model, head, given).logits
+    assert found is not None
+    return found
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """The model with its adapters away from their start."""
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in model.named_parameters():
+        if ".lora_B." in name:
+            tensor.detach().copy_(torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+@EVERY
+@pytest.mark.parametrize("lora", [NARROW, WIDE], ids=["narrow", "wide"])
+def test_a_model_with_adapters_starts_as_the_model_without_them_bit_for_bit(case: str, lora: Lora) -> None:
+    plain, adapted = made(case), made(case, lora)
+    theirs = {stored_name(name): tensor for name, tensor in named_tensors(adapted).items()}
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in named_tensors(plain).items())
+    start = logits(plain, case)
+    assert torch.equal(logits(adapted, case), start)
+    assert not torch.equal(logits(moved(adapted), case), start)
+
+
+@EVERY
+@pytest.mark.parametrize("lora", [NARROW, WIDE], ids=["narrow", "wide"])
+def test_what_was_there_keeps_its_role_layer_and_parts_beside_an_adapter(case: str, lora: Lora) -> None:
+    before = {block.name: block for block in block_table(made(case))}
+    table = block_table(made(case, lora))
+    after = {stored_name(block.name): block for block in table}
+    assert [name for name in after if name in before] == list(before)
+    for name, block in before.items():
+        assert after[name].model_copy(update={"tensor": block.tensor}) == block
+    added = [block for name, block in after.items() if name not in before]
+    assert added
+    assert {block.role for block in added} == {"adapter"}
+    config, head = CASES[case]
+    document = Model(config=config, head=head, lora=lora, blocks=table)
+    assert block_table(build(document)) == table
+
+
+def test_an_adapter_stands_beside_the_matrices_of_the_roles_and_has_their_layer_and_dtype() -> None:
+    table = block_table(made("bert in 16 bits", NARROW))
+    found = {block.name: (block.shape, block.layer, block.dtype) for block in table if block.role == "adapter"}
+    where = "bert.encoder.layer.{}.attention.self.{}.lora_{}.default.weight"
+    assert found == {
+        where.format(layer, role, half): ((2, 16) if half == "A" else (16, 2), layer, "BF16")
+        for layer in (0, 1)
+        for role in ("query", "value")
+        for half in "AB"
+    }
+
+
+def test_a_fused_matrix_is_adapted_whole() -> None:
+    table = block_table(made("gpt2, fused and transposed", Lora(rank=2, alpha=2, roles=("value",))))
+    shapes = [block.shape for block in table if block.role == "adapter"]
+    assert shapes == [(2, 16), (48, 2)] * 2
+
+
+@EVERY
+def test_the_update_is_alpha_over_rank_times_b_a_and_merging_adds_it_to_the_matrix(case: str) -> None:
+    plain, adapted = made(case), moved(made(case, WIDE))
+    tensors, expected = named_tensors(adapted), logits(adapted, case)
+    before = named_tensors(plain)
+    updates = {}
+    for name, b in tensors.items():
+        if ".lora_B." in name:
+            a = tensors[name.replace(".lora_B.", ".lora_A.")]
+            delta = 6 / 2 * b.detach() @ a.detach()  # [outputs, inputs]
+            matrix = name.partition(".lora_B.")[0] + ".weight"
+            updates[matrix] = delta if before[matrix].shape == delta.shape and case[:4] != "gpt2" else delta.T
+    merge(adapted)
+    merged = named_tensors(adapted)
+    assert list(merged) == list(before)
+    exact = {"rtol": 0.02, "atol": 0.02} if "16 bits" in case else {"rtol": 1e-4, "atol": 1e-5}
+    for name, tensor in merged.items():
+        change = (tensor - before[name]).detach()
+        torch.testing.assert_close(change, updates.get(name, torch.zeros_like(change)), **exact)
+    torch.testing.assert_close(logits(adapted, case), expected, **exact)
+
+
+def test_torchs_own_attention_gets_no_adapter_that_it_would_never_call() -> None:
+    names = [block.name for block in block_table(made("siglip, with torch's own attention", WIDE))]
+    assert "vision_model.head.attention.out_proj.weight" in names
+    assert any(".encoder.layers.0.self_attn.out_proj.lora_A." in name for name in names)
+
+
+def test_a_mapping_finds_what_adapters_go_beside_by_the_names_without_them() -> None:
+    rows = tuple(Row(names=f"*.{name}.*", role=role) for name, role in (("query", "value"), ("value", "query")))
+    swapped = MappingFile(model_type="bert", tensors=rows)
+    config, head = CASES["bert"]
+    lora = Lora(rank=1, alpha=1, roles=("value",))
+    table = block_table(instantiate(config, head, lora=lora, mapping=swapped), swapped)
+    adapted = {block.name.partition(".lora_")[0].rpartition(".")[2] for block in table if block.role == "adapter"}
+    assert adapted == {"query"}
+    assert {block.role for block in table if ".self.query.base_layer." in block.name} == {"value"}
+    document = Model(config=config, head=head, lora=lora, blocks=table)
+    assert block_table(build(document, mapping=swapped), swapped) == table
+    with pytest.raises(ModelMismatch, match=r"self\.value\.lora_A.*unexpected"):
+        build(document)
+
+
+def test_roles_without_a_matrix_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no linear layer with a role among norm, prompt"):
+        made("bert", Lora(rank=2, alpha=2, roles=("norm", "prompt")))
+
+
+def test_a_worker_without_peft_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without_peft(name: str, *rest: Any) -> Any:
+        if name.partition(".")[0] == "peft":
+            raise ModuleNotFoundError("No module named 'peft'", name="peft")
+        return real(name, *rest)
+
+    monkeypatch.delitem(sys.modules, "worker.lora", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without_peft)
+    with pytest.raises(ConfigError, match=r"No module named 'peft'.*install tessera\[lora\]"):
+        made("bert", NARROW)
+    monkeypatch.undo()
+    importlib.import_module("worker.lora")

@@ -1,0 +1,227 @@
+"""Prompts in dual encoders: where they go in, that nothing else changes, and that they alone can be trained."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shared.blocks import roles
+from shared.model import Fusion, Model, Prompts
+from tests.support.duals import dual, pairs
+from worker.blockmap import block_table
+from worker.configs import ConfigError
+from worker.forward import forward
+from worker.freezing import Freeze
+from worker.fusion import fusion_module
+from worker.models import build, instantiate
+from worker.prompts import TOWERS, PromptError, PromptTokens, caption_start, prompts_of
+
+FAMILIES = pytest.mark.parametrize("family", sorted(TOWERS))
+BOTH = Prompts(vision=3, text=2)
+
+
+def made(family: str, prompts: Prompts | None = None) -> PreTrainedModel:
+    return instantiate(dual(family), "contrastive", seed=4, prompts=prompts).eval()
+
+
+def tokens_of(model: PreTrainedModel) -> PromptTokens:
+    found = prompts_of(model)
+    assert found is not None
+    return found
+
+
+def text_of(model: PreTrainedModel) -> Tensor:
+    own = tokens_of(model).own("text")
+    assert own is not None
+    return own.detach()
+
+
+def batch(family: str) -> dict[str, Tensor]:
+    return next(pairs(family, 4).batches(None))
+
+
+def logits(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+    """[images, classes]"""
+    with torch.no_grad():
+        found = forward(model, "contrastive", given).logits
+    assert found is not None
+    return found
+
+
+@FAMILIES
+def test_without_tokens_the_model_is_the_plain_one_bit_for_bit(family: str) -> None:
+    plain, prompted = made(family), made(family, BOTH)
+    plain_tensors = dict(plain.named_parameters())
+    for name, tensor in prompted.named_parameters():
+        assert name.startswith("prompts.") or torch.equal(tensor, plain_tensors[name])
+    tokens_of(prompted).ways = {"vision": lambda own: own[:0], "text": lambda own: own[:0]}
+    assert torch.equal(logits(plain, batch(family)), logits(prompted, batch(family)))
+
+
+@FAMILIES
+def test_text_prompts_that_are_embeddings_of_words_are_those_words_after_the_start(family: str) -> None:
+    plain, prompted, given = made(family), made(family, Prompts(text=2)), batch(family)
+    words = torch.tensor([6, 10])
+    text_of(prompted).copy_(caption_start(prompted, words))
+    ids, first = given["input_ids"], TOWERS[family].text_first
+    # SigLIP's texts fill all 12 positions already, so that two columns of padding make room.
+    spelt = torch.cat([ids[:, :first], words.expand(3, -1), ids[:, first:]], dim=1)[:, :12]
+    expected = logits(plain, {**given, "input_ids": spelt})
+    assert torch.equal(logits(prompted, given), expected)
+    assert not torch.equal(expected, logits(plain, given))
+
+
+@FAMILIES
+def test_vision_prompts_stand_after_the_class_token_and_before_the_patches(family: str) -> None:
+    plain, prompted = made(family), made(family, Prompts(vision=3))
+    put_in: list[Tensor] = []
+    for model in (plain, prompted):
+        embeddings = model.get_submodule("vision_model.embeddings")
+        embeddings.register_forward_hook(lambda _module, _args, output: put_in.append(output))
+        logits(model, batch(family))
+    first = TOWERS[family].vision_first
+    before, own, after = put_in[1].split([first, 3, put_in[0].shape[1] - first], dim=1)  # [images, tokens, width]
+    assert torch.equal(torch.cat([before, after], dim=1), put_in[0])
+    assert all(torch.equal(each, tokens_of(prompted).own("vision")) for each in own)
+
+
+@FAMILIES
+def test_gradients_reach_both_prompts_and_training_them_changes_nothing_else(family: str) -> None:
+    model, given = made(family, BOTH), batch(family)
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    freeze = Freeze(model, roles("prompt").resolve(block_table(model)))
+    optimizer = torch.optim.AdamW(freeze.parameters, lr=0.1, weight_decay=0.5)
+    forward(model, "contrastive", given).loss.backward()
+    optimizer.step()
+    trained = {name for name, tensor in model.named_parameters() if tensor.grad is not None}
+    moved = {name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])}
+    assert trained == moved == {"prompts.vision", "prompts.text"}
+    assert all(tensor.grad.abs().sum() > 0 for tensor in freeze.parameters if tensor.grad is not None)
+
+
+@FAMILIES
+def test_the_prompts_are_blocks_of_the_run_and_the_document_builds_them(family: str) -> None:
+    table = block_table(made(family, BOTH))
+    found = {block.name: (block.shape, block.layer) for block in table if block.role == "prompt"}
+    assert found == {"prompts.vision": ((3, 16), None), "prompts.text": ((2, 16), None)}
+    document = Model(config=dual(family), head="contrastive", prompts=BOTH, blocks=table)
+    assert block_table(build(document)) == table
+    assert [block for block in table if block.role != "prompt"] == list(block_table(made(family)))
+
+
+def test_no_table_gets_past_a_model_that_lacks_its_prompts() -> None:
+    table = block_table(made("clip", BOTH))
+    with pytest.raises(ValueError, match=r"prompts\.text: missing"):
+        build(Model(config=dual("clip"), head="contrastive", blocks=table))
+    with pytest.raises(ValueError, match=r"prompts\.vision: shape"):
+        build(Model(config=dual("clip"), head="contrastive", prompts=Prompts(vision=9, text=2), blocks=table))
+
+
+def test_what_goes_in_may_be_made_of_the_prompts_and_have_another_length() -> None:
+    plain, prompted, given = made("clip", Prompts(text=4)), made("clip", Prompts(text=2)), batch("clip")
+    more = torch.randn(2, 16)
+    text_of(plain).copy_(torch.cat([text_of(prompted), more]))
+    tokens_of(prompted).ways["text"] = lambda own: torch.cat([own, more])
+    assert torch.equal(logits(prompted, given), logits(plain, given))
+
+
+def test_a_copy_of_the_model_puts_its_own_prompts_in() -> None:
+    model, given = made("clip", BOTH), batch("clip")
+    copied, before = deepcopy(model), logits(model, given)
+    text_of(copied).fill_(1.0)
+    assert torch.equal(logits(model, given), before)
+    assert not torch.equal(logits(copied, given), before)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_only_padding_makes_way_and_a_text_that_does_not_fit_is_refused(masked: bool) -> None:
+    given = batch("clip")
+    texts = given["input_ids"][:2]  # [2, 6], of which four and three columns are no padding
+
+    def with_prompts(count: int) -> Tensor:
+        mask = {"attention_mask": (texts != 29).long() | (texts == 29).long().cumsum(1).eq(1)} if masked else {}
+        return logits(
+            made("clip", Prompts(text=count)), {**given, "input_ids": texts, "labels": given["labels"] % 2, **mask}
+        )
+
+    assert with_prompts(8).shape == (4, 2)
+    with pytest.raises(PromptError, match="9 text prompts and texts of 6 tokens do not fit the 12 positions"):
+        with_prompts(9)
+
+
+def test_padding_that_is_masked_stays_masked() -> None:
+    model, given = made("chinese_clip", BOTH), batch("chinese_clip")
+    ids = given["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[:, 5:] = 0
+    changed = ids.clone()
+    changed[:, 5:] = 20
+    there = logits(model, {**given, "attention_mask": mask})
+    assert torch.equal(there, logits(model, {**given, "input_ids": changed, "attention_mask": mask}))
+    assert not torch.equal(there, logits(model, {**given, "attention_mask": torch.ones_like(ids)}))
+
+
+def test_old_clips_that_end_a_text_at_its_highest_id_still_find_the_end() -> None:
+    config = dual("clip")
+    config["text_config"]["eos_token_id"] = 2
+    ends: list[Tensor] = []
+    model = instantiate(config, "contrastive", prompts=Prompts(text=3)).eval()
+    model.get_submodule("text_projection").register_forward_pre_hook(lambda _, args: ends.append(args[0]))
+    model.get_submodule("text_model.final_layer_norm").register_forward_hook(
+        lambda _module, _args, output: ends.append(output)
+    )
+    logits(model, batch("clip"))
+    states, pooled = ends  # [classes, 6 + 3, width] and [classes, width]
+    assert all(torch.equal(pooled[text], states[text, at + 3]) for text, at in enumerate((3, 2, 5)))
+
+
+@pytest.mark.parametrize("family", ["bert", "align", "groupvit", "tipsv2"])
+def test_a_model_that_takes_no_prompts_is_refused_by_name(family: str) -> None:
+    config: dict[str, Any] = {**dual("clip"), "model_type": family} if family != "bert" else {"model_type": "bert"}
+    with (
+        torch.device("meta"),
+        pytest.raises(ConfigError, match=f"{family} takes no prompts; those that do are aimv2"),
+    ):
+        instantiate(config, "features", prompts=BOTH)
+
+
+@pytest.mark.parametrize("wrong", [{"vision": -1}, {"text": 2000}, {"tokens": 1}, {"fusion": {"heads": 0}}])
+def test_prompts_out_of_bounds_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Prompts.model_validate(wrong)
+
+
+def test_attention_that_fuses_starts_as_what_asks_and_looks_at_what_answers() -> None:
+    torch.manual_seed(0)
+    shared, own = torch.randn(3, 16), torch.randn(3, 16)
+    for asks, expected in (("local", own), ("global", shared)):
+        fused = fusion_module(Fusion.model_validate({"asks": asks, "heads": 2}), 16)
+        assert torch.equal(fused(shared, own), expected)
+        nn.init.normal_(fused.get_parameter("attention.out_proj.weight"))
+        answers = own if asks == "global" else shared
+        moved = fused(*((shared, own + 1) if answers is own else (shared + 1, own)))
+        assert not torch.allclose(moved, fused(shared, own))
+
+
+def test_one_head_that_fuses_is_the_formula() -> None:
+    torch.manual_seed(0)
+    fused, shared, own = fusion_module(Fusion(heads=1), 16), torch.randn(3, 16), torch.randn(2, 16)
+    nn.init.normal_(fused.get_parameter("attention.out_proj.weight"))
+    queries, keys, values = fused.get_parameter("attention.in_proj_weight").split(16)
+    scores = (own @ queries.T) @ (shared @ keys.T).T / 16**0.5  # [2, 3]
+    found = scores.softmax(dim=-1) @ (shared @ values.T) @ fused.get_parameter("attention.out_proj.weight").T
+    torch.testing.assert_close(fused(shared, own), own + found)
+
+
+def test_other_fusions_are_the_mean_and_one_after_the_other() -> None:
+    shared, own = torch.tensor([[2.0, 4.0]]), torch.tensor([[4.0, 8.0]])
+    assert fusion_module(Fusion(kind="mean"), 2)(shared, own).tolist() == [[3.0, 6.0]]
+    assert fusion_module(Fusion(kind="concat"), 2)(shared, own).tolist() == [[2.0, 4.0], [4.0, 8.0]]
+    with pytest.raises(ConfigError, match="width 6 do not divide among 4 heads"):
+        fusion_module(Fusion(heads=4), 6)
