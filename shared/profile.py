@@ -1,4 +1,4 @@
-"""What a worker measures of a model's layers on its own data: how they attend, and how the loss depends on them."""
+"""What a worker measures of how a model's layers attend on its own data."""
 
 from __future__ import annotations
 
@@ -51,13 +51,3 @@ class LayerAttention:
     """In [0, 1]: the entropy of a query's probabilities over the largest that its visible keys allow, in the mean."""
     rows: Mapping[str, ByHead] = field(default_factory=dict)
     """Those of the layer's blocks, by name, whose rows or columns belong to heads."""
-
-
-@dataclass(frozen=True)
-class LayerGradient:
-    """How the loss depends on one layer's parameters."""
-
-    norm: float
-    """The l2 norm of the gradient of the mean loss."""
-    fisher: float
-    """The trace of the empirical Fisher information: the mean over examples of the squared norm of its gradient."""

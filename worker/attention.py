@@ -15,8 +15,7 @@ the one over the most keys, and a layer that is passed through several times by 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Self
@@ -31,6 +30,7 @@ from shared.layers import Layer, layers_of
 from shared.profile import LayerAttention, TaskTokens
 from shared.tensors import Array
 from worker.heads import by_head
+from worker.measuring import measuring
 from worker.probabilities import READERS, SOFTMAXES, Probabilities, UnknownAttention, of_softmax
 
 OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states")
@@ -108,7 +108,8 @@ def attention_profile(
     """
     layers = [layer for layer in layers_of(blocks) if any(block.role == "query" for block in layer.blocks)]
     gathered: dict[str, list[_Seen]] = {layer.name: [] for layer in layers}
-    with _evaluating(model), _Watch(model, _places(layers), tokens) as watch:
+    # Not inference mode: what a model caches in it could not be used in training afterwards.
+    with measuring(model), torch.no_grad(), _Watch(model, _places(layers), tokens) as watch:
         for batch in batches:
             forward(batch)
             for name, calls in watch.taken().items():
@@ -116,20 +117,6 @@ def attention_profile(
     if missed := [name for name, seen in gathered.items() if not seen]:
         raise UnknownAttention(f"no attention of a sequence to itself was seen in {', '.join(missed[:8])}")
     return {layer.name: _measured(model, layer, gathered[layer.name]) for layer in layers}
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    devices = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
-    model.train(mode=False)
-    try:
-        # Not inference mode: what a model caches in it could not be used in training afterwards.
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _places(layers: Sequence[Layer]) -> dict[str, str]:
