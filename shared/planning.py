@@ -13,7 +13,7 @@ from shared.methods import coordinator_half
 from shared.methods.contract import Participant, Plan, RunFacts, State, begin
 from shared.model import Model
 from shared.problems import Fault, InvalidUpdate
-from shared.wire import RunSpec
+from shared.wire import RunSpec, Task, VersionRef
 
 MAX_WARNINGS = 16
 MAX_WARNING_CHARACTERS = 500
@@ -52,6 +52,49 @@ def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, numbers
     except ValueError as fault:
         unusable = Fault(pointer="/numbers", detail=str(fault)[:300])
         raise InvalidUpdate("the method cannot merge the update's numbers", errors=[unusable]) from None
+
+
+def dataset_of(spec: RunSpec, kind: str, *, held_out: bool) -> str:
+    """What a worker calls the data that a task is about."""
+    central = kind == "evaluate" and not held_out and spec.evaluation
+    return (central and central.dataset) or spec.dataset
+
+
+def task_of(
+    spec: RunSpec,
+    plan: Plan,
+    version: VersionRef,
+    *,
+    task_id: str,
+    token: int,
+    kind: str,
+    held_out: bool,
+    run: str,
+    number: int,
+    seed: int,
+    lease_seconds: float,
+) -> Task:
+    """What a worker is told: what the plan asks of it in round `number`, and what the run says for all rounds."""
+    return Task(
+        id=task_id,
+        token=token,
+        kind=kind,
+        run=run,
+        run_name=spec.name,
+        round=number,
+        rounds=spec.rounds,
+        seed=seed,
+        method=spec.method,
+        plan=plan,
+        dataset=dataset_of(spec, kind, held_out=held_out),
+        held_out=held_out,
+        training=spec.training,
+        codec=spec.codec,
+        divide=spec.divide,
+        model=spec.model,
+        version=version,
+        lease_seconds=lease_seconds,
+    )
 
 
 def training_seed(spec: RunSpec, number: int, worker: str) -> int:

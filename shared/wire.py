@@ -82,6 +82,11 @@ class Manifest(Frozen):
     memory: dict[Name, MemoryEntry] = {}
     numbers: dict[str, float] = {}
 
+    @property
+    def digests(self) -> set[Digest]:
+        """The blobs that it refers to."""
+        return {*self.blocks.values(), *(entry.digest for entry in self.memory.values())}
+
 
 class VersionRef(Message):
     number: NonNegativeInt

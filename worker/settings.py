@@ -62,6 +62,9 @@ class DataSource(BaseModel):
         )
 
 
+DeviceName = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,2})?)$")]
+
+
 class Settings(BaseSettings):
     """A worker's settings. Unknown keys are refused."""
 
@@ -74,7 +77,7 @@ class Settings(BaseSettings):
     token_file: Path | None = None
     name: Label = Field(description="what this worker is called; its own among the site's workers")
     state_dir: Path = Field(description="where cache and vault are; this worker's alone")
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,2})?)$")] = "auto"
+    device: DeviceName = "auto"
     kinds: tuple[TaskKind, ...] = Field(default=("train", "evaluate"), min_length=1)
     threads: PositiveInt | None = Field(default=None, description="threads of one operation; torch's choice if unset")
     cache_bytes: PositiveInt = 20 * GIB
@@ -169,11 +172,11 @@ def mappings_of(settings: Settings) -> dict[str, MappingFile]:
     return by_type
 
 
-def device_of(settings: Settings) -> torch.device:
+def device_of(name: DeviceName) -> torch.device:
     """The device to train on: with `auto` a GPU if there is one. Raises SettingsError for a GPU that is not there."""
-    if settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available()):
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    device = torch.device("cuda" if settings.device == "auto" else settings.device)
+    device = torch.device("cuda" if name == "auto" else name)
     if (device.index or 0) >= torch.cuda.device_count():
         raise SettingsError(f"device: there is no {device} here, of {torch.cuda.device_count()} CUDA devices")
     return device

@@ -136,7 +136,7 @@ class Workbench:
         return cls(
             coordinator=client,
             datasets=datasets_of(settings),
-            device=device_of(settings),
+            device=device_of(settings.device),
             vault=Vault(settings.state_dir / "vault"),
             shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
             scratch=settings.state_dir,

@@ -14,7 +14,7 @@ from coordinator.api.access import Cursor, Key, Limit, Orchestrator, Serving, Vi
 from coordinator.api.reading import BoundedRoute
 from coordinator.domain.lifecycle import LIVE_RUN
 from coordinator.services import Services
-from coordinator.storage import audit, rounds, tasks, views
+from coordinator.storage import audit, rounds, views
 from coordinator.storage.idempotency import once
 from coordinator.storage.identity import Principal, new_id
 from coordinator.storage.reach import within_reach
@@ -25,7 +25,7 @@ from shared.export import Export
 from shared.methods import UnknownMethod, check
 from shared.methods.contract import Unsuited
 from shared.model import Model
-from shared.planning import begun, warnings_of
+from shared.planning import begun, dataset_of, warnings_of
 from shared.problems import (
     Conflict,
     Fault,
@@ -232,7 +232,9 @@ def list_measurements(
             session,
             select(TaskRow).where(done),
             keys,
-            lambda row: views.measurement_view(session, row[0], tasks.dataset_of(row[0], spec)),
+            lambda row: views.measurement_view(
+                session, row[0], dataset_of(spec, row[0].kind, held_out=row[0].held_out)
+            ),
             limit,
             cursor,
         )

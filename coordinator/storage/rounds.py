@@ -165,7 +165,7 @@ def add_version(
         audit.record(
             session, now, ACTOR, "version.warning", ref.digest, run_id=run_id, number=ref.number, warnings=news
         )
-    wanted = {ref.digest, *manifest.blocks.values(), *(entry.digest for entry in manifest.memory.values())}
+    wanted = {ref.digest, *manifest.digests}
     same = (RunBlobRow.run_id == run_id) & RunBlobRow.digest.in_(wanted)
     known = set(session.scalars(select(RunBlobRow.digest).where(same)))
     session.add_all(RunBlobRow(run_id=run_id, digest=blob) for blob in sorted(wanted - known))

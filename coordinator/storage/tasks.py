@@ -11,6 +11,7 @@ from coordinator.domain.acceptance import refusal
 from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow, WorkerRow
 from coordinator.storage.transitions import move_task
 from shared.methods.contract import Plan
+from shared.planning import dataset_of, task_of
 from shared.problems import NotFound, Problem, problem_from
 from shared.wire import Evaluated, RunSpec, Submission, Task, VersionRef
 
@@ -50,15 +51,9 @@ def held(session: Session, task_id: str, site_id: str | None) -> Held:
     run = session.get_one(RunRow, task.run_id)
     round_ = session.get(RoundRow, task.round_id) if task.round_id else None
     version = session.get_one(VersionRow, (task.run_id, task.version_number))
-    dataset = dataset_of(task, RunSpec.model_validate(run.spec))
+    dataset = dataset_of(RunSpec.model_validate(run.spec), task.kind, held_out=task.held_out)
     declared = worker.declared.get("held_out" if task.held_out else "datasets", {}).get(dataset, 0)
     return Held(task, round_, run, VersionRef(number=version.number, digest=version.digest), declared)
-
-
-def dataset_of(task: TaskRow, spec: RunSpec) -> str:
-    """What the worker calls the data that the task is about."""
-    central = task.kind == "evaluate" and not task.held_out and spec.evaluation
-    return (central and central.dataset) or spec.dataset
 
 
 def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None:
@@ -163,23 +158,16 @@ def was_accepted(entry: Held, report: Submission | Evaluated) -> bool:
 def task_message(entry: Held, lease_seconds: float) -> Task:
     """What the worker is told."""
     task, spec = entry.task, entry.spec
-    return Task(
-        id=task.id,
+    return task_of(
+        spec,
+        entry.plan,
+        entry.version,
+        task_id=task.id,
         token=task.token,
         kind=task.kind,
-        run=task.run_id,
-        run_name=spec.name,
-        round=entry.round.number if entry.round else task.version_number,
-        rounds=spec.rounds,
-        seed=task.seed,
-        method=spec.method,
-        plan=entry.plan,
-        dataset=dataset_of(task, spec),
         held_out=task.held_out,
-        training=spec.training,
-        codec=spec.codec,
-        divide=spec.divide,
-        model=spec.model,
-        version=entry.version,
+        run=task.run_id,
+        number=entry.round.number if entry.round else task.version_number,
+        seed=task.seed,
         lease_seconds=lease_seconds,
     )

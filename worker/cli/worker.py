@@ -84,7 +84,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     with _bad_settings_in_one_line():
         settings = read_settings(config)
         token = token_of(settings)
-        device = describe(device_of(settings))
+        device = describe(device_of(settings.device))
         loaded = datasets_of(settings)
     examples = {name: loaded[name].examples if name in loaded else None for name in settings.datasets}
     version, problem = None, None
