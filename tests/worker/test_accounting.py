@@ -1,0 +1,104 @@
+"""What mechanisms cost together: against formulas that can be written out, and against a second accountant."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from itertools import pairwise
+
+import pytest
+from opacus.accountants import PRVAccountant, RDPAccountant
+
+from shared.privacy import Budget
+from worker.accounting import LEAST_NOISE, Overspent, epsilon, noise_multiplier, rho_of, within
+from worker.ledger import NoisyChoice, NoisySteps
+
+DELTA = 1e-5
+
+
+def steps(noise: float, rate: float, count: int) -> NoisySteps:
+    return NoisySteps(noise_multiplier=noise, sampling_rate=rate, steps=count)
+
+
+# Runs of 40 to 3,750 steps, from batches of a sixtieth of the data to all of it.
+SETTINGS = [
+    (1.35, 0.016, 3750),
+    (0.92, 0.016, 3750),
+    (1.0, 0.1, 100),
+    (2.0, 0.5, 50),
+    (5.0, 1.0, 50),
+    (1.0, 0.25, 40),
+]
+
+
+@pytest.mark.parametrize(("noise", "rate", "count"), SETTINGS)
+def test_epsilon_agrees_with_opacus_to_one_percent(noise: float, rate: float, count: int) -> None:
+    theirs = PRVAccountant()
+    theirs.history = [(noise, rate, count)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of invalid logarithms in densities that are zero
+        second = theirs.get_epsilon(DELTA, eps_error=0.005)
+    assert epsilon([steps(noise, rate, count)], DELTA) == pytest.approx(second, rel=0.01)
+
+
+def test_renyi_accounting_never_says_less() -> None:
+    for noise, rate, count in SETTINGS:
+        theirs = RDPAccountant()
+        theirs.history = [(noise, rate, count)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert epsilon([steps(noise, rate, count)], DELTA) <= theirs.get_epsilon(DELTA)
+
+
+def test_epsilon_is_composed_over_rounds_and_knows_nothing_of_blocks() -> None:
+    # Ten rounds of ten steps, whatever they trained, cost what a hundred steps do.
+    rounds = [steps(1.0, 0.1, 10)] * 10
+    assert epsilon(rounds, DELTA) == epsilon([steps(1.0, 0.1, 100)], DELTA)
+    assert epsilon(rounds, DELTA) > epsilon(rounds[:9], DELTA)
+
+
+def test_one_gaussian_step_costs_what_the_exact_formula_says() -> None:
+    # Balle and Wang 2018, arXiv 1805.06530, theorem 8: delta = Phi(1/2z - ez) - e^e Phi(-1/2z - ez).
+    z, e = 2.0, epsilon([steps(2.0, 1.0, 1)], DELTA)
+    phi = lambda x: math.erfc(-x / math.sqrt(2)) / 2  # noqa: E731
+    assert phi(1 / (2 * z) - e * z) - math.exp(e) * phi(-1 / (2 * z) - e * z) == pytest.approx(DELTA, rel=0.01)
+
+
+@pytest.mark.parametrize(("target", "rate", "count"), [(0.5, 0.05, 200), (3.0, 0.1, 200), (8.0, 0.25, 40)])
+def test_the_noise_for_a_target_meets_it_and_hardly_more(target: float, rate: float, count: int) -> None:
+    noise = noise_multiplier(Budget(epsilon=target, delta=DELTA), [], rate, count)
+    assert epsilon([steps(noise, rate, count)], DELTA) <= target
+    assert epsilon([steps(noise / 1.003, rate, count)], DELTA) > target
+
+
+def test_what_was_spent_before_takes_more_noise() -> None:
+    target = Budget(epsilon=3.0, delta=DELTA)
+    noises = [
+        noise_multiplier(target, [steps(2.5, 0.1, before)] if before else [], 0.1, 100) for before in (0, 50, 90)
+    ]
+    assert all(less < more for less, more in pairwise(noises))
+    assert within([steps(2.5, 0.1, 90), steps(noises[2], 0.1, 100)], target)
+
+
+def test_a_spent_target_has_no_noise_that_would_do() -> None:
+    with pytest.raises(Overspent, match="epsilon 1 at delta 1e-05"):
+        noise_multiplier(Budget(epsilon=1.0, delta=DELTA), [steps(1.0, 0.5, 50)], 0.1, 1)
+
+
+def test_a_generous_target_still_gets_some_noise() -> None:
+    assert noise_multiplier(Budget(epsilon=900.0, delta=DELTA), [], 0.01, 10) == LEAST_NOISE
+
+
+def test_choices_cost_their_zcdp() -> None:
+    # Ten of 0.01 are 0.1-zCDP, hence at most 0.1 + 2 sqrt(0.1 log(1/delta)) = 2.246; the tight conversion says less.
+    choices = [NoisyChoice(rho=0.01)] * 10
+    bound = 0.1 + 2 * math.sqrt(0.1 * math.log(1 / DELTA))
+    assert 0.85 * bound < epsilon(choices, DELTA) <= bound
+    assert rho_of(Budget(epsilon=bound, delta=DELTA)) == pytest.approx(0.1)
+
+
+def test_choices_and_steps_together_cost_more_than_either_and_no_more_than_both() -> None:
+    choices, trained = [NoisyChoice(rho=0.002)] * 10, [steps(1.5, 0.1, 100)]
+    both = epsilon([*choices, *trained], DELTA)
+    assert max(epsilon(choices, DELTA), epsilon(trained, DELTA)) < both
+    assert both <= epsilon(choices, DELTA / 2) + epsilon(trained, DELTA / 2)

@@ -1,0 +1,125 @@
+"""The ledger: written before anything is spent, never rewritten, and not to be relied on once it was."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from shared.methods import Chosen
+from shared.methods.contract import Plan
+from shared.privacy import Budget
+from shared.wire import Task, Training, VersionRef
+from worker.ledger import BEGINNING, Ledger, LedgerError, NoisyChoice, NoisySteps
+
+DIGEST = f"sha256:{'0' * 64}"
+TARGET = Budget(epsilon=3.0, delta=1e-5)
+STEPS = NoisySteps(noise_multiplier=1.5, sampling_rate=0.1, steps=10)
+
+
+def task(**more: object) -> Task:
+    given = {
+        "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 2, "seed": 0,
+        "method": Chosen(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(), "codec": "raw",
+        "divide": "participants", "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST),
+        "lease_seconds": 60.0,
+    }  # fmt: skip
+    return Task.model_validate({**given, **more})
+
+
+def spend(ledger: Ledger, **more: object) -> None:
+    with ledger.page("wards") as page:
+        page.spend(task(**more), 100, TARGET, [STEPS])
+
+
+def file_of(folder: Path) -> Path:
+    return folder / "wards.jsonl"
+
+
+def test_what_was_spent_is_there_for_the_next_process(tmp_path: Path) -> None:
+    assert Ledger(tmp_path).read("wards") == ()
+    with Ledger(tmp_path).page("wards") as page:
+        page.spend(task(round=3, token=7), 100, TARGET, [NoisyChoice(rho=0.01), STEPS])
+    (entry,) = Ledger(tmp_path).read("wards")
+    assert (entry.run, entry.round, entry.token, entry.examples) == ("r", 3, 7, 100)
+    assert entry.events == (NoisyChoice(rho=0.01), STEPS)
+    assert (entry.target, entry.previous) == (TARGET, BEGINNING)
+    assert file_of(tmp_path).stat().st_mode & 0o077 == 0
+
+
+def test_every_try_at_a_task_spends_anew(tmp_path: Path) -> None:
+    # The noise of a second try is another, so the two together tell more than one.
+    ledger = Ledger(tmp_path)
+    spend(ledger, token=1)
+    spend(ledger, token=2)
+    first, second = ledger.read("wards")
+    assert second.previous == first.digest
+    assert [entry.token for entry in (first, second)] == [1, 2]
+
+
+def test_data_sets_have_ledgers_of_their_own(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    spend(ledger)
+    assert ledger.read("clinics") == ()
+
+
+@pytest.mark.parametrize("kept", [1, 50, -1])
+def test_half_a_line_at_the_end_is_forgotten_and_written_over(tmp_path: Path, kept: int) -> None:
+    ledger = Ledger(tmp_path)
+    spend(ledger, token=1)
+    whole = file_of(tmp_path).read_bytes()
+    spend(ledger, token=2)
+    torn = file_of(tmp_path).read_bytes()[len(whole) :][:kept]
+    file_of(tmp_path).write_bytes(whole + torn)  # as a crash leaves it, before the task could begin
+    assert [entry.token for entry in ledger.read("wards")] == [1]
+    spend(ledger, token=3)
+    assert [entry.token for entry in ledger.read("wards")] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (lambda lines: [lines[0].replace(b'"steps":10', b'"steps":1 '), *lines[1:]], 1),
+        (lambda lines: [lines[0].replace(b'"steps":10', b'"steps":11'), *lines[1:]], 2),
+        (lambda lines: [lines[0], lines[2]], 2),
+        (lambda lines: lines[1:], 1),
+        (lambda lines: [lines[1], lines[0], lines[2]], 1),
+        (lambda lines: [*lines, lines[2]], 4),
+        (lambda lines: [lines[0], b"{}\n"], 2),
+    ],
+    ids=["spaced", "changed", "removed", "beheaded", "swapped", "repeated", "foreign"],
+)
+def test_a_ledger_that_was_rewritten_is_not_relied_on(tmp_path: Path, damage: object, line: int) -> None:
+    ledger = Ledger(tmp_path)
+    for token in (1, 2, 3):
+        spend(ledger, token=token)
+    lines = file_of(tmp_path).read_bytes().splitlines(keepends=True)
+    file_of(tmp_path).write_bytes(b"".join(damage(lines)))  # type: ignore[operator]
+    with pytest.raises(LedgerError, match=rf"wards\.jsonl, line {line}"):
+        ledger.read("wards")
+    with pytest.raises(LedgerError), ledger.page("wards"):
+        pass
+
+
+def test_an_entry_is_one_line_of_json(tmp_path: Path) -> None:
+    spend(Ledger(tmp_path))
+    entry = json.loads(file_of(tmp_path).read_text())
+    assert entry["events"] == [{"kind": "noisy-steps", "noise_multiplier": 1.5, "sampling_rate": 0.1, "steps": 10}]
+    assert entry["at"].endswith("Z")
+
+
+def _spend_often(folder: Path) -> None:
+    for _ in range(10):
+        spend(Ledger(folder))
+
+
+def test_workers_that_share_a_ledger_take_turns(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_spend_often, args=(tmp_path,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [entry.seq for entry in Ledger(tmp_path).read("wards")] == list(range(20))

@@ -1,0 +1,146 @@
+"""What mechanisms cost together, and how much noise a target needs. Needs the extra `privacy`.
+
+Neighbouring data sets differ in one example that is added or removed. Noisy steps are composed by their privacy loss
+distributions (Koskela et al. 2020, arXiv 1906.03049; Doroshenko et al. 2022, arXiv 2207.04380), which dp-accounting
+rounds towards more epsilon; noisy choices, which have none, in Renyi differential privacy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting.dp_event import ZCDpEvent
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+from scipy.optimize import brentq
+
+from shared.privacy import Budget
+from worker.ledger import Event, NoisySteps
+
+LEAST_NOISE = 0.3
+"""No target is met with a smaller noise multiplier: what it would promise is not worth the name."""
+MOST_NOISE = 1e4
+
+# Fractional orders are dropped, with a warning, wherever their series does not converge.
+ORDERS = (*range(2, 65), *range(68, 129, 4), *range(136, 257, 8), *range(288, 513, 32), 640, 768, 1024)
+
+TOLERANCE = 1.001
+"""How far above the least noise that a target needs ours may be, as a factor."""
+LOSS_GRID = 1e-3
+"""How coarsely the losses of a step are rounded, upwards, at a noise multiplier of 1. Tenfold finer changes epsilon
+by less than one in a thousand, and takes ten times as long."""
+
+_Steps = tuple[tuple[float, float, int], ...]
+
+
+class Overspent(ValueError):
+    """A budget does not hold what is asked of it."""
+
+
+def epsilon(events: Iterable[Event], delta: float) -> float:
+    """What all of the events together cost, at this delta."""
+    steps, rho = _sums(events)
+    return _epsilon(steps, rho, delta)
+
+
+def within(events: Iterable[Event], budget: Budget) -> bool:
+    """Whether all of the events together fit into the budget."""
+    steps, rho = _sums(events)
+    # The quick bound decides most cases.
+    return _renyi(steps, rho, budget.delta) <= budget.epsilon or _epsilon(steps, rho, budget.delta) <= budget.epsilon
+
+
+def noise_multiplier(target: Budget, spent: Iterable[Event], sampling_rate: float, steps: int) -> float:
+    """The least noise with which so many steps fit into what the spent events leave of the target.
+
+    Raises Overspent if no noise does.
+    """
+    return _noise_multiplier(target, *_sums(spent), sampling_rate, steps)
+
+
+def rho_of(target: Budget) -> float:
+    """The zCDP that would use up the target (Bun and Steinke 2016, arXiv 1605.02065, proposition 1.3)."""
+    log = math.log(1 / target.delta)
+    # epsilon = rho + 2 sqrt(rho log(1/delta)), solved for the root of rho.
+    return (math.sqrt(log + target.epsilon) - math.sqrt(log)) ** 2
+
+
+def _sums(events: Iterable[Event]) -> tuple[_Steps, float]:
+    """Steps by noise and rate, so that a run is composed once however many tasks it had; and the choices' zCDP."""
+    steps: Counter[tuple[float, float]] = Counter()
+    rho = 0.0
+    for event in events:
+        if isinstance(event, NoisySteps):
+            steps[event.noise_multiplier, event.sampling_rate] += event.steps
+        else:
+            rho += event.rho
+    return tuple(sorted((noise, rate, count) for (noise, rate), count in steps.items())), rho
+
+
+@lru_cache(maxsize=1024)
+def _noise_multiplier(target: Budget, spent: _Steps, rho: float, rate: float, steps: int) -> float:
+    def renyi(noise: float) -> float:
+        return _renyi((*spent, (noise, rate, steps)), rho, target.delta)
+
+    def exact(noise: float) -> float:
+        return _epsilon((*spent, (noise, rate, steps)), rho, target.delta)
+
+    # The quick bound first: it is never below the truth, so most of the search can be left to it.
+    high = _least(renyi, target.epsilon, LEAST_NOISE, MOST_NOISE)
+    low = LEAST_NOISE if high == MOST_NOISE else max(LEAST_NOISE, high / 2)
+    noise = _least(exact, target.epsilon, low, high)
+    if exact(noise) > target.epsilon:
+        raise Overspent(f"nothing is left of epsilon {target.epsilon:g} at delta {target.delta:g}")
+    return noise
+
+
+def _least(cost: Callable[[float], float], most: float, low: float, high: float) -> float:
+    """The least noise, to within TOLERANCE, that costs no more than `most`; `low` or `high` if it is beyond them."""
+
+    def excess(log_noise: float) -> float:
+        return math.log(max(cost(math.exp(log_noise)), 1e-12) / most)
+
+    if excess(math.log(high)) > 0:
+        return high
+    if excess(math.log(low)) <= 0:
+        return low
+    noise = math.exp(brentq(excess, math.log(low), math.log(high), xtol=math.log(TOLERANCE) / 2))
+    while cost(noise) > most:
+        noise *= math.sqrt(TOLERANCE)
+    return min(noise, high)
+
+
+@lru_cache(maxsize=1024)
+def _epsilon(steps: _Steps, rho: float, delta: float) -> float:
+    if not steps:
+        return _renyi(steps, rho, delta)
+    if not rho:
+        return _loss(steps, delta)
+    # Two bounds, both valid: everything in one accountant, or each kind in its own at half of delta.
+    return min(_renyi(steps, rho, delta), _loss(steps, delta / 2) + _renyi((), rho, delta / 2))
+
+
+def _loss(steps: _Steps, delta: float) -> float:
+    # Where noise is large losses are small, and the grid must be fine. Not where noise is small: it would take all
+    # the memory there is.
+    noises = [noise for noise, _, _ in steps]
+    grid = LOSS_GRID / max(1.0, min(max(noises), 8 * min(noises)))
+    accountant = PLDAccountant(value_discretization_interval=grid)
+    accountant.compose(ComposedDpEvent([_event(*each) for each in steps]))
+    return float(accountant.get_epsilon(delta))
+
+
+@lru_cache(maxsize=1024)
+def _renyi(steps: _Steps, rho: float, delta: float) -> float:
+    accountant = RdpAccountant(ORDERS)
+    accountant.compose(ComposedDpEvent([*(_event(*each) for each in steps), ZCDpEvent(rho=rho)]))
+    return float(accountant.get_epsilon(delta))
+
+
+def _event(noise: float, rate: float, count: int) -> DpEvent:
+    step: DpEvent = GaussianDpEvent(noise)
+    return SelfComposedDpEvent(PoissonSampledDpEvent(rate, step) if rate < 1 else step, count)
