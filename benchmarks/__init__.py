@@ -1,0 +1,1 @@
+"""What is measured: each file is a command, `python -m benchmarks.NAME`, that prints its figures."""
