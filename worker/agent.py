@@ -91,6 +91,7 @@ class Agent:
             instance=uuid4().hex,
             kinds=settings.kinds,
             datasets={name: dataset.examples for name, dataset in self._bench.datasets.items()},
+            held_out={name: data.held_out.examples for name, data in self._bench.datasets.items() if data.held_out},
             methods=tuple(sorted(filter(settings.policy.allows_method, methods()))),
             device=describe(self._bench.device),
             resources=settings.resources,

@@ -18,6 +18,7 @@ from shared import codecs
 from shared.blocks import NUMPY_DTYPES, Block
 from shared.client import Client, Progress
 from shared.container import read_header
+from shared.fairness import PERSONAL
 from shared.methods import worker_half
 from shared.methods.contract import Harvest, RunFacts, Tally, WorkerHalf
 from shared.model import MAX_DOCUMENT_BYTES, Model
@@ -73,6 +74,10 @@ class Report:
     upload_bytes: int = 0
 
 
+Structure = tuple[tuple[str, type, int], ...]
+"""A model's modules: the name, class and number of hooks of each."""
+
+
 @dataclass(frozen=True)
 class Built:
     """A model as it was built."""
@@ -81,7 +86,7 @@ class Built:
     digest: str
     model: PreTrainedModel
     blocks: tuple[Block, ...]
-    structure: tuple[tuple[str, type], ...]
+    structure: Structure
 
 
 class Models:
@@ -96,7 +101,7 @@ class Models:
         return last if last and (last.run, last.digest) == (run, digest) else None
 
     def keep(self, built: Built) -> None:
-        """Keeps a model, unless a method left modules in it that must not become part of the next round's."""
+        """Keeps a model, unless a method left modules or hooks in it that must be no part of the next round's."""
         if _structure(built.model) == built.structure:
             self._last = built
 
@@ -105,12 +110,20 @@ class Models:
 class _Ready:
     """A task with its version loaded."""
 
-    document: Model
     built: Built
     half: WorkerHalf[Any]
     work: LocalWork
     bases: Mapping[str, BlobTensor]
     """The version's value of each fetched block."""
+
+    def prepare(self) -> None:
+        """Makes the version this site's own: puts in what it keeps, and what the method adds."""
+        self.work.restore(self.half.private())
+        self.half.prepare(self.work)
+
+    def is_changed(self) -> bool:
+        """Whether a fetched block has another value than the version's."""
+        return any(self.work.read(base.block).tobytes() != to_array(base).tobytes() for base in self.bases.values())
 
 
 @dataclass(frozen=True)
@@ -156,9 +169,8 @@ class Workbench:
         dataset = self.datasets.get(task.dataset)
         if dataset is None:
             raise TaskFailure("unknown-dataset", f"there is no data set {task.dataset!r} here")
-        report.examples = dataset.examples
         with self.shelf.pinning():
-            ready = self._prepared(task, check, report)
+            ready = self._loaded(task, check, report)
             if task.kind == "train":
                 self._train(task, ready, dataset, check, report)
             else:
@@ -168,7 +180,8 @@ class Workbench:
 
     # ------------------------------------------------------------ before training
 
-    def _prepared(self, task: Task, check: Check, report: Report) -> _Ready:
+    def _loaded(self, task: Task, check: Check, report: Report) -> _Ready:
+        """The version as it is, in a model; what the site keeps is at hand, and not yet in it."""
         document = Model.model_validate_json(self._document(task.model, check, report))
         self.policy.check_model(document.nbytes)
         fetched = {block.name for block in task.plan.fetch.resolve(document.blocks)}
@@ -183,11 +196,7 @@ class Workbench:
         half = worker_half(task.method, RunFacts(built.blocks, task.rounds, task.divide, task.training))
         memory = self._memory(task, manifest, check, report)
         work = LocalWork(built.model, document.head, task.plan, built.blocks, self.vault.load(task.run), memory)
-        work.restore(half.private())
-        half.prepare(work)
-        if task.kind == "train":
-            self._check_plan(task, half, work, fetched)
-        return _Ready(document, built, half, work, bases)
+        return _Ready(built, half, work, bases)
 
     def _document(self, digest: str, check: Check, report: Report) -> bytes:
         return self._blob(digest, MAX_DOCUMENT_BYTES, check, report).read_bytes()
@@ -212,13 +221,14 @@ class Workbench:
         model = build(document, seed=task.seed, mapping=mapping).to(self.device)  # type: ignore[arg-type]
         return Built(task.run, task.model, model, block_table(model, mapping), _structure(model))
 
-    def _check_plan(self, task: Task, half: WorkerHalf[Any], work: LocalWork, fetched: set[str]) -> None:
+    def _check_plan(self, task: Task, ready: _Ready) -> None:
         """Judges the plan on our own block table, before any data is read."""
+        half, work = ready.half, ready.work
         private = [*half.private().resolve(work.blocks), *work.private]
         self.policy.check_private(block for block in private if task.plan.upload.holds(block))
         asked = task.plan.upload.resolve(work.blocks)
         self.policy.check_upload(asked)
-        if baseless := sorted(block.name for block in asked if block.name not in fetched):
+        if baseless := sorted(block.name for block in asked if block.name not in ready.bases):
             raise TaskFailure(
                 "invalid-plan", f"an update is a difference, and the plan fetches no base for {baseless[:8]}"
             )
@@ -256,6 +266,9 @@ class Workbench:
 
     def _train(self, task: Task, ready: _Ready, dataset: Dataset, check: Check, report: Report) -> None:
         half, work = ready.half, ready.work
+        ready.prepare()
+        self._check_plan(task, ready)
+        report.examples = dataset.examples
         selected = half.select(work, Batches(dataset, task.training.batch_size, self.device))
         phases = half.phases(work, selected)
         self.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
@@ -307,18 +320,41 @@ class Workbench:
         else:
             staged.discard()
 
+    # ------------------------------------------------------------ evaluate
+
     def _evaluate(self, task: Task, ready: _Ready, dataset: Dataset, check: Check, report: Report) -> None:
-        batches = Batches(dataset, task.training.batch_size, self.device)
-        report.numbers = evaluate(ready.work.model, ready.document.head, batches, check)
+        """Measures the version as it is and, of what is held out here, this site's own model too."""
+        measured = dataset.held_out if task.held_out else dataset
+        if measured is None:
+            raise TaskFailure("nothing-held-out", f"nothing of the data set {task.dataset!r} is held out here")
+        report.examples = measured.examples
+        batches = Batches(measured, task.training.batch_size, self.device)
+        report.numbers = evaluate(ready.work.model, ready.work.head, batches, check)
+        if task.held_out and self._personalise(task, ready, dataset, check):
+            own = evaluate(ready.work.model, ready.work.head, batches, check)
+            report.numbers |= {PERSONAL + name: value for name, value in own.items()}
         check()
         evaluated = Evaluated(
             token=task.token,
             version=task.version.digest,
-            examples=dataset.examples,
+            examples=measured.examples,
             numbers=report.numbers,
             download_bytes=report.download_bytes,
         )
         self.coordinator.submit_evaluation(task.id, evaluated)
+
+    def _personalise(self, task: Task, ready: _Ready, dataset: Dataset, check: Check) -> bool:
+        """Turns the version into this site's own model; whether there is one, by this method and so far."""
+        half, work = ready.half, ready.work
+        ready.prepare()
+        phases = half.personal(work)
+        self.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
+        if phases:
+            Trainer(half, work, task.training, self.device, check).train(phases, dataset, task.seed)
+            return True
+        # A vault may also hold what only steers training; and what is added to the model of a site that has never
+        # trained is no model of its own.
+        return bool(work.vault) and (bool(work.private) or ready.is_changed())
 
 
 def _changes(harvest: Harvest, bases: Mapping[str, BlobTensor]) -> list[Change]:
@@ -335,5 +371,8 @@ def _changes(harvest: Harvest, bases: Mapping[str, BlobTensor]) -> list[Change]:
     return changes
 
 
-def _structure(model: torch.nn.Module) -> tuple[tuple[str, type], ...]:
-    return tuple((name, type(module)) for name, module in model.named_modules())
+def _structure(model: torch.nn.Module) -> Structure:
+    return tuple(
+        (name, type(module), len(module._forward_hooks) + len(module._forward_pre_hooks))  # noqa: SLF001 (no other way)
+        for name, module in model.named_modules()
+    )

@@ -155,7 +155,7 @@ def test_an_agent_trains_and_evaluates_a_run_to_its_end(coordinator: LiveCoordin
         until(lambda: client.run(run.id).state == "completed")
     scores = {found.version: found.numbers for found in client.measurements(run.id)}
     assert set(scores) >= {1, 2}
-    assert set(scores[2]) == {"accuracy", "macro_f1", "loss"}
+    assert set(scores[2]) == {"accuracy", "macro_f1", "loss", "calibration_error"}
     whole, partial = (made.tasks[0] for made in client.rounds(run.id))
     assert 0 < partial.upload_bytes < whole.upload_bytes
     assert whole.examples == partial.examples
