@@ -89,6 +89,7 @@ def task_of(
         dataset=dataset_of(spec, kind, held_out=held_out),
         held_out=held_out,
         training=spec.training,
+        privacy=spec.privacy,
         codec=spec.codec,
         divide=spec.divide,
         model=spec.model,

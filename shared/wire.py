@@ -27,6 +27,7 @@ from shared.averaging import Divide
 from shared.blocks import DType, Frozen, Name
 from shared.methods import Chosen
 from shared.methods.contract import Plan
+from shared.privacy import Privacy
 from shared.problems import ProblemDocument
 from shared.server_optimizer import Plain, ServerOptimizer
 from shared.training import Training
@@ -154,6 +155,7 @@ class RunSpec(Frozen):
     seed: NonNegativeInt = Field(default=0, lt=1 << 53)
     cohort: Cohort = Cohort()
     training: Training = Training()
+    privacy: Privacy | None = Field(default=None, description="differential privacy of what each worker trains on")
     evaluation: Evaluation | None = None
     codec: str = Field(default=codecs.LOSSLESS, max_length=128, description="how updates are written for the wire")
     divide: Divide = "participants"
@@ -168,6 +170,16 @@ class RunSpec(Frozen):
     def _known_codec(cls, codec: str) -> str:
         codecs.stages(codec)
         return codec
+
+    @model_validator(mode="after")
+    def _private_throughout(self) -> Self:
+        if self.privacy and self.training.precision == "float16":
+            raise ValueError("privacy does not go with float16, whose scaled losses are not clipped: use bfloat16")
+        if self.privacy and self.evaluation and self.evaluation.dataset == self.dataset:
+            raise ValueError(
+                f"exact figures of the examples of {self.dataset!r} undo privacy: evaluate on other data"
+            )
+        return self
 
 
 class Run(Message):
@@ -275,6 +287,7 @@ class Task(Message):
     held_out: bool = False
     """Whether to evaluate on what the worker holds out of the data set, rather than on the data set."""
     training: Training
+    privacy: Privacy | None = None
     codec: str
     divide: Divide
     model: Digest

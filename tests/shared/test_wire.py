@@ -52,6 +52,26 @@ def test_a_quorum_must_fit_into_its_cohort() -> None:
         Cohort(size=3, quorum=4)
 
 
+PRIVACY = {"epsilon": 3, "delta": 1e-5, "clip_norm": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"training": {"precision": "float16"}}, "use bfloat16"),
+        ({"evaluation": {"dataset": "d"}}, "exact figures of the examples of 'd'"),
+        ({"privacy": PRIVACY | {"delta": 0.1}}, "less than 0.1"),
+        ({"privacy": PRIVACY | {"epsilon": 0}}, "greater than 0"),
+        ({"privacy": {"epsilon": 3, "delta": 1e-5}}, "Field required"),
+        ({"privacy": PRIVACY | {"selection": "free"}}, "'refused', 'noisy' or 'uncovered'"),
+    ],
+)
+def test_a_run_that_cannot_be_private_is_refused(change: dict[str, object], why: str) -> None:
+    assert RunSpec.model_validate(SPEC | {"privacy": PRIVACY, "evaluation": {"dataset": "e", "sites": True}}).privacy
+    with pytest.raises(ValidationError, match=why):
+        RunSpec.model_validate(SPEC | {"privacy": PRIVACY} | change)
+
+
 def test_messages_between_programs_pass_over_what_they_do_not_know() -> None:
     assert Submission.model_validate(SUBMISSION | {"from_the_future": 1}).token == 1
 
