@@ -22,6 +22,14 @@ GPT2 = {
     "model_type": "gpt2", "vocab_size": 4, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2,
     "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
+CLIP = {
+    "model_type": "clip", "projection_dim": 8,
+    "text_config": {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+                    "num_attention_heads": 2, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 9,
+                    "pad_token_id": 1},
+    "vision_config": {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+                      "image_size": 8, "patch_size": 4, "num_channels": 3},
+}  # fmt: skip
 
 
 def scores(model: PreTrainedModel, head: Head, dataset: Dataset, size: int | None = 2) -> dict[str, float]:
@@ -65,6 +73,21 @@ def test_a_language_model_is_scored_on_the_words_that_follow_and_not_on_padding(
     assert found["accuracy"] == pytest.approx(3 / 4)  # of 0, 0, 1 and 0
     assert found["loss"] == pytest.approx(math.log(4))
     assert found["calibration_error"] == pytest.approx(3 / 4 - 1 / 4)
+
+
+def test_a_contrastive_model_is_scored_on_each_image_s_logits_over_the_texts() -> None:
+    model = instantiate(CLIP, "contrastive")
+    data = Dataset(
+        {"pixel_values": torch.randn(3, 3, 8, 8), "labels": torch.tensor([0, 1, 1])},
+        common={"input_ids": torch.tensor([[1, 2, 9], [3, 4, 9]])},
+    )
+    found = scores(model, "contrastive", data)
+    with torch.no_grad():
+        logits = model(**data.common, pixel_values=data.tensors["pixel_values"]).logits_per_image  # [3, 2]
+    sure, predicted = logits.softmax(dim=-1).max(dim=-1)
+    assert found["accuracy"] == pytest.approx(float((predicted == torch.tensor([0, 1, 1])).float().mean()))
+    assert found["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, data.tensors["labels"])))
+    assert found["calibration_error"] == pytest.approx(calibration_error(sure, predicted == data.tensors["labels"]))
 
 
 def test_the_calibration_error_weighs_each_bin_s_gap_by_its_share() -> None:
