@@ -1,0 +1,256 @@
+"""Images from folders and tables, and images with texts: the same pixels and class numbers at every site."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.pretrained import CLS, PAD, SEP, bert_tokenizer, image_processor, picture, plain_tokenizer
+from worker.data import DataError, Dataset, load
+from worker.forward import forward
+from worker.models import instantiate
+
+RED, GREEN, BLUE, GREY = (255, 0, 0), (0, 255, 0), (0, 0, 255), (51, 51, 51)
+
+CLIP = {
+    "model_type": "clip",
+    "projection_dim": 8,
+    "text_config": {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16,
+        "bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0, "max_position_embeddings": 16,
+    },
+    "vision_config": {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+        "patch_size": 4,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def pets(tmp_path: Path) -> Path:
+    """A folder with two classes' folders: a red cat, a grey one and a green dog."""
+    folder = tmp_path / "pets"
+    picture(folder / "cat" / "a.png", RED)
+    picture(folder / "cat" / "deeper" / "b.PNG", GREY)
+    picture(folder / "dog" / "c.bmp", GREEN, size=(9, 30))
+    (folder / "dog" / "notes.txt").write_text("not an image")
+    (folder / "dog" / "._c.bmp").write_text("nor is this")
+    return folder
+
+
+def opened(kind: str = "images", **options: Any) -> Dataset:
+    return load(kind, {name: str(value) if isinstance(value, Path) else value for name, value in options.items()})
+
+
+def refusal(kind: str = "images", **options: Any) -> str:
+    with pytest.raises(DataError) as refused:
+        opened(kind, **options)
+    return str(refused.value)
+
+
+def colours(dataset: Dataset) -> list[list[float]]:
+    """Each image's colour, which must be the same all over."""
+    pixels = dataset.tensors["pixel_values"].flatten(2)
+    assert torch.equal(pixels.amin(dim=2), pixels.amax(dim=2))
+    return [[round(value, 3) for value in pixel] for pixel in pixels[:, :, 0].tolist()]
+
+
+# ---------------------------------------------------------------- from folders
+
+
+def test_each_folder_is_a_class_and_pixels_are_scaled_as_the_options_say(pets: Path) -> None:
+    dataset = opened(folder=pets, labels=["dog", "cat"], size=[4, 6])
+    assert dataset.tensors["pixel_values"].shape == (3, 3, 4, 6)
+    assert dataset.tensors["pixel_values"].dtype == torch.float32
+    # (value / 255 - 0.5) / 0.5, and 51 / 255 is a fifth
+    assert colours(dataset) == [[1, -1, -1], [-0.6, -0.6, -0.6], [-1, 1, -1]]
+    assert dataset.tensors["labels"].tolist() == [1, 1, 0]
+
+
+def test_grey_images_have_one_channel_and_each_channel_may_have_its_own_scale(pets: Path) -> None:
+    grey = opened(folder=pets, labels=["dog", "cat"], size=4, channels=1, mean=[0.0], std=[0.1])
+    assert colours(grey)[1] == [2.0]  # (51 / 255 - 0) / 0.1
+    tinted = opened(folder=pets, labels=["dog", "cat"], size=4, mean=[0.0, 0.1, 0.2], std=[1.0, 0.5, 0.2])
+    assert colours(tinted)[1] == [0.2, 0.2, 0.0]
+
+
+def test_folders_of_domains_hold_folders_of_classes(tmp_path: Path) -> None:
+    for domain, label in (("sketch", "cat"), ("photo", "dog"), ("photo", "cat")):
+        picture(tmp_path / domain / label / "a.png", RED)
+    dataset = opened(folder=tmp_path, domain_folders=True, labels=["cat", "dog"], size=2)
+    assert dataset.tensors["labels"].tolist() == [0, 1, 0]  # photo/cat, photo/dog, sketch/cat
+    assert dataset.domains is not None
+    assert dataset.domains.tolist() == [0, 0, 1]
+
+
+def test_the_processor_says_how_pixels_are_made(pets: Path, tmp_path: Path) -> None:
+    processor = image_processor(tmp_path / "processor", side=8)
+    dataset = opened(folder=pets, labels=["dog", "cat"], processor=processor)
+    assert dataset.tensors["pixel_values"].shape == (3, 3, 8, 8)
+    assert colours(dataset) == [[1, -1, -1], [-0.6, -0.6, -0.6], [-1, 1, -1]]
+    assert set(dataset.tensors) == {"pixel_values", "labels"}
+
+
+def test_more_images_than_are_prepared_at_once_stay_in_order(tmp_path: Path) -> None:
+    for place in range(130):
+        picture(tmp_path / str(place % 2) / f"{place:03}.png", (place, place, place), size=(2, 2))
+    dataset = opened(folder=tmp_path, size=2, channels=1, mean=[0.0], std=[1.0])
+    assert [round(255 * grey) for (grey,) in colours(dataset)] == [*range(0, 130, 2), *range(1, 130, 2)]
+    assert dataset.tensors["labels"].tolist() == [0] * 65 + [1] * 65
+
+
+def test_a_photograph_is_turned_the_way_up_that_it_was_taken(tmp_path: Path) -> None:
+    image = Image.new("RGB", (2, 1))
+    image.putdata([RED, BLUE])
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned a quarter clockwise, so that what is on the left comes on top
+    (tmp_path / "0").mkdir()
+    image.save(tmp_path / "0" / "a.png", exif=exif)
+    pixels = opened(folder=tmp_path, size=[2, 1]).tensors["pixel_values"]
+    assert pixels[0, :, :, 0].tolist() == [[1, -1], [-1, -1], [-1, 1]]
+
+
+# ---------------------------------------------------------------- from tables
+
+
+def test_a_table_names_images_by_their_place_beside_it(pets: Path) -> None:
+    (pets / "list.csv").write_text("image,label,hospital\ncat/a.png,cat,n\ndog/c.bmp,dog,s\n")
+    dataset = opened(file=pets / "list.csv", labels=["cat", "dog"], size=2, domain="hospital")
+    assert dataset.tensors["labels"].tolist() == [0, 1]
+    assert colours(dataset) == [[1, -1, -1], [-1, 1, -1]]
+    assert dataset.domains is not None
+    assert dataset.domains.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_parquet_file_holds_the_bytes_of_images(pets: Path, *, wrapped: bool) -> None:
+    held = [(pets / name).read_bytes() for name in ("cat/a.png", "dog/c.bmp")]
+    # A path beside the bytes is where they came from, and nothing is looked for there.
+    cells = [{"bytes": raw, "path": "http://nowhere.example/a.png"} for raw in held] if wrapped else held
+    pq.write_table(pa.table({"picture": cells, "class": [1, 0]}), pets / "held.parquet")
+    dataset = opened(file=pets / "held.parquet", image="picture", label="class", size=2)
+    assert colours(dataset) == [[1, -1, -1], [-1, 1, -1]]
+    assert dataset.tensors["labels"].tolist() == [1, 0]
+
+
+# ---------------------------------------------------------------- what is wrong is named
+
+
+def test_a_folder_that_is_no_class_is_named(pets: Path) -> None:
+    assert "has 'dog', not among the 1 names in `labels`" in refusal(folder=pets, labels=["cat"], size=2)
+    assert "has 'cat', 'dog'; list the classes' names" in refusal(folder=pets, size=2)
+    picture(pets / "stray.png", RED)
+    assert "stray.png is in no class's folder" in refusal(folder=pets, labels=["cat", "dog"], size=2)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no image at all", b"\x89PNG\r\n\x1a\n", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"]
+)
+def test_an_image_that_cannot_be_read_is_named(pets: Path, content: bytes) -> None:
+    (pets / "cat" / "b.png").write_bytes(content)
+    assert f"image: {pets / 'cat' / 'b.png'} cannot be read" in refusal(folder=pets, labels=["cat", "dog"], size=2)
+
+
+def test_a_picture_too_large_to_be_one_is_refused(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in (100, 10):  # more than this is a warning, and more than twice as much an error
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        assert "decompression bomb" in refusal(folder=pets, labels=["cat", "dog"], size=2)
+
+
+def test_deep_grey_scales_are_refused_rather_than_clipped(pets: Path) -> None:
+    Image.new("I;16", (4, 4), 40_000).save(pets / "cat" / "z.png")
+    assert "more than 8 bits a channel" in refusal(folder=pets, labels=["cat", "dog"], size=2)
+
+
+def test_a_row_without_an_image_is_named(pets: Path) -> None:
+    (pets / "list.csv").write_text("image,label\ncat/a.png,0\n,1\n")
+    assert f"image: row 1 of {pets / 'list.csv'}" in refusal(file=pets / "list.csv", size=2)
+    (pets / "list.csv").write_text("image,label\nhttp://nowhere.example/a.png,0\n")
+    assert "nowhere.example/a.png cannot be read" in refusal(file=pets / "list.csv", size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "give processor, or else size"),
+        ({"size": 4, "processor": "x"}, "give processor, or else size"),
+        ({"size": 0}, "size"),
+        ({"size": 1 << 15}, "pixels a side are the most"),
+        ({"size": 4, "std": [0.0]}, "std"),
+        ({"size": 4, "mean": [0.1, 0.2]}, "mean: give one value"),
+        ({"processor": "x", "mean": [0.1]}, "leave them out"),
+        ({"size": 4, "file": "x.csv"}, "give folder, or else file"),
+        ({"size": 4, "domain": "hospital"}, "name columns of a file"),
+        ({"size": 4, "folder": "/nowhere/at/all"}, "folder: there is no folder /nowhere/at/all"),
+        ({"processor": "/nowhere/at/all"}, "processor: there is no folder /nowhere/at/all"),
+    ],
+)
+def test_wrong_options_are_named(pets: Path, options: dict[str, Any], told: str) -> None:
+    assert told in refusal(**{"folder": pets, "labels": ["cat", "dog"], **options})
+
+
+def test_a_folder_without_images_or_processor_is_named(tmp_path: Path, pets: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert f"folder: {empty} has no images in it" in refusal(folder=empty, size=2)
+    assert f"processor: {empty} cannot be loaded" in refusal(folder=pets, labels=["cat", "dog"], processor=empty)
+
+
+# ---------------------------------------------------------------- with texts
+
+
+@pytest.fixture
+def clip(tmp_path: Path) -> Path:
+    """A folder with an image processor and a tokenizer in it."""
+    image_processor(tmp_path / "clip", side=8)
+    return bert_tokenizer(tmp_path / "clip", ("a", "photo", "of", "cat", "dog", "black"))
+
+
+def test_every_batch_has_a_text_for_each_class(pets: Path, clip: Path) -> None:
+    dataset = opened("imagetext", folder=pets, labels=["dog", "black cat", "cat"], processor=clip, template="a {}")
+    a, cat, dog, black = 4, 7, 8, 9
+    assert dataset.common["input_ids"].tolist() == [
+        [CLS, a, dog, SEP, PAD],
+        [CLS, a, black, cat, SEP],
+        [CLS, a, cat, SEP, PAD],
+    ]
+    assert dataset.common["attention_mask"].sum(dim=1).tolist() == [4, 5, 4]
+    assert dataset.tensors["labels"].tolist() == [2, 2, 0]
+    model = instantiate(CLIP, "contrastive", seed=0)
+    for size, examples in ((2, [2, 1]), (None, [3])):
+        found = [forward(model, "contrastive", batch).logits for batch in dataset.batches(size)]
+        assert [logits.shape for logits in found if logits is not None] == [(count, 3) for count in examples]
+
+
+def test_tokenizer_and_pixels_may_come_from_elsewhere_and_texts_be_filled_up(pets: Path, tmp_path: Path) -> None:
+    words = ("a", "photo", "of", "cat", "dog", ".")
+    # As SigLIP's: it is padded to its full length, and attends to the padding.
+    siglip = plain_tokenizer(tmp_path / "siglip", words, model_input_names=["input_ids"])
+    dataset = opened("imagetext", folder=pets, labels=["cat", "dog"], tokenizer=siglip, size=4, max_length=8)
+    assert dataset.common["input_ids"].tolist() == [[2, 3, 4, 2, 5, 7, 1, 1], [2, 3, 4, 2, 6, 7, 1, 1]]
+    assert set(dataset.common) == {"input_ids"}
+    assert dataset.tensors["pixel_values"].shape == (3, 3, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"template": "a photo"}, "template: has no {}"),
+        ({"labels": None}, "labels"),
+        ({"labels": ["cat", "dog", "emu", "gnu"]}, "'emu' and 'gnu' are the same to"),
+        ({"max_length": 3}, "'cat' and 'dog' are the same to"),
+        ({"processor": None, "size": 4}, "give tokenizer, or a processor that has one"),
+        ({"tokenizer": "/nowhere/at/all"}, "tokenizer: there is no folder /nowhere/at/all"),
+    ],
+)
+def test_wrong_options_of_images_with_texts_are_named(
+    pets: Path, clip: Path, options: dict[str, Any], told: str
+) -> None:
+    given = {"folder": pets, "labels": ["cat", "dog"], "processor": clip, **options}
+    assert told in refusal("imagetext", **given)

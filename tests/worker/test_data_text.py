@@ -1,0 +1,277 @@
+"""Texts from files: numbered alike at every site, nothing fetched, nothing left behind, and faults by their place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from shared.model import Head
+from tests.support.pretrained import CLS, PAD, SEP, bert_tokenizer, plain_tokenizer
+from worker.data import DataError, Dataset, load
+from worker.forward import forward
+from worker.models import instantiate
+
+WORDS = ("the", "cat", "dog", "sat", "ran", "##ning")
+THE, CAT, DOG, SAT, RAN, NING = range(4, 10)
+
+LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 16}
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> str:
+    return str(bert_tokenizer(tmp_path / "bert", WORDS))
+
+
+def written(file: Path, *lines: str) -> str:
+    file.write_text("\n".join(lines) + "\n")
+    return str(file)
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(DataError) as refused:
+        load("text", options)
+    return str(refused.value)
+
+
+def loss(head: Head, config: dict[str, Any], dataset: Dataset) -> float:
+    """What a small model makes of all of it: that the inputs are those that such a model takes."""
+    model = instantiate(config, head, seed=0)
+    (batch,) = dataset.batches(None)
+    return float(forward(model, head, batch).loss.detach())
+
+
+# ---------------------------------------------------------------- to classify
+
+
+def test_texts_become_tokens_and_their_labels_the_numbers_of_their_names(tmp_path: Path, bert: str) -> None:
+    file = written(tmp_path / "notes.csv", "text,label", "the cat,animal", '"ran, the dog sat",deed', "the,animal")
+    dataset = load("text", {"file": file, "tokenizer": bert, "labels": ["deed", "animal"]})
+    assert dataset.tensors["labels"].tolist() == [1, 0, 1]
+    first, longest, _ = dataset.tensors["input_ids"].tolist()
+    assert longest == [CLS, RAN, 1, THE, DOG, SAT, SEP]  # the comma is unknown
+    assert first == [CLS, THE, CAT, SEP, PAD, PAD, PAD]
+    assert dataset.tensors["attention_mask"].sum(dim=1).tolist() == [4, 7, 3]
+    assert set(dataset.tensors) == {"input_ids", "attention_mask", "labels"}
+    config = {"model_type": "distilbert", "n_layers": 1, "n_heads": 2, "dim": 8, "hidden_dim": 8, "vocab_size": 16}
+    assert loss("text-classification", config, dataset) > 0
+
+
+def test_a_second_text_is_told_apart_by_its_token_types(tmp_path: Path, bert: str) -> None:
+    file = written(tmp_path / "pairs.tsv", "a\tb\tlabel", "the cat\tsat\t0", "the\tdog\t1")
+    options = {"file": file, "tokenizer": bert, "text": "a", "second_text": "b"}
+    dataset = load("text", options)
+    assert dataset.tensors["input_ids"][0].tolist() == [CLS, THE, CAT, SEP, SAT, SEP]
+    assert dataset.tensors["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 0]]
+    assert loss("text-classification", {"model_type": "bert", "intermediate_size": 8, **LAYERS}, dataset) > 0
+
+
+def test_long_texts_are_cut_at_max_length(tmp_path: Path, bert: str) -> None:
+    file = written(tmp_path / "long.csv", "text,label", "the cat sat the cat sat,0")
+    dataset = load("text", {"file": file, "tokenizer": bert, "max_length": 5})
+    assert dataset.tensors["input_ids"].tolist() == [[CLS, THE, CAT, SAT, SEP]]
+
+
+def test_parquet_and_json_lines_hold_the_same_as_csv(tmp_path: Path, bert: str) -> None:
+    rows = {"text": ["the cat", "the dog ran"], "label": [1, 0], "from": ["north", "south"]}
+    pq.write_table(pa.table(rows), tmp_path / "notes.parquet")
+    lines = [json.dumps(dict(zip(rows, row, strict=True))) for row in zip(*rows.values(), strict=True)]
+    files = [
+        str(tmp_path / "notes.parquet"),
+        written(tmp_path / "notes.jsonl", *lines),
+        written(tmp_path / "notes.csv", "text,label,from", "the cat,1,north", "the dog ran,0,south"),
+    ]
+    for file in files:
+        dataset = load("text", {"file": file, "tokenizer": bert, "domain": "from"})
+        assert dataset.tensors["labels"].tolist() == [1, 0]
+        assert dataset.tensors["input_ids"][0].tolist() == [CLS, THE, CAT, SEP, PAD]
+        assert dataset.domains is not None
+        assert dataset.domains.tolist() == [0, 1]
+
+
+def test_several_files_are_one_data_set(tmp_path: Path, bert: str) -> None:
+    files = [written(tmp_path / f"{part}.csv", "text,label", f"the cat,{part}") for part in (1, 0)]
+    assert load("text", {"file": files, "tokenizer": bert}).tensors["labels"].tolist() == [1, 0]
+
+
+def test_files_with_their_columns_in_another_order_are_refused(tmp_path: Path, bert: str) -> None:
+    first = written(tmp_path / "a.csv", "text,label", "the cat,1")
+    second = written(tmp_path / "b.csv", "label,text", "1,the cat")
+    assert "do not have the same columns" in refusal(file=[first, second], tokenizer=bert)
+
+
+def test_a_column_without_a_name_is_no_trouble_to_the_others(tmp_path: Path, bert: str) -> None:
+    file = written(tmp_path / "notes.csv", ",text,label", "0,the cat,1", "1,the,0")
+    assert load("text", {"file": file, "tokenizer": bert}).tensors["labels"].tolist() == [1, 0]
+
+
+def test_what_a_csv_file_says_is_text_whatever_it_looks_like(tmp_path: Path, bert: str) -> None:
+    file = written(tmp_path / "notes.csv", "text,label", "the,NA", "cat,None", "dog,007", "ran,True")
+    names = ["NA", "None", "007", "True"]
+    assert load("text", {"file": file, "tokenizer": bert, "labels": names}).tensors["labels"].tolist() == [0, 1, 2, 3]
+
+
+def test_nothing_is_left_behind_in_home_or_temporary_folder(
+    tmp_path: Path, bert: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOME", "TMPDIR"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name))
+    file = written(tmp_path / "notes.csv", "text,label", "the cat,0")
+    monkeypatch.setattr("tempfile.tempdir", None)  # which remembers another
+    load("text", {"file": file, "tokenizer": bert})
+    assert [*(tmp_path / "HOME").iterdir(), *(tmp_path / "TMPDIR").iterdir()] == []
+
+
+# ---------------------------------------------------------------- labels
+
+
+@pytest.mark.parametrize(
+    ("labels", "values", "told"),
+    [
+        (["no", "yes"], ["yes", "maybe"], r"has 'maybe', not among the 2 names in `labels`"),
+        (["no", "yes"], ["1", "2"], r"has '2', not among"),
+        (["no", "yes"], ["1", ""], r"has no value, not among"),
+        (["1", "2"], ["1", "0"], r"has '0', not among"),  # where names are numbers, a number is a name
+        (None, ["1", "-1"], r"has '-1'; list the classes' names"),
+        (None, ["1", "yes"], r"has 'yes'; list the classes' names"),
+        (None, list("abcdefghijkl"), r"'h' and 4 more; list"),
+    ],
+)
+def test_labels_that_no_number_stands_for_are_named(
+    tmp_path: Path, bert: str, labels: list[str] | None, values: list[str], told: str
+) -> None:
+    file = written(tmp_path / "notes.csv", "text,label", *(f"the cat,{value}" for value in values))
+    found = refusal(file=file, tokenizer=bert, labels=labels)
+    assert found.startswith(f"label: {file}")
+    assert told in found
+
+
+def test_a_name_that_is_a_number_is_that_class_and_numbers_go_with_other_names(tmp_path: Path, bert: str) -> None:
+    file = written(tmp_path / "notes.csv", "text,label", "the,1", "cat,0")
+    for labels, numbers in ((["1", "0"], [0, 1]), (["no", "yes"], [1, 0])):
+        dataset = load("text", {"file": file, "tokenizer": bert, "labels": labels})
+        assert dataset.tensors["labels"].tolist() == numbers
+
+
+# ---------------------------------------------------------------- to tag, and to go on from
+
+
+def test_a_words_tag_is_asked_of_its_first_piece_alone(tmp_path: Path, bert: str) -> None:
+    lines = [{"words": ["the", "running", "dog"], "tags": ["O", "B", "O"]}, {"words": ["cat"], "tags": ["B"]}]
+    file = written(tmp_path / "tags.jsonl", *map(json.dumps, lines))
+    options = {
+        "file": file,
+        "tokenizer": str(bert_tokenizer(tmp_path / "pieces", ("the", "run", "dog", "cat", "##ning"))),
+        "head": "token-classification",
+        "text": "words",
+        "label": "tags",
+        "labels": ["O", "B"],
+    }
+    dataset = load("text", options)
+    # [CLS] the run ##ning dog [SEP], and [CLS] cat [SEP]
+    assert dataset.tensors["labels"].tolist() == [[-100, 0, 1, -100, 0, -100], [-100, 1, -100, -100, -100, -100]]
+    assert loss("token-classification", {"model_type": "bert", "intermediate_size": 8, **LAYERS}, dataset) > 0
+
+
+def test_words_and_tags_in_a_csv_file_have_spaces_between(tmp_path: Path, bert: str) -> None:
+    file = written(tmp_path / "tags.csv", "text,label", "the cat,0 1")
+    dataset = load("text", {"file": file, "tokenizer": bert, "head": "token-classification"})
+    assert dataset.tensors["labels"].tolist() == [[-100, 0, 1, -100]]
+    written(tmp_path / "tags.csv", "text,label", "the cat,0 1", "dog,0 0")
+    assert "label: row 1" in refusal(file=file, tokenizer=bert, head="token-classification")
+
+
+def test_going_on_from_a_text_pads_with_its_end_and_asks_nothing_of_the_padding(tmp_path: Path) -> None:
+    plain = str(plain_tokenizer(tmp_path / "plain", ("the", "cat", "sat")))  # <end> is 1, the words 2, 3 and 4
+    file = written(tmp_path / "lines.csv", "text", "the cat sat", "cat sat")
+    dataset = load("text", {"file": file, "tokenizer": plain, "head": "causal-lm"})
+    assert dataset.tensors["input_ids"].tolist() == [[2, 3, 4], [3, 4, 1]]
+    assert dataset.tensors["labels"].tolist() == [[2, 3, 4], [3, 4, -100]]
+    config = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 8}
+    assert loss("causal-lm", config, dataset) > 0
+    written(tmp_path / "lines.csv", "text", "the cat sat", "cat")
+    assert "text: row 1" in refusal(file=file, tokenizer=plain, head="causal-lm")
+
+
+# ---------------------------------------------------------------- what is wrong is named
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "file: there is no file"),
+        ("", "cannot be read: it is empty"),
+        ("text,label\n", "cannot be read"),
+        ("text,label\na,b\na,b,c\n", "cannot be read: Error tokenizing data"),
+        ("text,label\na,b,c\na,b,c\n", "cannot be read: Length of header or names does not match"),
+        ("text,label\n\x00\xff\n", "file: "),
+        ("texts,label\na,0\n", "has no column 'text', but texts, label"),
+        ("text,class\nthe,0\n", "label: "),
+    ],
+)
+def test_a_file_that_is_not_as_it_should_be_is_named(
+    tmp_path: Path, bert: str, content: str | None, told: str
+) -> None:
+    file = tmp_path / "notes.csv"
+    if content is not None:
+        file.write_bytes(content.encode("latin-1"))
+    found = refusal(file=str(file), tokenizer=bert)
+    assert told in found
+    assert str(file) in found
+
+
+def test_nonsense_in_the_other_formats_is_refused_in_one_line(tmp_path: Path, bert: str) -> None:
+    for name in ("notes.parquet", "notes.jsonl"):
+        found = refusal(file=written(tmp_path / name, '{"text":', "x"), tokenizer=bert)
+        assert found.startswith(f"file: {tmp_path / name} cannot be read")
+        assert "\n" not in found
+    found = refusal(file=written(tmp_path / "notes.pkl", "x"), tokenizer=bert)
+    assert "end in one of .csv, .tsv, .parquet, .jsonl, .ndjson" in found
+
+
+def test_a_text_that_is_missing_is_named_by_its_row(tmp_path: Path, bert: str) -> None:
+    file = written(tmp_path / "notes.jsonl", '{"text": "the", "label": 0}', '{"text": null, "label": 1}')
+    assert f"text: row 1 of {file} has no text" in refusal(file=file, tokenizer=bert)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tokenizer": "/nowhere/at/all"}, "tokenizer: there is no folder /nowhere/at/all"),
+        ({"labels": ["a", "a"]}, "labels: Value error, named twice: a"),
+        ({"second_text": "text", "head": "causal-lm"}, "second_text: goes with text-classification"),
+        ({"max_length": 0}, "max_length"),
+        ({"lables": []}, "lables"),
+        ({"head": "masked-lm"}, "head"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path: Path, bert: str, options: dict[str, Any], told: str) -> None:
+    file = written(tmp_path / "notes.csv", "text,label", "the cat,0")
+    assert told in refusal(**{"file": file, "tokenizer": bert, **options})
+
+
+def test_a_tokenizer_that_cannot_be_used_is_named_by_its_folder(tmp_path: Path) -> None:
+    file = written(tmp_path / "notes.csv", "text,label", "the cat,0")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert f"tokenizer: {empty} cannot be loaded" in refusal(file=file, tokenizer=str(empty))
+    padless = plain_tokenizer(tmp_path / "padless", WORDS, eos_token=None)
+    assert "has no token to pad with" in refusal(file=file, tokenizer=str(padless))
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}})
+    )
+    (tmp_path / "code" / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    assert "tokenizer: " in refusal(file=file, tokenizer=str(tmp_path / "code"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_name_that_is_no_folder_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    file = written(tmp_path / "notes.csv", "text,label", "the cat,0")
+    assert "tokenizer: tiny/bert@v1 cannot be loaded" in refusal(file=file, tokenizer="tiny/bert@v1")
