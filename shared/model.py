@@ -41,15 +41,19 @@ MAX_TOKENS = 1024
 """The most prompt tokens that a tower may be given."""
 
 
+LocalStart = Literal["global", "random"]
+"""What a site's own prompts start from: the federation's as they are then, or noise."""
+
+
 class Fusion(Frozen):
     """How one prompt is made of a federation's and a site's own, both [tokens, width].
 
     `attention`: one of them asks and the other answers, through multi-head cross-attention, and what asks is added to
-    the answer. `mean`: half of each. `concat`: the federation's, then the site's own.
+    the answer; it starts as what asks. `mean`: half of each. `concat`: the federation's, then the site's own.
     """
 
     kind: Literal["attention", "mean", "concat"] = "attention"
-    asks: Literal["local", "global"] = "local"
+    asks: Literal["local", "global"] = "global"
     heads: Annotated[int, Field(ge=1, le=256)] = 8
 
 

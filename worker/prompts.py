@@ -8,7 +8,7 @@ equation 2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shared.model import MODALITIES, Modality, Prompts
+from shared.model import MODALITIES, Fusion, LocalStart, Modality, Prompts
 from worker.configs import ConfigError
 from worker.fusion import fusion_module
 
 PROMPTS = "prompts"
 """What the prompts are called among a model's submodules."""
+
+REMEDY = "make the model with `tessera model init --vision-prompts N --text-prompts N`"
 
 INITIAL_STD = 0.02
 """CoOp's, and that of most token embeddings."""
@@ -69,6 +71,7 @@ class PromptTokens(nn.Module):
     def __init__(self, prompts: Prompts, widths: Mapping[Modality, int], dtype: torch.dtype) -> None:
         super().__init__()
         self.ways: dict[Modality, Way] = {}
+        self.fused_by = prompts.fusion
         for modality in _wanted(prompts):
             start = torch.empty(prompts.count(modality), widths[modality], dtype=dtype).normal_(std=INITIAL_STD)
             self.register_parameter(modality, nn.Parameter(start))
@@ -87,6 +90,55 @@ class PromptTokens(nn.Module):
         """What goes into a tower, [tokens, width]."""
         own, way = self.own(modality), self.ways.get(modality)
         return way(own) if own is not None and way is not None else own
+
+
+class LocalPrompts(nn.Module):
+    """A site's own prompts, [tokens, width] for each tower that it has any for."""
+
+    def __init__(self, starts: Mapping[Modality, Tensor]) -> None:
+        super().__init__()
+        for modality, start in starts.items():
+            self.register_parameter(modality, nn.Parameter(start.detach().clone()))
+
+
+@dataclass(frozen=True)
+class FusedPrompts:
+    """A site's own prompts, and what makes one of them and the model's for each tower."""
+
+    local: LocalPrompts
+    fusion: nn.ModuleDict
+
+    def way(self, modality: Modality, own: Tensor) -> Tensor:
+        fused: Tensor = self.fusion[modality](own, self.local.get_parameter(modality))
+        return fused
+
+
+def fused_prompts(
+    tokens: PromptTokens,
+    modalities: Sequence[Modality],
+    fusion: Fusion,
+    start: LocalStart,
+    *,
+    shared_fusion: bool = False,
+) -> FusedPrompts:
+    """Prompts of a site's own beside a model's, as many; what is random follows torch's seed.
+
+    With `shared_fusion` the model's own modules fuse them. Raises PromptError if the model has no such prompts, or no
+    such fusion of its own.
+    """
+    if absent := [modality for modality in modalities if tokens.own(modality) is None]:
+        raise PromptError(f"the model has no prompts for {' and '.join(absent)}; {REMEDY}")
+    if shared_fusion and tokens.fused_by != fusion:
+        raise PromptError(f"the model fuses prompts by {tokens.fused_by}, not by {fusion}: say the same in both")
+    own = {modality: tokens.get_parameter(modality) for modality in modalities}
+    noise = {modality: torch.empty_like(each).normal_(std=INITIAL_STD) for modality, each in own.items()}
+    local = LocalPrompts(own if start == "global" else noise)
+    if shared_fusion:
+        return FusedPrompts(local, tokens.fusion)
+    made = nn.ModuleDict()
+    for modality, each in own.items():
+        made[modality] = fusion_module(fusion, each.shape[1]).to(each)
+    return FusedPrompts(local, made)
 
 
 def prompts_of(model: nn.Module) -> PromptTokens | None:

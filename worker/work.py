@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -13,11 +14,16 @@ from transformers import PreTrainedModel
 
 from shared.blocks import Block, Selector
 from shared.methods.contract import Output, Plan
-from shared.model import Head
+from shared.model import Fusion, Head, LocalStart, Modality
+from shared.profile import LayerAttention, TaskTokens
 from shared.tensors import Array
+from worker.attention import attention_profile
 from worker.blockmap import DTYPES, named_tensors
-from worker.forward import forward
+from worker.configs import ConfigError
+from worker.forward import IGNORED, forward
 from worker.models import read_block, write_block
+from worker.prompts import REMEDY, PromptError, fused_prompts, prompts_of
+from worker.scores import fisher, gradient_norms
 
 
 @dataclass
@@ -74,7 +80,31 @@ class LocalWork:
             raise ValueError("the model has no head module of its own, hence no features that lead to it")
         return self.model.get_submodule(paths[0])
 
+    def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
+        told = map(self._with_padding, batches)
+        return attention_profile(self.model, self.blocks, told, self.forward, tokens)
+
+    def _with_padding(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A decoder that is taught by labels learns from them alone which of its tokens are padding."""
+        if self.head != "seq2seq-lm" or "decoder_attention_mask" in batch:
+            return batch
+        return {**batch, "decoder_attention_mask": (batch["labels"] != IGNORED).long()}
+
+    def gradient_norms(self, batches: Iterable[Mapping[str, Tensor]], blocks: Sequence[Block]) -> dict[str, float]:
+        return gradient_norms(self.model, blocks, batches, self._loss)
+
+    def fisher(self, batches: Iterable[Mapping[str, Tensor]], blocks: Sequence[Block]) -> dict[str, float]:
+        return fisher(self.model, blocks, batches, self._loss, self.head)
+
+    def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.forward(batch).loss
+
+    def choose(self, scores: Array, count: int) -> list[int]:
+        return [int(place) for place in np.argsort(-scores.sum(axis=0), kind="stable")[:count]]
+
     def add_private(self, name: str, module: nn.Module) -> None:
+        if hasattr(self.model, name):
+            raise ConfigError(f"the model has a {name!r} of its own, where the method would put what stays here")
         self.model.add_module(name, module.to(self.model.device))
         self._added.append(name)
         for path, parameter in module.named_parameters(prefix=name):
@@ -83,8 +113,22 @@ class LocalWork:
             if path in self.vault:
                 self.write(block, self.vault[path])
 
+    def fuse_prompts(
+        self, modalities: Sequence[Modality], fusion: Fusion, start: LocalStart, *, shared_fusion: bool = False
+    ) -> None:
+        tokens = prompts_of(self.model)
+        if tokens is None:
+            raise PromptError(f"the model has no prompts; {REMEDY}")
+        fused = fused_prompts(tokens, modalities, fusion, start, shared_fusion=shared_fusion)
+        self.add_private("local", fused.local)
+        if not shared_fusion:
+            self.add_private("fusion", fused.fusion)
+        tokens.ways = {modality: partial(fused.way, modality) for modality in modalities}
+
     def close(self) -> None:
         """Takes what was added out of the model again."""
+        if tokens := prompts_of(self.model):
+            tokens.ways = {}
         for name in self._added:
             delattr(self.model, name)
         self._added.clear()

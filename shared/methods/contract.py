@@ -17,6 +17,8 @@ from pydantic import Field
 
 from shared.averaging import Divide, average
 from shared.blocks import EVERYTHING, NOTHING, Block, Frozen, Selector
+from shared.model import Fusion, LocalStart, Modality
+from shared.profile import LayerAttention, TaskTokens
 from shared.tensors import Array, Tensor
 from shared.training import Training
 
@@ -199,10 +201,45 @@ class Work(Protocol):
         """
         ...
 
+    def attention(
+        self, batches: Iterable[Mapping[str, torch.Tensor]], tokens: TaskTokens
+    ) -> Mapping[str, LayerAttention]:
+        """How each layer that attends does so, by the layer's name (`shared.layers`). Leaves the model as it was.
+
+        Raises ValueError for attention that cannot be measured, and for tokens that cannot be told.
+        """
+        ...
+
+    def gradient_norms(
+        self, batches: Iterable[Mapping[str, torch.Tensor]], blocks: Sequence[Block]
+    ) -> Mapping[str, float]:
+        """The l2 norm of the mean loss's gradient by those of the blocks that are in a layer, by the layer's name."""
+        ...
+
+    def fisher(self, batches: Iterable[Mapping[str, torch.Tensor]], blocks: Sequence[Block]) -> Mapping[str, float]:
+        """The mean over examples of the squared norm of such a gradient of the example's own loss."""
+        ...
+
+    def choose(self, scores: Array, count: int) -> Sequence[int]:
+        """The places of the `count` candidates with the largest sums of scores [examples, candidates], of equals the
+        first. Scores are in [0, 1], so that where the run is private the sums are made noisy as it says."""
+        ...
+
     def add_private(self, name: str, module: torch.nn.Module) -> None:
         """Adds a module that stays at this site, with the values that the vault holds for it.
 
         It becomes a submodule of the model until the task ends.
+        """
+        ...
+
+    def fuse_prompts(
+        self, modalities: Sequence[Modality], fusion: Fusion, start: LocalStart, *, shared_fusion: bool = False
+    ) -> None:
+        """Has the model's prompts for these towers fused with prompts of this site's own until the task ends.
+
+        Those become the private module `local`, as many as the model's, and what fuses them the private module
+        `fusion`; with `shared_fusion` that is the model's own, which must be of the same kind. Raises ValueError if
+        the model has no such prompts or fusion.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import permutations
 from random import Random
 
@@ -11,27 +12,28 @@ import pytest
 from shared.methods import Chosen, coordinator_half, methods
 from shared.methods.contract import Participant, Plan, RunFacts, State, Update
 from shared.tensors import ArrayTensor, to_array
-from shared.training import Training
-from tests.support.tasks import VIT, one_task
-from worker.blockmap import block_table
-from worker.models import instantiate
+from tests.support.tasks import one_task, subject_of
 
 EVERY_METHOD = pytest.mark.parametrize("method", sorted(methods()))
-BLOCKS = block_table(instantiate(VIT, "image-classification", seed=1))
-# Some methods take no other optimizer.
-FACTS = RunFacts(BLOCKS, rounds=10, training=Training(optimizer="sgd"))
 SETTINGS = {"feddyn": {"alpha": 0.0}}
 """For methods that by default merge to something beyond what was sent."""
 COHORT = [Participant(name, 10) for name in ("a/w", "b/w", "c/w")]
 
 
-def state_at(round_number: int) -> State:
-    return State(round_number, {b.name: ArrayTensor(np.zeros(b.shape, np.float32)) for b in BLOCKS})
+@cache
+def facts_of(method: str) -> RunFacts:
+    # Some methods take no other optimizer.
+    return subject_of(method).facts(optimizer="sgd")
+
+
+def state_at(method: str, round_number: int) -> State:
+    blocks = facts_of(method).blocks
+    return State(round_number, {block.name: ArrayTensor(np.zeros(block.shape, np.float32)) for block in blocks})
 
 
 def plans_of(method: str, round_number: int, cohort: list[Participant]) -> dict[str, Plan]:
-    half = coordinator_half(Chosen(name=method), FACTS)
-    return dict(half.plan(half.start(state_at(round_number)), cohort, Random(1)))
+    half = coordinator_half(Chosen(name=method), facts_of(method))
+    return dict(half.plan(half.start(state_at(method, round_number)), cohort, Random(1)))
 
 
 @EVERY_METHOD
@@ -54,14 +56,15 @@ def test_every_selector_of_every_plan_selects_something(method: str) -> None:
         for plan in plans_of(method, round_number, COHORT).values():
             for selector in (plan.fetch, plan.train, plan.upload):
                 # Nothing at all is what a plan may ask for; a match for nothing is a misspelling.
-                assert not selector or selector.resolve(BLOCKS)
+                assert not selector or selector.resolve(facts_of(method).blocks)
 
 
 @EVERY_METHOD
 def test_nothing_that_is_kept_is_sent_and_nothing_is_sent_that_was_not_asked_for(method: str) -> None:
     for round_number in (0, 9):
-        _, harvest = one_task(method, round_number=round_number)
-        asked = {b.name for b in plans_of(method, round_number, COHORT[:1])["a/w"].upload.resolve(BLOCKS)}
+        _, harvest = one_task(method, round_number=round_number, subject=subject_of(method))
+        plan = plans_of(method, round_number, COHORT[:1])["a/w"]
+        asked = {block.name for block in plan.upload.resolve(facts_of(method).blocks)}
         assert bool(harvest.upload) == bool(asked)
         assert set(harvest.upload) <= asked
         assert not set(harvest.upload) & set(harvest.keep)
@@ -69,8 +72,9 @@ def test_nothing_that_is_kept_is_sent_and_nothing_is_sent_that_was_not_asked_for
 
 @EVERY_METHOD
 def test_a_single_update_is_merged_and_what_it_lacks_stays_as_it_was(method: str) -> None:
-    _, harvest = one_task(method)
-    half, state = coordinator_half(Chosen(name=method, settings=SETTINGS.get(method, {})), FACTS), state_at(0)
+    _, harvest = one_task(method, subject=subject_of(method))
+    half = coordinator_half(Chosen(name=method, settings=SETTINGS.get(method, {})), facts_of(method))
+    state = state_at(method, 0)
     sent = {name: ArrayTensor(values) for name, values in harvest.upload.items()}
     after = half.merge(half.start(state), [Update("a/w", 10, sent, harvest.numbers)])
     assert after.round == 1
@@ -82,20 +86,20 @@ def test_a_single_update_is_merged_and_what_it_lacks_stays_as_it_was(method: str
 @EVERY_METHOD
 def test_the_order_in_which_updates_are_given_changes_no_more_than_rounding(method: str) -> None:
     rng = np.random.default_rng(0)
-    _, harvest = one_task(method)
+    _, harvest = one_task(method, subject=subject_of(method))
     updates = [
         Update(
             worker.name,
             10 + i,
-            {b.name: ArrayTensor(rng.normal(size=b.shape).astype("f4")) for b in BLOCKS},
+            {b.name: ArrayTensor(rng.normal(size=b.shape).astype("f4")) for b in facts_of(method).blocks},
             harvest.numbers,
         )
         for i, worker in enumerate(COHORT)
     ]
     merged = []
     for order in permutations(updates):
-        half = coordinator_half(Chosen(name=method), FACTS)
-        merged.append(half.merge(half.start(state_at(0)), order).model)
+        half = coordinator_half(Chosen(name=method), facts_of(method))
+        merged.append(half.merge(half.start(state_at(method, 0)), order).model)
     for model in merged[1:]:
         for name, tensor in model.items():
             np.testing.assert_allclose(to_array(tensor), to_array(merged[0][name]), rtol=1e-6, atol=1e-7)

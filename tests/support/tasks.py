@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from shared.methods import Chosen, coordinator_half, worker_half
-from shared.methods.contract import Harvest, Participant, Plan, RunFacts, State
-from shared.tensors import Array
+from shared.methods.contract import Harvest, Participant, Plan, RunFacts, State, Unsuited, begin
+from shared.model import Fusion, Head, Lora, Prompts
+from shared.tensors import Array, ArrayTensor
 from shared.wire import Training
+from tests.support.duals import dual, pairs
 from worker.blockmap import block_table
 from worker.data import Dataset
 from worker.models import instantiate
@@ -31,6 +36,43 @@ def images(count: int = 24) -> Dataset:
     return Dataset({"pixel_values": pixels, "labels": torch.randint(0, 3, (count,), generator=generator)})
 
 
+@dataclass(frozen=True)
+class Subject:
+    """A small model, and data for it."""
+
+    config: dict[str, Any]
+    head: Head
+    data: Callable[[], Dataset]
+    prompts: Prompts | None = None
+    lora: Lora | None = None
+
+    def model(self) -> PreTrainedModel:
+        return instantiate(self.config, self.head, seed=1, prompts=self.prompts, lora=self.lora)
+
+    def facts(self, **training: Any) -> RunFacts:
+        return RunFacts(block_table(self.model()), rounds=10, training=Training.model_validate(training))
+
+
+PLAIN = Subject(VIT, "image-classification", images)
+ADAPTED = Subject(VIT, "image-classification", images, lora=Lora(rank=2, alpha=4))
+PROMPTED = Subject(
+    dual("clip"), "contrastive", lambda: pairs("clip"), prompts=Prompts(vision=2, text=2, fusion=Fusion(heads=2))
+)
+
+
+def subject_of(method: str) -> Subject:
+    """The first that a run of the method can start from: one that is plain, if that will do."""
+    for subject in (PLAIN, ADAPTED, PROMPTED):
+        facts = subject.facts(optimizer="sgd")  # some methods take no other
+        zeros = {block.name: ArrayTensor(np.zeros(block.shape, np.float32)) for block in facts.blocks}
+        try:
+            begin(coordinator_half(Chosen(name=method), facts), State(0, zeros))
+        except Unsuited:
+            continue
+        return subject
+    raise AssertionError(f"{method} is suited to none of the models that it could be tested on")
+
+
 def one_task(
     method: str,
     settings: Mapping[str, Any] | None = None,
@@ -41,17 +83,18 @@ def one_task(
     memory: Mapping[str, Array] | None = None,
     plan: Plan | None = None,
     dataset: Dataset | None = None,
+    subject: Subject = PLAIN,
     **training: Any,
 ) -> tuple[LocalWork, Harvest]:
-    """Trains the small ViT, on `images()` and as the method asks in this round unless told otherwise; what is left of
-    it, and its harvest."""
-    model = instantiate(VIT, "image-classification", seed=1)
+    """Trains a small model, on its own data and as the method asks in this round unless told otherwise; what is left
+    of it, and its harvest."""
+    model = subject.model()
     wanted = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
     facts = RunFacts(block_table(model), rounds=10, training=wanted)
     chosen = Chosen(name=method, settings=dict(settings or {}))
     worker = Participant("a/w", 24)
     plan = plan or coordinator_half(chosen, facts).plan_for(State(round_number, {}), worker)
-    work = LocalWork(model, "image-classification", plan, facts.blocks, dict(vault or {}), dict(memory or {}))
+    work = LocalWork(model, subject.head, plan, facts.blocks, dict(vault or {}), dict(memory or {}))
     half = worker_half(chosen, facts)
     for block in facts.blocks:
         if start:
@@ -59,7 +102,7 @@ def one_task(
     seed_everything(0)
     work.restore(half.private())
     half.prepare(work)
-    data = dataset or images()
+    data = dataset or subject.data()
     selected = half.select(work, Batches(data, wanted.batch_size, CPU))
     tally = Trainer(half, work, wanted, CPU, lambda: None).train(half.phases(work, selected), data, 0)
     return work, half.harvest(work, selected, tally)

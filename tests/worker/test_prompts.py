@@ -211,7 +211,7 @@ def test_attention_that_fuses_starts_as_what_asks_and_looks_at_what_answers() ->
 
 def test_one_head_that_fuses_is_the_formula() -> None:
     torch.manual_seed(0)
-    fused, shared, own = fusion_module(Fusion(heads=1), 16), torch.randn(3, 16), torch.randn(2, 16)
+    fused, shared, own = fusion_module(Fusion(asks="local", heads=1), 16), torch.randn(3, 16), torch.randn(2, 16)
     nn.init.normal_(fused.get_parameter("attention.out_proj.weight"))
     queries, keys, values = fused.get_parameter("attention.in_proj_weight").split(16)
     scores = (own @ queries.T) @ (shared @ keys.T).T / 16**0.5  # [2, 3]

@@ -1,0 +1,56 @@
+"""LoRA: all of the model stays as it is but low-rank adapters, B A beside a matrix, and the head.
+
+By default as FedIT has it (Zhang et al. 2023, arXiv 2305.05644): A and B are averaged, each by itself, and the mean
+of the products is then not the product of the means. With `freeze_a` it is FFA-LoRA (Sun et al. 2024, arXiv
+2403.12313, section 4): A stays as the run's first version has it, so that the average is exact, mean(B_k A) =
+mean(B_k) A, and half as much travels.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from shared.blocks import Match, Selector
+from shared.methods.contract import (
+    CoordinatorHalf,
+    Method,
+    MethodSettings,
+    Participant,
+    Plan,
+    State,
+    Unsuited,
+    WorkerHalf,
+)
+
+ADAPTERS = Match(roles=("adapter",))
+A_FACTORS = Match(roles=("adapter",), names=("*.lora_A.*",))
+HEAD = Match(roles=("head",))
+
+
+class LoraSettings(MethodSettings):
+    freeze_a: bool = Field(default=False, description="leave A as it started and train B alone, as FFA-LoRA does")
+    train_head: bool = Field(default=True, description="train and send the head too, if the model has one")
+
+
+class LoraCoordinator(CoordinatorHalf[LoraSettings]):
+    def start(self, state: State) -> State:
+        if not any(ADAPTERS.holds(block) for block in self.run.blocks):
+            raise Unsuited("the model has no adapters: make it with `tessera model init --lora-rank N`")
+        return state
+
+    def plan_for(self, state: State, worker: Participant) -> Plan:
+        headed = self.settings.train_head and any(HEAD.holds(block) for block in self.run.blocks)
+        adapters = Selector(
+            include=(ADAPTERS, HEAD) if headed else (ADAPTERS,),
+            exclude=(A_FACTORS,) if self.settings.freeze_a else (),
+        )
+        return Plan(stage="adapters", train=adapters, upload=adapters)
+
+
+METHOD = Method(
+    name="lora",
+    settings=LoraSettings,
+    coordinator=LoraCoordinator,
+    worker=WorkerHalf[LoraSettings],
+    source="Zhang et al., FedIT, arXiv 2305.05644; freeze_a: Sun et al., FFA-LoRA, arXiv 2403.12313",
+)

@@ -1,0 +1,105 @@
+"""pFedDC: prompts that all sites share, prompts of each site's own, and attention that makes one of both.
+
+arXiv 2506.21144, section 3: of a frozen dual encoder each site trains the global prompts of both towers, which are
+averaged, and local prompts and a cross-attention for each tower, which never leave it. What the paper does not say is
+a setting here: who asks in the attention and how many heads it has (`fusion`), and what local prompts start from. Its
+output projection starts at zero, so that with any of the defaults a site starts at the global prompts alone, also one
+that comes late or comes back after having lost its vault.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from shared.blocks import NOTHING, Block, Selector, named
+from shared.methods.contract import (
+    CoordinatorHalf,
+    Method,
+    MethodSettings,
+    Participant,
+    Plan,
+    RunFacts,
+    State,
+    Unsuited,
+    Work,
+    WorkerHalf,
+)
+from shared.methods.promptfl import prompt_blocks
+from shared.model import MODALITIES, Fusion, LocalStart, Modality
+
+Share = Literal["prompts", "prompts-and-fusion", "nothing"]
+
+
+class PFedDCSettings(MethodSettings):
+    modalities: tuple[Modality, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=2,
+        description="whose prompts train; all that the model has if left out",
+    )
+    fusion: Fusion = Field(default=Fusion(), description="what makes one prompt of the global and the local ones")
+    local_start: LocalStart = Field(default="global", description="what local prompts start from")
+    share: Share = Field(
+        default="prompts", description="what is averaged; nothing is the control without a federation"
+    )
+
+
+def trained_modalities(settings: PFedDCSettings, run: RunFacts) -> tuple[Modality, ...]:
+    """The towers whose prompts train. Raises Unsuited if the model lacks one of them, or has no prompts at all."""
+    there = {block.name for block in run.blocks}
+    wanted = settings.modalities or tuple(each for each in MODALITIES if f"prompts.{each}" in there) or MODALITIES
+    prompt_blocks(run.blocks, wanted)
+    return wanted
+
+
+class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
+    def start(self, state: State) -> State:
+        self._shared()
+        return state
+
+    def plan_for(self, state: State, worker: Participant) -> Plan:
+        shared = self._shared()
+        return Plan(stage="prompts", train=shared, upload=NOTHING if self.settings.share == "nothing" else shared)
+
+    def _shared(self) -> Selector:
+        modalities = trained_modalities(self.settings, self.run)
+        names = list(prompt_blocks(self.run.blocks, modalities))
+        if self.settings.share == "prompts-and-fusion":
+            fusion = [block.name for block in self.run.blocks if _fuses(block, modalities)]
+            if not fusion:
+                raise Unsuited(
+                    "the model has no fusion to share: make it with "
+                    f"`tessera model init --prompt-fusion {self.settings.fusion.asks}`"
+                )
+            names += fusion
+        return named(names)
+
+
+class PFedDCWorker(WorkerHalf[PFedDCSettings]):
+    def private(self) -> Selector:
+        if self.settings.share != "nothing":
+            return NOTHING
+        return named(prompt_blocks(self.run.blocks, trained_modalities(self.settings, self.run)))
+
+    def prepare(self, work: Work) -> None:
+        work.fuse_prompts(
+            trained_modalities(self.settings, self.run),
+            self.settings.fusion,
+            self.settings.local_start,
+            shared_fusion=self.settings.share == "prompts-and-fusion",
+        )
+
+
+def _fuses(block: Block, modalities: tuple[Modality, ...]) -> bool:
+    return any(block.name.startswith(f"prompts.fusion.{modality}.") for modality in modalities)
+
+
+METHOD = Method(
+    name="pfeddc",
+    settings=PFedDCSettings,
+    coordinator=PFedDCCoordinator,
+    worker=PFedDCWorker,
+    source="pFedDC, arXiv 2506.21144, section 3",
+)

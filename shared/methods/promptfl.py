@@ -1,0 +1,63 @@
+"""PromptFL: all of a dual encoder stays as it is but its prompts, which every worker trains and the server averages.
+
+Guo et al. 2022, arXiv 2208.11625, Algorithm 1: the text prompts of CoOp under FedAvg. With `modalities` it is the
+vision prompts instead (VPT, arXiv 2203.12119), or both. A worker keeps the frozen model's blobs in its cache, so that
+from the second round on only prompts travel, either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pydantic import Field
+
+from shared.blocks import Block, named
+from shared.methods.contract import (
+    CoordinatorHalf,
+    Method,
+    MethodSettings,
+    Participant,
+    Plan,
+    State,
+    Unsuited,
+    WorkerHalf,
+)
+from shared.model import Modality
+
+
+class PromptFLSettings(MethodSettings):
+    modalities: tuple[Modality, ...] = Field(
+        default=("text",),
+        min_length=1,
+        max_length=2,
+        description="whose prompts train; other prompts stay as they are",
+    )
+
+
+def prompt_blocks(blocks: Iterable[Block], modalities: Sequence[Modality]) -> tuple[str, ...]:
+    """The names of the model's prompts for these towers. Raises Unsuited for a tower that has none."""
+    there = {block.name for block in blocks}
+    names = tuple(f"prompts.{modality}" for modality in modalities)
+    if absent := [modality for modality, name in zip(modalities, names, strict=True) if name not in there]:
+        flags = " ".join(f"--{modality}-prompts N" for modality in absent)
+        raise Unsuited(f"the model has no {' and '.join(absent)} prompts: make it with `tessera model init {flags}`")
+    return names
+
+
+class PromptFLCoordinator(CoordinatorHalf[PromptFLSettings]):
+    def start(self, state: State) -> State:
+        prompt_blocks(self.run.blocks, self.settings.modalities)
+        return state
+
+    def plan_for(self, state: State, worker: Participant) -> Plan:
+        prompts = named(prompt_blocks(self.run.blocks, self.settings.modalities))
+        return Plan(stage="prompts", train=prompts, upload=prompts)
+
+
+METHOD = Method(
+    name="promptfl",
+    settings=PromptFLSettings,
+    coordinator=PromptFLCoordinator,
+    worker=WorkerHalf[PromptFLSettings],
+    source="Guo et al., PromptFL: Let Federated Participants Cooperatively Learn Prompts, arXiv 2208.11625",
+)

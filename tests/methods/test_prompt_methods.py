@@ -1,0 +1,294 @@
+"""PromptFL, pFedDC and LoRA: what they train, send and keep, and what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from shared.methods import Chosen, coordinator_half, worker_half
+from shared.methods.contract import Harvest, State, Unsuited, Update, begin
+from shared.model import Prompts
+from shared.tensors import Array, ArrayTensor, to_array
+from tests.support.tasks import ADAPTED, PLAIN, PROMPTED, Subject, one_task
+from worker.models import instantiate
+from worker.prompts import PromptError, prompts_of
+from worker.trainer import seed_everything
+from worker.work import LocalWork
+
+SGD = {"optimizer": "sgd", "weight_decay": 0.0, "learning_rate": 0.05}
+PROMPTS = {"prompts.vision", "prompts.text"}
+LOCAL = {"local.vision", "local.text"}
+FUSION = {
+    f"fusion.{modality}.attention.{part}"
+    for modality in ("vision", "text")
+    for part in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+}
+BARE = replace(PROMPTED, prompts=Prompts(vision=2, text=2))
+TEXT_ONLY = replace(PROMPTED, prompts=Prompts(text=2))
+
+
+def trained(method: str, subject: Subject = PROMPTED, **more: Any) -> tuple[LocalWork, Harvest]:
+    settings = more.pop("settings", None)
+    return one_task(method, settings, subject=subject, **{**SGD, **more})
+
+
+def start_of(subject: Subject) -> dict[str, Array]:
+    return {name: tensor.detach().numpy() for name, tensor in subject.model().named_parameters()}
+
+
+def moved(work: LocalWork, subject: Subject) -> set[str]:
+    start, now = start_of(subject), dict(work.model.named_parameters())
+    return {name for name, values in start.items() if not np.array_equal(now[name].detach().numpy(), values)}
+
+
+def start(method: str, subject: Subject, **settings: Any) -> State:
+    facts = subject.facts(optimizer="sgd")
+    return begin(coordinator_half(Chosen(name=method, settings=settings), facts), State(0, {}))
+
+
+# ---------------------------------------------------------------- PromptFL
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {"prompts.text"}),
+        ({"modalities": ["vision"]}, {"prompts.vision"}),
+        ({"modalities": ["text", "vision"]}, PROMPTS),
+    ],
+)
+def test_promptfl_trains_and_sends_the_prompts_that_it_is_set_to_and_keeps_nothing(
+    settings: dict[str, Any], expected: set[str]
+) -> None:
+    work, harvest = trained("promptfl", settings=settings)
+    assert set(harvest.upload) == moved(work, PROMPTED) == expected
+    assert not harvest.keep
+
+
+def test_a_step_of_promptfl_is_the_gradient_of_the_cross_entropy_over_the_classes() -> None:
+    _, harvest = trained("promptfl", batch_size=None)
+    model = PROMPTED.model()
+    batch = next(PROMPTED.data().batches(None))
+    labels = batch.pop("labels")
+    scores = model(**batch).logits_per_image.log_softmax(dim=1)  # [images, classes]
+    loss = -scores[torch.arange(len(labels)), labels].mean()
+    text = model.get_parameter("prompts.text")
+    (gradient,) = torch.autograd.grad(loss, [text])
+    np.testing.assert_allclose(harvest.upload["prompts.text"], (text - 0.05 * gradient).detach().numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["promptfl", "pfeddc"])
+def test_a_model_without_prompts_is_refused_with_the_command_that_makes_one(method: str) -> None:
+    with pytest.raises(
+        Unsuited, match=r"model has no .*prompts: make it with `tessera model init .*--text-prompts N"
+    ):
+        start(method, PLAIN)
+    with pytest.raises(Unsuited, match=r"model has no vision prompts: .*--vision-prompts N`"):
+        start(method, TEXT_ONLY, modalities=["text", "vision"])
+
+
+# ---------------------------------------------------------------- pFedDC
+
+
+def test_pfeddc_sends_global_prompts_and_keeps_local_ones_and_the_fusion() -> None:
+    work, harvest = trained("pfeddc")
+    assert set(harvest.upload) == moved(work, PROMPTED) == PROMPTS
+    assert set(harvest.keep) == LOCAL | FUSION
+    assert {block.name for block in work.private} == LOCAL | FUSION
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"fusion": {"asks": "local"}},
+        {"fusion": {"kind": "mean"}},
+        {"local_start": "random"},
+        {"share": "nothing"},
+        {"share": "prompts-and-fusion", "fusion": {"heads": 2}},
+    ],
+)
+def test_a_site_that_has_kept_nothing_starts_at_the_global_prompts_bit_for_bit(settings: dict[str, Any]) -> None:
+    work = prepared(settings)
+    batch = next(PROMPTED.data().batches(8))
+    with torch.no_grad():
+        expected = LocalWork(PROMPTED.model(), "contrastive", work.plan, work.blocks).forward(batch).logits
+        found = work.forward(batch).logits
+        work.close()
+        closed = work.forward(batch).logits
+    assert expected is not None
+    assert found is not None
+    assert closed is not None
+    assert torch.equal(found, expected)
+    assert torch.equal(closed, expected)
+
+
+def prepared(settings: Mapping[str, Any], vault: Mapping[str, Array] | None = None) -> LocalWork:
+    """A site's work just before training."""
+    facts = PROMPTED.facts(optimizer="sgd")
+    chosen = Chosen(name="pfeddc", settings=dict(settings))
+    plan = coordinator_half(chosen, facts).plan_for(State(0, {}), None)  # type: ignore[arg-type]
+    work = LocalWork(PROMPTED.model(), "contrastive", plan, facts.blocks, dict(vault or {}))
+    half = worker_half(chosen, facts)
+    seed_everything(0)
+    work.restore(half.private())
+    half.prepare(work)
+    return work
+
+
+def test_all_of_it_learns_together_from_the_second_step_on() -> None:
+    # The fusion's output projection starts at zero: what it is handed has a gradient once that has moved.
+    start = {block.name: work.read(block) for work in [prepared({})] for block in work.private}
+    for epochs, still in ((1, LOCAL | {name for name in FUSION if "in_proj" in name}), (2, set())):
+        _, harvest = trained("pfeddc", batch_size=None, epochs=epochs)
+        assert {name for name in start if np.array_equal(harvest.keep[name], start[name])} == still
+
+
+def test_a_site_goes_on_with_what_it_kept_and_not_with_the_global_prompts_of_now() -> None:
+    _, first = trained("pfeddc", epochs=3)
+    work = prepared({}, first.keep)
+    assert {block.name for block in work.private} == set(first.keep)
+    assert all(np.array_equal(work.read(block), first.keep[block.name]) for block in work.private)
+    assert not np.array_equal(first.keep["local.text"], start_of(PROMPTED)["prompts.text"])
+
+
+def test_the_fused_prompt_is_the_formula() -> None:
+    rng = np.random.default_rng(0)
+    keep = {block.name: rng.normal(size=block.shape).astype("f4") for block in prepared({}).private}
+    work = prepared({"fusion": {"heads": 1}}, keep)
+    tokens = prompts_of(work.model)
+    assert tokens is not None
+    shared, own = tokens.get_parameter("text"), torch.from_numpy(keep["local.text"])
+    part = {
+        name.rpartition("attention.")[2]: torch.from_numpy(values)
+        for name, values in keep.items()
+        if ".text." in name
+    }
+    weights, biases = part["in_proj_weight"].split(16), part["in_proj_bias"].split(16)
+    q, k, v = ((each @ w.T + b) for each, w, b in zip((shared, own, own), weights, biases, strict=True))
+    found = (q @ k.T / 16**0.5).softmax(dim=1) @ v @ part["out_proj.weight"].T + part["out_proj.bias"]
+    fused = tokens.tokens("text")
+    assert isinstance(fused, Tensor)
+    torch.testing.assert_close(fused, shared + found)
+
+
+def test_without_a_federation_the_global_prompts_stay_at_the_site_too() -> None:
+    work, harvest = trained("pfeddc", settings={"share": "nothing"})
+    assert not harvest.upload
+    assert set(harvest.keep) == PROMPTS | LOCAL | FUSION
+    again = prepared({"share": "nothing"}, harvest.keep)
+    assert moved(again, PROMPTED) == PROMPTS == moved(work, PROMPTED)
+    assert all(np.array_equal(again.read(b), harvest.keep[b.name]) for b in again.blocks if b.name in PROMPTS)
+
+
+def test_a_shared_fusion_is_sent_and_local_prompts_are_kept() -> None:
+    settings = {"share": "prompts-and-fusion", "fusion": {"heads": 2}}
+    work, harvest = trained("pfeddc", settings=settings, epochs=2)
+    assert set(harvest.upload) == moved(work, PROMPTED) == PROMPTS | {f"prompts.{name}" for name in FUSION}
+    assert set(harvest.keep) == LOCAL
+    with pytest.raises(Unsuited, match=r"no fusion to share: .*--prompt-fusion global"):
+        start("pfeddc", BARE, share="prompts-and-fusion")
+    with pytest.raises(PromptError, match=r"heads=2.*heads=4"):
+        prepared({**settings, "fusion": {"heads": 4}})
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("mean", 2), ("concat", 4)])
+def test_other_fusions_have_nothing_to_learn_but_prompts(kind: str, tokens: int) -> None:
+    settings = {"fusion": {"kind": kind}}
+    _, harvest = trained("pfeddc", settings=settings)
+    assert set(harvest.keep) == LOCAL
+    put_in = prompts_of(prepared(settings).model)
+    assert put_in is not None
+    assert len(put_in.tokens("text")) == tokens  # type: ignore[arg-type]
+
+
+def test_without_one_towers_prompts_the_others_are_all_that_trains() -> None:
+    for subject, settings in ((TEXT_ONLY, {}), (PROMPTED, {"modalities": ["text"]})):
+        work, harvest = trained("pfeddc", subject, settings=settings)
+        assert set(harvest.upload) == moved(work, subject) == {"prompts.text"}
+        assert set(harvest.keep) == {name for name in LOCAL | FUSION if ".text" in name}
+
+
+def test_local_prompts_may_start_as_noise() -> None:
+    work = prepared({"local_start": "random"})
+    local = next(work.read(block) for block in work.private if block.name == "local.text")
+    assert not np.array_equal(local, start_of(PROMPTED)["prompts.text"])
+    assert 0.01 < local.std() < 0.04
+
+
+def test_what_stays_here_never_takes_the_place_of_a_part_of_the_model() -> None:
+    work = prepared({})
+    with pytest.raises(ValueError, match="'text_model' of its own"):
+        work.add_private("text_model", torch.nn.Linear(2, 2))
+
+
+# ---------------------------------------------------------------- LoRA
+
+
+def merged(harvests: list[Harvest], freeze_a: bool) -> Mapping[str, Any]:
+    facts = ADAPTED.facts()
+    half = coordinator_half(Chosen(name="lora", settings={"freeze_a": freeze_a}), facts)
+    first = State(0, {name: ArrayTensor(values) for name, values in start_of(ADAPTED).items()})
+    updates = [
+        Update(f"{index}/w", 10 * (index + 1), {name: ArrayTensor(values) for name, values in each.upload.items()})
+        for index, each in enumerate(harvests)
+    ]
+    return half.merge(half.start(first), updates).model
+
+
+def product(values: Mapping[str, Array], matrix: str) -> Array:
+    """B A of an adapter, float64 [outputs, inputs]."""
+    a, b = (np.asarray(values[f"{matrix}.lora_{half}.default.weight"], np.float64) for half in "AB")
+    return b @ a
+
+
+@pytest.mark.parametrize("freeze_a", [False, True])
+def test_only_with_a_frozen_is_the_mean_of_the_products_the_product_of_the_means(freeze_a: bool) -> None:
+    harvests = [
+        trained("lora", ADAPTED, settings={"freeze_a": freeze_a}, epochs=4, batch_size=size, learning_rate=0.5)[1]
+        for size in (4, 6, 24)
+    ]
+    start, version = start_of(ADAPTED), {n: to_array(t) for n, t in merged(harvests, freeze_a).items()}
+    matrices = {name.partition(".lora_")[0] for name in harvests[0].upload if ".lora_" in name}
+    assert len(matrices) == 4  # queries and values of two layers
+    for matrix in matrices:
+        # Weighted by examples: 10, 20 and 30 of 60.
+        exact = sum(
+            (w / 60) * product({**start, **h.upload}, matrix) for w, h in zip((10, 20, 30), harvests, strict=True)
+        )
+        assert np.allclose(product(version, matrix), exact, rtol=1e-5, atol=1e-7) == freeze_a
+
+
+@pytest.mark.parametrize(
+    ("settings", "sent"),
+    [
+        ({}, {"lora_A", "lora_B", "classifier"}),
+        ({"freeze_a": True}, {"lora_B", "classifier"}),
+        ({"train_head": False}, {"lora_A", "lora_B"}),
+    ],
+)
+def test_lora_trains_and_sends_adapters_and_the_head_and_nothing_else(
+    settings: dict[str, Any], sent: set[str]
+) -> None:
+    work, harvest = trained("lora", ADAPTED, settings=settings, epochs=2, learning_rate=0.5)
+    assert set(harvest.upload) == moved(work, ADAPTED)
+    kinds = {next(kind for kind in ("lora_A", "lora_B", "classifier") if kind in name) for name in harvest.upload}
+    assert kinds == sent
+    assert not harvest.keep
+
+
+def test_a_model_without_adapters_is_refused_with_the_command_that_makes_one() -> None:
+    with pytest.raises(Unsuited, match="no adapters: make it with `tessera model init --lora-rank N`"):
+        start("lora", PLAIN)
+
+
+def test_the_same_seed_makes_the_same_model_with_or_without_prompts() -> None:
+    plain = dict(instantiate(PROMPTED.config, PROMPTED.head, seed=1).named_parameters())
+    there = start_of(PROMPTED)
+    assert all(np.array_equal(there[name], tensor.detach().numpy()) for name, tensor in plain.items())
