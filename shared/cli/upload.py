@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
-from shared.client import Client
-from shared.modelfolder import ModelFolder
+from shared.blocks import Block
+from shared.model import Model
 from shared.tensors import digest_of
 from shared.wire import Digest, Manifest, canonical
+
+
+class Start(Protocol):
+    """What a run starts from: a `ModelFolder`, or weights in memory."""
+
+    @property
+    def model(self) -> Model: ...
+    def blocks(self) -> Iterator[tuple[Block, memoryview]]: ...
+
+
+class Taker(Protocol):
+    """Who takes blobs: a `Client`, or a folder of them."""
+
+    def has_blob(self, digest: str) -> bool: ...
+    def put_bytes(self, data: bytes) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -20,24 +36,24 @@ class Uploaded:
     sent_bytes: int
 
 
-def upload_model(client: Client, folder: ModelFolder, progress: Callable[[int], None] = lambda _: None) -> Uploaded:
-    """Uploads a folder's blocks, its model document and its first version.
+def upload_model(taker: Taker, start: Start, progress: Callable[[int], None] = lambda _: None) -> Uploaded:
+    """Uploads a model's blocks, its document and its first version.
 
-    `progress` is told of each block's bytes once the coordinator has them, whether or not they had to be sent.
+    `progress` is told of each block's bytes once they are there, whether or not they had to be sent.
     """
     sent_bytes = 0
 
     def put(data: bytes | memoryview) -> Digest:
         nonlocal sent_bytes
         digest = digest_of(data)
-        if not client.has_blob(digest):
-            client.put_bytes(bytes(data))
+        if not taker.has_blob(digest):
+            taker.put_bytes(bytes(data))
             sent_bytes += len(data)
         return digest
 
     digests: dict[str, Digest] = {}
-    for block, data in folder.blocks():
+    for block, data in start.blocks():
         digests[block.name] = put(data)
         progress(block.nbytes)
-    model = put(canonical(folder.model))
+    model = put(canonical(start.model))
     return Uploaded(model, put(canonical(Manifest(blocks=digests))), sent_bytes)

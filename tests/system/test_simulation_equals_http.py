@@ -1,0 +1,120 @@
+"""The same run in one process and over HTTP, between real processes: the same versions, to the digest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shared.cli.rounds import scores_by_version
+from shared.cli.upload import upload_model
+from shared.modelfolder import ModelFolder
+from shared.wire import RunSpec
+from tests.support.coordinator import until
+from tests.support.processes import CoordinatorProcess, Process, worker_process
+from tests.system.conftest import VIT, made
+from worker.data import Dataset, load
+from worker.simulation import Conditions, simulate
+from worker.simulation.sites import WORKER
+
+SITES = {"north": 20, "south": 33, "west": 12}
+TEST_EXAMPLES = 40
+
+
+def images(count: int, seed: int) -> dict[str, torch.Tensor]:
+    """`pixel_values` float32 [count, 1, 8, 8] and `labels` int64 [count]."""
+    dice = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(count, 1, 8, 8, generator=dice)
+    return {"pixel_values": pixels, "labels": torch.randint(0, 10, (count,), generator=dice)}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The data of each site, and those that measure versions."""
+    folder = tmp_path_factory.mktemp("data")
+    for seed, (name, count) in enumerate({**SITES, "lab": TEST_EXAMPLES}.items()):
+        save_file(images(count, seed), folder / f"{name}.safetensors")
+    return {name: folder / f"{name}.safetensors" for name in (*SITES, "lab")}
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory, files: dict[str, Path]) -> Iterator[CoordinatorProcess]:
+    """A coordinator, three sites that train and hold a part of their data out, and a laboratory that measures."""
+    workers: list[Process] = []
+    with CoordinatorProcess(tmp_path_factory.mktemp("coordinator")) as coordinator:
+        try:
+            for name, file in files.items():
+                data, held = ("test", "") if name == "lab" else ("images", "held_out = 0.25\n")
+                kinds = ["evaluate"] if name == "lab" else ["train", "evaluate"]
+                table = f'[datasets.{data}]\nkind = "arrays"\nfile = "{file}"\n{held}'
+                workers.append(worker_process(coordinator, name, table, name=WORKER, kinds=kinds))
+            client = coordinator.admin()
+            until(lambda: len(list(client.workers())) == len(files), seconds=60)
+            yield coordinator
+        finally:
+            for worker in workers:
+                worker.kill()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """A model whose dropout draws on the dice of each task."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "vit.json").write_text(json.dumps({**VIT, "hidden_dropout_prob": 0.2}))
+    return made(folder, folder / "vit.json")
+
+
+def sites(files: dict[str, Path]) -> dict[str, Dataset]:
+    return {name: load("arrays", {"file": files[name]}, held_out=0.25) for name in SITES}
+
+
+TRAINING = {"batch_size": 8, "learning_rate": 0.01}
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"method": {"name": "fedavg"}, "cohort": {"size": 2, "quorum": 2}},
+        {"method": {"name": "fedfrozen", "settings": {"warmup_rounds": 1, "scope": "v_head"}}, "codec": "raw"},
+        {"method": {"name": "fedrep"}, "divide": "cohort"},
+        {"method": {"name": "scaffold"}, "training": {**TRAINING, "optimizer": "sgd"}},
+        {"method": {"name": "fedavg"}, "server_optimizer": {"kind": "adam"}, "max_examples": 15},
+    ],
+    ids=["fedavg", "fedfrozen", "fedrep", "scaffold", "adam"],
+)
+def test_a_simulation_makes_the_versions_that_the_processes_make(
+    federation: CoordinatorProcess, model: ModelFolder, files: dict[str, Path], wanted: dict[str, Any]
+) -> None:
+    spec = {
+        "name": "same",
+        "dataset": "images",
+        "rounds": 3,
+        "seed": 7,
+        "training": TRAINING,
+        "cohort": {"size": 3, "quorum": 3},
+        "evaluation": {"dataset": "test", "sites": True},
+        **wanted,
+    }
+    client = federation.admin()
+    uploaded = upload_model(client, model)
+    run = client.create_run(RunSpec.model_validate({**spec, "model": uploaded.model, "version": uploaded.version}))
+    until(lambda: client.run(run.id).state == "completed", seconds=60)
+    test = load("arrays", {"file": files["lab"]})
+    result = simulate(spec, model, sites(files), test=test, conditions=Conditions(threads=1))
+
+    over_http = list(client.versions(run.id))
+    assert [version.digest for version in result.versions] == [version.digest for version in over_http]
+    assert len({version.digest for version in over_http}) == 4
+    central = [found for found in client.measurements(run.id) if not found.held_out]
+    here = [found for found in result.measurements if not found.held_out]
+    assert scores_by_version(here) == scores_by_version(central)
+    tasks = [task for round_ in client.rounds(run.id) for task in round_.tasks]
+    same = [task for round_ in result.rounds for task in round_.tasks]
+    assert {(t.worker, t.round): (t.numbers, t.upload_bytes) for t in same} == {
+        (t.worker, t.round): (t.numbers, t.upload_bytes) for t in tasks
+    }

@@ -1,0 +1,36 @@
+"""Under what circumstances a federation is simulated: what a run's spec does not say."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from shared.blocks import Frozen
+from shared.cohort import dice
+from shared.wire import Label
+from worker.settings import DeviceName
+
+
+class Conditions(Frozen):
+    """The first two decide what comes out; the others only how much of the machine it takes.
+
+    `dropout` is the probability with which a worker that was asked never answers.
+    """
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    away: dict[Label, tuple[PositiveInt, ...]] = Field(default={}, description="by site, the rounds that it misses")
+    device: DeviceName = "cpu"
+    threads: PositiveInt | None = Field(default=None, description="threads of one operation; as it is if unset")
+    loaded: PositiveInt = Field(default=4, description="sites' data sets held in memory at once")
+    keep_versions: PositiveInt | Literal["all"] = Field(default=1, description="the latest versions to keep on disk")
+
+    def is_there(self, site: str, number: int) -> bool:
+        """Whether a site can be asked in a round."""
+        return number not in self.away.get(site, ())
+
+    def falls_silent(self, seed: int, number: int, attempt: int, worker: str) -> bool:
+        """Whether a worker that was asked in this attempt at a round never answers."""
+        rng = Random(dice(seed, "dropout", number, attempt, worker))  # noqa: S311 (no secret: reproducible)
+        return rng.random() < self.dropout

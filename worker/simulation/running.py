@@ -1,0 +1,143 @@
+"""`simulate`: from a spec, a model and data sets to a result."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import ValidationError
+from transformers import PreTrainedModel
+
+from shared.aggregation import Aggregation
+from shared.blocks import Block
+from shared.cli.upload import Start, upload_model
+from shared.inspection import Inspector
+from shared.model import Head, Model
+from shared.modelfolder import ModelFolder
+from shared.problems import Fault, Invalid, faults_of
+from shared.states import States
+from shared.tensors import Array, as_bytes
+from shared.wire import RunSpec
+from worker.blockmap import block_table, named_tensors
+from worker.data import Dataset
+from worker.models import read_block
+from worker.settings import device_of
+from worker.simulation.conditions import Conditions
+from worker.simulation.local import LocalCoordinator
+from worker.simulation.records import Records
+from worker.simulation.result import Result
+from worker.simulation.simulation import Simulation, Watch
+from worker.simulation.sites import Population, Site
+from worker.simulation.store import Folder
+from worker.simulation.workers import Workers
+
+TEST = "test"
+"""What the central data set is called where a spec does not say."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model in memory to start from. Implements `shared.cli.upload.Start`."""
+
+    model: Model
+    values: Mapping[str, Array]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, config: Mapping[str, Any], head: Head) -> Self:
+        """A transformers model as it is, and the config that builds it."""
+        blocks, tensors = block_table(model), named_tensors(model)
+        values = {block.name: read_block(tensors, block) for block in blocks}
+        return cls(Model(config=dict(config), head=head, blocks=blocks), values)
+
+    def blocks(self) -> Iterator[tuple[Block, memoryview]]:
+        for block in self.model.blocks:
+            yield block, as_bytes(self.values[block.name])
+
+
+def simulate(
+    spec: Mapping[str, Any],
+    model: Start | Path,
+    sites: Mapping[str, Dataset | Site],
+    *,
+    test: Dataset | None = None,
+    conditions: Conditions | None = None,
+    out: Path | None = None,
+    until: int | None = None,
+    watch: Watch = lambda _: None,
+) -> Result:
+    """Runs a federation in this process, with results that are bit for bit those of the same run over HTTP.
+
+    `spec` is a run's as `tessera run create` takes it: `method` and `rounds` at least. Sites train, by name, and the
+    central `test` set measures every version unless `spec.evaluation` says otherwise. What it comes to lies under
+    `out`, from which a simulation that was stopped goes on when it is called again; without `out` it is gone with the
+    result. `until` stops at that version.
+
+    Raises Invalid for a spec that makes no run or an `out` that holds another one, Stalled when a round cannot reach
+    its quorum, and whatever a method's own code raises.
+    """
+    conditions = conditions or Conditions()
+    start = ModelFolder.open(model) if isinstance(model, Path) else model
+    folder = Path(tempfile.mkdtemp(prefix="tessera-simulation-")) if out is None else out
+    blobs, records = Folder(folder / "blobs"), Records(folder)
+    uploaded = upload_model(blobs, start)
+    wanted = _spec(spec, uploaded.model, uploaded.version, test)
+    population = Population(sites, conditions.loaded)
+    records.claim(_identity(wanted, population, test, conditions))
+    states = States(blobs)
+    coordinator = LocalCoordinator(wanted, start.model, blobs, states, records)
+    workers = Workers(population, test, coordinator, blobs, folder, device_of(conditions.device))
+    aggregation = Aggregation(states, Inspector(blobs, states))
+    simulation = Simulation(
+        wanted, start.model, population, conditions, states, blobs, records, aggregation, coordinator, workers
+    )
+    with _threads(conditions.threads):
+        simulation.run(until, watch)
+    measured = (records.measured(entry.version.number) or () for entry in simulation.versions)
+    measurements = tuple(measurement for group in measured for measurement in group)
+    result = Result(wanted, start.model, tuple(simulation.versions), measurements, states, folder)
+    if out is None:
+        weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
+    return result
+
+
+def _spec(given: Mapping[str, Any], model: str, version: str, test: Dataset | None) -> RunSpec:
+    plain = {"name": "simulation", "dataset": "data", **given, "model": model, "version": version}
+    if test is not None:
+        plain["evaluation"] = {"dataset": TEST, **plain.get("evaluation", {})}
+    try:
+        spec = RunSpec.model_validate(plain)
+    except ValidationError as fault:
+        raise Invalid("the spec does not make a run", errors=faults_of(fault), remedy="Mend what is named.") from None
+    if spec.evaluation and spec.evaluation.dataset and test is None:
+        missing = Fault(pointer="/evaluation/dataset", detail=f"{spec.evaluation.dataset} is not given")
+        raise Invalid("the run is to be measured on data that are not there", errors=[missing], remedy="Give them.")
+    return spec
+
+
+def _identity(spec: RunSpec, population: Population, test: Dataset | None, conditions: Conditions) -> dict[str, Any]:
+    """All that decides what comes out, as far as it can be told without reading the data."""
+    sites = {name: [holding.examples, holding.held_out] for name, holding in population.holdings.items()}
+    said = conditions.model_dump(mode="json", include={"dropout", "away"})
+    return {
+        "spec": spec.model_dump(mode="json"),
+        "sites": sites,
+        "test": test.examples if test else None,
+        **said,
+    }
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,223 @@
+"""The rounds of one run, one after the other, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from random import Random
+
+from shared.aggregation import Aggregation
+from shared.cli.rounds import Outcome, scores_by_version
+from shared.cohort import dice
+from shared.methods.contract import Plan, State, Unsuited
+from shared.model import Model
+from shared.planning import begun, plan_round, warnings_of
+from shared.problems import Fault, Invalid
+from shared.states import States
+from shared.wire import Manifest, Measurement, Round, RunSpec, TaskView, Version, VersionRef
+from worker.simulation.conditions import Conditions
+from worker.simulation.local import RUN, LocalCoordinator, Order
+from worker.simulation.records import Committed, Records
+from worker.simulation.sites import Population, site_of, worker_of
+from worker.simulation.store import Folder
+from worker.simulation.workers import EVALUATOR, Workers
+
+Watch = Callable[[Outcome], None]
+"""Told of every attempt at a round once it is over and what it made is measured."""
+
+
+class Stalled(RuntimeError):
+    """A run cannot go on under its own rules. Says why."""
+
+
+@dataclass
+class Simulation:
+    """A run and its sites. What it has come to is in `records` and `blobs`; it goes on from there."""
+
+    spec: RunSpec
+    model: Model
+    population: Population
+    conditions: Conditions
+    states: States
+    blobs: Folder
+    records: Records
+    aggregation: Aggregation
+    coordinator: LocalCoordinator
+    workers: Workers
+    versions: list[Committed] = field(default_factory=list)
+
+    def run(self, until: int | None, watch: Watch) -> None:
+        """Goes on to this version, or to the last. Raises Stalled, Invalid, and what a method's code raises."""
+        self.workers.settle()
+        self.versions = self.records.committed() or [self._first()]
+        self.blobs.keep_only(self._needed())
+        self._measure()
+        last = self.spec.rounds if until is None else min(until, self.spec.rounds)
+        while self.latest.number < last:
+            attempts = self._attempts(watch)
+            if not attempts:
+                return
+            self._merge(attempts)
+            watch(Outcome(attempts[-1], scores_by_version(self._measure()).get(self.latest.number, {})))
+
+    @property
+    def latest(self) -> Version:
+        return self.versions[-1].version
+
+    # ------------------------------------------------------------ versions
+
+    def _first(self) -> Committed:
+        given = self.states.load(self.model, self.states.manifest(self.spec.version), 0)
+        try:
+            state = begun(self.spec, self.model, given)
+        except Unsuited as fault:
+            raise Invalid(str(fault), errors=[Fault(pointer="/method", detail=str(fault))]) from None
+        digest = self.spec.version if state == given else self.states.store(state)[1][-1].digest
+        return self._commit(digest, state, ())
+
+    def _merge(self, attempts: Sequence[Round]) -> None:
+        """Commits what the last attempt came to."""
+        found = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
+        accepted = [reported.accepted() for reported in found]
+        manifest, new = self.aggregation.merge(self.spec, _ref(self.latest), accepted)
+        state = self.states.load(self.model, manifest, self.latest.number + 1)
+        self.versions.append(self._commit(new[-1].digest, state, attempts))
+        self.records.forget_accepted()
+        self.blobs.remove({entry.digest for entry in accepted} - self._needed())
+        if self.conditions.keep_versions != "all" and len(self.versions) > self.conditions.keep_versions:
+            dropped = self.versions[-1 - self.conditions.keep_versions].version
+            self.blobs.remove(self._digests(dropped) - self._needed())
+
+    def _commit(self, digest: str, state: State, attempts: Sequence[Round]) -> Committed:
+        version = Version(
+            number=state.round,
+            digest=digest,
+            created_at=datetime.now(UTC),
+            numbers=dict(state.numbers),
+            warnings=warnings_of(self.spec, self.model, state),
+        )
+        entry = Committed(version=version, attempts=tuple(attempts))
+        self.records.commit(entry)
+        return entry
+
+    def _needed(self) -> set[str]:
+        """The blobs of what may still be asked for."""
+        keep = self.conditions.keep_versions
+        kept = self.versions if keep == "all" else self.versions[-keep:]
+        digests = set[str]().union(*(self._digests(entry.version) for entry in kept))
+        return {self.spec.model} | self.records.accepted_updates() | digests
+
+    def _digests(self, version: Version) -> set[str]:
+        return {version.digest, *self.states.manifest(version.digest).digests}
+
+    # ------------------------------------------------------------ rounds
+
+    def _attempts(self, watch: Watch) -> list[Round]:
+        """Attempts at the next round until one has its quorum. Empty if the method plans nothing more."""
+        made: list[Round] = []
+        for attempt in range(1, self.spec.cohort.tries + 1):
+            opened_at, orders = datetime.now(UTC), self._orders(attempt)
+            if not orders:
+                return []
+            views = self._answers(orders, attempt)
+            made.append(self._closed(orders, attempt, opened_at, views))
+            if made[-1].state == "committed":
+                return made
+            watch(Outcome(made[-1]))
+        raise Stalled(f"round {made[-1].number} was abandoned {len(made)} times. {_told(made[-1])}")
+
+    def _orders(self, attempt: int) -> list[Order]:
+        number = self.latest.number + 1
+        there = [site for site in self.population.holdings if self._may_be_asked(site, number)]
+        quorum = self.spec.cohort.quorum
+        if len(there) < quorum:
+            raise Stalled(f"round {number} cannot open: {len(there)} sites are there, and the quorum is {quorum}")
+        state = self.states.load(self.model, self._manifest, self.latest.number)
+        plans = plan_round(self.spec, self.model, state, [self.population.participant(site) for site in there])
+        return [self._order(number, attempt, worker, plan) for worker, plan in plans.items()]
+
+    def _may_be_asked(self, site: str, number: int) -> bool:
+        allowed = self.spec.cohort.sites
+        return (allowed is None or site in allowed) and self.conditions.is_there(site, number)
+
+    def _order(self, number: int, attempt: int, worker: str, plan: Plan) -> Order:
+        task = f"{number}-{attempt}-{self.population.place(site_of(worker))}"
+        return Order(task, worker, "train", number, plan, _ref(self.latest))
+
+    def _answers(self, orders: Sequence[Order], attempt: int) -> list[TaskView]:
+        """How each order ended, in the order in which they were given."""
+        cohort, views = self.spec.cohort, dict[str, TaskView]()
+        for order in self._arrivals(orders, attempt):
+            accepted = sum(view.state == "accepted" for view in views.values())
+            if cohort.enough and accepted >= max(cohort.enough, cohort.quorum):
+                views[order.id] = self.coordinator.view(order, "cancelled")
+            elif self.conditions.falls_silent(self.spec.seed, order.number, attempt, order.worker):
+                views[order.id] = self.coordinator.view(order, "lapsed")
+            else:
+                views[order.id] = self.workers.train(order, self._manifest)
+        return [views[order.id] for order in orders]
+
+    def _arrivals(self, orders: Sequence[Order], attempt: int) -> list[Order]:
+        """The orders as they come in. Where the first are enough, the dice say who is first."""
+        if self.spec.cohort.enough is None:
+            return list(orders)
+        rng = Random(dice(self.spec.seed, "arrival", orders[0].number, attempt))  # noqa: S311 (no secret: reproducible)
+        return rng.sample(orders, len(orders))
+
+    def _closed(self, orders: Sequence[Order], attempt: int, opened_at: datetime, views: Sequence[TaskView]) -> Round:
+        number, quorum = orders[0].number, self.spec.cohort.quorum
+        accepted = sum(view.state == "accepted" for view in views)
+        came = accepted >= quorum
+        return Round(
+            run=RUN,
+            number=number,
+            attempt=attempt,
+            state="committed" if came else "abandoned",
+            stage=orders[0].plan.stage,
+            opened_at=opened_at,
+            deadline_at=opened_at,
+            closed_at=datetime.now(UTC),
+            reason="all tasks ended" if came else f"{accepted} of {len(views)} updates came; the quorum is {quorum}",
+            version=number if came else None,
+            tasks=tuple(views),
+        )
+
+    # ------------------------------------------------------------ evaluation
+
+    @property
+    def _manifest(self) -> Manifest:
+        return self.states.manifest(self.latest.digest)
+
+    def _measure(self) -> tuple[Measurement, ...]:
+        """What the latest version is measured at, if it is to be: now, unless that was done before."""
+        evaluation, number = self.spec.evaluation, self.latest.number
+        if evaluation is None or not evaluation.due(number, self.spec.rounds):
+            return ()
+        if (before := self.records.measured(number)) is not None:
+            return before
+        sites = [site for site in self.population.holdings if self._measures(site)] if evaluation.sites else []
+        orders = [self._evaluation(site, held_out=True) for site in sites]
+        if evaluation.dataset:
+            orders.append(self._evaluation(EVALUATOR, held_out=False))
+        found = tuple(filter(None, (self.workers.evaluate(order, self._manifest) for order in orders)))
+        self.records.measure(number, found)
+        return found
+
+    def _measures(self, site: str) -> bool:
+        return self.population.holdings[site].held_out > 0 and self._may_be_asked(site, self.latest.number)
+
+    def _evaluation(self, site: str, *, held_out: bool) -> Order:
+        number, plan = self.latest.number, Plan(stage="evaluate")
+        task = f"evaluate-{number}-{self.population.place(site) if held_out else 'central'}"
+        return Order(task, worker_of(site), "evaluate", number, plan, _ref(self.latest), held_out)
+
+
+def _ref(version: Version) -> VersionRef:
+    return VersionRef(number=version.number, digest=version.digest)
+
+
+def _told(made: Round) -> str:
+    """Why a round was abandoned, with what its workers said."""
+    said = [f"{task.worker}: {task.problem.detail}" for task in made.tasks if task.problem]
+    return "; ".join([made.reason or "", *said])

@@ -1,0 +1,84 @@
+"""The virtual workers: each does its tasks on a workbench of its own, one after the other, with one model for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from shared.problems import InvalidUpdate, Problem, WorkerFailed
+from shared.wire import Manifest, Measurement, TaskView
+from worker.agent import TELLABLE, told
+from worker.data import Dataset
+from worker.simulation.local import LocalCoordinator, Order
+from worker.simulation.sites import Lent, Population, site_of
+from worker.simulation.store import Folder
+from worker.vault import Vault
+from worker.workbench import Models, Report, TaskFailure, Workbench
+
+EVALUATOR = "evaluator"
+"""The site that holds the central data set, and trains nothing."""
+
+OF_THE_RUN: tuple[type[Exception], ...] = (TaskFailure, Problem, *TELLABLE)
+"""Failures that a run lives with. Any other is a fault in somebody's code, and is to be seen."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    population: Population
+    test: Dataset | None
+    coordinator: LocalCoordinator
+    blobs: Folder
+    folder: Path
+    device: torch.device
+    models: Models = field(default_factory=Models)
+
+    def settle(self) -> None:
+        """Commits or discards what a killed process left staged in the vaults."""
+        for site in self.population.holdings:
+            if (home := self._home(site)).exists():
+                Vault(home / "vault").settle(self.coordinator.task)
+
+    def train(self, order: Order, manifest: Manifest) -> TaskView:
+        """How the task ended: before the process was last killed, or now."""
+        if before := self.coordinator.answered(order):
+            return before
+        try:
+            self._do(order, self.population.dataset(site_of(order.worker)), manifest)
+        except InvalidUpdate as problem:
+            return self.coordinator.view(order, "rejected", problem)
+        except OF_THE_RUN as fault:
+            return self.coordinator.view(order, "failed", WorkerFailed(": ".join(told(fault))))
+        return self.coordinator.task(order.id)
+
+    def evaluate(self, order: Order, manifest: Manifest) -> Measurement | None:
+        """What was measured; None if the version cannot be measured there."""
+        try:
+            if order.held_out:
+                self._do(order, self.population.dataset(site_of(order.worker)), manifest)
+            elif self.test:
+                self._do(order, self.test, manifest)
+        except OF_THE_RUN:
+            return None
+        return self.coordinator.measurement(order)
+
+    def _do(self, order: Order, dataset: Dataset, manifest: Manifest) -> None:
+        central = order.kind == "evaluate" and not order.held_out
+        home = self.folder / "evaluator" if central else self._home(site_of(order.worker))
+        lent = Lent(self.blobs, home / "held.json")
+        task = self.coordinator.give(order)
+        bench = Workbench(
+            coordinator=self.coordinator,
+            datasets={task.dataset: dataset},
+            device=self.device,
+            vault=Vault(home / "vault"),
+            shelf=lent,
+            scratch=self.folder,
+            models=self.models,
+        )
+        bench.do(task, lambda: None, Report())
+        lent.keep(manifest.digests)
+
+    def _home(self, site: str) -> Path:
+        return self.folder / "sites" / site
