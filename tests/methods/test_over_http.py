@@ -1,0 +1,160 @@
+"""Each baseline over real HTTP: two agents, two rounds, and the bytes that crossed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.container import read_header
+from shared.methods import Chosen
+from shared.model import Model
+from shared.wire import Cohort, Manifest, Round, Training
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import start_run
+from worker.agent import Agent
+from worker.blockmap import block_table, named_tensors
+from worker.models import instantiate, read_block
+from worker.renewal import Stop
+from worker.settings import Settings
+
+VIT = {
+    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 64, "num_labels": 10,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+HEAD = {"classifier.weight", "classifier.bias"}
+HEADERS = 20_000
+"""More bytes than headers and manifests take, and far fewer than the model."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that was completed: its model, its versions, its rounds, and what site a has kept."""
+
+    model: Model
+    manifests: list[Manifest]
+    rounds: list[Round]
+    vault: set[str]
+
+
+@dataclass(frozen=True)
+class Field:
+    coordinator: LiveCoordinator
+    folder: Path
+
+    def run(self, method: str, settings: dict[str, Any] | None = None, **training: Any) -> Finished:
+        model = instantiate(VIT, "image-classification", seed=1)
+        document = Model(config=VIT, head="image-classification", blocks=block_table(model))
+        start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+        plain = Training.model_validate(
+            {"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.0, "batch_size": 64, **training}
+        )
+        client = self.coordinator.client()
+        run = start_run(
+            client,
+            document,
+            start,
+            method=Chosen(name=method, settings=settings or {}),
+            dataset="digits",
+            rounds=2,
+            training=plain,
+            cohort=Cohort(size=2, quorum=2, tries=1, task_tries=1),
+            # Uncompressed, so that bytes are those of the blocks.
+            codec="raw",
+        )
+        until(lambda: client.run(run.id).state != "running", seconds=60)
+        assert client.run(run.id).state == "completed", client.run(run.id).reason
+        path = self.folder / "a" / "vault" / run.id / "current.safetensors"
+        kept = set()
+        if path.exists():
+            with path.open("rb") as file:
+                kept = set(read_header(file, path.stat().st_size).entries)
+        manifests = [client.manifest(version.digest) for version in client.versions(run.id)]
+        return Finished(document, manifests, list(client.rounds(run.id)), kept)
+
+
+@pytest.fixture(scope="module")
+def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
+    """A coordinator, and agents of the sites a and b with an eighth of the digits each."""
+    folder = tmp_path_factory.mktemp("field")
+    with LiveCoordinator(folder) as coordinator:
+        stops, threads = [Stop(), Stop()], []
+        for index, site in enumerate("ab"):
+            digits = {"kind": "digits", "part": {"scheme": "iid", "count": 8, "index": index}}
+            settings = Settings(
+                url=coordinator.url, token=coordinator.token("site", site), name="w", state_dir=folder / site,
+                datasets={"digits": digits}, threads=1, poll_seconds=1,
+            )  # fmt: skip
+            threads.append(threading.Thread(target=Agent(settings, stops[index]).run))
+        for thread in threads:
+            thread.start()
+        yield Field(coordinator, folder)
+        for stop, thread in zip(stops, threads, strict=True):
+            stop.request()
+            thread.join()
+
+
+def prefixed(prefix: str, model: Model) -> set[str]:
+    return {prefix + name for name in model.by_name}
+
+
+def test_scaffold_sends_one_model_up_and_fetches_two(field: Field) -> None:
+    done = field.run("scaffold")
+    nbytes = done.model.nbytes
+    assert nbytes > 5 * HEADERS
+    assert set(done.manifests[1].memory) == prefixed("control/", done.model) == done.vault
+    for number, round_ in enumerate(done.rounds):
+        for task in round_.tasks:
+            assert nbytes < task.upload_bytes < nbytes + HEADERS
+            if number == 1:
+                assert 2 * nbytes < task.download_bytes < 2 * nbytes + HEADERS
+            assert task.numbers["steps"] >= 1
+
+
+def test_feddyn_sends_and_fetches_one_model(field: Field) -> None:
+    done = field.run("feddyn", {"alpha": 0.1}, optimizer="adamw", learning_rate=1e-3)
+    assert set(done.manifests[1].memory) == prefixed("drift/", done.model) == done.vault
+    for task in done.rounds[1].tasks:
+        assert task.upload_bytes < done.model.nbytes + HEADERS
+        assert task.download_bytes < done.model.nbytes + HEADERS
+
+
+@pytest.mark.parametrize(("method", "prefix"), [("moon", "previous/"), ("ditto", "own/")])
+def test_what_a_site_keeps_for_itself_is_not_sent(field: Field, method: str, prefix: str) -> None:
+    done = field.run(method)
+    assert done.vault == prefixed(prefix, done.model)
+    assert all(task.upload_bytes < done.model.nbytes + HEADERS for round_ in done.rounds for task in round_.tasks)
+    assert done.manifests[-1].memory == {}
+
+
+def test_fednova_tells_how_much_work_is_behind_an_update(field: Field) -> None:
+    done = field.run("fednova", epochs=2)
+    assert all(task.numbers["effective_steps"] >= 2 for task in done.rounds[0].tasks)
+    assert done.vault == set()
+
+
+def test_fedbabu_s_head_keeps_its_digest(field: Field) -> None:
+    done = field.run("fedbabu")
+    same = {name for name, digest in done.manifests[0].blocks.items() if done.manifests[-1].blocks[name] == digest}
+    assert same == HEAD
+
+
+def test_fedbn_s_norms_keep_their_digests_and_stay_in_the_vault(field: Field) -> None:
+    done = field.run("fedbn")
+    norms = {block.name for block in done.model.blocks if block.role == "norm"}
+    same = {name for name, digest in done.manifests[0].blocks.items() if done.manifests[-1].blocks[name] == digest}
+    assert same == norms == done.vault
+
+
+def test_local_sends_no_block_and_moves_no_version(field: Field) -> None:
+    done = field.run("local")
+    assert all(manifest == done.manifests[0] for manifest in done.manifests)
+    assert all(task.upload_bytes < 200 for round_ in done.rounds for task in round_.tasks)
+    assert done.vault == set(done.model.by_name)
+    # From the second round on there is nothing to fetch either.
+    assert all(task.download_bytes == 0 for task in done.rounds[1].tasks)
