@@ -39,7 +39,8 @@ Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """A name that people give: letters, digits, dot, dash and underscore."""
 
-Numbers = Annotated[dict[Annotated[str, Field(max_length=64)], float], Field(max_length=64)]
+Numbers = Annotated[dict[Annotated[str, Field(max_length=64)], float], Field(max_length=4096)]
+"""What is told beside blocks. A few for each layer of a deep model, and well below what a body may have."""
 
 Resources = Annotated[dict[Literal["memory_bytes", "upload_bytes_per_second"], PositiveFloat], Field(max_length=8)]
 """What a worker may spend on a task, as its site declares it."""

@@ -1,0 +1,577 @@
+"""SAFL: what is chosen, what is sent, what is remembered, and what people are told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from shared import codecs
+from shared.averaging import average
+from shared.blocks import Block
+from shared.layers import layers_of
+from shared.methods import Chosen, coordinator_half, worker_half
+from shared.methods.contract import (
+    CoordinatorHalf,
+    Harvest,
+    Participant,
+    Plan,
+    RunFacts,
+    State,
+    Unsuited,
+    Update,
+    begin,
+)
+from shared.methods.safl import Candidates, SAFLSettings, beyond_the_sink, copies_in_training, pruned
+from shared.profile import ByHead, LayerAttention, TaskTokens
+from shared.tensors import Array, ArrayTensor, to_array
+from shared.training import Training
+from tests.support.tasks import CPU, VIT, images
+from worker.blockmap import block_table
+from worker.models import instantiate
+from worker.trainer import Batches, Trainer, seed_everything
+from worker.work import LocalWork
+
+SIX = {**VIT, "num_hidden_layers": 6}
+BLOCKS = block_table(instantiate(SIX, "image-classification", seed=1))
+LAYERS = [layer.name for layer in layers_of(BLOCKS)]
+LAYER_BYTES = layers_of(BLOCKS)[0].nbytes
+ALWAYS = {"classifier.weight", "classifier.bias", "vit.layernorm.weight", "vit.layernorm.bias"}
+ALWAYS_BYTES = sum(block.nbytes for block in BLOCKS if block.name in ALWAYS)
+TRAINING = Training(batch_size=8, learning_rate=0.05)
+COHORT = [Participant(name, 24) for name in ("a/w", "b/w", "c/w")]
+
+
+def coordinator(divide: Any = "participants", **settings: Any) -> CoordinatorHalf[SAFLSettings]:
+    facts = RunFacts(BLOCKS, rounds=10, divide=divide, training=TRAINING)
+    return coordinator_half(Chosen(name="safl", settings=settings), facts)
+
+
+def values(seed: int = 0) -> dict[str, ArrayTensor]:
+    rng = np.random.default_rng(seed)
+    return {b.name: ArrayTensor(rng.normal(size=b.shape).astype("f4")) for b in BLOCKS}
+
+
+def state(number: int = 0, **numbers: float) -> State:
+    return State(number, values(), numbers={name.replace("_at_", "."): value for name, value in numbers.items()})
+
+
+def scored(number: int = 1) -> State:
+    """A version after a profile round in which layers 4, 1 and 3 had the largest mean scores, in this order."""
+    means = dict(zip(range(6), (0.1, 0.4, 0.2, 0.3, 0.5, 0.0), strict=True))
+    return State(number, values(), numbers={f"score.{layer}": score for layer, score in means.items()})
+
+
+def layers_in(names: Any) -> set[int]:
+    found = {name for name in names if ".layers." in name}
+    return {int(name.split(".layers.")[1].split(".")[0]) for name in found}
+
+
+def asked(plan: Plan) -> set[int]:
+    return layers_in(block.name for block in plan.upload.resolve(BLOCKS))
+
+
+def plans(half: CoordinatorHalf[Any], at: State, seed: int = 1) -> dict[str, Plan]:
+    return dict(half.plan(at, COHORT, Random(seed)))
+
+
+@dataclass
+class Watched(LocalWork):
+    """Notes each time that the site's data are looked at."""
+
+    looks: list[str] = field(default_factory=list)
+
+    def attention(self, batches: Any, tokens: TaskTokens) -> Any:
+        self.looks.append("attention")
+        return super().attention(batches, tokens)
+
+
+@dataclass(frozen=True)
+class Done:
+    plan: Plan
+    work: Watched
+    harvest: Harvest
+    start: Mapping[str, Array]
+
+    @property
+    def layers(self) -> set[int]:
+        return layers_in(self.harvest.upload)
+
+
+def task(at: State | None = None, vault: Mapping[str, Array] | None = None, **settings: Any) -> Done:
+    """One worker's task on the six-layer ViT, from the plan to the harvest."""
+    half, at = coordinator(**settings), at or state()
+    plan = half.plan(half.start(at), COHORT[:1], Random(3))["a/w"]
+    model = instantiate(SIX, "image-classification", seed=1)
+    work = Watched(model, "image-classification", plan, BLOCKS, dict(vault or {}))
+    start = {block.name: work.read(block) for block in BLOCKS}
+    facts = RunFacts(BLOCKS, rounds=10, training=TRAINING)
+    worker = worker_half(Chosen(name="safl", settings=settings), facts)
+    seed_everything(0)
+    selected = worker.select(work, Batches(images(), TRAINING.batch_size, CPU))
+    tally = Trainer(worker, work, TRAINING, CPU, lambda: None).train(worker.phases(work, selected), images(), 0)
+    return Done(plan, work, worker.harvest(work, selected, tally), start)
+
+
+def sent(*layers: int, worker: str = "a/w", examples: int = 10, **numbers: float) -> Update:
+    names = [b.name for b in BLOCKS if b.layer in layers and ".layers." in b.name]
+    told = {name.replace("_at_", "."): value for name, value in numbers.items()}
+    return Update(worker, examples, {name: values(9)[name] for name in names}, told)
+
+
+# ---------------------------------------------------------------- how many
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [({}, 2), ({"layers": 3}, 3), ({"share": 0.5}, 3), ({"share": 0.01}, 1), ({"share": 1.0}, 6)],
+)
+def test_k_is_a_number_or_a_share_and_a_third_if_nothing_is_said(settings: dict[str, Any], count: int) -> None:
+    assert all(plan.numbers["layers"] == count for plan in plans(coordinator(**settings), state()).values())
+
+
+def test_of_24_layers_8_are_chosen_by_default() -> None:
+    model = instantiate({**VIT, "num_hidden_layers": 24}, "image-classification")
+    half = coordinator_half(Chosen(name="safl"), RunFacts(block_table(model), rounds=1))
+    assert half.plan_for(state(), COHORT[0]).numbers["layers"] == 8
+
+
+def test_a_budget_of_bytes_counts_what_always_trains() -> None:
+    for count in (1, 2, 3):
+        budget = ALWAYS_BYTES + count * LAYER_BYTES
+        for nbytes, k in ((budget, count), (budget - 1, count - 1)):
+            if k:
+                assert plans(coordinator(upload_bytes=nbytes), state())["a/w"].numbers["layers"] == k
+
+
+def test_a_budget_too_small_for_a_layer_is_refused_with_what_one_needs() -> None:
+    with pytest.raises(Unsuited, match=f"has {ALWAYS_BYTES + LAYER_BYTES}"):
+        coordinator(upload_bytes=ALWAYS_BYTES + LAYER_BYTES - 1).start(state())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"layers": 1, "share": 0.5}, "give one of layers"),
+        ({"score": "fixed"}, "give fixed if"),
+        ({"fixed": ["x"]}, "give fixed if"),
+        ({"score": "sink-corrected"}, "the sink itself"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        SAFLSettings.model_validate(wrong)
+
+
+def test_more_layers_than_there_are_and_names_of_none_are_refused() -> None:
+    with pytest.raises(Unsuited, match="of 6 layers, 7"):
+        coordinator(layers=7).start(state())
+    with pytest.raises(Unsuited, match=r"no layer is called \*\.6; there are vit\.layers\.0"):
+        coordinator(score="fixed", fixed=["*.1", "*.6"]).start(state())
+
+
+def test_a_slow_or_small_worker_trains_fewer_layers_and_the_others_the_same() -> None:
+    half = coordinator(layers=4, upload_seconds=10, memory_share=0.5)
+    model_bytes = sum(block.nbytes for block in BLOCKS)
+    two = ALWAYS_BYTES + 2 * LAYER_BYTES
+    cohort = [
+        Participant("fast", 1, {"upload_bytes_per_second": 1e9, "memory_bytes": 1e12}),
+        Participant("says nothing", 1),
+        Participant("slow", 1, {"upload_bytes_per_second": two / 10}),
+        # AdamW: of what trains a gradient and two moments, beside the model, in half of the memory.
+        Participant("small", 1, {"memory_bytes": 2 * (model_bytes + 3 * two)}),
+        Participant("tiny", 1, {"memory_bytes": 100}),
+    ]
+    found = {name: plan.numbers["layers"] for name, plan in half.plan(state(), cohort, Random(1)).items()}
+    assert found == {"fast": 4, "says nothing": 4, "slow": 2, "small": 2, "tiny": 0}
+
+
+def test_a_worker_without_room_still_trains_a_layer_if_nothing_trains_anyway() -> None:
+    half = coordinator(upload_seconds=1, always=[])
+    plan = half.plan_for(state(), Participant("tiny", 1, {"upload_bytes_per_second": 1}))
+    assert plan.numbers["layers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("training", "copies"),
+    [({"optimizer": "adamw"}, 3), ({"optimizer": "sgd"}, 1), ({"optimizer": "sgd", "momentum": 0.9}, 2)],
+)
+def test_an_optimizer_keeps_so_many_copies_of_what_trains(training: dict[str, Any], copies: int) -> None:
+    assert copies_in_training(Training.model_validate(training)) == copies
+
+
+# ---------------------------------------------------------------- which, by a worker's own data
+
+
+def test_a_worker_trains_and_sends_the_layers_with_the_largest_mass_and_what_always_trains() -> None:
+    done = task(layers=2)
+    fresh = LocalWork(instantiate(SIX, "image-classification", seed=1), "image-classification", done.plan, BLOCKS)
+    attention = fresh.attention([*islice(Batches(images(), 8, CPU), 4)], TaskTokens())
+    ranked = sorted(LAYERS, key=lambda name: -attention[name].mass.mean())
+    assert done.layers == layers_in(f"{name}." for name in ranked[:2])
+    wanted = {b.name for b in BLOCKS if b.layer in done.layers and ".layers." in b.name} | ALWAYS
+    assert set(done.harvest.upload) == wanted
+    for block in BLOCKS:
+        same = np.array_equal(done.work.read(block), done.start[block.name])
+        # A key's bias moves no probability, so its gradient is zero.
+        assert same == (block.name not in wanted) or "k_proj.bias" in block.name, block.name
+
+
+def test_the_sink_corrected_score_is_the_share_of_what_the_first_token_leaves() -> None:
+    layer = LayerAttention(np.array([0.1, 0.2, 0.5]), np.array([0.5, 0.0, 1.0]), np.zeros(1), 1.0)
+    np.testing.assert_allclose(beyond_the_sink(layer), [0.2, 0.2, 1.0])
+    assert len(task(layers=2, score="sink-corrected", tokens={"where": "last"}).layers) == 2
+
+
+@pytest.mark.parametrize("score", ["gradient-norm", "fisher"])
+def test_gradient_scores_choose_the_layers_whose_gradient_is_largest(score: str) -> None:
+    done = task(layers=2, score=score, profile_batches=1)
+    model = instantiate(SIX, "image-classification", seed=1).eval()
+    batch = next(iter(images().batches(8)))
+    rows = [batch] if score == "gradient-norm" else [{k: v[i : i + 1] for k, v in batch.items()} for i in range(8)]
+    squares: Counter[int] = Counter()
+    for row in rows:
+        model.zero_grad()
+        model(**row).loss.backward()
+        for name, parameter in model.named_parameters():
+            if ".layers." in name and parameter.grad is not None:
+                squares[int(name.split(".")[2])] += float(parameter.grad.square().sum())
+    assert done.layers == {layer for layer, _ in squares.most_common(2)}
+    assert not done.work.looks
+
+
+def test_only_some_roles_of_a_chosen_layer_train_if_the_run_says_so() -> None:
+    done = task(layers=2, within=["value", "output"], always=[])
+    roles = {block.name: block.role for block in BLOCKS}
+    assert {roles[name] for name in done.harvest.upload} == {"value", "output"}
+
+
+# ---------------------------------------------------------------- which, by controls
+
+
+def test_first_last_and_fixed_layers_are_named_in_the_plan_and_nobody_looks_at_data() -> None:
+    wanted: dict[str, tuple[dict[str, Any], set[int]]] = {
+        "first": ({"layers": 2}, {0, 1}),
+        "last": ({"layers": 2}, {4, 5}),
+        "fixed": ({"fixed": ["*.1", "vit.layers.4"]}, {1, 4}),
+    }
+    for score, (settings, layers) in wanted.items():
+        done = task(score=score, **settings)
+        assert asked(done.plan) == done.layers == layers
+        assert not done.work.looks
+
+
+def test_random_layers_differ_by_worker_and_by_draw_and_are_of_the_given_number() -> None:
+    half = coordinator(score="random", layers=2)
+    draws = [asked(plan) for seed in range(8) for plan in plans(half, state(), seed).values()]
+    assert all(len(draw) == 2 for draw in draws)
+    assert len({frozenset(draw) for draw in draws}) > 5
+    assert plans(half, state(), 1) == plans(half, state(), 1)
+
+
+def test_random_layers_by_consensus_are_the_same_for_all() -> None:
+    half = coordinator(score="random", layers=2, chooser="consensus")
+    for seed in range(4):
+        assert len({frozenset(asked(plan)) for plan in plans(half, state(), seed).values()}) == 1
+
+
+# ---------------------------------------------------------------- averaging over random choices
+
+
+def test_random_layers_are_included_with_probability_k_over_l() -> None:
+    half = coordinator("inverse-probability", score="random", layers=2)
+    begin(half, state())
+    chances = {half.inclusion(block) for block in BLOCKS if block.layer is not None}
+    assert chances == {2 / 6}
+    assert {half.inclusion(block) for block in BLOCKS if block.name in ALWAYS} == {1.0}
+
+
+def test_over_all_random_choices_the_inverse_probability_step_is_the_full_one() -> None:
+    half = coordinator("inverse-probability", score="random", layers=2)
+    block = next(block for block in BLOCKS if block.layer == 3)
+    before, after = {block.name: ArrayTensor(np.zeros(block.shape, "f4"))}, values(4)[block.name]
+    steps, draws = np.zeros(block.shape), 800
+    for seed in range(draws):
+        plan = half.plan(state(), COHORT[:1], Random(seed))["a/w"]
+        senders = [(10.0, {block.name: after} if plan.upload.holds(block) else {})]
+        moved = average(before, senders, "inverse-probability", lambda _: half.inclusion(block))
+        steps += sum(to_array(tensor) for tensor in moved.values())
+    # The picks are binomial: their number has a standard deviation of 5 % here.
+    np.testing.assert_allclose(steps / draws, after.values, rtol=0.15, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"score": "attention"}, "nobody can know"),
+        ({"score": "fisher"}, "nobody can know"),
+        ({"score": "random", "prune": 0.5}, "leave out prune"),
+        ({"score": "random", "upload_seconds": 5.0}, "upload_seconds"),
+        ({"score": "random", "memory_share": 0.5}, "memory_share"),
+    ],
+)
+def test_inverse_probability_is_refused_where_nobody_knows_the_law(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(Unsuited, match=why):
+        begin(coordinator("inverse-probability", **settings), state())
+
+
+def test_layers_that_are_always_chosen_are_always_included() -> None:
+    begin(half := coordinator("inverse-probability", score="last", layers=2), state())
+    assert {half.inclusion(block) for block in BLOCKS if block.layer == 5} == {1.0}
+
+
+# ---------------------------------------------------------------- several stacks
+
+
+def stacked(*sizes: int) -> Candidates:
+    blocks = [
+        Block(tensor=f"{stack}.{i}.q.weight", role="query", layer=i, shape=(2,), dtype="F32")
+        for stack, size in zip("ab", sizes, strict=True)
+        for i in range(size)
+    ]
+    return Candidates.of(SAFLSettings(), blocks)
+
+
+def test_each_stack_gives_its_share_of_the_layers() -> None:
+    # Ranks lie at (rank + 1/2) / size: of 12 and 6 layers, two of the first for one of the second.
+    both = stacked(12, 6)
+    assert [both.quotas(k) for k in (0, 1, 2, 3, 6, 9, 18)] == [
+        [0, 0], [1, 0], [1, 1], [2, 1], [4, 2], [6, 3], [12, 6],
+    ]  # fmt: skip
+    assert stacked(2, 2).quotas(1) == [1, 0]
+
+
+def test_layers_of_two_stacks_are_ranked_within_their_own() -> None:
+    both = stacked(2, 2)
+    chosen = both.top({"a.0": 0.9, "a.1": 0.8, "b.0": 0.1, "b.1": 0.2}, 2)
+    assert [layer.name for layer in chosen] == ["a.0", "b.1"]
+    assert both.labels == {"a.0": "0.0", "a.1": "0.1", "b.0": "1.0", "b.1": "1.1"}
+
+
+def test_a_layer_without_attention_is_no_candidate_for_attention_and_one_for_gradients() -> None:
+    blocks = [
+        Block(tensor="h.0.q.weight", role="query", layer=0, shape=(2,), dtype="F32"),
+        Block(tensor="h.1.mlp.weight", role="mlp", layer=1, shape=(2,), dtype="F32"),
+    ]
+    assert [layer.index for layer in Candidates.of(SAFLSettings(), blocks).layers] == [0]
+    assert [layer.index for layer in Candidates.of(SAFLSettings(score="fisher"), blocks).layers] == [0, 1]
+
+
+# ---------------------------------------------------------------- consensus
+
+
+def test_consensus_begins_with_a_round_that_trains_and_sends_nothing_but_scores() -> None:
+    done = task(chooser="consensus", layers=2)
+    assert done.plan.stage == "profile"
+    assert not done.harvest.upload
+    assert {name for name in done.harvest.numbers if name.startswith("score.")} == {f"score.{i}" for i in range(6)}
+    assert all(np.array_equal(done.work.read(b), done.start[b.name]) for b in BLOCKS)
+    coordinator(chooser="consensus").check(done.plan, 24, done.harvest.numbers)
+
+
+def test_consensus_weighs_reported_scores_by_examples_and_all_train_the_best() -> None:
+    half = coordinator(chooser="consensus", layers=2)
+    told = [
+        sent(worker="a/w", examples=30, **{f"score_at_{i}": s for i, s in enumerate((0.1, 0.9, 0.2, 0.3, 0.0, 0.4))}),
+        sent(worker="b/w", examples=10, **{f"score_at_{i}": s for i, s in enumerate((0.9, 0.1, 0.2, 0.7, 0.0, 0.4))}),
+    ]
+    after = half.merge(state(), told)
+    # (30 x 0.1 + 10 x 0.9) / 40 and so on.
+    means = [after.numbers[f"score.{i}"] for i in range(6)]
+    np.testing.assert_allclose(means, [0.3, 0.7, 0.2, 0.4, 0.0, 0.4])
+    assert [asked(plan) for plan in plans(half, after).values()] == [{1, 3}] * 3
+
+
+def test_consensus_asks_for_fewer_of_the_same_layers_where_a_worker_is_slow() -> None:
+    half = coordinator(chooser="consensus", layers=3, upload_seconds=1)
+    slow = Participant("slow", 1, {"upload_bytes_per_second": ALWAYS_BYTES + LAYER_BYTES})
+    found = half.plan(scored(), [COHORT[0], slow], Random(1))
+    assert {name: asked(plan) for name, plan in found.items()} == {"a/w": {1, 3, 4}, "slow": {4}}
+
+
+def test_scores_are_measured_anew_every_so_many_rounds() -> None:
+    half = coordinator(chooser="consensus", profile_every=3)
+    due = [plans(half, scored(number))["a/w"].numbers["profile"] for number in range(1, 8)]
+    assert due == [0, 0, 1, 0, 0, 1, 0]
+    told = task(scored(3), chooser="consensus", profile_every=3).harvest.numbers
+    assert set(told) == {f"{what}.{i}" for what in ("score", "entropy") for i in range(6)}
+    assert not task(scored(4), chooser="consensus", profile_every=3).work.looks
+
+
+@pytest.mark.parametrize("score", [None, float("nan"), -0.1, 1.1])
+def test_a_score_that_is_missing_or_impossible_is_refused(score: float | None) -> None:
+    half = coordinator(chooser="consensus")
+    plan = plans(half, scored(1))["a/w"]
+    numbers = dict.fromkeys((f"score.{i}" for i in range(6)), 0.5)
+    half.check(plan, 24, numbers)
+    wrong = {name: value for name, value in {**numbers, "score.2": score}.items() if value is not None}
+    with pytest.raises(ValueError, match=r"the score of vit\.layers\.2 is"):
+        half.check(plan, 24, wrong)
+
+
+# ---------------------------------------------------------------- every n rounds, by each worker
+
+
+def test_a_choice_stands_until_the_worker_profiles_again() -> None:
+    settings = {"layers": 2, "profile_every": 3}
+    first = task(state(0), **settings)
+    kept = first.harvest.keep
+    second = task(state(1), vault=kept, **settings)
+    assert (first.work.looks, second.work.looks) == (["attention"], [])
+    assert second.layers == first.layers
+    np.testing.assert_array_equal(second.harvest.keep["safl/chosen"], kept["safl/chosen"])
+    assert task(state(3), vault=kept, **settings).work.looks == ["attention"]
+
+
+def test_a_worker_that_missed_the_profile_round_or_is_given_another_k_profiles_at_once() -> None:
+    assert task(state(1), layers=2, profile_every=3).work.looks == ["attention"]
+    other = {"safl/chosen": np.array([0, 1, 2])}
+    assert task(state(1), vault=other, layers=2, profile_every=3).work.looks == ["attention"]
+
+
+def test_nothing_is_kept_where_every_round_is_profiled() -> None:
+    assert not task(layers=2).harvest.keep
+
+
+# ---------------------------------------------------------------- pruning
+
+
+def test_rows_of_the_smallest_change_get_their_old_value_back() -> None:
+    before = np.zeros((4, 2), np.float32)
+    after = np.array([[3, 0], [0, 1], [2, 2], [0.5, 0]], np.float32)
+    # Squared changes are 9, 1, 8 and 1/4; half of four rows is two.
+    np.testing.assert_array_equal(pruned(before, after, 0.5, None), [[3, 0], [0, 0], [2, 2], [0, 0]])
+    np.testing.assert_array_equal(pruned(before, after, 0.49, None), [[3, 0], [0, 1], [2, 2], [0, 0]])
+    assert after[1, 1] == 1
+
+
+def test_rows_of_the_heads_with_the_least_mass_come_first_whatever_their_change() -> None:
+    before, after = np.zeros((4, 1), np.float32), np.array([[9], [1], [8], [7]], np.float32)
+    heads = ByHead(0, np.array([0.2, 0.2, 0.1, 0.1]))
+    # Both rows of the second head, and of the first the one that changed less.
+    np.testing.assert_array_equal(pruned(before, after, 0.75, heads).ravel(), [9, 0, 0, 0])
+
+
+def test_of_an_output_projection_columns_are_pruned() -> None:
+    before, after = np.zeros((2, 4), np.float32), np.ones((2, 4), np.float32)
+    found = pruned(before, after, 0.5, ByHead(1, np.array([0.1, 0.1, 0.2, 0.2])))
+    np.testing.assert_array_equal(found, [[0, 0, 1, 1], [0, 0, 1, 1]])
+    assert found.shape == (2, 4)
+
+
+@pytest.mark.parametrize("prune_by", ["attention", "magnitude"])
+def test_so_large_a_share_of_each_matrix_in_a_layer_stays_as_it_was(prune_by: str) -> None:
+    done = task(layers=2, prune=0.375, prune_by=prune_by)
+    by_name = {block.name: block for block in BLOCKS}
+    for name, array in done.harvest.upload.items():
+        axis = 1 if prune_by == "attention" and "attention.o_proj.weight" in name else 0
+        moved = (np.moveaxis(array != done.start[name], axis, 0)).reshape(array.shape[axis], -1).any(1)
+        if ".layers." in name and array.ndim > 1:
+            assert (~moved).sum() == int(0.375 * array.shape[axis]), by_name[name]
+        elif "k_proj.bias" not in name:
+            assert moved.any(), name
+
+
+def test_by_attention_it_is_the_head_of_the_least_mass_that_is_pruned() -> None:
+    done = task(layers=1, prune=0.5)
+    [layer] = done.layers
+    fresh = LocalWork(instantiate(SIX, "image-classification", seed=1), "image-classification", done.plan, BLOCKS)
+    heads = fresh.attention(list(islice(Batches(images(), 8, CPU), 4)), TaskTokens())[f"vit.layers.{layer}"].heads
+    name = f"vit.layers.{layer}.attention.q_proj.weight"
+    moved = (done.harvest.upload[name] != done.start[name]).any(1)  # two heads of eight rows
+    kept = int(heads.argmax())
+    assert moved[8 * kept : 8 * kept + 8].all()
+    assert moved.sum() == 8
+
+
+def test_pruned_rows_cost_almost_nothing_on_the_wire() -> None:
+    rng = np.random.default_rng(0)
+    before = rng.normal(size=(768, 768)).astype(np.float32)
+    after = before + 1e-4 * rng.normal(size=before.shape).astype(np.float32)
+
+    def nbytes(values: Array) -> int:
+        encoded = codecs.encode(codecs.LOSSLESS, ArrayTensor(values), ArrayTensor(before))
+        return sum(len(part) for part in encoded)
+
+    whole, half = nbytes(after), nbytes(pruned(before, after, 0.5, None))
+    columns = nbytes(pruned(before, after, 0.5, ByHead(1, np.repeat(np.arange(12) / 100, 64))))
+    assert half < 0.51 * whole
+    assert columns < 0.53 * whole
+
+
+def test_heads_are_remembered_between_profiles_for_pruning() -> None:
+    settings = {"layers": 1, "prune": 0.5, "profile_every": 2}
+    first = task(state(0), **settings)
+    second = task(state(1), vault=first.harvest.keep, **settings)
+    assert not second.work.looks
+    for name, array in first.harvest.upload.items():
+        np.testing.assert_array_equal(second.harvest.upload[name], array)
+
+
+def test_the_controls_are_pruned_by_attention_too_which_is_then_measured() -> None:
+    done = task(score="last", layers=2, prune=0.5)
+    assert done.work.looks == ["attention"]
+    assert not task(score="last", layers=2, prune=0.5, prune_by="magnitude").work.looks
+
+
+# ---------------------------------------------------------------- what is remembered, and told to people
+
+
+def test_picks_are_counted_by_layer_and_the_last_is_dated() -> None:
+    half = coordinator()
+    after = half.merge(half.merge(state(), [sent(0, 2), sent(2, worker="b/w")]), [sent(5)])
+    picks = {layer: after.numbers[f"picks.{layer}"] for layer in range(6)}
+    assert picks == {0: 1, 1: 0, 2: 2, 3: 0, 4: 0, 5: 1}
+    assert {name: value for name, value in after.numbers.items() if name.startswith("last_pick")} == {
+        "last_pick.0": 1, "last_pick.2": 1, "last_pick.5": 2,
+    }  # fmt: skip
+
+
+def test_a_layer_that_nobody_picks_for_long_is_told_of_by_name() -> None:
+    half, at = coordinator(starved_after=3), state()
+    for _ in range(3):
+        at = half.merge(at, [sent(0, 1, 2, 3)])
+    [warning] = half.warnings(at)
+    assert warning.startswith("layer starvation: vit.layers.4, vit.layers.5 are in no update of the last 3 rounds")
+    assert half.warnings(half.merge(at, [sent(4, 5)])) == []
+
+
+def test_layers_that_somebody_left_out_on_purpose_are_no_news() -> None:
+    half, at = coordinator(score="last", layers=1, starved_after=1), state()
+    assert half.warnings(half.merge(at, [sent(5)])) == []
+
+
+def test_attention_that_collapses_is_told_of_by_name() -> None:
+    half = coordinator(collapsed_below=0.2)
+    numbers = {f"entropy_at_{layer}": 0.9 for layer in range(6)}
+    calm = half.merge(state(), [sent(0, **numbers)])
+    assert half.warnings(calm) == []
+    low = [sent(0, worker=name, **{**numbers, "entropy_at_3": entropy}) for name, entropy in (("a", 0.1), ("b", 0.2))]
+    [warning] = half.warnings(half.merge(calm, low))
+    assert warning.startswith("attention collapse: vit.layers.3 is below an entropy of 0.2 (vit.layers.3 at 0.150)")
+
+
+def test_a_worker_tells_each_layers_entropy_and_under_its_own_choice_no_score() -> None:
+    numbers = task(layers=2).harvest.numbers
+    assert set(numbers) == {f"entropy.{layer}" for layer in range(6)}
+    assert all(0.9 < entropy <= 1 for entropy in numbers.values())
+
+
+def test_a_layer_that_two_of_three_sent_is_averaged_over_those_two() -> None:
+    before, half = state(), coordinator()
+    name = next(b.name for b in BLOCKS if b.layer == 2)
+    one, two = values(5)[name], values(6)[name]
+    updates = [Update("a", 10, {name: one}), Update("b", 30, {name: two}), Update("c", 20, {})]
+    after = half.merge(before, updates).model
+    start = before.model[name].values
+    want = start + (10 * (one.values - start) + 30 * (two.values - start)) / 40
+    np.testing.assert_allclose(to_array(after[name]), want, rtol=1e-5, atol=1e-6)
+    others = [other for other in after if other != name]
+    assert all(after[other] is before.model[other] for other in others)
