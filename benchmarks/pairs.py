@@ -65,7 +65,7 @@ def pretrained(folder: Path, seed: int) -> None:
         for batch in first.batches(64, dice):
             labels = batch.pop("labels")
             optimizer.zero_grad()
-            cross_entropy(model(**batch).logits_per_image, labels).backward()
+            cross_entropy(model(**batch).logits_per_image, labels).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             done += 1
     model.save_pretrained(folder)

@@ -1,0 +1,196 @@
+"""What `benchmarks.results` measures on: digits for a vision transformer, docstrings for a text encoder, pairs for a
+CLIP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.arms import Arm, Task
+from benchmarks.docstrings import AREAS, TOKENS, VOCABULARY, docstrings
+from benchmarks.pairs import pairs, pretrained
+from worker.data import Dataset, load
+from worker.data.heldout import hold_out
+from worker.data.part import Dirichlet, Scheme, Shift, divide
+
+HELD_OUT = 0.25
+SGD = {"training": {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.0}}
+VIT = Path(__file__).parents[1] / "examples" / "digits" / "vit.json"
+
+BERT = {
+    "model_type": "bert", "vocab_size": VOCABULARY, "max_position_embeddings": TOKENS, "hidden_size": 64,
+    "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 128, "num_labels": len(AREAS),
+    "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- data
+
+
+def shared_out(whole: Dataset, partition: Scheme) -> Mapping[str, Dataset]:
+    """A data set divided among sites, each of which holds a quarter of its part out."""
+    parts = divide(whole, partition)
+    return {f"site-{i:02}": hold_out(part, HELD_OUT, partition.seed) for i, part in enumerate(parts)}
+
+
+def digit_sites(seed: int) -> Mapping[str, Dataset]:
+    return shared_out(load("digits", {}), Dirichlet(scheme="dirichlet", count=8, alpha=0.3, seed=seed))
+
+
+def docstring_sites(seed: int) -> Mapping[str, Dataset]:
+    return shared_out(docstrings()[0], Dirichlet(scheme="dirichlet", count=8, alpha=0.5, seed=seed))
+
+
+def pair_sites(seed: int) -> Mapping[str, Dataset]:
+    return shared_out(pairs()[1], Shift(scheme="shift", count=8, alpha=1.0, seed=seed))
+
+
+# ---------------------------------------------------------------- models
+
+
+def digit_model(name: str, seed: int, folder: Path) -> Sequence[str]:
+    return ["--config", str(VIT), "--head", "image-classification", *LORA.get(name, ())]
+
+
+def docstring_model(name: str, seed: int, folder: Path) -> Sequence[str]:
+    (folder / "config.json").write_text(json.dumps(BERT))
+    return ["--config", str(folder / "config.json"), "--head", "text-classification", *LORA.get(name, ())]
+
+
+def pair_model(name: str, seed: int, folder: Path) -> Sequence[str]:
+    pretrained(folder / "clip", seed)
+    tokens = ["--vision-prompts", "4", "--text-prompts", "4"]
+    return ["--config", str(folder / "clip"), "--pretrained", "--head", "contrastive", *tokens]
+
+
+LORA = {"lora": ("--lora-rank", "4", "--lora-roles", "query,value")}
+
+
+# ---------------------------------------------------------------- arms
+
+GLOBAL = (
+    Arm("fedavg", "fedavg"),
+    Arm("centralised", "fedavg", central=True),
+    Arm("fedprox", "fedprox", {"mu": 0.01}),
+    Arm("fednova", "fednova"),
+    Arm("moon", "moon"),
+    Arm("fedavg + server momentum", "fedavg", spec={"server_optimizer": {"kind": "sgd", "momentum": 0.9}}),
+    Arm("fedavg + server adam", "fedavg", spec={"server_optimizer": {"kind": "adam", "learning_rate": 0.01}}),
+    Arm("fedavg + server yogi", "fedavg", spec={"server_optimizer": {"kind": "yogi", "learning_rate": 0.01}}),
+    Arm("fedavg + server adagrad", "fedavg", spec={"server_optimizer": {"kind": "adagrad", "learning_rate": 0.01}}),
+)
+FROZEN = (
+    Arm("fedfrozen all_but_qk", "fedfrozen", {"warmup_rounds": 8}),
+    Arm("fedfrozen all_but_qk, auto", "fedfrozen", {"warmup_rounds": "auto"}),
+    Arm("fedfrozen v_head", "fedfrozen", {"warmup_rounds": 8, "scope": "v_head"}),
+    Arm("fedfrozen, values frozen", "fedfrozen", {"warmup_rounds": 8, "freeze": "value"}),
+)
+WITH_SGD = (
+    Arm("fedavg, sgd", "fedavg", spec=SGD),
+    Arm("scaffold, sgd", "scaffold", spec=SGD),
+    Arm("feddyn, sgd", "feddyn", spec=SGD),
+)
+PERSONAL = (
+    Arm("local only", "local"),
+    Arm("fedper", "fedper"),
+    Arm("fedrep", "fedrep"),
+    Arm("fedbabu", "fedbabu"),
+    Arm("fedbn", "fedbn"),
+    Arm("ditto", "ditto"),
+)
+
+
+def selecting(share: float) -> tuple[Arm, ...]:
+    """SAFL and the controls that show whether attention matters, all with the same K."""
+    scores = ("attention", "gradient-norm", "fisher", "random", "first", "last")
+    return (
+        *(Arm(f"safl {score}", "safl", {"score": score, "share": share}) for score in scores),
+        Arm("safl attention, consensus", "safl", {"share": share, "chooser": "consensus"}),
+        Arm("safl attention, pruned 0.4", "safl", {"share": share, "prune": 0.4}),
+    )
+
+
+ADAPTERS = (
+    Arm("lora", "lora", model="lora"),
+    Arm("lora, a frozen", "lora", {"freeze_a": True}, model="lora"),
+)
+
+
+def private(epsilon: float) -> tuple[Arm, ...]:
+    """What remains of full training and of selection under DP-SGD, with a choice that needs no data as control."""
+    budget = {"epsilon": epsilon, "delta": 1e-4, "clip_norm": 1.0}
+    return (
+        Arm(f"fedavg, epsilon {epsilon:g}", "fedavg", spec={"privacy": budget}),
+        Arm(
+            f"safl attention, epsilon {epsilon:g}",
+            "safl",
+            {"share": 1 / 3},
+            spec={"privacy": {**budget, "selection": "noisy"}},
+        ),
+        Arm(
+            f"safl random, epsilon {epsilon:g}", "safl", {"share": 1 / 3, "score": "random"}, spec={"privacy": budget}
+        ),
+        Arm(f"lora, a frozen, epsilon {epsilon:g}", "lora", {"freeze_a": True}, {"privacy": budget}, "lora"),
+    )
+
+
+PROMPTS = (
+    Arm("pfeddc", "pfeddc"),
+    Arm("pfeddc, no vision prompts", "pfeddc", {"modalities": ["text"]}),
+    Arm("pfeddc, no text prompts", "pfeddc", {"modalities": ["vision"]}),
+    Arm("pfeddc, mean for attention", "pfeddc", {"fusion": {"kind": "mean"}}),
+    Arm("pfeddc, nothing averaged", "pfeddc", {"share": "nothing"}),
+    Arm("promptfl, text", "promptfl"),
+    Arm("promptfl, vision", "promptfl", {"modalities": ["vision"]}),
+    Arm("promptfl, both", "promptfl", {"modalities": ["vision", "text"]}),
+    Arm("fedavg, whole model", "fedavg", spec={"training": {"optimizer": "adamw", "learning_rate": 5e-4}}),
+)
+
+ADAMW: Mapping[str, Any] = {"epochs": 2, "batch_size": 32, "optimizer": "adamw", "learning_rate": 5e-4}
+PLAIN_SGD: Mapping[str, Any] = {
+    "epochs": 2, "batch_size": 32, "optimizer": "sgd", "learning_rate": 0.05, "momentum": 0.9, "weight_decay": 0.0,
+}  # fmt: skip
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            "digits",
+            (*GLOBAL, *FROZEN, *WITH_SGD, *PERSONAL, *selecting(0.5), *ADAPTERS),
+            rounds=24,
+            training=ADAMW,
+            sites=digit_sites,
+            test=lambda: load("digits", {"split": "test"}),
+            models=digit_model,
+        ),
+        Task(
+            "docstrings",
+            (GLOBAL[0], GLOBAL[1], FROZEN[0], *selecting(1 / 3), *ADAPTERS),
+            rounds=16,
+            training=ADAMW,
+            sites=docstring_sites,
+            test=lambda: docstrings()[1],
+            models=docstring_model,
+        ),
+        Task(
+            "privacy",
+            (GLOBAL[0], *private(1.0), *private(8.0)),
+            rounds=16,
+            training={**ADAMW, "epochs": 1, "learning_rate": 1e-3},
+            sites=docstring_sites,
+            test=lambda: docstrings()[1],
+            models=docstring_model,
+        ),
+        Task(
+            "pairs",
+            PROMPTS,
+            rounds=16,
+            training=PLAIN_SGD,
+            sites=pair_sites,
+            test=lambda: pairs()[2],
+            models=pair_model,
+        ),
+    )
+}
