@@ -16,8 +16,10 @@ never_send = ["*embeddings*"]
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SecretStr, ValidationError, model_validator
@@ -31,6 +33,9 @@ from worker.policy import GIB, Policy
 
 # Not TESSERA_ alone: TESSERA_TOKEN is the command line's, and may well be an administrator's.
 ENVIRONMENT_PREFIX = "TESSERA_WORKER_"
+
+
+S = TypeVar("S", bound="DataSettings")
 
 
 class SettingsError(ValueError):
@@ -65,34 +70,14 @@ class DataSource(BaseModel):
 DeviceName = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,2})?)$")]
 
 
-class Settings(BaseSettings):
-    """A worker's settings. Unknown keys are refused."""
+class DataSettings(BaseSettings):
+    """What of a worker's settings says where its data are. Other keys are passed over."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid"
+        env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__", frozen=True, extra="ignore"
     )
 
-    url: Annotated[str, Field(pattern=r"^https?://")]
-    token: SecretStr | None = Field(default=None, description="stronger than token_file")
-    token_file: Path | None = None
-    name: Label = Field(description="what this worker is called; its own among the site's workers")
-    state_dir: Path = Field(description="where cache and vault are; this worker's alone")
-    device: DeviceName = "auto"
-    kinds: tuple[TaskKind, ...] = Field(default=("train", "evaluate"), min_length=1)
-    threads: PositiveInt | None = Field(default=None, description="threads of one operation; torch's choice if unset")
-    cache_bytes: PositiveInt = 20 * GIB
-    poll_seconds: int = Field(default=25, ge=0, le=50, description="how long to let the coordinator think")
     datasets: dict[Label, DataSource] = Field(min_length=1)
-    mappings: tuple[Path, ...] = Field(default=(), description="files that describe attention not known here")
-    resources: Resources = Field(default={}, description="what a task may spend, for methods that ask less of some")
-    policy: Policy = Policy()
-    log: Literal["auto", "console", "json"] = "auto"
-
-    @model_validator(mode="after")
-    def _has_token(self) -> Self:
-        if self.token is None and self.token_file is None:
-            raise ValueError("give token_file (or token), as an administrator issued it")
-        return self
 
     @classmethod
     def settings_customise_sources(
@@ -107,11 +92,46 @@ class Settings(BaseSettings):
         return env_settings, init_settings
 
 
+class Settings(DataSettings):
+    """A worker's settings. Unknown keys are refused."""
+
+    model_config = SettingsConfigDict(extra="forbid")
+
+    url: Annotated[str, Field(pattern=r"^https?://")]
+    token: SecretStr | None = Field(default=None, description="stronger than token_file")
+    token_file: Path | None = None
+    name: Label = Field(description="what this worker is called; its own among the site's workers")
+    state_dir: Path = Field(description="where cache and vault are; this worker's alone")
+    device: DeviceName = "auto"
+    kinds: tuple[TaskKind, ...] = Field(default=("train", "evaluate"), min_length=1)
+    threads: PositiveInt | None = Field(default=None, description="threads of one operation; torch's choice if unset")
+    cache_bytes: PositiveInt = 20 * GIB
+    poll_seconds: int = Field(default=25, ge=0, le=50, description="how long to let the coordinator think")
+    mappings: tuple[Path, ...] = Field(default=(), description="files that describe attention not known here")
+    resources: Resources = Field(default={}, description="what a task may spend, for methods that ask less of some")
+    policy: Policy = Policy()
+    log: Literal["auto", "console", "json"] = "auto"
+
+    @model_validator(mode="after")
+    def _has_token(self) -> Self:
+        if self.token is None and self.token_file is None:
+            raise ValueError("give token_file (or token), as an administrator issued it")
+        return self
+
+
 def read_settings(path: Path) -> Settings:
     """The settings of a TOML file and the environment. Raises SettingsError."""
+    return _read(path, Settings)
+
+
+def read_data_settings(path: Path) -> DataSettings:
+    """What such a file, or one with nothing else in it, says of data. Raises SettingsError."""
+    return _read(path, DataSettings)
+
+
+def _read(path: Path, kind: type[S]) -> S:
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-        return Settings(**given)
+        return kind(**tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as fault:
         raise SettingsError(f"{path} cannot be read: {fault.strerror}") from fault
     except tomllib.TOMLDecodeError as fault:
@@ -153,11 +173,18 @@ def datasets_of(settings: Settings) -> dict[str, Dataset]:
     loaded: dict[str, Dataset] = {}
     for name, source in settings.datasets.items():
         if settings.policy.allows_dataset(name):
-            try:
+            with named(name):
                 loaded[name] = source.load()
-            except DataError as fault:
-                raise SettingsError(f"datasets.{name}.{fault}") from fault
     return loaded
+
+
+@contextmanager
+def named(dataset: str) -> Iterator[None]:
+    """Turns a DataError into a SettingsError that says of which data set it is."""
+    try:
+        yield
+    except DataError as fault:
+        raise SettingsError(f"datasets.{dataset}.{fault}") from fault
 
 
 def mappings_of(settings: Settings) -> dict[str, MappingFile]:

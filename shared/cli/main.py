@@ -23,6 +23,7 @@ COMMANDS = "tessera.commands"
 SUMMARIES = {
     "admin": "Sites, workers, tokens, and the coordinator at a glance.",
     "coordinator": "Serve the API and conduct runs; migrate the database.",
+    "data": "Show a site's data sets, and how one divides among sites.",
     "model": "Make and inspect the models that runs start from.",
     "run": "Start, watch, steer and export runs.",
     "worker": "Train for a coordinator with this site's data.",

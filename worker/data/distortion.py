@@ -19,6 +19,14 @@ class Distortion(Frozen):
     invert: bool = False
     noise: NonNegativeFloat = Field(default=0.0, description="standard deviation, in the units of the pixels")
 
+    def __str__(self) -> str:
+        said = [
+            f"turned {90 * self.quarter_turns} degrees" if self.quarter_turns else "",
+            "inverted" if self.invert else "",
+            f"noise {self.noise:g}" if self.noise else "",
+        ]
+        return ", ".join(filter(None, said)) or "as they are"
+
 
 def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Dataset:
     """A part of `whole` with its `pixel_values` [n, channels, height, width] distorted.

@@ -43,6 +43,10 @@ class Scheme(Frozen):
         """A site's rows as the site has them."""
         return part
 
+    def told(self, index: int) -> str | None:
+        """What is done to a site's examples, for people."""
+        return None
+
     def _classes(self, dataset: Dataset) -> np.ndarray:
         if dataset.classes is None:
             raise ValueError(f"scheme {self.scheme} needs one class for each example, as labels [n] of integers")
@@ -128,8 +132,13 @@ class Shift(Scheme):
 
     def made(self, part: Dataset, whole: Dataset, index: int) -> Dataset:
         # No two sites draw the same noise.
-        dice = self.seed * MAX_SITES + index
-        return distort(part, whole, self.distortions[index % len(self.distortions)], dice)
+        return distort(part, whole, self._of(index), seed=self.seed * MAX_SITES + index)
+
+    def told(self, index: int) -> str:
+        return str(self._of(index))
+
+    def _of(self, index: int) -> Distortion:
+        return self.distortions[index % len(self.distortions)]
 
 
 Partition = Annotated[Iid | Dirichlet | Shards | Quantity | Domain | Shift, Field(discriminator="scheme")]

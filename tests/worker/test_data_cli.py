@@ -1,0 +1,165 @@
+"""`tessera data`: what a site's data sets hold, and how one divides, as a table, a picture and a document."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from tests.support.cli import tessera
+from worker.cli.data import app
+
+DIGITS = """
+[datasets.digits]
+kind = "digits"
+held_out = 0.2
+part = { scheme = "dirichlet", count = 4, index = 3, alpha = 0.1 }
+"""
+
+HELD = '[datasets.test]\nkind = "digits"\nsplit = "test"\n'
+
+
+def config(folder: Path, text: str) -> str:
+    path = folder / "data.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def told(*arguments: str, code: int = 0) -> str:
+    answer = CliRunner().invoke(app, [*arguments])
+    assert answer.exit_code == code, answer.output
+    return " ".join(answer.output.split())
+
+
+def document(*arguments: str) -> dict[str, object]:
+    answer = CliRunner().invoke(app, [*arguments, "--json"])
+    assert answer.exit_code == 0, answer.output
+    found: dict[str, object] = json.loads(answer.stdout)
+    return found
+
+
+def test_show_tells_what_a_worker_would_have(tmp_path: Path) -> None:
+    file = config(tmp_path, 'url = "https://not.needed.example"\n' + DIGITS + HELD)
+    shown = document("show", file)["datasets"]
+    assert isinstance(shown, list)
+    digits, test = shown
+    assert (digits["part"], digits["examples"], digits["held out"], digits["classes"]) == (
+        "3 of 4, dirichlet", 297, 74, 8,
+    )  # fmt: skip
+    assert (test["part"], test["examples"], test["held out"], test["domains"]) == (None, 360, None, None)
+    assert test["tensors of each"] == ["labels int64", "pixel_values float32[1, 8, 8]"]
+    assert "3 of 4, dirichlet 297 74 8" in told("show", file, "--dataset", "digits")
+
+
+def test_split_counts_each_class_at_each_site_as_the_settings_divide_it(tmp_path: Path) -> None:
+    file = config(tmp_path, DIGITS)
+    sites = document("split", file)["sites"]
+    assert isinstance(sites, list)
+    assert [site["examples"] for site in sites] == [384, 445, 237, 371]
+    assert sum(sites[0]["class"].values()) == 384
+    assert "0 2 - 126 91 - - - 4 131 30 384" in told("split", file)
+
+
+def test_options_change_the_division(tmp_path: Path) -> None:
+    file = config(tmp_path, DIGITS)
+    other = document("split", file, "--seed", "1", "--alpha", "100")["partition"]
+    assert other == {"scheme": "dirichlet", "count": 4, "alpha": 100.0, "seed": 1}
+    sites = document("split", file, "--scheme", "iid", "--sites", "3")["sites"]
+    assert isinstance(sites, list)
+    assert [site["examples"] for site in sites] == [479, 479, 479]
+    assert "2 " in told("split", file, "--scheme", "shift")
+    assert "noise 0.5" in told("split", file, "--scheme", "shift")
+
+
+def test_the_names_of_classes_and_the_domains_are_shown(tmp_path: Path) -> None:
+    for place, (domain, label) in enumerate((d, c) for d in ("photo", "sketch") for c in ("cat", "dog")):
+        folder = tmp_path / "pets" / domain / label
+        folder.mkdir(parents=True)
+        (folder / "a.bmp").write_bytes(_bitmap(place))
+    pets = f'kind = "images"\nfolder = "{tmp_path / "pets"}"\ndomain_folders = true\nsize = 2\n'
+    file = config(tmp_path, f'[datasets.pets]\n{pets}labels = ["cat", "dog"]\n')
+    shown = told("split", file, "--scheme", "domain", "--sites", "2")
+    assert "site class cat dog in all 0 1 1 2 1 1 1 2" in shown
+    assert "site domain 0 1 in all 0 2 - 2 1 - 2 2" in shown
+
+
+def _bitmap(value: int) -> bytes:
+    """A one-pixel BMP."""
+    return (
+        b"BM:\0\0\0\0\0\0\0"
+        + bytes([54, 0, 0, 0, 40, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 24, 0])
+        + bytes(24)
+        + bytes([value, 0, 0, 0])
+    )
+
+
+def test_many_classes_and_none_are_told_in_short(tmp_path: Path) -> None:
+    save_file({"labels": torch.arange(100) % 50}, tmp_path / "many.safetensors")
+    save_file({"labels": torch.zeros(10, 3)}, tmp_path / "none.safetensors")
+    kinds = "".join(
+        f'[datasets.{name}]\nkind = "arrays"\nfile = "{tmp_path / name}.safetensors"\n' for name in ("many", "none")
+    )
+    file = config(tmp_path, kinds)
+    shards = ("--scheme", "shards", "--sites", "5", "--each", "1")
+    assert "site class kinds the largest in all 0 10 10% 20" in told("split", file, "--dataset", "many", *shards)
+    iid = ("--scheme", "iid", "--sites", "2")
+    assert "site class none in all 0 5 5 1 5 5" in told("split", file, "--dataset", "none", *iid)
+
+
+@pytest.mark.parametrize(("name", "begins"), [("split.png", b"\x89PNG"), ("split.svg", b"<?xml")])
+def test_the_split_is_drawn_in_the_format_of_its_name(tmp_path: Path, name: str, begins: bytes) -> None:
+    out = tmp_path / name
+    assert f"drawn in {out}" in told("split", config(tmp_path, DIGITS), "--out", str(out))
+    assert out.read_bytes().startswith(begins)
+
+
+def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    script = "import sys; sys.modules['matplotlib'] = None; from shared.cli.main import main; main()"
+    bare = (sys.executable, "-c", script)
+    file = config(tmp_path, DIGITS)
+    assert "371" in tessera("data", "split", file, command=bare).stdout
+    refused = tessera("data", "split", file, "--out", str(tmp_path / "a.png"), command=bare)
+    assert refused.returncode == 2
+    assert "error: --out: matplotlib is not installed" in refused.stderr
+    assert "pip install '.[demo]'" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("show", "--dataset", "none"), "there is no data set 'none', but digits, test"),
+        (("split",), "there are several data sets: say --dataset digits or test"),
+        (("split", "--dataset", "test"), "say --scheme and --sites"),
+        (("split", "--dataset", "test", "--scheme", "iid"), "--sites: Field required"),
+        (("split", "--dataset", "test", "--scheme", "odd", "--sites", "2"), "--scheme: Input tag 'odd'"),
+        (("split", "--dataset", "digits", "--each", "2"), "--each: scheme dirichlet has no such setting"),
+        (("split", "--dataset", "digits", "--sites", "1500"), "--sites: "),
+        (("split", "--dataset", "test", "--scheme", "iid", "--sites", "361"), "datasets.test.part: 360 rows cannot"),
+        (("split", "--dataset", "test", "--scheme", "domain", "--sites", "2"), "needs the domain of each example"),
+        (("split", "--dataset", "digits", "--out", "split.odd"), "Format 'odd' is not supported"),
+        (("split", "--dataset", "digits", "--out", "/nowhere/at/all.png"), "/nowhere/at/all.png"),
+    ],
+)
+def test_what_cannot_be_done_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], complaint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command, *options = arguments
+    assert complaint in told(command, config(tmp_path, DIGITS + HELD), *options, code=2)
+
+
+def test_a_file_that_is_wrong_is_named(tmp_path: Path) -> None:
+    assert "nowhere.toml cannot be read" in told("show", str(tmp_path / "nowhere.toml"), code=2)
+    assert "datasets: " in told("show", config(tmp_path, "name = 'x'"), code=2)
+    odd = config(tmp_path, DIGITS + "splitt = 1\n")
+    assert "error: datasets.digits.splitt: " in told("show", odd, code=2)
+
+
+def test_the_environment_wins_here_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESSERA_WORKER_DATASETS__DIGITS__PART__INDEX", "0")
+    assert "0 of 4, dirichlet" in told("show", config(tmp_path, DIGITS))
