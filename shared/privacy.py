@@ -35,5 +35,5 @@ class Privacy(Budget):
         default=0.1, gt=0, lt=1, description="of the budget, for noisy selection (measured in zCDP)"
     )
     selections: PositiveInt | None = Field(
-        default=None, description="noisy selections that a worker makes in the run; one a round if left out"
+        default=None, description="noisy choices that a worker makes in the run; one a round if left out"
     )

@@ -23,6 +23,9 @@ from shared.blocks import Frozen
 from shared.privacy import Budget
 from shared.wire import Label, Task
 
+LEDGER_FOLDER = "ledger"
+"""What the folder of ledgers is called beside a worker's other state."""
+
 BEGINNING = "0" * 64
 """The digest that the first entry names as the one before it."""
 

@@ -198,12 +198,15 @@ def fastest(
     common: Batch,
     sample: Batch,
 ) -> PerExample:
-    """The fastest way that gives what single examples give on the `sample`, a few examples of the data.
+    """The fastest way that gives what single examples give on the `sample`, two or more examples of the data.
 
     `loss` is a batch's; `losses`, if known, each example's in a batch without anything in common. Leaves the model as
     it was, bit for bit.
     """
     truth = OneByOne(loss, parameters, common)
+    if len(next(iter(sample.values()))) < 2:
+        # Of a single example nothing can be told apart.
+        return truth
     ways: list[Callable[[], PerExample]] = [lambda: Batched(model, loss, parameters, common)]
     if losses is not None and not common:
         known = losses

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from shared.blocks import EVERYTHING, Block, Frozen, Selector
+from shared.privacy import Budget
 from shared.wire import Label, Task, TaskKind
 
 GIB = 1 << 30
@@ -21,6 +22,21 @@ class PolicyViolation(Exception):
         super().__init__(f"{rule}: {detail}")
         self.rule = rule
         self.detail = detail
+
+
+class Allowance(Budget):
+    """What all runs together may find out of one example of a data set. Runs without privacy may not train on it."""
+
+    evaluations: bool = Field(
+        default=False, description="whether versions may be measured on what is held out of it, which nothing covers"
+    )
+
+    def check(self, task: Task) -> None:
+        """Judges what a task on the data set is, before what it would spend. Raises PolicyViolation."""
+        if task.kind == "train" and task.privacy is None:
+            raise PolicyViolation("privacy", f"the data set {task.dataset!r} has a budget, and the run no privacy")
+        if task.kind == "evaluate" and not (task.held_out and self.evaluations):
+            raise PolicyViolation("privacy", f"no version is measured on {task.dataset!r}, which has a budget")
 
 
 class Policy(Frozen):

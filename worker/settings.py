@@ -29,7 +29,8 @@ from pydantic_settings import SettingsError as SourceError
 from shared.wire import Label, Resources, TaskKind
 from worker.data import DataError, Dataset, Part, load
 from worker.layouts import MappingError, MappingFile, read_mapping
-from worker.policy import GIB, Policy
+from worker.ledger import LEDGER_FOLDER, Ledger
+from worker.policy import GIB, Allowance, Policy
 
 # Not TESSERA_ alone: TESSERA_TOKEN is the command line's, and may well be an administrator's.
 ENVIRONMENT_PREFIX = "TESSERA_WORKER_"
@@ -51,6 +52,7 @@ class DataSource(BaseModel):
     part: Part | None = Field(default=None, description="which part of it this is; all of it if unset")
     held_out: float | None = Field(default=None, gt=0, lt=1, description="share of it that nothing trains on")
     held_out_seed: int = Field(default=0, ge=0)
+    privacy: Allowance | None = Field(default=None, description="what runs may find out; as for all data if unset")
 
     @property
     def options(self) -> dict[str, object]:
@@ -110,6 +112,10 @@ class Settings(DataSettings):
     mappings: tuple[Path, ...] = Field(default=(), description="files that describe attention not known here")
     resources: Resources = Field(default={}, description="what a task may spend, for methods that ask less of some")
     policy: Policy = Policy()
+    privacy: Allowance | None = Field(default=None, description="what runs may find out of each data set")
+    ledger_dir: Path | None = Field(
+        default=None, description="where the ledgers of privacy are; in state_dir if unset"
+    )
     log: Literal["auto", "console", "json"] = "auto"
 
     @model_validator(mode="after")
@@ -185,6 +191,17 @@ def named(dataset: str) -> Iterator[None]:
         yield
     except DataError as fault:
         raise SettingsError(f"datasets.{dataset}.{fault}") from fault
+
+
+def allowances_of(settings: Settings) -> dict[str, Allowance]:
+    """The privacy budgets of the data sets that have one, by name."""
+    given = {name: source.privacy or settings.privacy for name, source in settings.datasets.items()}
+    return {name: allowance for name, allowance in given.items() if allowance}
+
+
+def ledger_of(settings: Settings) -> Ledger:
+    """Where this worker writes down what runs spend of its data sets' privacy."""
+    return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER)
 
 
 def mappings_of(settings: Settings) -> dict[str, MappingFile]:

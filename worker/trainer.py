@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,11 @@ from shared.training import Training
 from worker.data import Dataset
 from worker.freezing import Freeze
 from worker.work import LocalWork
+
+if TYPE_CHECKING:
+    # They bring libraries along that only private tasks need.
+    from worker.dpsgd import NoisyGradients
+    from worker.privacy import PrivateTask
 
 Batch = dict[str, Tensor]
 Check = Callable[[], None]
@@ -53,7 +58,8 @@ def seed_everything(seed: int) -> None:
 class Trainer:
     """Trains a model for one task.
 
-    In float32 on the CPU, the same model, data, seed and number of threads give the same bits.
+    In float32 on the CPU, the same model, data, seed and number of threads give the same bits; not so with `private`,
+    whose noise nobody can draw again.
     """
 
     half: WorkerHalf[Any]
@@ -61,25 +67,43 @@ class Trainer:
     training: Training
     device: torch.device
     check: Check
+    private: PrivateTask | None = None
 
     def train(self, phases: Sequence[Phase], dataset: Dataset, seed: int) -> Tally:
         """Goes through the phases, each with an optimizer of its own over the blocks that it trains.
 
         The tally's loss is the mean over the examples of the last epoch; not a number if there is no phase, and
-        nothing trains. Raises TrainingDiverged, SelectorError for a phase that names blocks which the model lacks,
-        and what `check` raises.
+        nothing trains, or if training is private. Raises TrainingDiverged, SelectorError for a phase that names
+        blocks which the model lacks, and what `check` and `private` raise.
         """
         generator = torch.Generator().manual_seed(seed)
         batches = Batches(dataset, self.training.batch_size, self.device, generator)
         self.work.model.train()
         steps, loss = 0, math.nan
+        if self.private and phases:
+            self.private.begin(sum(epochs_of(phase, self.training) for phase in phases))
         for phase in phases:
             self.half.enter(self.work, phase)
             epoch = _Epoch(self, phase)
-            for _ in range(epochs_of(phase, self.training)):
-                loss = epoch.run(batches)
+            if self.private:
+                self._train_privately(self.private, epoch, epochs_of(phase, self.training), dataset)
+            else:
+                for _ in range(epochs_of(phase, self.training)):
+                    loss = epoch.run(batches)
             steps += epoch.steps
         return Tally(examples=dataset.examples, steps=steps, loss=loss)
+
+    def _train_privately(self, private: PrivateTask, epoch: _Epoch, epochs: int, dataset: Dataset) -> None:
+        noisy = private.phase(self, epoch.freeze, dataset)
+        try:
+            for _ in range(epochs * noisy.steps):
+                self.check()
+                epoch.noisy_step(noisy)
+        finally:
+            noisy.close()
+        # No loss may be told, so it is left to the weights themselves.
+        if not all(bool(parameter.isfinite().all()) for parameter in epoch.freeze.parameters):
+            raise TrainingDiverged(f"weights are no numbers with a learning rate of {self.training.learning_rate:g}")
 
 
 def epochs_of(phase: Phase, training: Training) -> int:
@@ -94,8 +118,10 @@ class _Epoch:
         self._trainer = trainer
         work = trainer.work
         added = work.private if phase.private else ()
-        self._freeze = Freeze(work.model, [*phase.train.resolve(work.blocks), *added])
-        self._optimizer = _optimizer(self._freeze.parameters, trainer.training)
+        trained = [*phase.train.resolve(work.blocks), *added]
+        # What moves a buffer, such as a normalisation's statistics, is the data themselves.
+        self.freeze = Freeze(work.model, trained, keep_buffers=trainer.private is not None)
+        self._optimizer = _optimizer(self.freeze.parameters, trainer.training)
         # Float16's small gradients vanish unless scaled; on the CPU 16 bits mean bfloat16, which needs no scaling.
         scaled = trainer.training.precision == "float16" and trainer.device.type == "cuda"
         self._scaler = torch.amp.GradScaler(trainer.device.type, enabled=scaled)
@@ -122,15 +148,24 @@ class _Epoch:
             )
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._scaler.unscale_(self._optimizer)
+        self._update()
+        return value
+
+    def noisy_step(self, noisy: NoisyGradients) -> None:
+        """One step by a noisy gradient. Whatever follows the noise reads no data, and costs no privacy."""
+        noisy.fill()
+        self._update()
+
+    def _update(self) -> None:
+        half, work, training = self._trainer.half, self._trainer.work, self._trainer.training
         half.after_backward(work)
-        self._freeze.mask_gradients()
+        self.freeze.mask_gradients()
         if training.max_gradient_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._freeze.parameters, training.max_gradient_norm)
+            torch.nn.utils.clip_grad_norm_(self.freeze.parameters, training.max_gradient_norm)
         self._scaler.step(self._optimizer)
         self._scaler.update()
-        self._freeze.restore()
+        self.freeze.restore()
         self.steps += 1
-        return value
 
 
 def _optimizer(parameters: Sequence[Tensor], training: Training) -> torch.optim.Optimizer:

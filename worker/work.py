@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,6 +26,11 @@ from worker.prompts import REMEDY, PromptError, fused_prompts, prompts_of
 from worker.scores import fisher, gradient_norms
 
 
+def largest(scores: Array, count: int) -> list[int]:
+    """The places of the `count` largest sums of scores [examples, candidates], of equals the first."""
+    return [int(place) for place in np.argsort(-scores.sum(axis=0), kind="stable")[:count]]
+
+
 @dataclass
 class LocalWork:
     """Implements `shared.methods.contract.Work` on a transformers model. Call `close` when the task is over."""
@@ -37,6 +42,8 @@ class LocalWork:
     vault: Mapping[str, Array] = field(default_factory=dict)
     memory: Mapping[str, Array] = field(default_factory=dict)
     private: list[Block] = field(default_factory=list)
+    choosing: Callable[[Array, int], list[int]] = largest
+    """How `choose` chooses: without noise, unless the task is private."""
     _added: list[str] = field(default_factory=list)
 
     def read(self, block: Block) -> Array:
@@ -100,7 +107,7 @@ class LocalWork:
         return self.forward(batch).loss
 
     def choose(self, scores: Array, count: int) -> list[int]:
-        return [int(place) for place in np.argsort(-scores.sum(axis=0), kind="stable")[:count]]
+        return self.choosing(scores, count)
 
     def add_private(self, name: str, module: nn.Module) -> None:
         if hasattr(self.model, name):

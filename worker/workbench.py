@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -32,12 +33,16 @@ from worker.data import Dataset
 from worker.evaluator import evaluate
 from worker.files import sweep, temporary_file
 from worker.layouts import MappingFile
+from worker.ledger import LEDGER_FOLDER, Ledger
 from worker.models import build, write_block
-from worker.policy import Policy
-from worker.settings import Settings, datasets_of, device_of, mappings_of
+from worker.policy import Allowance, Policy
+from worker.settings import Settings, allowances_of, datasets_of, device_of, ledger_of, mappings_of
 from worker.trainer import Batches, Check, Trainer, epochs_of, seed_everything
 from worker.vault import Vault
 from worker.work import LocalWork
+
+if TYPE_CHECKING:
+    from worker.privacy import PrivateTask
 
 
 class Coordinator(Protocol):
@@ -140,6 +145,10 @@ class Workbench:
     kinds: tuple[TaskKind, ...] = ("train", "evaluate")
     mappings: Mapping[str, MappingFile] = field(default_factory=dict)
     models: Models = field(default_factory=Models)
+    allowances: Mapping[str, Allowance] = field(default_factory=dict)
+    """The privacy budgets of the data sets that have one."""
+    ledger: Ledger | None = None
+    """Where privacy is written down; in `scratch` if None."""
 
     @classmethod
     def of(cls, client: Client, settings: Settings) -> Self:
@@ -156,6 +165,8 @@ class Workbench:
             policy=settings.policy,
             kinds=settings.kinds,
             mappings=mappings_of(settings),
+            allowances=allowances_of(settings),
+            ledger=ledger_of(settings),
         )
 
     def do(self, task: Task, check: Check, report: Report) -> None:
@@ -169,16 +180,35 @@ class Workbench:
         dataset = self.datasets.get(task.dataset)
         if dataset is None:
             raise TaskFailure("unknown-dataset", f"there is no data set {task.dataset!r} here")
+        if allowance := self.allowances.get(task.dataset):
+            allowance.check(task)
+        private = self._private(task, dataset) if task.kind == "train" else None
         with self.shelf.pinning():
             ready = self._loaded(task, check, report)
             if task.kind == "train":
-                self._train(task, ready, dataset, check, report)
+                self._train(task, ready, dataset, private, check, report)
             else:
                 self._evaluate(task, ready, dataset, check, report)
         ready.work.close()
         self.models.keep(ready.built)
 
     # ------------------------------------------------------------ before training
+
+    def _private(self, task: Task, dataset: Dataset) -> PrivateTask | None:
+        """What the task may spend, if it is a private one. Raises PolicyViolation if that is not enough."""
+        if task.privacy is None:
+            return None
+        try:
+            privacy = importlib.import_module("worker.privacy")
+        except ImportError as error:
+            raise TaskFailure(
+                "privacy-not-installed",
+                f"the run asks for privacy, which needs another package ({error}): install tessera[privacy]",
+            ) from error
+        ledger = self.ledger or Ledger(self.scratch / LEDGER_FOLDER)
+        allowance = self.allowances.get(task.dataset)
+        made: PrivateTask = privacy.PrivateTask(task, task.privacy, dataset.examples, ledger, allowance, self.device)
+        return made
 
     def _loaded(self, task: Task, check: Check, report: Report) -> _Ready:
         """The version as it is, in a model; what the site keeps is at hand, and not yet in it."""
@@ -264,18 +294,32 @@ class Workbench:
 
     # ------------------------------------------------------------ train and hand in
 
-    def _train(self, task: Task, ready: _Ready, dataset: Dataset, check: Check, report: Report) -> None:
+    def _train(
+        self,
+        task: Task,
+        ready: _Ready,
+        dataset: Dataset,
+        private: PrivateTask | None,
+        check: Check,
+        report: Report,
+    ) -> None:
         half, work = ready.half, ready.work
         ready.prepare()
         self._check_plan(task, ready)
         report.examples = dataset.examples
-        selected = half.select(work, Batches(dataset, task.training.batch_size, self.device))
+        batches = Batches(dataset, task.training.batch_size, self.device)
+        selected = half.select(work, private.watched(batches) if private else batches)
+        if private:
+            private.check_choice()
         phases = half.phases(work, selected)
         self.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
-        tally = Trainer(half, work, task.training, self.device, check).train(phases, dataset, task.seed)
+        trainer = Trainer(half, work, task.training, self.device, check, private)
+        tally = trainer.train(phases, dataset, task.seed)
         harvest = half.harvest(work, selected, tally)
         measured = {"loss": tally.loss} if math.isfinite(tally.loss) else {}
         report.numbers = {**measured, **harvest.numbers}
+        if private:
+            report.numbers = private.disclosed(report.numbers)
         self._submit(task, self._upload(task, ready, harvest, check, report), harvest, tally, report)
 
     def _upload(self, task: Task, ready: _Ready, harvest: Harvest, check: Check, report: Report) -> str:
@@ -349,6 +393,9 @@ class Workbench:
         ready.prepare()
         phases = half.personal(work)
         self.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
+        if phases and (task.privacy or task.dataset in self.allowances):
+            # It would train on the examples themselves, and its figures would tell of them.
+            return False
         if phases:
             Trainer(half, work, task.training, self.device, check).train(phases, dataset, task.seed)
             return True

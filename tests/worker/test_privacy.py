@@ -1,0 +1,468 @@
+"""Differentially private training: what one example can change, how much noise there is, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shared.blocks import EVERYTHING, Selector, named, roles
+from shared.methods import Chosen, worker_half
+from shared.methods.contract import Phase, Plan, RunFacts, Tally
+from shared.model import Head
+from shared.privacy import Budget, Privacy
+from shared.wire import Task, Training, VersionRef
+from worker.accounting import epsilon
+from worker.blockmap import block_table
+from worker.data import Dataset
+from worker.dpsgd import Dice, Mechanism, NoisyGradients, clipped_sum, sampling, secret_dice
+from worker.freezing import Freeze
+from worker.ledger import Event, Ledger, NoisyChoice, NoisySteps
+from worker.models import instantiate
+from worker.perexample import norms
+from worker.policy import Allowance, PolicyViolation
+from worker.privacy import PrivateTask, bounded_sums, epsilon_per_pick, private_top_k
+from worker.trainer import Batches, Trainer
+from worker.work import LocalWork
+
+VIT = {
+    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 3,
+    "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2", "vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2,
+    "bos_token_id": 0, "eos_token_id": 0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+}  # fmt: skip
+CPU = torch.device("cpu")
+DIGEST = f"sha256:{'0' * 64}"
+PRIVACY = Privacy(epsilon=3.0, delta=1e-5, clip_norm=0.5)
+DICE = b"not secret at all, so that tests are the same each time"
+
+
+def images(count: int = 40) -> Dataset:
+    generator = torch.Generator().manual_seed(5)
+    pixels = torch.randn(count, 1, 8, 8, generator=generator)
+    return Dataset({"pixel_values": pixels, "labels": torch.randint(0, 3, (count,), generator=generator)})
+
+
+def sentences() -> Dataset:
+    words = torch.randint(0, 20, (12, 8), generator=torch.Generator().manual_seed(5))
+    return Dataset({"input_ids": words, "labels": words})
+
+
+def work_on(config: dict[str, Any] = VIT, head: Head = "image-classification") -> LocalWork:
+    model = instantiate(config, head, seed=1)
+    return LocalWork(model, head, Plan(), block_table(model))
+
+
+def trainer_of(
+    work: LocalWork, method: str = "fedavg", settings: dict[str, Any] | None = None, **more: Any
+) -> Trainer:
+    training = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **more})
+    half = worker_half(
+        Chosen(name=method, settings=settings or {}), RunFacts(tuple(work.blocks), 1, training=training)
+    )
+    half.prepare(work)
+    work.model.train()
+    return Trainer(half, work, training, CPU, lambda: None)
+
+
+def gradients_of(
+    trainer: Trainer, train: Selector, data: Dataset, *, noise: float = 1.0, clip: float = 0.5
+) -> tuple[NoisyGradients, Freeze]:
+    freeze = Freeze(trainer.work.model, [*train.resolve(trainer.work.blocks), *trainer.work.private])
+    how = Mechanism(sampling(data.examples, trainer.training.batch_size), clip, noise)
+    return NoisyGradients(trainer, freeze, data, how, Dice(CPU, DICE)), freeze
+
+
+def length(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+
+
+def difference(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    return length(a - b for a, b in zip(some, others, strict=True))
+
+
+# ---------------------------------------------------------------- sensitivity
+
+
+CASES = [
+    pytest.param("fedavg", {}, VIT, EVERYTHING, id="all"),
+    pytest.param("fedavg", {}, VIT, roles("value", "head"), id="some blocks"),
+    pytest.param("fedavg", {}, GPT2, roles("value"), id="slices"),
+    pytest.param("fedprox", {"mu": 100.0}, VIT, EVERYTHING, id="a term added to the loss"),
+]
+
+
+@pytest.mark.parametrize(("method", "settings", "config", "train"), CASES)
+def test_one_example_less_moves_the_sum_by_no_more_than_the_clip_norm(
+    method: str, settings: dict[str, Any], config: dict[str, Any], train: Selector
+) -> None:
+    text = config is GPT2
+    trainer = trainer_of(work_on(config, "causal-lm" if text else "image-classification"), method, settings)
+    data = sentences() if text else images()
+    # Gradients differ in length by design: at this norm some are clipped and others are not.
+    noisy, freeze = gradients_of(trainer, train, data, clip=1.0)
+    with torch.no_grad():
+        for parameter in freeze.parameters:
+            parameter.add_(0.1)  # away from the start, where a proximal term is zero
+    whole = torch.arange(12)
+    moved = [difference(noisy.sums(whole), noisy.sums(whole[whole != row])) for row in range(12)]
+    noisy.close()
+    assert max(moved) <= 1.0 + 1e-4
+
+
+def test_an_example_with_a_large_gradient_moves_the_sum_by_exactly_the_clip_norm() -> None:
+    data = images()
+    data.tensors["pixel_values"][0] *= 50
+    noisy, _ = gradients_of(trainer_of(work_on()), EVERYTHING, data, clip=1e-3)
+    assert difference(noisy.sums(torch.arange(10)), noisy.sums(torch.arange(1, 10))) == pytest.approx(1e-3, rel=1e-4)
+    noisy.close()
+
+
+def test_one_norm_is_taken_over_all_tensors_together_and_short_gradients_stay_as_they_are() -> None:
+    # Two tensors of lengths 3 and 4 are one gradient of length 5; clipped to 1 they become 0.6 and 0.8.
+    first, second = torch.tensor([[3.0, 0.0], [0.3, 0.0]]), torch.tensor([[0.0, 4.0], [0.0, 0.4]])
+    a, b = clipped_sum([first, second], 1.0)
+    assert a.tolist() == pytest.approx([0.6 + 0.3, 0.0])
+    assert b.tolist() == pytest.approx([0.0, 0.8 + 0.4])
+
+
+def test_a_gradient_that_is_no_number_counts_as_none() -> None:
+    (total,) = clipped_sum([torch.tensor([[1.0], [math.nan], [math.inf], [1e30]])], 2.0)
+    assert total.tolist() == [1.0]
+
+
+def test_frozen_rows_count_neither_towards_the_norm_nor_in_the_sum() -> None:
+    noisy, freeze = gradients_of(
+        trainer_of(work_on(GPT2, "causal-lm")), named(["*c_attn.weight#value"]), sentences(), clip=1e-6
+    )
+    sums = noisy.sums(torch.tensor([3]))
+    noisy.close()
+    # All of the one clipped gradient is in the value's columns, the last third.
+    assert length(total[:, 16:] for total in sums) == pytest.approx(1e-6, rel=1e-4)
+    assert length(total[:, :16] for total in sums) == 0.0
+    assert [tuple(parameter.shape) for parameter in freeze.parameters] == [(8, 24), (8, 24)]
+
+
+def test_what_stays_at_the_site_is_clipped_together_with_what_is_sent() -> None:
+    work = work_on()
+    torch.manual_seed(0)
+    work.add_private("extra", nn.Linear(3, 3))
+    trainer = trainer_of(work)
+    plain = work.forward
+    work.forward = lambda batch, values=None: _through(work.model.extra, plain(batch, values))  # type: ignore[method-assign]
+    noisy, freeze = gradients_of(trainer, roles("head"), images(), clip=1e-4)
+    sums = noisy.sums(torch.tensor([0]))
+    noisy.close()
+    assert [parameter.numel() for parameter in freeze.parameters] == [3 * 16, 3, 3 * 3, 3]
+    assert length(sums) == pytest.approx(1e-4, rel=1e-4)
+    assert length(sums[2:]) > 0
+
+
+def _through(layer: nn.Module, output: Any) -> Any:
+    logits = layer(output.logits)
+    return type(output)(output.loss + logits.square().sum(), logits)
+
+
+# ---------------------------------------------------------------- noise
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_without_gradients_weights_move_as_far_as_the_noise_in_the_trained_blocks_takes_them(layers: int) -> None:
+    # |w_T - w_0|^2 = steps * d_K * (rate * z * C / B)^2: it grows with the coordinates that train, epsilon does not.
+    steps, rate, z, clip, batch = 20, 0.05, 2.0, 0.5, 8
+    work = work_on()
+    trainer = trainer_of(work, optimizer="sgd", learning_rate=rate, weight_decay=0.0)
+    trained = [block for block in work.blocks if block.layer is not None and block.layer < layers]
+    start = {block.name: work.read(block) for block in work.blocks}
+    noisy, freeze = gradients_of(trainer, named([block.name for block in trained]), images(), noise=z, clip=clip)
+    noisy.sums = lambda _: [torch.zeros_like(p) for p in freeze.parameters]  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(freeze.parameters, lr=rate)
+    for _ in range(steps):
+        noisy.fill()
+        optimizer.step()
+        freeze.restore()
+    noisy.close()
+    moved = {name: float(np.square(work.read(block) - start[name]).sum()) for name, block in by_name(work).items()}
+    size = sum(block.numel for block in trained)
+    assert sum(moved.values()) == pytest.approx(steps * size * (rate * z * clip / batch) ** 2, rel=0.15)
+    assert {name for name, square in moved.items() if square} == {block.name for block in trained}
+
+
+def by_name(work: LocalWork) -> dict[str, Any]:
+    return {block.name: block for block in work.blocks}
+
+
+def test_trained_blocks_get_noise_of_variance_z_c_squared_and_frozen_ones_none() -> None:
+    work = work_on(GPT2, "causal-lm")
+    trainer = trainer_of(work)
+    noisy, freeze = gradients_of(trainer, roles("value"), sentences(), noise=3.0, clip=0.5)
+    expected_examples = 8.0
+    drawn = []
+    for _ in range(30):
+        noisy._dice.sample = lambda *_: torch.arange(0)  # type: ignore[method-assign]
+        noisy.fill()
+        for parameter in freeze.parameters:
+            assert parameter.grad is not None
+            assert float(parameter.grad[..., :16].abs().max()) == 0.0  # the columns of queries and keys
+            drawn.append(parameter.grad[..., 16:].flatten() * expected_examples)
+    noisy.close()
+    values = torch.cat(drawn)
+    assert float(values.std()) == pytest.approx(3.0 * 0.5, rel=0.05)
+    assert abs(float(values.mean())) < 4 * 1.5 / math.sqrt(len(values))
+    assert {name for name, p in work.model.named_parameters() if p.grad is not None} == {
+        name for name, p in work.model.named_parameters() if any(p is trained for trained in freeze.parameters)
+    }
+
+
+def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
+    noisy, freeze = gradients_of(trainer_of(work_on()), roles("head"), images())
+    assert [float(total.abs().max()) for total in noisy.sums(torch.arange(0))] == [0.0, 0.0]
+    noisy._dice.sample = lambda *_: torch.arange(0)  # type: ignore[method-assign]
+    noisy.fill()
+    noisy.close()
+    assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in freeze.parameters)
+
+
+def test_each_example_is_in_a_batch_with_the_same_chance_whatever_the_others_are() -> None:
+    dice = Dice(CPU, DICE)
+    taken = np.zeros((2000, 40))
+    for row in taken:
+        row[dice.sample(40, 0.2)] = 1
+    assert taken.mean() == pytest.approx(0.2, abs=0.005)
+    # Sizes are binomial: a fixed size would have no variance, and would not be what the accountant composes.
+    assert taken.sum(axis=1).var() == pytest.approx(40 * 0.2 * 0.8, rel=0.15)
+    assert np.abs(np.corrcoef(taken.T) - np.eye(40)).max() < 0.12
+
+
+@pytest.mark.parametrize(
+    ("examples", "batch_size", "rate", "steps"),
+    [(40, 8, 0.2, 5), (41, 8, 8 / 41, 6), (40, None, 1.0, 1), (5, 8, 1.0, 1)],
+)
+def test_an_epoch_has_as_many_steps_as_there_are_batches(
+    examples: int, batch_size: int | None, rate: float, steps: int
+) -> None:
+    how = sampling(examples, batch_size)
+    assert (how.rate, how.steps, how.expected) == (pytest.approx(rate), steps, pytest.approx(rate * examples))
+
+
+def test_secret_dice_fall_differently_every_time() -> None:
+    first, second = secret_dice(CPU), secret_dice(CPU)
+    assert not torch.equal(first.normal((8,)), second.normal((8,)))
+    assert first.seed != second.seed
+    assert torch.equal(Dice(CPU, DICE).normal((8,)), Dice(CPU, DICE).normal((8,)))
+
+
+# ---------------------------------------------------------------- a whole task
+
+
+def task(**more: object) -> Task:
+    given = {
+        "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 4, "seed": 0,
+        "method": Chosen(name="fedavg"), "plan": Plan(), "dataset": "wards", "privacy": PRIVACY, "codec": "raw",
+        "training": Training(batch_size=8, learning_rate=0.05), "divide": "participants", "model": DIGEST,
+        "version": VersionRef(number=0, digest=DIGEST), "lease_seconds": 60.0,
+    }  # fmt: skip
+    return Task.model_validate({**given, **more})
+
+
+def private_task(folder: Path, budget: Budget | None = None, examples: int = 40, **more: object) -> PrivateTask:
+    asked = task(**more)
+    assert asked.privacy
+    return PrivateTask(asked, asked.privacy, examples, Ledger(folder), budget, CPU)
+
+
+def spent(folder: Path) -> list[Event]:
+    return [event for entry in Ledger(folder).read("wards") for event in entry.events]
+
+
+def train(folder: Path, work: LocalWork, *phases: Phase, method: str = "fedavg", **more: Any) -> Tally:
+    trainer = trainer_of(work, method, **more)
+    private = private_task(folder, training=trainer.training)
+    data = images()
+    return Trainer(trainer.half, work, trainer.training, CPU, lambda: None, private).train(
+        phases or [Phase(EVERYTHING)], data, seed=0
+    )
+
+
+def test_a_private_task_trains_pays_first_and_tells_no_loss(tmp_path: Path) -> None:
+    work = work_on()
+    before = {name: work.read(block).tobytes() for name, block in by_name(work).items()}
+    tally = train(tmp_path, work, Phase(roles("head"), epochs=2), Phase(roles("value")), weight_decay=0.1)
+    after = {name: work.read(block).tobytes() for name, block in by_name(work).items()}
+    assert math.isnan(tally.loss)
+    assert (tally.examples, tally.steps) == (40, 3 * 5)
+    assert {name for name in before if before[name] != after[name]} == {
+        block.name for block in work.blocks if block.role in ("head", "value")
+    }
+    (paid,) = spent(tmp_path)
+    assert isinstance(paid, NoisySteps)
+    assert (paid.sampling_rate, paid.steps) == (0.2, 3 * 5)
+
+
+def test_the_same_seed_gives_other_noise_each_time(tmp_path: Path) -> None:
+    works = [work_on(), work_on()]
+    for number, work in enumerate(works):
+        train(tmp_path / str(number), work)
+    assert works[0].read(works[0].blocks[-1]).tobytes() != works[1].read(works[1].blocks[-1]).tobytes()
+
+
+@pytest.mark.parametrize("method", ["fedprox", "scaffold", "moon", "feddyn", "fednova", "ditto", "fedper", "fedbn"])
+def test_other_methods_train_privately_too(tmp_path: Path, method: str) -> None:
+    work = work_on()
+    head = work.read(work.blocks[-1]).copy()
+    train(tmp_path, work, method=method, optimizer="sgd", learning_rate=0.01)
+    assert not np.array_equal(head, work.read(work.blocks[-1]))
+
+
+def test_noise_is_the_same_in_every_round_and_the_run_keeps_its_target(tmp_path: Path) -> None:
+    for number in range(1, 5):
+        private_task(tmp_path, round=number, token=number).begin(epochs=1)
+    events = spent(tmp_path)
+    assert len({event.noise_multiplier for event in events if isinstance(event, NoisySteps)}) == 1
+    assert 0.99 * 3.0 < epsilon(events, 1e-5) <= 3.0
+
+
+def test_which_blocks_train_has_no_part_in_what_it_costs(tmp_path: Path) -> None:
+    costs = []
+    for layers in (1, 4):
+        folder = tmp_path / str(layers)
+        train(folder, work_on(), Phase(Selector(include=({"layers": tuple(range(layers))},))))  # type: ignore[arg-type]
+        costs.append(epsilon(spent(folder), 1e-5))
+    assert costs[0] == costs[1]
+
+
+def test_a_task_that_is_tried_again_costs_again_and_later_rounds_make_up_for_it(tmp_path: Path) -> None:
+    tries = [(1, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    for number, token in tries:
+        private_task(tmp_path, round=number, token=token).begin(epochs=1)
+    noises = [event.noise_multiplier for event in spent(tmp_path) if isinstance(event, NoisySteps)]
+    assert noises[0] < noises[1] == noises[2] == noises[3] == noises[4]
+    assert epsilon(spent(tmp_path), 1e-5) <= 3.0
+
+
+def test_a_run_that_has_spent_its_target_is_refused(tmp_path: Path) -> None:
+    with Ledger(tmp_path).page("wards") as page:
+        page.spend(task(), 40, PRIVACY, [NoisySteps(noise_multiplier=0.5, sampling_rate=0.2, steps=50)])
+    with pytest.raises(PolicyViolation, match="the run has spent its target on 'wards'"):
+        private_task(tmp_path)
+
+
+def test_a_task_beyond_the_sites_budget_is_refused_before_it_spends_anything(tmp_path: Path) -> None:
+    budget = Allowance(epsilon=3.5, delta=1e-5)
+    for number in range(1, 5):
+        private_task(tmp_path, budget, round=number).begin(epochs=1)
+    # The first run took 3 of 3.5; half a run more, with as much noise, would come to more than that.
+    with Ledger(tmp_path).page("wards") as page:
+        page.spend(task(), 40, PRIVACY, spent(tmp_path)[:2])
+    before = spent(tmp_path)
+    with pytest.raises(
+        PolicyViolation, match=r"epsilon of \d\.\d+ at delta 1e-05, and the site allows 3.5"
+    ) as refusal:
+        private_task(tmp_path, budget, run="another")
+    assert refusal.value.rule == "privacy"
+    assert spent(tmp_path) == before
+
+
+def test_a_delta_that_promises_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PolicyViolation, match="promises nothing to 200 examples"):
+        private_task(tmp_path, examples=200, privacy=Privacy(epsilon=3.0, delta=0.01, clip_norm=1.0))
+
+
+# ---------------------------------------------------------------- choosing blocks
+
+
+NOISY = PRIVACY.model_copy(update={"selection": "noisy", "selection_share": 0.2})
+
+
+def batches() -> Batches:
+    return Batches(images(), 8, CPU)
+
+
+def test_a_method_may_not_look_at_the_data_to_choose_blocks_unless_the_run_says_so(tmp_path: Path) -> None:
+    refused = private_task(tmp_path).watched(batches())
+    with pytest.raises(PolicyViolation, match=r"set privacy\.selection to 'noisy', or to 'uncovered'"):
+        next(iter(refused))
+    uncovered = private_task(tmp_path, privacy=PRIVACY.model_copy(update={"selection": "uncovered"}))
+    assert len(list(uncovered.watched(batches()))) == 5
+    assert spent(tmp_path) == []
+
+
+def test_a_noisy_choice_is_paid_for_before_the_data_are_looked_at(tmp_path: Path) -> None:
+    private = private_task(tmp_path, privacy=NOISY)
+    watched = private.watched(batches())
+    assert spent(tmp_path) == []
+    iterator = iter(watched)
+    (paid,) = spent(tmp_path)
+    assert isinstance(paid, NoisyChoice)
+    assert len([*iterator, *watched]) == 2 * 5  # looking twice costs once: only the choice is told
+    assert len(spent(tmp_path)) == 1
+    scores = np.random.default_rng(0).random((40, 6))
+    assert len(private.choose(scores, 2)) == 2
+    private.check_choice()
+    assert len(spent(tmp_path)) == 1
+    private.choose(scores[:, :3], 1)  # of a second stack of layers
+    assert len(spent(tmp_path)) == 2
+
+
+def test_a_choice_that_goes_past_the_noise_is_refused(tmp_path: Path) -> None:
+    private = private_task(tmp_path, privacy=NOISY)
+    list(private.watched(batches()))
+    with pytest.raises(PolicyViolation, match="without any noise"):
+        private.check_choice()
+
+
+def test_choices_and_steps_together_keep_the_runs_target(tmp_path: Path) -> None:
+    for number in range(1, 5):
+        private = private_task(tmp_path, round=number, privacy=NOISY)
+        list(private.watched(batches()))
+        private.choose(np.ones((40, 6)), 2)
+        private.begin(epochs=1)
+    events = spent(tmp_path)
+    assert sum(isinstance(event, NoisyChoice) for event in events) == 4
+    assert 0.97 * 3.0 < epsilon(events, 1e-5) <= 3.0
+    quiet = private_task(tmp_path / "without", round=1)
+    quiet.begin(epochs=1)
+    assert [e.noise_multiplier for e in spent(tmp_path / "without") if isinstance(e, NoisySteps)] < [
+        e.noise_multiplier for e in events if isinstance(e, NoisySteps)
+    ]
+
+
+def test_a_score_counts_as_at_most_one_whatever_a_method_makes_of_an_example() -> None:
+    scores = np.array([[1e9, 0.0, 0.4], [-5.0, 0.9, 0.9], [math.nan, 0.9, 0.3]])
+    assert bounded_sums(scores).tolist() == pytest.approx([1.0, 1.8, 1.6])
+
+
+def test_noisy_top_k_follows_the_exponential_mechanism() -> None:
+    # One pick of three: probabilities proportional to exp(epsilon * sum).
+    sums, eps, dice = np.array([0.0, 1.0, 2.0]), 0.7, Dice(CPU, DICE)
+    picks = [private_top_k(sums, 1, eps, dice)[0] for _ in range(20_000)]
+    weights = np.exp(eps * sums)
+    assert np.bincount(picks) / len(picks) == pytest.approx(weights / weights.sum(), abs=0.012)
+
+
+def test_noisy_top_k_keeps_what_it_promises() -> None:
+    # All sums one larger, or only one of them: no set of picks becomes likelier by more than e^(k epsilon).
+    eps, dice = 0.5, Dice(CPU, DICE)
+    counts = []
+    for sums in (np.array([0.0, 0.5, 1.0]), np.array([1.0, 0.5, 1.0])):
+        picks = [tuple(sorted(private_top_k(sums, 2, eps, dice))) for _ in range(20_000)]
+        counts.append({pair: picks.count(pair) / len(picks) for pair in ((0, 1), (0, 2), (1, 2))})
+    assert all(abs(math.log(counts[0][pair] / counts[1][pair])) <= 2 * eps for pair in counts[0])
+
+
+def test_picks_share_what_a_choice_costs() -> None:
+    # 8 picks of epsilon' = 0.1 are 8 * 0.1^2 / 8 = 0.01-zCDP.
+    assert epsilon_per_pick(0.01, 8) == pytest.approx(0.1)
+
+
+def test_norms_are_over_all_tensors() -> None:
+    assert norms([torch.tensor([[3.0]]), torch.tensor([[[4.0]]])]).tolist() == [5.0]

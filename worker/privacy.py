@@ -1,0 +1,197 @@
+"""What a task with differential privacy may do: what it spends, what it may look at, and what it may tell.
+
+Everything is spent before it is done, so that no crash forgets it. Needs the extra `privacy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+import torch
+
+from shared.privacy import Budget, Privacy
+from shared.tensors import Array
+from shared.wire import Task
+from worker.accounting import Overspent, epsilon, noise_multiplier, rho_of, within
+from worker.data import Dataset
+from worker.dpsgd import Dice, Mechanism, NoisyGradients, sampling, secret_dice
+from worker.freezing import Freeze
+from worker.ledger import Event, Ledger, NoisyChoice, NoisySteps, Page
+from worker.policy import PolicyViolation
+from worker.trainer import Batch, Trainer, seed_everything
+from worker.work import largest
+
+DISCLOSED = ("steps", "effective_steps")
+"""The numbers that a method may report. They follow from the settings and the number of examples."""
+
+
+class PrivateTask:
+    """One task's training under differential privacy.
+
+    Raises PolicyViolation when it is made, which is before any data is looked at, if the task would spend more than
+    the run's target or the site's `budget` leaves; and LedgerError for a ledger that cannot be relied on.
+    """
+
+    def __init__(
+        self, task: Task, privacy: Privacy, examples: int, ledger: Ledger, budget: Budget | None, device: torch.device
+    ) -> None:
+        if privacy.delta * examples >= 1:
+            raise PolicyViolation("privacy", f"a delta of {privacy.delta:g} promises nothing to {examples} examples")
+        self._task = task
+        self._privacy = privacy
+        self._target = Budget(epsilon=privacy.epsilon, delta=privacy.delta)
+        self._sampling = sampling(examples, task.training.batch_size)
+        self._ledger = ledger
+        self._budget = budget
+        self._dice = secret_dice(device)
+        self._mechanism: Mechanism | None = None
+        self._selections = (privacy.selections or task.rounds) if privacy.selection == "noisy" else 0
+        self._choice = NoisyChoice(rho=privacy.selection_share * rho_of(privacy) / max(1, self._selections))
+        self._chosen = False
+        self._looked = False
+        with ledger.page(task.dataset) as page:
+            choices = [self._choice] * min(1, self._selections)
+            self._judge(page, [*choices, self._noisy_steps(page, task.training.epochs)])
+
+    # ------------------------------------------------------------ choosing blocks
+
+    def watched(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """The batches for a method that chooses blocks by what it sees in them. Looking at them is what is paid for,
+        or refused: raises PolicyViolation then."""
+        return _Watched(batches, self._look)
+
+    def _look(self) -> None:
+        if self._privacy.selection == "refused":
+            raise PolicyViolation(
+                "privacy",
+                "the method looks at the data to choose blocks, which the run's epsilon does not cover: set "
+                "privacy.selection to 'noisy', or to 'uncovered' to say so in plain sight",
+            )
+        if self._privacy.selection == "noisy" and not self._looked:
+            self._spend([self._choice])
+        self._looked = True
+
+    def choose(self, scores: Array, count: int) -> list[int]:
+        """As `Work.choose`, by noisy sums if the run says so: each choice after the first is paid for here."""
+        if self._privacy.selection != "noisy":
+            return largest(scores, count)
+        if not self._looked:
+            raise PolicyViolation("privacy", "the method chooses by what it has not seen in this task")
+        if self._chosen:
+            self._spend([self._choice])
+        self._chosen = True
+        return private_top_k(bounded_sums(scores), count, epsilon_per_pick(self._choice.rho, count), self._dice)
+
+    def check_choice(self) -> None:
+        """After blocks were chosen. Raises PolicyViolation if the choice went past the noise."""
+        if self._privacy.selection == "noisy" and self._looked and not self._chosen:
+            raise PolicyViolation("privacy", "the method looked at the data and chose blocks without any noise")
+
+    # ------------------------------------------------------------ training
+
+    def begin(self, epochs: int) -> None:
+        """Pays for so many epochs, and makes all randomness the worker's own. Raises PolicyViolation."""
+        with self._ledger.page(self._task.dataset) as page:
+            event = self._noisy_steps(page, epochs)
+            self._write(page, [event])
+        self._mechanism = Mechanism(self._sampling, self._privacy.clip_norm, event.noise_multiplier)
+        # Which units drop out must not be known either: what one example's place is depends on the others.
+        seed_everything(self._dice.seed)
+
+    def phase(self, trainer: Trainer, freeze: Freeze, dataset: Dataset) -> NoisyGradients:
+        if self._mechanism is None:
+            raise RuntimeError("nothing trains before it is paid for")
+        return NoisyGradients(trainer, freeze, dataset, self._mechanism, self._dice)
+
+    def disclosed(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Of the numbers that would be reported those that no example has a part in."""
+        return {name: value for name, value in numbers.items() if name in DISCLOSED}
+
+    # ------------------------------------------------------------ spending
+
+    def _noisy_steps(self, page: Page, epochs: int) -> NoisySteps:
+        """This task's steps, with noise that lets the run keep its target if the rounds to come are like this one.
+
+        The same in every round, unless tasks were tried more than once, which costs anew, or rounds differ.
+        """
+        steps, rate, task = epochs * self._sampling.steps, self._sampling.rate, self._task
+        spent = [event for entry in page.entries if entry.run == task.run for event in entry.events]
+        chosen = sum(isinstance(event, NoisyChoice) for event in spent)
+        ahead: list[Event] = [*spent, *[self._choice] * max(0, self._selections - chosen)]
+        left = max(1, task.rounds - task.round + 1)
+        noises = [event.noise_multiplier for event in spent if isinstance(event, NoisySteps)]
+        try:
+            planned = noise_multiplier(self._target, [self._choice] * self._selections, rate, task.rounds * steps)
+            for noise in (planned, *noises[-1:]):
+                if within([*ahead, _noisy(noise, rate, steps * left)], self._target):
+                    return _noisy(noise, rate, steps)
+            return _noisy(noise_multiplier(self._target, ahead, rate, steps * left), rate, steps)
+        except Overspent as fault:
+            raise PolicyViolation("privacy", f"the run has spent its target on {task.dataset!r}: {fault}") from fault
+
+    def _spend(self, events: Sequence[Event]) -> None:
+        with self._ledger.page(self._task.dataset) as page:
+            self._write(page, events)
+
+    def _write(self, page: Page, events: Sequence[Event]) -> None:
+        self._judge(page, events)
+        page.spend(self._task, self._sampling.examples, self._target, events)
+        structlog.get_logger("worker").info(
+            "privacy-spent", dataset=self._task.dataset, events=[event.model_dump() for event in events]
+        )
+
+    def _judge(self, page: Page, events: Sequence[Event]) -> None:
+        """Raises PolicyViolation if the events would take the data set beyond the site's budget."""
+        together = [*(event for entry in page.entries for event in entry.events), *events]
+        if self._budget and not within(together, self._budget):
+            raise PolicyViolation(
+                "privacy",
+                f"this task would bring what is told of {self._task.dataset!r} to an epsilon of "
+                f"{epsilon(together, self._budget.delta):.3g} at delta {self._budget.delta:g}, and the site allows "
+                f"{self._budget.epsilon:g}",
+            )
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """Batches of which it is noticed that somebody looks at them."""
+
+    batches: Iterable[Batch]
+    look: Callable[[], None]
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.look()
+        return iter(self.batches)
+
+
+def _noisy(noise: float, rate: float, steps: int) -> NoisySteps:
+    return NoisySteps(noise_multiplier=noise, sampling_rate=rate, steps=steps)
+
+
+def bounded_sums(scores: Array) -> Array:
+    """The sums over the examples, float64 [candidates], of scores [examples, candidates] brought into [0, 1].
+
+    So one example more or less moves each sum by at most 1, and none of them the other way. A score that is no number
+    counts as 0.
+    """
+    sums: Array = np.nan_to_num(scores.astype(np.float64)).clip(0, 1).sum(axis=0)
+    return sums
+
+
+def epsilon_per_pick(rho: float, count: int) -> float:
+    """Of `count` picks that are `rho`-zCDP together."""
+    return float(np.sqrt(8 * rho / count))
+
+
+def private_top_k(sums: Array, count: int, epsilon_per_pick: float, dice: Dice) -> list[int]:
+    """The places of the `count` largest of noisy sums [candidates], largest first.
+
+    One example more or less must move each sum by at most 1, and all of them the same way. One draw of Gumbel noise
+    of scale 1/epsilon picks as the exponential mechanism does, one after the other (Durfee and Rogers 2019, arXiv
+    1905.04273), and each pick is epsilon^2/8-zCDP (Cesar and Rogers 2021, arXiv 2004.07223).
+    """
+    noisy = sums + dice.gumbel(len(sums)) / epsilon_per_pick
+    return [int(place) for place in np.argsort(-noisy)[:count]]
