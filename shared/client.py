@@ -119,12 +119,13 @@ class Client:
         """The latest attempt at a round."""
         return self._get(f"/v1/runs/{run_id}/rounds/{number}", Round)
 
-    def versions(self, run_id: str) -> Iterator[Version]:
-        return self._pages(f"/v1/runs/{run_id}/versions", Version)
+    def versions(self, run_id: str, since: int = 0) -> Iterator[Version]:
+        """Every version from that number on, with what its method tells of it."""
+        return self._pages(f"/v1/runs/{run_id}/versions", Version, since=since)
 
-    def measurements(self, run_id: str) -> Iterator[Measurement]:
-        """What evaluating workers measured, by version."""
-        return self._pages(f"/v1/runs/{run_id}/metrics", Measurement)
+    def measurements(self, run_id: str, since: int = 0) -> Iterator[Measurement]:
+        """What was measured of each version from that number on, centrally and at sites."""
+        return self._pages(f"/v1/runs/{run_id}/metrics", Measurement, since=since)
 
     def export(
         self, run_id: str, file: BinaryIO, number: int | None = None, progress: Progress | None = None
@@ -328,15 +329,16 @@ class Client:
     def _create(self, path: str, body: BaseModel, kind: type[T], key: str | None = None) -> T:
         return self._post(path, body, kind, {"Idempotency-Key": key or uuid.uuid4().hex})
 
-    def _pages(self, path: str, kind: type[T]) -> Iterator[T]:
+    def _pages(self, path: str, kind: type[T], **wanted: int) -> Iterator[T]:
         page_of: type[Page[T]] = Page[kind]  # type: ignore[valid-type]
-        params: dict[str, str] = {}
+        given = {name: str(value) for name, value in wanted.items()}
+        params = dict(given)
         while True:
             page = _read(page_of, self._transport.request("GET", path, params=params).content)
             yield from page.items
             if page.next_cursor is None:
                 return
-            params = {"cursor": page.next_cursor}
+            params = {**given, "cursor": page.next_cursor}
 
 
 def _upload_path(location: str) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, Header, Query, Response
 from fastapi import Path as PathParam
 from fastapi.responses import StreamingResponse
-from pydantic import ValidationError
 from sqlalchemy import select
 
 from coordinator.api.access import Cursor, Key, Limit, Orchestrator, Serving, Viewer
@@ -22,10 +21,8 @@ from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, TaskRow, Ve
 from coordinator.storage.transitions import move_run
 from shared.blobs import Stored
 from shared.export import Export
-from shared.methods import UnknownMethod, check
-from shared.methods.contract import Unsuited
 from shared.model import Model
-from shared.planning import begun, dataset_of, warnings_of
+from shared.planning import begun, check_method, dataset_of, warnings_of
 from shared.problems import (
     Conflict,
     Fault,
@@ -33,20 +30,20 @@ from shared.problems import (
     NotFound,
     PreconditionFailed,
     PreconditionRequired,
-    faults_of,
 )
 from shared.wire import Manifest, Measurement, Page, Round, Run, RunPatch, RunSpec, Version, VersionRef
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=BoundedRoute)
 
 RoundNumber = Annotated[int, PathParam(ge=1, lt=1 << 31)]
+Since = Annotated[int, Query(ge=0, lt=1 << 31, description="only of this version and later ones")]
 Number = Annotated[str, PathParam(pattern=r"^(latest|[0-9]{1,9})$", description="a version's number, or 'latest'")]
 
 
 @router.post("", status_code=201, operation_id="createRun")
 def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: Response, key: Key = None) -> Run:
     """Starts a run from a model and a first version that were uploaded before."""
-    _check_method(spec)
+    check_method(spec.method)
     _require_reach(serving, caller, {"/model": spec.model, "/version": spec.version})
     model, manifest = serving.states.check(spec.model, spec.version)
     named = {f"/version/blocks/{name}": digest for name, digest in manifest.blocks.items()}
@@ -98,25 +95,12 @@ def _require_reach(serving: Services, caller: Principal, named: dict[str, str]) 
         raise Invalid(f"{len(faults)} of the run's blobs are not there", errors=faults, remedy="Upload them first.")
 
 
-def _check_method(spec: RunSpec) -> None:
-    try:
-        check(spec.method)
-    except UnknownMethod as fault:
-        raise Invalid(str(fault), errors=[Fault(pointer="/method/name", detail=str(fault))]) from None
-    except ValidationError as refusal:
-        faults = faults_of(refusal, "/method/settings")
-        raise Invalid(f"the settings of method {spec.method.name!r} have faults", errors=faults) from None
-
-
 def _started(
     serving: Services, spec: RunSpec, model: Model, manifest: Manifest
 ) -> tuple[Manifest, list[Stored], tuple[str, ...]]:
     """The first version, with what the method's server half remembers from the start, and what it warns of."""
     given = serving.states.load(model, manifest, 0)
-    try:
-        state = begun(spec, model, given)
-    except Unsuited as fault:
-        raise Invalid(str(fault), errors=[Fault(pointer="/method", detail=str(fault))]) from None
+    state = begun(spec, model, given)
     stored = (manifest, []) if state == given else serving.states.store(state)
     return *stored, warnings_of(spec, model, state)
 
@@ -192,11 +176,11 @@ def get_round(run_id: str, number: RoundNumber, serving: Serving, caller: Viewer
 
 @router.get("/{run_id}/versions", operation_id="listVersions")
 def list_versions(
-    run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None
+    run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None, since: Since = 0
 ) -> Page[Version]:
     with serving.database.snapshot() as session:
         views.find_run(session, run_id)
-        query = select(VersionRow).where(VersionRow.run_id == run_id)
+        query = select(VersionRow).where(VersionRow.run_id == run_id, VersionRow.number >= since)
         return views.page(session, query, (VersionRow.number,), lambda r: views.version_view(r[0]), limit, cursor)
 
 
@@ -221,12 +205,13 @@ def export_version(run_id: str, number: Number, serving: Serving, caller: Viewer
 
 @router.get("/{run_id}/metrics", operation_id="listMeasurements")
 def list_measurements(
-    run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None
+    run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None, since: Since = 0
 ) -> Page[Measurement]:
     """What was measured of each version, on the central data set and on what sites hold out."""
     with serving.database.snapshot() as session:
         spec = RunSpec.model_validate(views.find_run(session, run_id).spec)
         done = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & (TaskRow.state == "accepted")
+        done &= TaskRow.version_number >= since
         keys = (TaskRow.version_number, TaskRow.id)
         return views.page(
             session,

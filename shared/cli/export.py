@@ -21,7 +21,7 @@ Progress = Callable[[int], None]
 
 def export_file(client: Client, run: Run, out: Path, number: int | None, progress: Progress) -> None:
     """Writes a version (the latest if `number` is None) as one safetensors file, replacing one of that name."""
-    with _in_place_of(out) as partial:
+    with in_place_of(out) as partial:
         _export(client, run, partial, number, progress)
         partial.replace(out)
 
@@ -36,7 +36,7 @@ def export_folder(
     if out.exists():
         raise Invalid(f"{out} exists already", remedy="Remove it or choose another name.")
     model = client.model(run.spec.model)
-    with _in_place_of(out) as partial:
+    with in_place_of(out) as partial:
         partial.mkdir()
         _export(client, run, partial / WEIGHTS_FILE, number, progress)
         (partial / BLOCKS_FILE).write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -62,7 +62,7 @@ def _copy_rest(like: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _in_place_of(out: Path) -> Iterator[Path]:
+def in_place_of(out: Path) -> Iterator[Path]:
     """A name beside `out` to write to; what is left under it at the end is removed."""
     partial = out.parent / f".{out.name}.{uuid4().hex}.partial"
     try:

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from itertools import takewhile
+from statistics import fmean
 from typing import Any
 
 from shared.client import Client
+from shared.fairness import Spread, spreads
 from shared.problems import NotFound
-from shared.wire import Measurement, Round, RoundState, Run
+from shared.wire import Measurement, Round, RoundState, Run, Version
 
 OVER: tuple[RoundState, ...] = ("committed", "abandoned")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A round in figures. `scores` are those of the version that it made, as far as it has been measured."""
+    """A round in figures, with those of the version that it made as far as it has been measured."""
 
     round: Round
     scores: Mapping[str, float] = field(default_factory=dict)
+    spreads: Mapping[str, Spread] = field(default_factory=dict)
+    """What sites measured on what they hold out, by name."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """What the method tells of the version."""
+    warnings: tuple[str, ...] = ()
+    """What the method warns of, and did not with the version before."""
 
     @property
     def accepted(self) -> int:
@@ -53,11 +61,15 @@ class Outcome:
             "upload_bytes": self.upload_bytes,
             "seconds": self.seconds(),
             "scores": dict(self.scores),
+            "sites": {name: asdict(spread) for name, spread in self.spreads.items()},
+            "numbers": dict(self.numbers),
+            "warnings": list(self.warnings),
         }
 
 
 def scores_by_version(measurements: Iterable[Measurement]) -> dict[int, dict[str, float]]:
-    """What was measured of each version: the example-weighted mean over the workers that measured it."""
+    """What was measured of each version: on the central data set or, of one that was not measured there, the
+    example-weighted mean over the sites."""
     by_version: dict[int, list[Measurement]] = {}
     for measurement in measurements:
         by_version.setdefault(measurement.version, []).append(measurement)
@@ -65,17 +77,44 @@ def scores_by_version(measurements: Iterable[Measurement]) -> dict[int, dict[str
 
 
 def _mean(group: list[Measurement]) -> dict[str, float]:
-    shared_names = set.intersection(*(set(measurement.numbers) for measurement in group))
-    examples = sum(measurement.examples for measurement in group)
-    return {
-        name: sum(measurement.numbers[name] * measurement.examples for measurement in group) / examples
-        for name in sorted(shared_names)
-        if examples
-    }
+    counted = [measurement for measurement in group if not measurement.held_out] or group
+    scores: dict[str, float] = {}
+    for name in sorted({name for measurement in counted for name in measurement.numbers}):
+        found = [(one.numbers[name], one.examples) for one in counted if name in one.numbers]
+        if any(examples for _, examples in found):
+            scores[name] = fmean([value for value, _ in found], [examples for _, examples in found])
+    return scores
 
 
-def outcomes(rounds: Iterable[Round], scores: Mapping[int, Mapping[str, float]]) -> list[Outcome]:
-    return [Outcome(round_, scores.get(round_.version, {}) if round_.version else {}) for round_ in rounds]
+def outcomes(
+    rounds: Iterable[Round],
+    scores: Mapping[int, Mapping[str, float]],
+    spreads: Mapping[int, Mapping[str, Spread]] | None = None,
+    versions: Iterable[Version] = (),
+) -> list[Outcome]:
+    """Each round with what is known of its version. `versions` are those, and the ones before them."""
+    by_number = {version.number: version for version in versions}
+    return [_outcome(round_, scores, spreads or {}, by_number) for round_ in rounds]
+
+
+def _outcome(
+    round_: Round,
+    scores: Mapping[int, Mapping[str, float]],
+    spreads: Mapping[int, Mapping[str, Spread]],
+    versions: Mapping[int, Version],
+) -> Outcome:
+    number = round_.version
+    if number is None:
+        return Outcome(round_)
+    made, before = versions.get(number), versions.get(number - 1)
+    old = before.warnings if before else ()
+    return Outcome(
+        round_,
+        scores.get(number, {}),
+        spreads.get(number, {}),
+        made.numbers if made else {},
+        tuple(warning for warning in made.warnings if warning not in old) if made else (),
+    )
 
 
 def at_work(round_: Round) -> str:
@@ -116,10 +155,13 @@ def follow(
         since = _since(client, run_id, last)
         last = since[-1] if since else None
         untold |= {_key(round_): round_ for round_ in since if _key(round_) not in told}
-        waiting = run.spec.evaluation and any(round_.state == "committed" for round_ in untold.values())
-        scores = scores_by_version(client.measurements(run_id)) if waiting else {}
-        settled = list(takewhile(lambda round_: _settled(round_, run, scores, last), untold.values()))  # noqa: B023
-        glimpse = Glimpse(run, tuple(outcomes(settled, scores)), last if last and last.state not in OVER else None)
+        made = [round_.number for round_ in untold.values() if round_.state == "committed"]
+        found = list(client.measurements(run_id, min(made))) if made and run.spec.evaluation else []
+        settled = list(takewhile(lambda round_: _settled(round_, run, found, last), untold.values()))  # noqa: B023
+        told_of = [round_.number for round_ in settled if round_.state == "committed"]
+        versions = client.versions(run_id, min(told_of) - 1) if told_of else ()
+        ended = outcomes(settled, scores_by_version(found), spreads(found), versions)
+        glimpse = Glimpse(run, tuple(ended), last if last and last.state not in OVER else None)
         yield glimpse
         if glimpse.over:
             return
@@ -157,13 +199,18 @@ def _after(client: Client, run_id: str, round_: Round) -> Iterator[Round]:
         yield round_
 
 
-def _settled(round_: Round, run: Run, scores: Mapping[int, object], last: Round | None) -> bool:
+def _settled(round_: Round, run: Run, found: Iterable[Measurement], last: Round | None) -> bool:
     """Whether all is known of a round that is ever likely to be."""
     if round_.state not in OVER:
         return False
     evaluation = run.spec.evaluation
     if run.state != "running" or round_.state == "abandoned" or not evaluation:
         return True
-    due = round_.number % evaluation.every == 0 or round_.number == run.spec.rounds
     latest = last.number if last and last.state == "committed" else (last.number - 1 if last else 0)
-    return not due or round_.version in scores or latest > round_.number
+    if not evaluation.due(round_.number, run.spec.rounds) or latest > round_.number:
+        return True
+    # Which sites will measure a version nobody knows; those that trained it may.
+    held_out = [one.held_out for one in found if one.version == round_.version]
+    central = evaluation.dataset is None or not all(held_out)
+    sites = not evaluation.sites or sum(held_out) >= sum(task.state == "accepted" for task in round_.tasks)
+    return central and sites

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -13,15 +14,19 @@ from rich.table import Table
 from shared.cli import output
 from shared.cli.connection import client_of, connect, find_run
 from shared.cli.export import export_file, export_folder
+from shared.cli.metrics import metrics
 from shared.cli.output import AsJson
 from shared.cli.rounds import Outcome, follow, outcomes, scores_by_version
 from shared.cli.spec import read_spec
+from shared.cli.spreads import number_table, spread_table
 from shared.cli.upload import upload_model
 from shared.cli.watching import watch_as_json, watch_as_text
+from shared.fairness import spreads
 from shared.modelfolder import ModelFolder
 from shared.wire import Run, RunSpec, RunState
 
 app = typer.Typer(no_args_is_help=True, callback=connect, help="Start, watch, steer and export runs.")
+app.command()(metrics)
 
 # A run outlives many a restart of its coordinator, and so does watching it.
 WATCHING_PATIENCE_SECONDS = 300.0
@@ -96,18 +101,35 @@ def list_runs(ctx: typer.Context, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def show(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
-    """Show a run and its rounds."""
+def show(
+    ctx: typer.Context,
+    run: Named,
+    numbers: Annotated[bool, typer.Option("--numbers", help="Also what the method tells of each version.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a run, its rounds, how its sites fare, and what its method warns of."""
     client = client_of(ctx)
     found = find_run(client, run)
-    rounds = outcomes(client.rounds(found.id), scores_by_version(client.measurements(found.id)))
+    measurements, versions = list(client.measurements(found.id)), list(client.versions(found.id))
+    at_sites = spreads(measurements)
+    rounds = outcomes(client.rounds(found.id), scores_by_version(measurements), at_sites, versions)
     if as_json:
-        output.print_json({"run": found, "rounds": [outcome.as_json() for outcome in rounds]})
+        shown = {"run": found, "rounds": [outcome.as_json() for outcome in rounds]}
+        sites = {
+            number: {name: asdict(spread) for name, spread in names.items()} for number, names in at_sites.items()
+        }
+        output.print_json({**shown, "sites": sites, "versions": versions})
         return
     console = output.out()
-    console.print(output.table(("", ""), _facts(found)))
-    console.print()
-    console.print(_round_table(rounds))
+    console.print(output.table(("", ""), [*_facts(found), *(("warning", said) for said in versions[-1].warnings)]))
+    tables = [_round_table(rounds)]
+    if at_sites:
+        tables.append(spread_table(at_sites))
+    if numbers:
+        tables.append(number_table(versions))
+    for table in tables:
+        console.print()
+        console.print(table)
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:

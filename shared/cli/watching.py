@@ -21,6 +21,8 @@ def watch_as_text(glimpses: Iterable[Glimpse]) -> Run:
         for glimpse in glimpses:
             for outcome in glimpse.ended:
                 console.print(escape(_line(outcome)), soft_wrap=True)
+                for warning in outcome.warnings:
+                    console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
             live.update(escape(_open_line(glimpse)))
     run = glimpse.run
     console.print(

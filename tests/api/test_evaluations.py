@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shared.client import Client
-from shared.methods import Chosen, methods
-from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, State, Update, WorkerHalf
+from shared.methods import Chosen
 from shared.wire import Cohort, Evaluation, Run, Task
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.telling import STILL, TOO_MANY, telling
 
 MODEL = small_model()
 START = values(MODEL)
@@ -253,40 +252,25 @@ def test_a_finished_run_does_not_wait_for_a_site_that_is_gone(live: LiveCoordina
 # ---------------------------------------------------------------- what versions tell
 
 
-class Telling(CoordinatorHalf[MethodSettings]):
-    def merge(self, state: State, updates: Sequence[Update]) -> State:
-        return replace(super().merge(state, updates), numbers={"moved": state.round + 1.0})
-
-    def warnings(self, state: State) -> Sequence[str]:
-        said = ("layer 0 stands still", "the third round was one too many")
-        return said[: max(0, state.round - 1)]
-
-
-@pytest.fixture
-def _telling() -> Iterator[None]:
-    methods()["telling"] = Method("telling", MethodSettings, Telling, WorkerHalf, "a test")
-    yield
-    del methods()["telling"]
-
-
-@pytest.mark.usefixtures("_telling")
 def test_a_version_tells_its_method_s_numbers_and_warnings(coordinator: LiveCoordinator) -> None:
     client = coordinator.client()
-    run = start_run(client, MODEL, START, method=Chosen(name="telling"), rounds=3)
-    worker = ScriptedWorker(coordinator.client("site", "a"), methods=("telling",))
-    for _ in range(3):
-        worker.train(worker.take())
-    until(lambda: over(client, run))
+    with telling() as method:
+        run = start_run(client, MODEL, START, method=Chosen(name=method), rounds=3)
+        worker = ScriptedWorker(coordinator.client("site", "a"), methods=(method,))
+        for _ in range(3):
+            worker.train(worker.take())
+        until(lambda: over(client, run))
     told = [(v.number, v.numbers, v.warnings) for v in client.versions(run.id)]
     assert told == [
         (0, {}, ()),
         (1, {"moved": 1.0}, ()),
-        (2, {"moved": 2.0}, ("layer 0 stands still",)),
-        (3, {"moved": 3.0}, ("layer 0 stands still", "the third round was one too many")),
+        (2, {"moved": 2.0}, (STILL,)),
+        (3, {"moved": 3.0}, (STILL, TOO_MANY)),
     ]
+    assert [version.number for version in client.versions(run.id, since=2)] == [2, 3]
     # What goes on is entered once.
     warned = [entry for entry in client.audit() if entry.action == "version.warning"]
     assert [(entry.run, entry.detail) for entry in warned] == [
-        (run.id, {"number": 2, "warnings": ["layer 0 stands still"]}),
-        (run.id, {"number": 3, "warnings": ["the third round was one too many"]}),
+        (run.id, {"number": 2, "warnings": [STILL]}),
+        (run.id, {"number": 3, "warnings": [TOO_MANY]}),
     ]

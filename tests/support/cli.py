@@ -19,8 +19,15 @@ def environment(**settings: str) -> dict[str, str]:
     return {**kept, "COLUMNS": "200", "NO_COLOR": "1", **settings}
 
 
-def tessera(*arguments: str, command: Sequence[str] = COMMAND, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end. `settings` are environment variables."""
+def tessera(
+    *arguments: str, command: Sequence[str] = COMMAND, seconds: float = 60, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, within so many seconds. `settings` are environment variables."""
     return subprocess.run(
-        [*command, *arguments], env=environment(**settings), capture_output=True, text=True, timeout=60, check=False
+        [*command, *arguments],
+        env=environment(**settings),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
     )

@@ -1,0 +1,84 @@
+"""`tessera run metrics`: everything that was measured of a run, to be read by other programs."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+from shared.cli import output
+from shared.cli.connection import client_of, find_run
+from shared.cli.export import in_place_of
+from shared.cli.output import AsJson
+from shared.metrics import csv_file
+from shared.metrics.rows import Row, rows_of
+from shared.problems import Invalid
+from shared.wire import Run
+
+# The modules that need an extra, imported only for those who ask for them, and that extra.
+EXTRAS = {"parquet_file": "tables", "mlflow_store": "mlflow"}
+
+
+def metrics(
+    ctx: typer.Context,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beginning of it, or its name.")],
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write comma-separated values here.")] = None,
+    parquet: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Parquet file here.")] = None,
+    mlflow: Annotated[
+        str | None, typer.Option(metavar="URI", help="Add to this MLflow store, e.g. sqlite:///mlflow.db.")
+    ] = None,
+    experiment: Annotated[str, typer.Option(metavar="NAME", help="The MLflow experiment to add to.")] = "tessera",
+    as_json: AsJson = False,
+) -> None:
+    """Write all that was measured of a run, a number a row; as comma-separated values on stdout if nowhere else."""
+    client = client_of(ctx)
+    found = find_run(client, run)
+    rows = list(
+        rows_of(found, client.rounds(found.id), client.versions(found.id), list(client.measurements(found.id)))
+    )
+    written = _write(found, rows, csv, parquet, mlflow, experiment)
+    if as_json:
+        output.print_json({"run": found.id, **(written or {"rows": [row._asdict() for row in rows]})})
+    elif written:
+        output.out().print(f"{len(rows)} rows to {', '.join(written.values())}", soft_wrap=True)
+    else:
+        text = io.StringIO()
+        csv_file.write(rows, text)
+        typer.echo(text.getvalue(), nl=False)
+
+
+def _write(
+    run: Run, rows: list[Row], csv: Path | None, parquet: Path | None, mlflow: str | None, experiment: str
+) -> dict[str, str]:
+    """Where the rows went."""
+    written: dict[str, str] = {}
+    if csv:
+        with in_place_of(csv) as partial:
+            with partial.open("w", encoding="utf-8", newline="") as file:
+                csv_file.write(rows, file)
+            partial.replace(csv)
+        written["csv"] = str(csv)
+    if parquet:
+        module = _extra("parquet_file")
+        with in_place_of(parquet) as partial:
+            module.write(rows, partial)
+            partial.replace(parquet)
+        written["parquet"] = str(parquet)
+    if mlflow:
+        made = _extra("mlflow_store").write(rows, run, mlflow, experiment)
+        written["mlflow"] = f"{mlflow} as run {made}"
+    return written
+
+
+def _extra(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"shared.metrics.{name}")
+    except ModuleNotFoundError as fault:
+        raise Invalid(
+            f"this needs {fault.name}, which is not installed",
+            remedy=f"In a checkout of Tessera run: pip install '.[{EXTRAS[name]}]'",
+        ) from fault

@@ -1,0 +1,40 @@
+"""How a run's sites fare, and what its method tells, as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from rich.table import Table
+
+from shared.cli import output
+from shared.fairness import PERSONAL, Spread
+from shared.wire import Version
+
+SPREAD_COLUMNS = ("version", "at sites", "sites", "mean", "weighted", "worst", "where", "deviation", "worst tenth")
+NUMBER_COLUMNS = ("version", "number", "value")
+
+# One number tells most of how well a version does; the others are in `tessera run metrics`.
+TELLING = ("accuracy", "loss")
+
+
+def spread_table(by_version: Mapping[int, Mapping[str, Spread]]) -> Table:
+    """The versions' accuracies over sites, of the version itself and of the sites' own models; losses where there are
+    none."""
+    rows = [_row(number, name, names[name]) for number, names in by_version.items() for name in _telling(names)]
+    return output.table(SPREAD_COLUMNS, rows, right={*SPREAD_COLUMNS} - {"at sites", "where"})
+
+
+def _telling(names: Mapping[str, Spread]) -> Iterator[str]:
+    for prefix in ("", PERSONAL):
+        yield from [prefix + name for name in TELLING if prefix + name in names][:1]
+
+
+def _row(number: int, name: str, spread: Spread) -> tuple[object, ...]:
+    shares = [output.share(value) for value in (spread.mean, spread.weighted_mean, spread.worst)]
+    rest = (spread.worst_site, output.share(spread.deviation), output.share(spread.worst_decile))
+    return (number, name.replace("_", " "), spread.sites, *shares, *rest)
+
+
+def number_table(versions: Iterable[Version]) -> Table:
+    rows = [(version.number, name, f"{value:.6g}") for version in versions for name, value in version.numbers.items()]
+    return output.table(NUMBER_COLUMNS, rows, right=("version", "value"))

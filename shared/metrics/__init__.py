@@ -1,0 +1,1 @@
+"""A run's measurements as rows, and the places to write them to."""

@@ -1,0 +1,85 @@
+"""Rows as the metrics of a run in an MLflow tracking store.
+
+A run of Tessera is one MLflow run, found again by its tag: exporting a run that went on adds what is new.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+
+# It reports its use to its makers unless it is told not to, and what an institution runs is its own business.
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Run as MlflowRun
+
+from shared.metrics.rows import Row
+from shared.wire import Run
+
+TAG = "tessera.run"
+STATUS = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+
+# What one request to a tracking server may hold.
+BATCH = 1000
+LONGEST_NAME = 250
+LONGEST_PARAM = 500
+
+_FORBIDDEN = re.compile(r"[^\w.\- /]")
+
+
+def write(rows: Sequence[Row], run: Run, uri: str, experiment: str) -> str:
+    """Returns the id of the MLflow run. A metric's step is its version; what made none is left out."""
+    client = MlflowClient(tracking_uri=uri)
+    made = _run(client, run, experiment)
+    made_id: str = made.info.run_id
+    known = {name: _history(client, made, name) for name in made.data.metrics}
+    now = int(time.time() * 1000)
+    found = [Metric(_name(row), row.value, now, row.version) for row in rows if row.version is not None]
+    # A figure over sites may have been exported before the last of them had measured.
+    news = [metric for metric in found if known.get(metric.key, {}).get(metric.step) != metric.value]
+    for start in range(0, len(news), BATCH):
+        client.log_batch(made_id, metrics=news[start : start + BATCH])
+    client.update_run(made_id, status=STATUS.get(run.state, "RUNNING"))
+    return made_id
+
+
+def _run(client: MlflowClient, run: Run, experiment: str) -> MlflowRun:
+    found = client.get_experiment_by_name(experiment)
+    experiment_id = found.experiment_id if found else client.create_experiment(experiment)
+    if before := client.search_runs([experiment_id], f"tags.`{TAG}` = '{run.id}'"):
+        return before[0]
+    made = client.create_run(experiment_id, run_name=run.spec.name, tags={TAG: run.id})
+    client.log_batch(
+        made.info.run_id, params=[Param(name, value[:LONGEST_PARAM]) for name, value in _facts(run)], tags=_tags(run)
+    )
+    return made
+
+
+def _facts(run: Run) -> Iterator[tuple[str, str]]:
+    """What the run asked for, by the paths of its settings."""
+    for name, value in run.spec.model_dump(mode="json", exclude={"name"}, exclude_none=True).items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", str(inner)) for key, inner in value.items())
+        else:
+            yield name, str(value)
+
+
+def _tags(run: Run) -> list[RunTag]:
+    return [RunTag("tessera.method", run.spec.method.name), RunTag("tessera.model", run.spec.model)]
+
+
+def _history(client: MlflowClient, made: MlflowRun, name: str) -> dict[int, float]:
+    """The last value of each step."""
+    history = sorted(client.get_metric_history(made.info.run_id, name), key=lambda metric: metric.timestamp)
+    return {metric.step: metric.value for metric in history}
+
+
+def _name(row: Row) -> str:
+    """`accuracy` of the central data set is `central/accuracy`, that of a site `sites/accuracy/north/w1`."""
+    kind = row.stage if row.round is None else "round" if row.worker is None else "train"
+    whose = [row.site or "", row.worker or ""] if kind in ("sites", "train") else []
+    return _FORBIDDEN.sub("_", "/".join([kind, row.metric, *whose]))[:LONGEST_NAME]

@@ -1,0 +1,91 @@
+"""Everything that was measured of a run, in long form: one number a row, whatever it is a number of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import NamedTuple
+
+from shared.fairness import Spread, spreads
+from shared.wire import Measurement, Round, Run, TaskView, Version
+
+
+class Row(NamedTuple):
+    """One number. What does not apply to it is None.
+
+    `stage` says what kind of row it is: the plan's stage for what workers and rounds came to, `central` and `sites`
+    for evaluations, `fairness` for figures over sites, of which `worst` names its site, and `version` for what the
+    method tells.
+    """
+
+    run: str
+    version: int | None
+    round: int | None
+    attempt: int | None
+    stage: str
+    dataset: str | None
+    site: str | None
+    worker: str | None
+    metric: str
+    value: float
+
+
+def rows_of(
+    run: Run, rounds: Iterable[Round], versions: Iterable[Version], measurements: Iterable[Measurement]
+) -> Iterator[Row]:
+    """The rows of a run: its rounds in order, then what was measured and told of each version.
+
+    An attempt at a round that was abandoned has rows too, with no version: what it cost was spent.
+    """
+    found = list(measurements)
+    for round_ in rounds:
+        yield from _round(run, round_)
+    for one in found:
+        yield from _measured(run, one)
+    for number, by_name in spreads(found).items():
+        yield from _fairness(run, number, by_name)
+    for version in versions:
+        for name, value in sorted(version.numbers.items()):
+            yield Row(run.id, version.number, None, None, "version", None, None, None, name, value)
+
+
+def _round(run: Run, round_: Round) -> Iterator[Row]:
+    where = (run.id, round_.version, round_.number, round_.attempt, round_.stage, run.spec.dataset)
+    for task in round_.tasks:
+        site, _, worker = task.worker.partition("/")
+        for name, value in _task(task).items():
+            yield Row(*where, site, worker, name, value)
+    totals = {
+        "asked": float(len(round_.tasks)),
+        "accepted": float(sum(task.state == "accepted" for task in round_.tasks)),
+        "upload_bytes": float(sum(task.upload_bytes for task in round_.tasks)),
+        "download_bytes": float(sum(task.download_bytes for task in round_.tasks)),
+    }
+    if round_.closed_at:
+        totals["seconds"] = (round_.closed_at - round_.opened_at).total_seconds()
+    for name, value in totals.items():
+        yield Row(*where, None, None, name, value)
+
+
+def _task(task: TaskView) -> dict[str, float]:
+    """What an accepted update came to, and what it cost; nothing is known of one that was not accepted."""
+    if task.state != "accepted":
+        return {}
+    cost = {"upload_bytes": float(task.upload_bytes), "download_bytes": float(task.download_bytes)}
+    return {**task.numbers, "examples": float(task.examples or 0), **cost}
+
+
+def _measured(run: Run, one: Measurement) -> Iterator[Row]:
+    site, _, worker = one.worker.partition("/")
+    stage = "sites" if one.held_out else "central"
+    for name, value in {**one.numbers, "examples": float(one.examples)}.items():
+        yield Row(run.id, one.version, None, None, stage, one.dataset, site, worker, name, value)
+
+
+def _fairness(run: Run, version: int, by_name: Mapping[str, Spread]) -> Iterator[Row]:
+    for name, spread in by_name.items():
+        for figure, value in asdict(spread).items():
+            if isinstance(value, int | float):
+                site = spread.worst_site if figure == "worst" else None
+                where = (run.id, version, None, None, "fairness", run.spec.dataset, site, None)
+                yield Row(*where, f"{name}.{figure}", float(value))

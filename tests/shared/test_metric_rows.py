@@ -1,0 +1,119 @@
+"""A run's measurements in long form, from literals."""
+
+from __future__ import annotations
+
+import csv
+import io
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from shared.metrics import csv_file
+from shared.metrics.rows import Row, rows_of
+from shared.wire import Measurement, Round, Run, RunSpec, TaskView, Version, VersionRef
+
+BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
+DIGEST = f"sha256:{'0' * 64}"
+SPEC = RunSpec.model_validate(
+    {"name": "n", "method": {"name": "fedavg"}, "model": DIGEST, "version": DIGEST, "dataset": "data", "rounds": 1}
+)
+RUN = Run(
+    id="r",
+    state="running",
+    spec=SPEC,
+    version=VersionRef(number=1, digest=DIGEST),
+    model_bytes=0,
+    revision=1,
+    created_at=BEGAN,
+    updated_at=BEGAN,
+)
+
+
+def task(worker: str, state: Any = "accepted", **given: Any) -> TaskView:
+    facts = {"id": worker, "run": "r", "round": 1, "kind": "train", "token": 1, "leases": 1}
+    return TaskView.model_validate({**facts, "worker": worker, "state": state, **given})
+
+
+def a_round(*tasks: TaskView, state: Any = "committed", version: int | None = 1) -> Round:
+    return Round(
+        run="r",
+        number=1,
+        attempt=2,
+        state=state,
+        stage="warm-up",
+        opened_at=BEGAN,
+        deadline_at=BEGAN,
+        closed_at=BEGAN + timedelta(seconds=12.5),
+        version=version,
+        tasks=tasks,
+    )
+
+
+def measured(worker: str, *, held_out: bool, **numbers: float) -> Measurement:
+    dataset = "data" if held_out else "test"
+    return Measurement(version=1, dataset=dataset, worker=worker, held_out=held_out, examples=5, numbers=numbers)
+
+
+def test_a_round_has_a_row_for_each_number_of_each_accepted_update_and_for_its_totals() -> None:
+    done = task("a/w", examples=10, numbers={"loss": 0.5}, upload_bytes=7, download_bytes=9)
+    rows = list(rows_of(RUN, [a_round(done, task("b/w", "failed"))], [], []))
+    where = ("r", 1, 1, 2, "warm-up", "data")
+    assert rows == [
+        Row(*where, "a", "w", "loss", 0.5),
+        Row(*where, "a", "w", "examples", 10.0),
+        Row(*where, "a", "w", "upload_bytes", 7.0),
+        Row(*where, "a", "w", "download_bytes", 9.0),
+        Row(*where, None, None, "asked", 2.0),
+        Row(*where, None, None, "accepted", 1.0),
+        Row(*where, None, None, "upload_bytes", 7.0),
+        Row(*where, None, None, "download_bytes", 9.0),
+        Row(*where, None, None, "seconds", 12.5),
+    ]
+
+
+def test_an_abandoned_attempt_has_rows_and_no_version() -> None:
+    spent = a_round(task("a/w", upload_bytes=7), state="abandoned", version=None)
+    rows = list(rows_of(RUN, [spent], [], []))
+    assert {row.version for row in rows} == {None}
+    assert Row("r", None, 1, 2, "warm-up", "data", None, None, "upload_bytes", 7.0) in rows
+
+
+def test_evaluations_and_figures_over_sites_have_rows_of_their_own() -> None:
+    found = [
+        measured("j/w", held_out=False, accuracy=0.5),
+        measured("a/w", held_out=True, accuracy=0.25),
+        measured("b/w", held_out=True, accuracy=0.75),
+    ]
+    rows = list(rows_of(RUN, [], [], found))
+    assert rows[:6] == [
+        Row("r", 1, None, None, "central", "test", "j", "w", "accuracy", 0.5),
+        Row("r", 1, None, None, "central", "test", "j", "w", "examples", 5.0),
+        Row("r", 1, None, None, "sites", "data", "a", "w", "accuracy", 0.25),
+        Row("r", 1, None, None, "sites", "data", "a", "w", "examples", 5.0),
+        Row("r", 1, None, None, "sites", "data", "b", "w", "accuracy", 0.75),
+        Row("r", 1, None, None, "sites", "data", "b", "w", "examples", 5.0),
+    ]
+    # Two sites are too few for a worst tenth.
+    assert {(row.metric, row.site, row.value) for row in rows[6:]} == {
+        ("accuracy.sites", None, 2.0),
+        ("accuracy.mean", None, 0.5),
+        ("accuracy.weighted_mean", None, 0.5),
+        ("accuracy.worst", "a", 0.25),
+        ("accuracy.deviation", None, 0.25),
+    }
+    assert {(row.stage, row.dataset, row.version) for row in rows[6:]} == {("fairness", "data", 1)}
+
+
+def test_what_a_method_tells_of_a_version_has_rows() -> None:
+    version = Version(number=3, digest=DIGEST, created_at=BEGAN, numbers={"drift": 0.125})
+    assert list(rows_of(RUN, [], [version], [])) == [
+        Row("r", 3, None, None, "version", None, None, None, "drift", 0.125)
+    ]
+
+
+def test_comma_separated_values_read_back_as_they_were() -> None:
+    rows = [Row("r", 1, None, None, "sites", "data", "a", "w", "loss", 1 / 3)]
+    file = io.StringIO()
+    csv_file.write(rows, file)
+    (read,) = csv.DictReader(io.StringIO(file.getvalue()))
+    assert list(read) == list(Row._fields)
+    assert (float(read["value"]), read["round"], read["site"]) == (1 / 3, "", "a")

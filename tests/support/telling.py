@@ -1,0 +1,33 @@
+"""A method that averages, and tells numbers and warnings of every version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from shared.methods import methods
+from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, State, Update, WorkerHalf
+
+STILL = "layer 0 stands still"
+TOO_MANY = "the third round was one too many"
+
+
+class Telling(CoordinatorHalf[MethodSettings]):
+    """Counts the rounds, and warns from the second on."""
+
+    def merge(self, state: State, updates: Sequence[Update]) -> State:
+        return replace(super().merge(state, updates), numbers={"moved": state.round + 1.0})
+
+    def warnings(self, state: State) -> Sequence[str]:
+        return (STILL, TOO_MANY)[: max(0, state.round - 1)]
+
+
+@contextmanager
+def telling() -> Iterator[str]:
+    """Installs it, as an entry point would; gives its name."""
+    methods()["telling"] = Method("telling", MethodSettings, Telling, WorkerHalf, "a test")
+    try:
+        yield "telling"
+    finally:
+        del methods()["telling"]
