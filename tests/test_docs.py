@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -13,7 +14,10 @@ from coordinator.metrics import REGISTRY
 from coordinator.settings import Settings
 from shared.methods import methods
 from shared.problems import PROBLEMS
+from worker.data import adapters
+from worker.data.part import Scheme
 from worker.policy import Policy
+from worker.settings import DataSource
 from worker.settings import Settings as WorkerSettings
 
 ROOT = Path(__file__).parents[1]
@@ -56,6 +60,27 @@ def test_every_problem_that_the_protocol_names_exists() -> None:
     named = set(re.findall(r"\d{3} `([a-z-]+)`", text("docs/protocol.md")))
     assert named
     assert named <= set(PROBLEMS)
+
+
+def test_every_kind_of_data_is_described_with_all_its_options() -> None:
+    sections = re.split(r"^#+ ", text("docs/data.md"), flags=re.MULTILINE)
+    rows = {
+        section.partition("\n")[0]: set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) for section in sections
+    }
+    rows["imagetext"] |= rows["images"]
+    for kind, adapter in adapters().items():
+        assert rows[kind] == set(adapter.options.model_fields), kind
+    assert rows["Data"] == set(DataSource.model_fields)
+
+
+def test_every_scheme_of_a_partition_is_described_with_all_its_settings() -> None:
+    section = text("docs/data.md").partition("## One data set, many sites")[2]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*)", section, re.MULTILINE))
+    schemes = {get_args(kind.model_fields["scheme"].annotation)[0]: kind for kind in Scheme.__subclasses__()}
+    assert set(rows) == {*Scheme.model_fields, *schemes}
+    for scheme, kind in schemes.items():
+        own = set(kind.model_fields) - set(Scheme.model_fields)
+        assert {name for name in own if f"`{name}`" not in rows[scheme]} == set(), scheme
 
 
 def test_every_link_between_documents_leads_somewhere() -> None:

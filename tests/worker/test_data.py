@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,21 @@ def test_arrays_may_say_where_each_example_comes_from(tmp_path: Path) -> None:
 def test_a_kind_is_loaded_without_what_other_kinds_need() -> None:
     script = "import sys, worker.data as d; d.load('digits', {}); sys.exit('datasets' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_another_package_brings_a_kind_by_the_documents_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    (tmp_path / "bars_of_yours.py").write_text(code)
+    (tmp_path / "yours-1.dist-info").mkdir()
+    (tmp_path / "yours-1.dist-info" / "METADATA").write_text("Name: yours\nVersion: 1\n")
+    (tmp_path / "yours-1.dist-info" / "entry_points.txt").write_text("[tessera.datasets]\nbars = bars_of_yours\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load("bars", {"count": 5}).tensors["labels"].tolist() == [0, 1, 0, 1, 0]
+    with pytest.raises(DataError, match="count"):
+        load("bars", {"count": 0})
 
 
 def test_arrays_without_labels_are_refused_by_the_files_name(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def _plainly(options: PixelOptions) -> Prepare:
 
 
 def _as_processor_says(source: str) -> Prepare:
-    # The same implementation everywhere: the other one differs a little in every pixel.
+    # The same one everywhere, also where torchvision is there, which resamples in its own way.
     processor: Any = load_pretrained("processor", source, AutoImageProcessor.from_pretrained, backend="pil")
 
     def prepare(images: list[Image.Image]) -> dict[str, Tensor]:
