@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from random import Random
 
+from pydantic import ValidationError
+
 from shared.cohort import choose, dice
-from shared.methods import coordinator_half
-from shared.methods.contract import Participant, Plan, RunFacts, State, begin
+from shared.methods import Chosen, UnknownMethod, check, coordinator_half
+from shared.methods.contract import Participant, Plan, RunFacts, State, Unsuited, begin
 from shared.model import Model
-from shared.problems import Fault, InvalidUpdate
+from shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 from shared.wire import RunSpec, Task, VersionRef
 
 MAX_WARNINGS = 16
@@ -21,12 +23,26 @@ MAX_WARNING_CHARACTERS = 500
 
 def run_facts(spec: RunSpec, model: Model) -> RunFacts:
     """What both halves of the run's method may know of it."""
-    return RunFacts(model.blocks, spec.rounds, spec.divide, spec.training)
+    return RunFacts(model.blocks, spec.rounds, spec.divide, spec.training, spec.privacy)
+
+
+def check_method(chosen: Chosen) -> None:
+    """Raises Invalid for a method that is not installed here, or for settings that it does not take."""
+    try:
+        check(chosen)
+    except UnknownMethod as fault:
+        raise Invalid(str(fault), errors=[Fault(pointer="/method/name", detail=str(fault))]) from None
+    except ValidationError as refusal:
+        faults = faults_of(refusal, "/method/settings")
+        raise Invalid(f"the settings of method {chosen.name!r} have faults", errors=faults) from None
 
 
 def begun(spec: RunSpec, model: Model, first: State) -> State:
-    """The run's state before its first round. Raises Unsuited for a run that its method cannot do."""
-    return begin(coordinator_half(spec.method, run_facts(spec, model)), first)
+    """The run's state before its first round. Raises Invalid for a run that its method cannot do."""
+    try:
+        return begin(coordinator_half(spec.method, run_facts(spec, model)), first)
+    except Unsuited as fault:
+        raise Invalid(str(fault), errors=[Fault(pointer="/method", detail=str(fault))]) from None
 
 
 def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Participant]) -> dict[str, Plan]:
