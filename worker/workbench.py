@@ -223,7 +223,8 @@ class Workbench:
         for base in bases.values():
             write_block(tensors, base.block, to_array(base))
         seed_everything(task.seed)
-        half = worker_half(task.method, RunFacts(built.blocks, task.rounds, task.divide, task.training))
+        facts = RunFacts(built.blocks, task.rounds, task.divide, task.training, task.privacy)
+        half = worker_half(task.method, facts)
         memory = self._memory(task, manifest, check, report)
         work = LocalWork(built.model, document.head, task.plan, built.blocks, self.vault.load(task.run), memory)
         return _Ready(built, half, work, bases)

@@ -18,6 +18,7 @@ from pydantic import Field
 from shared.averaging import Divide, average
 from shared.blocks import EVERYTHING, NOTHING, Block, Frozen, Selector
 from shared.model import Fusion, LocalStart, Modality
+from shared.privacy import Privacy
 from shared.profile import LayerAttention, TaskTokens
 from shared.tensors import Array, Tensor
 from shared.training import Training
@@ -94,6 +95,7 @@ class RunFacts:
     rounds: int
     divide: Divide = "participants"
     training: Training = field(default_factory=Training)
+    privacy: Privacy | None = None
 
 
 class CoordinatorHalf(Generic[C]):

@@ -43,6 +43,7 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
+from shared.privacy import Privacy
 from shared.profile import ByHead, LayerAttention, TaskTokens
 from shared.tensors import Array
 from shared.training import Training
@@ -89,7 +90,9 @@ class SAFLSettings(MethodSettings):
         default=None, min_length=1, description="what trains of a chosen layer, by role; all of it if left out"
     )
     profile_every: PositiveInt = Field(default=1, description="rounds for which a choice, or a mean score, stands")
-    profile_batches: PositiveInt = Field(default=4, description="local batches that scores are measured on")
+    profile_batches: PositiveInt = Field(
+        default=4, description="local batches that scores are measured on; all of them for a noisy private choice"
+    )
     prune: float = Field(default=0.0, ge=0, lt=1, description="share of each matrix's rows whose change is not sent")
     prune_by: Literal["attention", "magnitude"] = Field(
         default="attention", description="rows of the heads with the least mass first, or of the smallest change"
@@ -181,6 +184,34 @@ class Candidates:
         return Selector(include=(Match(names=names + always),)) if names or always else NOTHING
 
 
+def check_privacy(settings: SAFLSettings, privacy: Privacy | None) -> None:
+    """Raises Unsuited where what SAFL tells of a site's data is not what the run's privacy covers."""
+    if privacy is None or not (settings.looks_at_data or settings.needs_heads):
+        return
+    if privacy.selection == "refused":
+        raise Unsuited(
+            "SAFL looks at the data to choose, which the run's epsilon does not cover: set privacy.selection to "
+            "noisy, or to uncovered to say so in plain sight; or take the score random, and prune by magnitude"
+        )
+    if settings.looks_at_data and settings.chooser == "consensus":
+        raise Unsuited("a private worker tells no scores to find a consensus by: set chooser to worker")
+    if privacy.selection == "noisy" and settings.looks_at_data and settings.score not in OF_ATTENTION:
+        raise Unsuited(f"no noise covers the score {settings.score}, which one example may move without bound")
+    if privacy.selection == "noisy" and settings.needs_heads:
+        raise Unsuited("noise covers the choice of layers, and not that of heads: set prune_by to magnitude")
+
+
+@dataclass(frozen=True)
+class First:
+    """The first of some batches, or all of them, each time it is gone through."""
+
+    batches: Iterable[Mapping[str, torch.Tensor]]
+    count: int | None
+
+    def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        return islice(self.batches, self.count)
+
+
 # ---------------------------------------------------------------- the coordinator
 
 
@@ -191,6 +222,7 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
 
     def start(self, state: State) -> State:
         layers, settings = self._candidates.layers, self.settings
+        check_privacy(settings, self.run.privacy)
         if not layers:
             raise Unsuited("the model has no layers that SAFL could choose among with these settings")
         if settings.layers and settings.layers > len(layers):
@@ -372,9 +404,11 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         self._before: dict[str, Array] = {}
 
     def select(self, work: Work, batches: Iterable[Mapping[str, torch.Tensor]]) -> Selector:
+        # Here too: what leaves a site is not for the coordinator to say.
+        check_privacy(self.settings, self.run.privacy)
         self._recall(work.vault)
         if self._is_to_look(work.plan):
-            self._look(work, list(islice(batches, self.settings.profile_batches)))
+            self._look(work, First(batches, self._batches_to_measure))
         selected = work.plan.train
         if LAYERS in work.plan.numbers:
             layers = self._candidates.layers
@@ -383,6 +417,12 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
             matrices = (block for layer in self._candidates.layers for block in layer.blocks if len(block.shape) > 1)
             self._before = {block.name: work.read(block) for block in matrices if selected.holds(block)}
         return selected
+
+    @property
+    def _batches_to_measure(self) -> int | None:
+        # If an example more or less shifted which are the first ones, sums would not all move one way by at most 1.
+        noisy = self.run.privacy is not None and self.run.privacy.selection == "noisy"
+        return None if noisy else self.settings.profile_batches
 
     def phases(self, work: Work, selected: Selector) -> Sequence[Phase]:
         return [Phase(selected)] if selected else []
@@ -395,7 +435,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         lacks_heads = self.settings.needs_heads and sends and not self._rows
         return (asked and bool(plan.numbers.get(PROFILE))) or lacks_choice or lacks_heads
 
-    def _look(self, work: Work, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    def _look(self, work: Work, batches: First) -> None:
         settings = self.settings
         attention: Mapping[str, LayerAttention] = {}
         if settings.score in OF_ATTENTION or settings.needs_heads:
@@ -408,12 +448,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         else:
             self._tell("score", {name: float(each.mean()) for name, each in scores.items()})
 
-    def _scores(
-        self,
-        work: Work,
-        batches: Sequence[Mapping[str, torch.Tensor]],
-        attention: Mapping[str, LayerAttention],
-    ) -> dict[str, Array]:
+    def _scores(self, work: Work, batches: First, attention: Mapping[str, LayerAttention]) -> dict[str, Array]:
         """Of each layer, by name: of each example if attention is what counts, else one for all of them."""
         blocks = [block for layer in self._candidates.layers for block in layer.blocks]
         match self.settings.score:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
 
 from shared import codecs
@@ -30,6 +31,7 @@ from shared.methods.contract import (
     begin,
 )
 from shared.methods.safl import Candidates, SAFLSettings, beyond_the_sink, copies_in_training, pruned
+from shared.privacy import Privacy
 from shared.profile import ByHead, LayerAttention, TaskTokens
 from shared.tensors import Array, ArrayTensor, to_array
 from shared.training import Training
@@ -37,7 +39,7 @@ from tests.support.tasks import CPU, VIT, images
 from worker.blockmap import block_table
 from worker.models import instantiate
 from worker.trainer import Batches, Trainer, seed_everything
-from worker.work import LocalWork
+from worker.work import LocalWork, largest
 
 SIX = {**VIT, "num_hidden_layers": 6}
 BLOCKS = block_table(instantiate(SIX, "image-classification", seed=1))
@@ -575,3 +577,79 @@ def test_a_layer_that_two_of_three_sent_is_averaged_over_those_two() -> None:
     np.testing.assert_allclose(to_array(after[name]), want, rtol=1e-5, atol=1e-6)
     others = [other for other in after if other != name]
     assert all(after[other] is before.model[other] for other in others)
+
+
+# ---------------------------------------------------------------- under differential privacy
+
+
+def under(selection: Any, **settings: Any) -> CoordinatorHalf[SAFLSettings]:
+    privacy = Privacy(epsilon=1, delta=1e-3, clip_norm=1, selection=selection)
+    return coordinator_half(
+        Chosen(name="safl", settings=settings), RunFacts(BLOCKS, 10, training=TRAINING, privacy=privacy)
+    )
+
+
+@pytest.mark.parametrize(
+    ("selection", "settings", "why"),
+    [
+        ("refused", {}, "does not cover"),
+        ("refused", {"score": "random", "prune": 0.5}, "does not cover"),
+        ("noisy", {"chooser": "consensus"}, "set chooser to worker"),
+        ("uncovered", {"chooser": "consensus"}, "set chooser to worker"),
+        ("noisy", {"score": "gradient-norm"}, "without bound"),
+        ("noisy", {"score": "fisher"}, "without bound"),
+        ("noisy", {"prune": 0.5}, "set prune_by to magnitude"),
+    ],
+)
+def test_what_the_runs_privacy_does_not_cover_is_refused_on_both_sides(
+    selection: Any, settings: dict[str, Any], why: str
+) -> None:
+    half = under(selection, **settings)
+    with pytest.raises(Unsuited, match=why):
+        begin(half, state())
+    worker = worker_half(Chosen(name="safl", settings=settings), half.run)
+    work = LocalWork(instantiate(SIX, "image-classification"), "image-classification", Plan(), BLOCKS)
+    with pytest.raises(Unsuited, match=why):
+        worker.select(work, Unseen())
+
+
+class Unseen:
+    """Batches that nobody may look at."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("somebody looked")
+
+
+@pytest.mark.parametrize(
+    ("selection", "settings"),
+    [
+        ("noisy", {}),
+        ("noisy", {"prune": 0.5, "prune_by": "magnitude"}),
+        ("uncovered", {"score": "fisher", "prune": 0.5}),
+        ("refused", {"score": "random", "prune": 0.5, "prune_by": "magnitude"}),
+        ("refused", {"score": "last"}),
+    ],
+)
+def test_what_is_covered_or_said_not_to_be_is_run(selection: Any, settings: dict[str, Any]) -> None:
+    begin(under(selection, **settings), state())
+
+
+def test_a_noisy_choice_is_by_all_of_the_examples_so_that_one_more_only_adds() -> None:
+    half = under("noisy", layers=2, profile_batches=1)
+    worker = worker_half(Chosen(name="safl", settings={"layers": 2, "profile_batches": 1}), half.run)
+    tables: list[Array] = []
+
+    def choosing(scores: Array, count: int) -> list[int]:
+        tables.append(scores)
+        return largest(scores, count)
+
+    plan = half.plan_for(state(), COHORT[0])
+    model = instantiate(SIX, "image-classification")
+    work = LocalWork(model, "image-classification", plan, BLOCKS, choosing=choosing)
+    for dataset in (images(21).rows(torch.arange(20)), images(21)):
+        worker.select(work, Batches(dataset, 8, CPU))
+    fewer, more = tables
+    # What one example brings is between 0 and 1, and does not depend on the others.
+    assert more.shape == (21, 6)
+    assert ((more >= 0) & (more <= 1)).all()
+    np.testing.assert_allclose(fewer, more[:20], atol=1e-6)
