@@ -1,15 +1,15 @@
 """What runs have spent of each data set's privacy: an append-only file per data set, written before it is spent.
 
-Each line is one task's entry and names the digest of the line before it, so that a line that was changed, taken out
-of the middle or put in between is noticed. What was cut off at the end is not: keep copies elsewhere. A crash can
-leave half a line at the end; its task had not begun to train, and the next entry takes its place.
+Each line is one task's entry with its digest, and names the digest of the one before, so that a line that was
+changed, taken out of the middle or put in between is noticed. What was cut off at the end is not: keep copies
+elsewhere. A crash can leave half a line at the end; its task had not begun to train, and the next entry takes its
+place.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from shared.blocks import Frozen
 from shared.privacy import Budget
-from shared.wire import Label, Task
+from shared.wire import Label, Task, canonical
 
 LEDGER_FOLDER = "ledger"
 """What the folder of ledgers is called beside a worker's other state."""
@@ -71,13 +71,19 @@ class Entry(Frozen):
     """What the run as a whole may spend."""
     events: tuple[Event, ...]
     previous: str
-
-    def line(self) -> bytes:
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    """The digest of the entry before this one."""
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(self.line()).hexdigest()
+        return hashlib.sha256(canonical(self)).hexdigest()
+
+    def line(self) -> bytes:
+        return canonical(_Line(entry=self, digest=self.digest)) + b"\n"
+
+
+class _Line(Frozen):
+    entry: Entry
+    digest: str
 
 
 class Page:
@@ -155,11 +161,11 @@ def _entries(path: Path, content: bytes) -> tuple[tuple[Entry, ...], int]:
     previous = BEGINNING
     for number, line in enumerate(content[:length].splitlines(keepends=True), start=1):
         try:
-            entry = Entry.model_validate_json(line)
+            entry = _Line.model_validate_json(line).entry
         except ValidationError as fault:
             raise LedgerError(f"{path}, line {number}: this is no entry of a ledger") from fault
         if entry.line() != line or entry.previous != previous or entry.seq != number - 1:
-            raise LedgerError(f"{path}, line {number}: the lines up to here were not written one after the other")
+            raise LedgerError(f"{path}, line {number}: this was changed, or did not come after the line before it")
         entries.append(entry)
         previous = entry.digest
     return tuple(entries), length

@@ -19,6 +19,7 @@ from shared.cli.output import AsJson, print_json
 from shared.client import Client
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from worker.agent import Agent, describe
+from worker.cli.ledger import ledger
 from worker.renewal import Stop
 from worker.settings import Settings, SettingsError, datasets_of, device_of, read_settings, token_of
 
@@ -105,6 +106,9 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     if problem:
         typer.echo(f"error: {settings.url} does not answer: {problem}", err=True)
         raise typer.Exit(1)
+
+
+app.command()(ledger)
 
 
 def _try_token(client: Client) -> None:

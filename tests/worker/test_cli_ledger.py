@@ -1,0 +1,85 @@
+"""`tessera worker ledger`: a person sees what was spent, by whom, and of how much."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shared.methods import Chosen
+from shared.methods.contract import Plan
+from shared.privacy import Budget
+from shared.wire import Task, Training, VersionRef
+from worker.accounting import epsilon
+from worker.cli.worker import app
+from worker.ledger import Ledger, NoisySteps
+
+SETTINGS = """
+url = "http://127.0.0.1:9"
+token = "tsr_secret"
+name = "north-1"
+state_dir = "{folder}"
+
+[datasets.wards]
+kind = "digits"
+privacy = {{ epsilon = 8.0, delta = 1e-6 }}
+
+[datasets.open]
+kind = "digits"
+"""
+DIGEST = f"sha256:{'0' * 64}"
+STEPS = NoisySteps(noise_multiplier=2.0, sampling_rate=0.2, steps=10)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in [name for name in os.environ if name.startswith("TESSERA_")]:
+        monkeypatch.delenv(name)
+    file = tmp_path / "worker.toml"
+    file.write_text(SETTINGS.format(folder=tmp_path))
+    return file
+
+
+def spend(folder: Path, run: str, number: int, token: int) -> None:
+    task = Task(
+        id=f"{run}-{number}", token=token, kind="train", run=run, run_name=f"run-{run}", round=number, rounds=3,
+        seed=0, method=Chosen(name="fedavg"), plan=Plan(), dataset="wards", training=Training(), codec="raw",
+        divide="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
+    )  # fmt: skip
+    with Ledger(folder / "ledger").page("wards") as page:
+        page.spend(task, 100, Budget(epsilon=3.0, delta=1e-5), [STEPS])
+
+
+def test_what_was_spent_is_shown_by_run_and_in_all(config: Path) -> None:
+    for run, number, token in (("a", 1, 1), ("a", 1, 2), ("a", 2, 3), ("b", 1, 4)):
+        spend(config.parent, run, number, token)
+    result = CliRunner().invoke(app, ["ledger", "--config", str(config), "--json"])
+    shown = json.loads(result.stdout)
+    assert shown["open"] == {"epsilon": 0.0, "delta": None, "budget": None, "runs": []}
+    assert (shown["wards"]["budget"], shown["wards"]["delta"]) == (8.0, 1e-6)
+    assert shown["wards"]["epsilon"] == pytest.approx(epsilon([STEPS] * 4, 1e-6))
+    first, second = shown["wards"]["runs"]
+    assert (first["name"], first["rounds"], first["tasks"], first["target"]) == ("run-a", 2, 3, 3.0)
+    assert first["epsilon"] == pytest.approx(epsilon([STEPS] * 3, 1e-5))
+    assert (second["rounds"], second["tasks"]) == (1, 1)
+
+
+def test_people_see_a_table(config: Path) -> None:
+    spend(config.parent, "a", 1, 1)
+    lines = CliRunner().invoke(app, ["ledger", "--config", str(config)]).stdout.splitlines()
+    assert lines[0].split() == ["data", "set", "run", "rounds", "tasks", "epsilon", "at", "most", "delta"]
+    assert lines[1].split()[:4] == ["wards", "run-a", "1", "1"]
+    assert lines[2].split()[:3] == ["wards", "all", "runs"]
+    assert lines[2].split()[-2:] == ["8", "1e-06"]
+
+
+def test_a_ledger_that_was_rewritten_is_said_to_be_so(config: Path) -> None:
+    spend(config.parent, "a", 1, 1)
+    file = config.parent / "ledger" / "wards.jsonl"
+    file.write_bytes(file.read_bytes().replace(b'"steps":10', b'"steps":1'))
+    result = CliRunner().invoke(app, ["ledger", "--config", str(config)])
+    assert result.exit_code == 1
+    assert "wards.jsonl, line 1: this was changed" in result.stderr
