@@ -29,6 +29,12 @@ GPT2 = {
     "model_type": "gpt2", "vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2,
     "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+CLIP = {
+    "model_type": "clip", "projection_dim": 8,
+    "text_config": {**TOWER, "vocab_size": 20, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    "vision_config": {**TOWER, "image_size": 8, "patch_size": 4},
+}  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -90,6 +96,21 @@ def test_a_full_batch_sgd_step_is_theta_minus_rate_times_gradient() -> None:
         step = torch.zeros(()) if theta.grad is None else 0.5 * theta.grad
         assert torch.equal(after, theta - step), name
     assert tally == Tally(examples=24, steps=1, loss=float(loss.detach()))
+
+
+def test_the_loss_of_images_with_texts_is_the_mean_over_the_images() -> None:
+    pixels = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(5))
+    data = Dataset(
+        {"pixel_values": pixels, "labels": torch.tensor([0, 1, 2, 0, 1])},
+        common={"input_ids": torch.tensor([[1, 5, 2], [1, 6, 2], [1, 7, 2]])},
+    )
+    work = work_on(CLIP, "contrastive")
+    (batch,) = data.batches(None)
+    whole = float(work.forward(batch).loss.detach())
+    # Four images and one; so small a step changes nothing.
+    tally = train(work, data=data, batch_size=4, optimizer="sgd", learning_rate=1e-12)
+    assert (tally.examples, tally.steps) == (5, 2)
+    assert tally.loss == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
