@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -20,6 +19,7 @@ from shared.client import Client
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from worker.agent import Agent, describe
 from worker.cli.ledger import ledger
+from worker.files import alone
 from worker.renewal import Stop
 from worker.settings import Settings, SettingsError, datasets_of, device_of, read_settings, token_of
 
@@ -132,16 +132,13 @@ def _tell(device: str, examples: dict[str, int | None], url: str, version: str |
 @contextmanager
 def _alone(state_dir: Path) -> Iterator[None]:
     """Keeps a second worker out of the same folder: cache and vault belong to one process."""
-    try:
-        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = (state_dir / "lock").open("a")
-    except OSError as fault:
-        raise SettingsError(f"state_dir: {state_dir} cannot be used: {fault.strerror}") from fault
-    with file:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(alone(state_dir))
         except BlockingIOError as fault:
             raise SettingsError(f"state_dir: another worker is using {state_dir}") from fault
+        except OSError as fault:
+            raise SettingsError(f"state_dir: {state_dir} cannot be used: {fault.strerror}") from fault
         yield
 
 

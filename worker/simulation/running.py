@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,16 +17,18 @@ from transformers import PreTrainedModel
 
 from shared.aggregation import Aggregation
 from shared.blocks import Block
-from shared.cli.upload import Start, upload_model
+from shared.cli.upload import Start, Uploaded, upload_model
 from shared.inspection import Inspector
 from shared.model import Head, Model
 from shared.modelfolder import ModelFolder
+from shared.planning import check_method
 from shared.problems import Fault, Invalid, faults_of
 from shared.states import States
 from shared.tensors import Array, as_bytes
 from shared.wire import RunSpec
 from worker.blockmap import block_table, named_tensors
 from worker.data import Dataset
+from worker.files import alone
 from worker.models import read_block
 from worker.settings import device_of
 from worker.simulation.conditions import Conditions
@@ -82,55 +84,95 @@ def simulate(
     Raises Invalid for a spec that makes no run or an `out` that holds another one, Stalled when a round cannot reach
     its quorum, and whatever a method's own code raises.
     """
-    conditions = conditions or Conditions()
     start = ModelFolder.open(model) if isinstance(model, Path) else model
-    folder = Path(tempfile.mkdtemp(prefix="tessera-simulation-")) if out is None else out
-    blobs, records = Folder(folder / "blobs"), Records(folder)
-    uploaded = upload_model(blobs, start)
-    wanted = _spec(spec, uploaded.model, uploaded.version, test)
-    population = Population(sites, conditions.loaded)
-    records.claim(_identity(wanted, population, test, conditions))
-    states = States(blobs)
-    coordinator = LocalCoordinator(wanted, start.model, blobs, states, records)
-    workers = Workers(population, test, coordinator, blobs, folder, device_of(conditions.device))
-    aggregation = Aggregation(states, Inspector(blobs, states))
-    simulation = Simulation(
-        wanted, start.model, population, conditions, states, blobs, records, aggregation, coordinator, workers
-    )
-    with _threads(conditions.threads):
-        simulation.run(until, watch)
-    measured = (records.measured(entry.version.number) or () for entry in simulation.versions)
-    measurements = tuple(measurement for group in measured for measurement in group)
-    result = Result(wanted, start.model, tuple(simulation.versions), measurements, states, folder)
-    if out is None:
-        weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
-    return result
+    federation = _Federation(spec, start, sites, test, conditions or Conditions())
+    if out is not None:
+        return federation.run(out, until, watch)
+    folder = Path(tempfile.mkdtemp(prefix="tessera-simulation-"))
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        result = federation.run(folder, until, watch)
+        weakref.finalize(result, undo.pop_all().close)
+        return result
 
 
-def _spec(given: Mapping[str, Any], model: str, version: str, test: Dataset | None) -> RunSpec:
-    plain = {"name": "simulation", "dataset": "data", **given, "model": model, "version": version}
+@dataclass(frozen=True)
+class _Federation:
+    """What is simulated, wherever it is put."""
+
+    given: Mapping[str, Any]
+    start: Start
+    sites: Mapping[str, Dataset | Site]
+    test: Dataset | None
+    conditions: Conditions
+
+    def run(self, folder: Path, until: int | None, watch: Watch) -> Result:
+        with _to_itself(folder), _threads(self.conditions.threads):
+            simulation = self._begun(folder)
+            simulation.run(until, watch)
+            return simulation.result(folder)
+
+    def _begun(self, folder: Path) -> Simulation:
+        blobs, records, model = Folder(folder / "blobs"), Records(folder), self.start.model
+        uploaded = upload_model(blobs, self.start)
+        spec = _spec(self.given, uploaded, self.test)
+        population = Population(self.sites, self.conditions.loaded)
+        records.claim(self._identity(spec, population))
+        states = States(blobs)
+        coordinator = LocalCoordinator(spec, model, blobs, states, records)
+        device = device_of(self.conditions.device)
+        return Simulation(
+            spec=spec,
+            model=model,
+            population=population,
+            conditions=self.conditions,
+            states=states,
+            blobs=blobs,
+            records=records,
+            aggregation=Aggregation(states, Inspector(blobs, states)),
+            coordinator=coordinator,
+            workers=Workers(population, self.test, coordinator, blobs, folder, device),
+        )
+
+    def _identity(self, spec: RunSpec, population: Population) -> dict[str, Any]:
+        """All that decides what comes out, as far as it can be told without reading the data."""
+        sites = {name: [holding.examples, holding.held_out] for name, holding in population.holdings.items()}
+        test = self.test.examples if self.test else None
+        said = self.conditions.model_dump(mode="json", include={"dropout", "away"})
+        return {"spec": spec.model_dump(mode="json"), "sites": sites, "test": test, **said}
+
+
+def _spec(given: Mapping[str, Any], uploaded: Uploaded, test: Dataset | None) -> RunSpec:
+    plain = {
+        "name": "simulation",
+        "dataset": "data",
+        **given,
+        "model": uploaded.model,
+        "version": uploaded.version,
+    }
     if test is not None:
-        plain["evaluation"] = {"dataset": TEST, **plain.get("evaluation", {})}
+        plain["evaluation"] = {"dataset": TEST, **(plain.get("evaluation") or {})}
     try:
         spec = RunSpec.model_validate(plain)
     except ValidationError as fault:
         raise Invalid("the spec does not make a run", errors=faults_of(fault), remedy="Mend what is named.") from None
+    check_method(spec.method)
     if spec.evaluation and spec.evaluation.dataset and test is None:
         missing = Fault(pointer="/evaluation/dataset", detail=f"{spec.evaluation.dataset} is not given")
         raise Invalid("the run is to be measured on data that are not there", errors=[missing], remedy="Give them.")
     return spec
 
 
-def _identity(spec: RunSpec, population: Population, test: Dataset | None, conditions: Conditions) -> dict[str, Any]:
-    """All that decides what comes out, as far as it can be told without reading the data."""
-    sites = {name: [holding.examples, holding.held_out] for name, holding in population.holdings.items()}
-    said = conditions.model_dump(mode="json", include={"dropout", "away"})
-    return {
-        "spec": spec.model_dump(mode="json"),
-        "sites": sites,
-        "test": test.examples if test else None,
-        **said,
-    }
+@contextmanager
+def _to_itself(folder: Path) -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(alone(folder))
+        except BlockingIOError as fault:
+            raise Invalid(f"another process is simulating in {folder}", remedy="Wait, or choose another.") from fault
+        except OSError as fault:
+            raise Invalid(f"{folder} cannot be used: {fault.strerror}", remedy="Choose another folder.") from fault
+        yield
 
 
 @contextmanager

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from random import Random
 
 from shared.aggregation import Aggregation
 from shared.cli.rounds import Outcome, scores_by_version
 from shared.cohort import dice
-from shared.methods.contract import Plan, State, Unsuited
+from shared.methods.contract import Plan, State
 from shared.model import Model
 from shared.planning import begun, plan_round, warnings_of
-from shared.problems import Fault, Invalid
 from shared.states import States
 from shared.wire import Manifest, Measurement, Round, RunSpec, TaskView, Version, VersionRef
 from worker.simulation.conditions import Conditions
 from worker.simulation.local import RUN, LocalCoordinator, Order
 from worker.simulation.records import Committed, Records
+from worker.simulation.result import Result
 from worker.simulation.sites import Population, site_of, worker_of
 from worker.simulation.store import Folder
 from worker.simulation.workers import EVALUATOR, Workers
@@ -61,6 +62,11 @@ class Simulation:
             self._merge(attempts)
             watch(Outcome(attempts[-1], scores_by_version(self._measure()).get(self.latest.number, {})))
 
+    def result(self, folder: Path) -> Result:
+        measured = (self.records.measured(entry.version.number) or () for entry in self.versions)
+        measurements = tuple(measurement for found in measured for measurement in found)
+        return Result(self.spec, self.model, tuple(self.versions), measurements, self.states, folder)
+
     @property
     def latest(self) -> Version:
         return self.versions[-1].version
@@ -69,10 +75,7 @@ class Simulation:
 
     def _first(self) -> Committed:
         given = self.states.load(self.model, self.states.manifest(self.spec.version), 0)
-        try:
-            state = begun(self.spec, self.model, given)
-        except Unsuited as fault:
-            raise Invalid(str(fault), errors=[Fault(pointer="/method", detail=str(fault))]) from None
+        state = begun(self.spec, self.model, given)
         digest = self.spec.version if state == given else self.states.store(state)[1][-1].digest
         return self._commit(digest, state, ())
 

@@ -11,6 +11,7 @@ from shared.problems import InvalidUpdate, Problem, WorkerFailed
 from shared.wire import Manifest, Measurement, TaskView
 from worker.agent import TELLABLE, told
 from worker.data import Dataset
+from worker.files import sweep
 from worker.simulation.local import LocalCoordinator, Order
 from worker.simulation.sites import Lent, Population, site_of
 from worker.simulation.store import Folder
@@ -38,6 +39,7 @@ class Workers:
         """Commits or discards what a killed process left staged in the vaults."""
         for site in self.population.holdings:
             if (home := self._home(site)).exists():
+                sweep(home)
                 Vault(home / "vault").settle(self.coordinator.task)
 
     def train(self, order: Order, manifest: Manifest) -> TaskView:
@@ -74,7 +76,7 @@ class Workers:
             device=self.device,
             vault=Vault(home / "vault"),
             shelf=lent,
-            scratch=self.folder,
+            scratch=home,
             models=self.models,
         )
         bench.do(task, lambda: None, Report())
