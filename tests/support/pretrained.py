@@ -17,7 +17,7 @@ PAD, UNK, CLS, SEP = range(4)
 """Their token numbers; the words follow from 4 on."""
 
 
-def bert_tokenizer(folder: Path, words: Sequence[str]) -> Path:
+def bert_tokenizer(folder: Path, words: Sequence[str], **settings: object) -> Path:
     """Makes [CLS] a text [SEP], and gives a second one a type of its own; pieces of a word begin with ##."""
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *words))}
     tokenizer = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
@@ -27,7 +27,7 @@ def bert_tokenizer(folder: Path, words: Sequence[str]) -> Path:
     )
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
-    return _saved(folder, tokenizer, model_input_names=inputs, **names)
+    return _saved(folder, tokenizer, model_input_names=inputs, **names, **settings)
 
 
 def plain_tokenizer(folder: Path, words: Sequence[str], **settings: object) -> Path:

@@ -178,6 +178,27 @@ def test_a_words_tag_is_asked_of_its_first_piece_alone(tmp_path: Path, bert: str
     assert loss("token-classification", {"model_type": "bert", "intermediate_size": 8, **LAYERS}, dataset) > 0
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_that_are_not_made_tokens_of_together_are_padded_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    tokenizer = str(bert_tokenizer(tmp_path / "sided", WORDS, padding_side=side))
+    rows = [("the running dog sat", "0 1 0 0"), ("cat", "1"), ("the cat", "0 1"), ("ran ran ran", "1 1 1")]
+    tags = written(tmp_path / "tags.csv", "text,label,more", *(f"{text},{tag},the" for text, tag in rows))
+    pairs = written(tmp_path / "pairs.csv", "text,more,label", *(f"{text},the,0" for text, _ in rows))
+    for options in (
+        {"file": tags, "head": "token-classification"},
+        {"file": pairs, "second_text": "more"},
+    ):
+        monkeypatch.setattr("worker.data.tokens.AT_ONCE", 4096)
+        together = load("text", {**options, "tokenizer": tokenizer}).tensors
+        monkeypatch.setattr("worker.data.tokens.AT_ONCE", 1)
+        apart = load("text", {**options, "tokenizer": tokenizer}).tensors
+        assert {name: tensor.tolist() for name, tensor in apart.items()} == {
+            name: tensor.tolist() for name, tensor in together.items()
+        }
+
+
 def test_words_and_tags_in_a_csv_file_have_spaces_between(tmp_path: Path, bert: str) -> None:
     file = written(tmp_path / "tags.csv", "text,label", "the cat,0 1")
     dataset = load("text", {"file": file, "tokenizer": bert, "head": "token-classification"})

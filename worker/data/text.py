@@ -76,11 +76,11 @@ def _tagged(options: TextOptions, table: Table, tokenizer: PreTrainedTokenizerBa
             raise DataError(f"label: row {row} of {table.where} has {len(of_tags)} labels for {len(of_words)} words")
     numbers = iter(numbered("label", table.where, [tag for row in tags for tag in row], options.labels))
     by_word = [[next(numbers) for _ in row] for row in tags]
-    encoded = encode(tokenizer, words, max_length=options.max_length, is_split_into_words=True)
+    encoded = encode(tokenizer, words, max_length=options.max_length, by_word=True)
     labels = torch.full_like(encoded.ids, IGNORED)
     for row, of_row in enumerate(by_word):
         before = None
-        for place, word in enumerate(encoded.found.word_ids(row)):
+        for place, word in enumerate(encoded.words[row]):
             if word is not None and word != before:
                 labels[row, place] = of_row[word]
             before = word

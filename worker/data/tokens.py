@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from worker.data.dataset import DataError
 from worker.data.pretrained import load_pretrained
 
 MAX_TOKENS = 1 << 20
+AT_ONCE = 4096
+"""Texts that are made tokens of together: what a tokenizer gives takes many times the room of the tensors."""
+
 MAX_SHOWN = 300
 
 Texts = Sequence[str] | Sequence[Sequence[str]]
@@ -32,55 +36,23 @@ def tokenizer_of(option: str, source: str, **more: object) -> PreTrainedTokenize
     return tokenizer
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Texts,
-    seconds: Sequence[str] | None = None,
-    *,
-    max_length: int | None,
-    fill: bool = False,
-    **more: object,
-) -> Encoded:
-    """The texts as tokens, cut to `max_length` or what the tokenizer's model takes, and padded to the longest.
-
-    With `fill` they are padded to that length whatever the texts. Raises DataError for what the tokenizer cannot do.
-    """
-    length = min(max_length or MAX_TOKENS, tokenizer.model_max_length, MAX_TOKENS)
-    try:
-        found = tokenizer(
-            texts,
-            seconds,
-            padding="max_length" if fill else "longest",
-            truncation=True,
-            max_length=length,
-            return_attention_mask=True,
-            return_tensors="pt",
-            **more,
-        )
-    except (ValueError, TypeError, LookupError, AssertionError, OverflowError) as fault:
-        raise DataError(f"tokenizer: {' '.join(str(fault).split())[:MAX_SHOWN]}") from fault
-    return Encoded(tokenizer, found)
-
-
 @dataclass(frozen=True)
 class Encoded:
-    """Texts as a tokenizer has made tokens of them."""
+    """Texts as tokens, all of one length. `tensors` are what the tokenizer gives, int64 [texts, tokens] each."""
 
     tokenizer: PreTrainedTokenizerBase
-    found: Any
-    """transformers' own record."""
+    tensors: dict[str, Tensor]
+    words: list[list[int | None]]
+    """The word that each token is of, [texts][tokens], where texts were given word by word."""
 
     @property
     def ids(self) -> Tensor:
-        """int64 [texts, tokens]"""
-        tensor: Tensor = self.found["input_ids"]
-        return tensor
+        return self.tensors["input_ids"]
 
     @property
     def padding(self) -> Tensor:
         """Where there is only padding, bool [texts, tokens]."""
-        tensor: Tensor = self.found["attention_mask"] == 0
-        return tensor
+        return self.tensors["attention_mask"] == 0
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -91,6 +63,63 @@ class Encoded:
         """
         found = {"input_ids": self.ids}
         if "attention_mask" in self.tokenizer.model_input_names:
-            found["attention_mask"] = self.found["attention_mask"]
-        types = self.found.get("token_type_ids")
+            found["attention_mask"] = self.tensors["attention_mask"]
+        types = self.tensors.get("token_type_ids")
         return found if types is None or not torch.any(types) else {**found, "token_type_ids": types}
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Texts,
+    seconds: Sequence[str] | None = None,
+    *,
+    max_length: int | None,
+    fill: bool = False,
+    by_word: bool = False,
+) -> Encoded:
+    """The texts as tokens, cut to `max_length` or what the tokenizer's model takes, and padded to the longest.
+
+    With `fill` they are padded to that length whatever the texts; `by_word`, each text is a list of words. Raises
+    DataError for what the tokenizer cannot do.
+    """
+    settings = {
+        "padding": "max_length" if fill else "longest",
+        "truncation": True,
+        "max_length": min(max_length or MAX_TOKENS, tokenizer.model_max_length, MAX_TOKENS),
+        "is_split_into_words": by_word,
+        "return_attention_mask": True,
+        "return_tensors": "pt",
+    }
+    pieces, words = [], []
+    for some, of_them in _in_turn(texts, seconds):
+        try:
+            found: Any = tokenizer(some, of_them, **settings)
+        except (ValueError, TypeError, LookupError, AssertionError, OverflowError) as fault:
+            raise DataError(f"tokenizer: {' '.join(str(fault).split())[:MAX_SHOWN]}") from fault
+        pieces.append({name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)})
+        words += [found.word_ids(row) for row in range(len(some))] if by_word else []
+    width = max(piece["input_ids"].shape[1] for piece in pieces)
+    on_left = tokenizer.padding_side == "left"
+    tensors = {
+        name: torch.cat([_widened(tokenizer, name, piece[name], width, on_left=on_left) for piece in pieces])
+        for name in pieces[0]
+    }
+    gaps = [[None] * (width - len(of_text)) for of_text in words]
+    return Encoded(
+        tokenizer,
+        tensors,
+        [gap + of_text if on_left else of_text + gap for gap, of_text in zip(gaps, words, strict=True)],
+    )
+
+
+def _in_turn(texts: Texts, seconds: Sequence[str] | None) -> Iterator[tuple[Texts, Sequence[str] | None]]:
+    for first in range(0, len(texts), AT_ONCE):
+        some = slice(first, first + AT_ONCE)
+        yield texts[some], None if seconds is None else seconds[some]
+
+
+def _widened(tokenizer: PreTrainedTokenizerBase, name: str, tensor: Tensor, width: int, *, on_left: bool) -> Tensor:
+    """A piece as wide as the widest, padded as the tokenizer would have."""
+    value = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}.get(name, 0)
+    gap = width - tensor.shape[1]
+    return pad(tensor, (gap, 0) if on_left else (0, gap), value=value)
