@@ -15,23 +15,29 @@ from safetensors.torch import load
 
 from shared.client import Client
 from shared.methods import Chosen
-from shared.model import Model
+from shared.model import Model, Prompts
 from shared.wire import Cohort, Evaluation, Measurement, Run, Training
 from tests.support.coordinator import LiveCoordinator, until
-from tests.support.federation import start_run
+from tests.support.duals import dual, pairs
+from tests.support.federation import ScriptedWorker, start_run
 from worker.agent import Agent
 from worker.blockmap import block_table, named_tensors
+from worker.cache import Cache
+from worker.data import Dataset
 from worker.evaluator import evaluate
 from worker.models import instantiate, read_block
 from worker.renewal import Stop
 from worker.settings import Settings, datasets_of
 from worker.trainer import Batches
+from worker.vault import Vault
+from worker.workbench import Report, Workbench
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
     "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+CPU = torch.device("cpu")
 GLOBAL = {"accuracy", "macro_f1", "loss", "calibration_error"}
 PERSONAL = {f"personal_{name}" for name in GLOBAL}
 ROUNDS = 2
@@ -127,7 +133,7 @@ def test_the_version_is_measured_without_what_the_site_keeps_and_its_own_model_w
     # The head of the version was never trained.
     for prefix, tensors in (("", version), ("personal_", version | kept)):
         model.load_state_dict(tensors)
-        again = evaluate(model, "image-classification", Batches(held_out, 64, torch.device("cpu")), lambda: None)
+        again = evaluate(model, "image-classification", Batches(held_out, 64, CPU), lambda: None)
         assert {name: numbers[prefix + name] for name in GLOBAL} == pytest.approx(again)
     assert numbers["personal_loss"] != numbers["loss"]
 
@@ -152,3 +158,38 @@ def test_a_worker_that_holds_nothing_out_is_not_asked(coordinator: LiveCoordinat
     run = begin(client, "fedavg", Evaluation(sites=True))
     with working(settings(coordinator, tmp_path / "state", held_out=None)):
         assert measured(client, run) == {}
+
+
+def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_own(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    data = pairs("clip")
+    data = Dataset(data.tensors, data.common, held_out=pairs("clip", 6))
+    worker = ScriptedWorker(
+        coordinator.client("site", "a"),
+        kinds=("train", "evaluate"),
+        datasets={"data": 24},
+        held_out={"data": 6},
+        methods=("pfeddc",),
+    )
+    cache = Cache(tmp_path / "cache", 1 << 24)
+    bench = Workbench(worker.client, {"data": data}, CPU, Vault(tmp_path / "vault"), cache, tmp_path)
+    worker.enrol()
+    model = instantiate(dual("clip"), "contrastive", seed=0, prompts=Prompts(vision=2, text=2))
+    blocks = block_table(model)
+    start = {block.name: read_block(named_tensors(model), block) for block in blocks}
+    document = Model(config=dual("clip"), head="contrastive", blocks=blocks, prompts=Prompts(vision=2, text=2))
+    client = coordinator.client()
+    run = start_run(
+        client,
+        document,
+        start,
+        method=Chosen(name="pfeddc"),
+        training=Training(optimizer="sgd", momentum=0, learning_rate=0.5, batch_size=8),
+        evaluation=Evaluation(sites=True),
+    )
+    for _ in range(3):
+        bench.do(worker.take(), lambda: None, Report())
+    found = measured(client, run)
+    assert {number: set(one.numbers) for number, one in found.items()} == {0: GLOBAL, 1: GLOBAL | PERSONAL}
+    assert found[1].numbers["personal_loss"] != found[1].numbers["loss"]
