@@ -1,0 +1,335 @@
+"""pFedDC and PromptFL over real HTTP: the bytes of a round, what stays at a site, and what a site refuses."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from structlog.testing import capture_logs
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from shared.blocks import EVERYTHING, Block, Match, Selector
+from shared.client import Client
+from shared.methods import Chosen, methods
+from shared.methods.contract import Participant, Plan, State
+from shared.methods.pfeddc import PFedDCCoordinator
+from shared.model import Model, Prompts
+from shared.tensors import Array, ArrayTensor
+from shared.update import Change, write_update
+from shared.wire import Cohort, Manifest, Run, Task, TaskView, Training, canonical
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.duals import CLASSES, START, dual
+from tests.support.federation import start_run
+from tests.support.tapping import Tap
+from worker.agent import Agent
+from worker.blockmap import block_table, named_tensors
+from worker.models import instantiate, read_block
+from worker.renewal import Stop
+from worker.settings import Settings
+from worker.vault import Vault
+
+BOTH = Prompts(vision=4, text=4)
+COLOURS = ("red", "green", "blue")
+HEADER = 400
+"""More bytes than the header of an update of two blocks has."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Eight noisy pictures of each of three colours, and a tokenizer that starts, ends and pads as CLIP's does."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for channel, colour in enumerate(COLOURS):
+        (folder / "images" / colour).mkdir(parents=True)
+        for number in range(8):
+            pixels = rng.integers(0, 120, (8, 8, 3), dtype=np.uint8)
+            pixels[:, :, channel] += 120
+            Image.fromarray(pixels).save(folder / "images" / colour / f"{number}.png")
+    end = int(CLASSES.max())
+    words = {word: 4 + number for number, word in enumerate((*COLOURS, "a", "photo", "of"))}
+    tokenizer = Tokenizer(WordLevel({"?": 0, "<s>": START, "</s>": end, **words}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", START), ("</s>", end)]
+    )  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>")
+    fast.save_pretrained(folder / "tokenizer")
+    return {
+        "kind": "imagetext", "folder": str(folder / "images"), "labels": COLOURS, "size": 8,
+        "tokenizer": str(folder / "tokenizer"), "template": "{}",
+    }  # fmt: skip
+
+
+class Site:
+    """A worker of one site, started anew for each task that it does: what it knows is what is on its disk."""
+
+    def __init__(self, coordinator: LiveCoordinator, folder: Path, data: dict[str, Any], name: str = "a") -> None:
+        self.folder = folder / name
+        self._settings = Settings(
+            url=coordinator.url, token=coordinator.token("site", name), name="w", state_dir=self.folder,
+            datasets={"colours": data}, threads=1, poll_seconds=0,
+        )  # fmt: skip
+
+    def through(self, tap: Tap) -> None:
+        self._settings = self._settings.model_copy(update={"url": tap.url})
+
+    def does(self) -> Task | None:
+        """Does a task if there is one."""
+        agent = Agent(self._settings, Stop())
+        try:
+            task = agent._next()
+            if task is not None:
+                agent._do(task)
+            return task
+        finally:
+            agent._client.close()
+
+    def kept(self, run: Run) -> dict[str, Array]:
+        return Vault(self.folder / "vault").load(run.id)
+
+
+def begin(client: Client, method: str, settings: dict[str, Any] | None = None, **spec: Any) -> Run:
+    model = instantiate(dual("clip"), "contrastive", seed=2, prompts=BOTH)
+    document = Model(config=dual("clip"), head="contrastive", prompts=BOTH, blocks=block_table(model))
+    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    plain = Training(optimizer="sgd", learning_rate=0.01, weight_decay=0.0, batch_size=8)
+    wanted = {"training": plain, "rounds": 3, "codec": "raw", "cohort": Cohort(tries=1, task_tries=1), **spec}
+    chosen = Chosen(name=method, settings=settings or {})
+    return start_run(client, document, start, method=chosen, dataset="colours", **wanted)
+
+
+def tasks(client: Client, run: Run) -> list[TaskView]:
+    return [task for made in client.rounds(run.id) for task in made.tasks]
+
+
+def manifests(client: Client, run: Run) -> list[Manifest]:
+    return [client.manifest(version.digest) for version in client.versions(run.id)]
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize(
+    ("method", "sent"), [("pfeddc", ("prompts.vision", "prompts.text")), ("promptfl", ("prompts.text",))]
+)
+def test_from_the_second_round_on_only_prompts_travel(
+    coordinator: LiveCoordinator, tmp_path: Path, data: dict[str, Any], method: str, sent: tuple[str, ...]
+) -> None:
+    client, site = coordinator.client(), Site(coordinator, tmp_path, data)
+    with Tap(coordinator.url) as tap:
+        site.through(tap)
+        run = begin(client, method)
+        on_the_wire = []
+        for number in range(1, 4):
+            up, down = len(tap.up), tap.down
+            until(site.does)
+            until(lambda number=number: client.run(run.id).version.number == number)
+            on_the_wire.append((len(tap.up) - up, tap.down - down))
+    model = client.model(run.spec.model)
+    nbytes = sum(model.by_name[name].nbytes for name in sent)
+    assert nbytes == len(sent) * 4 * 16 * 4  # four tokens, 16 wide, of four bytes a number
+    versions = client.versions(run.id)
+    for task, (up, down), version in zip(tasks(client, run), on_the_wire, versions, strict=False):
+        manifest = len(client.read_blob(version.digest))
+        print(
+            f"{method} round {task.round}: prompts {nbytes}, up {task.upload_bytes}, down {task.download_bytes} "
+            f"of which manifest {manifest}; with HTTP and all calls up {up}, down {down}"
+        )
+        assert nbytes < task.upload_bytes < nbytes + HEADER
+        if task.round > 1:
+            assert task.download_bytes == nbytes + manifest
+            assert up < nbytes + 12_000
+            assert down < nbytes + manifest + 12_000
+        else:
+            assert task.download_bytes > model.nbytes
+    first, *_, last = manifests(client, run)
+    assert {name for name in first.blocks if first.blocks[name] != last.blocks[name]} == set(sent)
+
+
+def test_a_round_of_clip_vit_b_16_moves_kilobytes() -> None:
+    vision = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "patch_size": 16}
+    config = {"model_type": "clip", "vision_config": {**vision, "intermediate_size": 3072}}
+    with torch.device("meta"):
+        table = block_table(instantiate(config, "contrastive", prompts=Prompts(vision=16, text=16)))
+    prompts = [block for block in table if block.role == "prompt"]
+    # 16 tokens of 768 and 16 of 512 numbers, of four bytes each: 80 KiB.
+    assert sum(block.nbytes for block in prompts) == 16 * (768 + 512) * 4 == 80 * 1024
+    file, noise = io.BytesIO(), np.random.default_rng(0)
+    values = {block.name: noise.normal(size=block.shape).astype("f4") for block in prompts}
+    write_update(file, "raw", [Change(b, ArrayTensor(values[b.name]), ArrayTensor(values[b.name])) for b in prompts])
+    manifest = len(canonical(Manifest(blocks={block.name: f"sha256:{'0' * 64}" for block in table})))
+    print(
+        f"CLIP ViT-B/16, 16 + 16 prompts, a round: up {len(file.getvalue())}, down {80 * 1024 + manifest} bytes, of "
+        f"which the manifest of {len(table)} blocks {manifest}; the model, once, {sum(b.nbytes for b in table)}"
+    )
+    assert len(file.getvalue()) < 80 * 1024 + HEADER
+    assert manifest < 64 * 1024
+
+
+# ---------------------------------------------------------------- what stays
+
+
+def test_local_prompts_and_fusion_survive_restarts_missed_rounds_and_dropping_out(
+    coordinator: LiveCoordinator, tmp_path: Path, data: dict[str, Any]
+) -> None:
+    client = coordinator.client()
+    sites = {name: Site(coordinator, tmp_path, data, name) for name in "ab"}
+    # A rate so small that what was restored is still to be recognised. One update makes a round, whoever sends it.
+    slow = Training(optimizer="sgd", learning_rate=1e-7, weight_decay=0.0, batch_size=8)
+    turns = "abbbab"
+    kept: dict[str, dict[str, Array]] = {"a": {}, "b": {}}
+    # Both are known before a round is opened, and so are asked in each.
+    for site in sites.values():
+        assert site.does() is None
+    run = begin(client, "pfeddc", rounds=len(turns), training=slow, cohort=Cohort(enough=1))
+    for number, name in enumerate(turns, start=1):
+        until(sites[name].does)
+        until(lambda number=number: client.run(run.id).version.number == number)
+        now = {each: site.kept(run) for each, site in sites.items()}
+        assert now[name]
+        for each, before in kept.items():
+            nearly = 1e-4 if each == name else 0
+            for block, values in before.items():
+                np.testing.assert_allclose(now[each][block], values, rtol=0, atol=nearly, err_msg=f"{each}'s {block}")
+        kept = now
+    # Each drew a fusion of its own, from its own first task.
+    own = "fusion.text.attention.in_proj_weight"
+    assert np.abs(kept["a"][own] - kept["b"][own]).max() > 0.01
+    names = {f"{kind}.{modality}" for kind in ("local", "fusion") for modality in ("vision", "text")}
+    assert {name.partition(".attention")[0] for name in kept["a"]} == names
+
+
+# ---------------------------------------------------------------- hostile coordinators
+
+
+class Asking(PFedDCCoordinator):
+    """A coordinator's half that asks for more than the method has it ask."""
+
+    asked: ClassVar[Plan]
+    honest_rounds: ClassVar[int]
+
+    def plan_for(self, state: State, worker: Participant) -> Plan:
+        return super().plan_for(state, worker) if state.round < Asking.honest_rounds else Asking.asked
+
+
+@contextmanager
+def asking(plan: Plan, honest_rounds: int = 0) -> Iterator[None]:
+    """The coordinator plans so; the worker's half is pFedDC's own. Both run in this process."""
+    own = methods()["pfeddc"]
+    Asking.asked, Asking.honest_rounds = plan, honest_rounds
+    methods()["pfeddc"] = replace(own, coordinator=Asking)
+    try:
+        yield
+    finally:
+        methods()["pfeddc"] = own
+
+
+def with_prompts(*names: str) -> Selector:
+    """One condition that the prompts meet too, so that the coordinator's own table has something for it."""
+    return Selector(include=(Match(names=("prompts.*", *names)),))
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (
+            Plan(upload=with_prompts("local.*")),
+            "private: the method keeps these at the site: local.text, local.vision$",
+        ),
+        (Plan(upload=with_prompts("fusion.text.*")), "private: .* fusion.text.attention.in_proj_bias, "),
+        (Plan(upload=with_prompts("*out_proj.bias")), "private: .* fusion.text.attention.out_proj.bias, "),
+        (Plan(upload=EVERYTHING), "private: .* fusion.text.attention.in_proj_bias, .* more$"),
+    ],
+    ids=["local prompts", "fusion", "part of the fusion", "everything"],
+)
+def test_a_plan_that_asks_for_what_stays_here_is_refused_logged_and_reported_and_nothing_leaves(
+    coordinator: LiveCoordinator, tmp_path: Path, data: dict[str, Any], plan: Plan, told: str
+) -> None:
+    client, site = coordinator.client(), Site(coordinator, tmp_path, data)
+    with Tap(coordinator.url) as tap, asking(plan), capture_logs() as logged:
+        site.through(tap)
+        run = begin(client, "pfeddc")
+        until(site.does)
+        until(lambda: tasks(client, run)[0].state == "failed")
+    problem = tasks(client, run)[0].problem
+    assert problem is not None
+    assert re.search(f"policy-violation: {told}", problem.detail), problem.detail
+    refusal = next(entry for entry in logged if entry["event"] == "task-failed")
+    assert (refusal["log_level"], refusal["code"]) == ("error", "policy-violation")
+    assert_nothing_left(tap)
+    assert site.kept(run) == {}
+
+
+def test_the_same_holds_for_a_site_that_has_something_to_lose(
+    coordinator: LiveCoordinator, tmp_path: Path, data: dict[str, Any]
+) -> None:
+    client, site = coordinator.client(), Site(coordinator, tmp_path, data)
+    plan = Plan(upload=with_prompts("local.*", "fusion.*"))
+    with Tap(coordinator.url) as tap, asking(plan, honest_rounds=1):
+        run = begin(client, "pfeddc")
+        until(site.does)
+        before = site.kept(run)
+        site.through(tap)
+        until(site.does)
+        until(lambda: client.run(run.id).state == "paused")
+    after = site.kept(run)
+    assert {"local.text", "local.vision"} < set(before) == set(after)
+    assert all(np.array_equal(after[name], values) for name, values in before.items())
+    assert all(values.tobytes() not in tap.up for values in before.values())
+    assert_nothing_left(tap)
+
+
+def test_a_document_that_names_what_stays_here_describes_no_model_and_is_refused(
+    coordinator: LiveCoordinator, tmp_path: Path, data: dict[str, Any]
+) -> None:
+    client, site = coordinator.client(), Site(coordinator, tmp_path, data)
+    model = instantiate(dual("clip"), "contrastive", seed=2, prompts=BOTH)
+    local = Block(tensor="local.text", role="prompt", shape=(4, 16), dtype="F32")
+    table = (*block_table(model), local)
+    document = Model(config=dual("clip"), head="contrastive", prompts=BOTH, blocks=table)
+    start = {block.name: np.zeros(block.shape, np.float32) for block in table}
+    plan = Plan(fetch=EVERYTHING, upload=with_prompts("local.*"))
+    with Tap(coordinator.url) as tap, asking(plan), capture_logs() as logged:
+        site.through(tap)
+        once = Cohort(tries=1, task_tries=1)
+        run = start_run(client, document, start, method=Chosen(name="pfeddc"), dataset="colours", cohort=once)
+        until(site.does)
+        until(lambda: tasks(client, run)[0].state == "failed")
+    problem = tasks(client, run)[0].problem
+    assert problem is not None
+    assert "local.text: missing from the model that the config builds" in problem.detail
+    assert any(entry["event"] == "task-failed" for entry in logged)
+    assert_nothing_left(tap)
+
+
+def test_a_plan_that_would_fetch_what_stays_here_finds_no_such_block(
+    coordinator: LiveCoordinator, tmp_path: Path, data: dict[str, Any]
+) -> None:
+    client, site = coordinator.client(), Site(coordinator, tmp_path, data)
+    plan = Plan(fetch=with_prompts("local.*", "fusion.*"), upload=with_prompts("local.*"))
+    with Tap(coordinator.url) as tap, asking(plan):
+        site.through(tap)
+        run = begin(client, "pfeddc")
+        until(site.does)
+        until(lambda: tasks(client, run)[0].state == "failed")
+    assert "policy-violation: private: " in str(tasks(client, run)[0].problem)
+    assert_nothing_left(tap)
+
+
+def assert_nothing_left(tap: Tap) -> None:
+    """What the worker sent are questions, its claim and its refusal: no upload was begun and no result handed in."""
+    asked = {path for verb, path in re.findall(rb"([A-Z]+) (/v1/\S+) HTTP/1", tap.up) if verb != b"GET"}
+    assert any(path.endswith(b"/failure") for path in asked)
+    assert all(path.endswith((b"/claim", b"/heartbeat", b"/failure")) for path in asked), asked
