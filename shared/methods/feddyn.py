@@ -9,8 +9,8 @@ to the mean of what came back:
 The mean of all h_k moves by the sum of what this round's sites moved by, over the population; so it is kept at the
 server, and an update is no larger than FedAvg's. Means are unweighted, as in the code, which puts a site's size into
 its alpha_k = alpha / (its examples / the mean of examples), here over the round's cohort. With `weigh = "examples"`
-means are weighted instead and alpha_k = alpha. Together with alpha = 0, where nothing is bent or remembered, that is
-FedAvg, bit for bit.
+means are weighted instead and alpha_k = alpha, for rounds in which all take part: the mean of all h_k needs the same
+weights in every round. Together with alpha = 0, where nothing is bent or remembered, that is FedAvg, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from statistics import fmean
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from shared.blocks import NUMPY_DTYPES, Selector
 from shared.methods.contract import (
@@ -51,6 +51,12 @@ class FedDynSettings(MethodSettings):
     population: PositiveInt | None = Field(
         default=None, description="workers that take part by turns; as many as each round has if left out"
     )
+
+    @model_validator(mode="after")
+    def _same_weight_in_every_round(self) -> Self:
+        if self.population is not None and self.weigh == "examples":
+            raise ValueError("a population that takes part by turns needs weigh = 'equal'")
+        return self
 
 
 class FedDynCoordinator(CoordinatorHalf[FedDynSettings]):

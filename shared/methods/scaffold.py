@@ -4,9 +4,10 @@ Karimireddy et al. 2020, arXiv 1910.06378, Algorithm 1 with option II. A local s
 after tau of them a site keeps c_k = c_k - c + (w_t - w_k) / (tau eta). The change is -c + (w_t - w_k) / (tau eta), so
 that the server knows it once it is told tau: nothing more is sent, and an update is no larger than FedAvg's.
 
-The server's c moves by the changes' mean over the population. Sites are weighed by their examples in it, as they are
-in the model, without which the corrections would not cancel in the mean; with equal examples it is the paper's. A
-site that was never asked counts with c_k = 0.
+The server's c moves by the changes' mean over the population; a site that was never asked counts with c_k = 0. Both
+means, of controls and of models, weigh sites alike, without which the corrections would not cancel: by examples, or
+equally as in the paper. Where a round has only some of the population it must be equally, for c is the mean of the
+c_k only if each has the same weight in every round.
 
 `strength` scales the correction. At 0 nothing is corrected or remembered, and it is FedAvg, bit for bit. In between,
 the correction approaches the paper's as a moving average over rounds does.
@@ -17,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import fsum
+from typing import Literal, Self
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from shared.blocks import NUMPY_DTYPES, Selector
 from shared.methods.contract import (
@@ -45,9 +47,16 @@ STEPS = "steps"
 
 class ScaffoldSettings(MethodSettings):
     strength: float = Field(default=1.0, ge=0, le=1, description="how much of the difference is corrected for")
+    weigh: Literal["examples", "equal"] = Field(default="examples", description="what a site counts in the means")
     population: PositiveInt | None = Field(
         default=None, description="workers that take part by turns; as many as each round has if left out"
     )
+
+    @model_validator(mode="after")
+    def _same_weight_in_every_round(self) -> Self:
+        if self.population is not None and self.weigh == "examples":
+            raise ValueError("a population that takes part by turns needs weigh = 'equal'")
+        return self
 
 
 class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
@@ -71,6 +80,8 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
             raise ValueError(f"{STEPS} is {numbers.get(STEPS)}; {examples} examples allow from 1 to {most}")
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
+        if self.settings.weigh == "equal":
+            updates = [replace(update, examples=1) for update in updates]
         merged = super().merge(state, updates)
         if not self.settings.strength:
             return merged

@@ -122,11 +122,13 @@ def test_scaffold_s_server_learns_the_controls_from_updates_and_step_counts() ->
 
 
 def test_of_a_larger_population_only_those_present_move_the_control() -> None:
-    half = half_of("scaffold", {"population": 8}, learning_rate=0.5)
+    half = half_of("scaffold", {"population": 8, "weigh": "equal"}, learning_rate=0.5)
     state = State(0, {"w": full(1.0)}, memory={"control/w": full(4.0)})
-    updates = [update("a/w", 10, 0.0, steps=2.0), update("b/w", 30, 3.0, steps=4.0)]
-    # Two of eight: c = 4 + 2/8 * ((1/4 * 1 + 3/4 * -1) - 4) = 2.875
-    assert first(half.merge(state, updates).memory["control/w"]) == 2.875
+    updates = [update("a/w", 10, 0.0, steps=2.0), update("b/w", 30, 3.5, steps=2.0)]
+    # Gradients 1 and -2.5, two sites of eight: c = 4 + 2/8 * ((1 - 2.5) / 2 - 4) = 2.8125
+    after = half.merge(state, updates)
+    assert first(after.memory["control/w"]) == 2.8125
+    assert first(after.model["w"]) == 1 + (-1 + 2.5) / 2
 
 
 def test_a_block_that_nobody_sent_keeps_its_control() -> None:
@@ -162,15 +164,32 @@ def test_scaffold_corrects_each_gradient_by_c_minus_c_k_and_keeps_the_next_c_k()
         np.testing.assert_allclose(harvest.keep[f"control/{name}"], kept, rtol=1e-4, atol=1e-5)
 
 
-def test_the_server_s_control_is_the_mean_of_those_that_the_sites_keep() -> None:
-    run = Rounds("scaffold", {"population": 3}, {**SGD, "epochs": 2})
-    weights = {name: run.sites[name].examples / 48 for name in NAMES}
-    for _ in range(3):
-        run.play()
+def kept_mean(run: Rounds, name: str, weights: Mapping[str, float]) -> Array:
+    """The weighted mean of what the sites keep under a name; zero for who keeps nothing yet."""
+    kept = {worker: run.vaults[worker].get(name) for worker in NAMES}
+    return sum(weights[worker] * values.astype(np.float64) for worker, values in kept.items() if values is not None)
+
+
+BY_TURNS = [NAMES[:2], NAMES[1:], NAMES, NAMES[:1], NAMES[1:]]
+
+
+@pytest.mark.parametrize(("weigh", "cohorts"), [("examples", [NAMES] * 4), ("equal", BY_TURNS)])
+def test_the_server_s_control_is_the_mean_of_those_that_the_sites_keep(weigh: str, cohorts: list[list[str]]) -> None:
+    settings = {"weigh": weigh, "population": 3 if weigh == "equal" else None}
+    run = Rounds("scaffold", settings, {**SGD, "epochs": 2})
+    sizes = {name: run.sites[name].examples / 48 if weigh == "examples" else 1 / 3 for name in NAMES}
+    for cohort in cohorts:
+        run.play(*cohort)
         for block in run.facts.blocks:
             name = f"control/{block.name}"
-            mean = sum(weights[worker] * run.vaults[worker][name].astype(np.float64) for worker in NAMES)
+            mean = kept_mean(run, name, sizes)
             np.testing.assert_allclose(to_array(run.state.memory[name]), mean, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("method", ["scaffold", "feddyn"])
+def test_a_population_by_turns_needs_equal_weights(method: str) -> None:
+    with pytest.raises(ValueError, match="needs weigh = 'equal'"):
+        half_of(method, {"weigh": "examples", "population": 9})
 
 
 def test_scaffold_of_no_strength_is_fedavg_to_the_bit_and_remembers_nothing() -> None:
@@ -260,11 +279,11 @@ def test_feddyn_descends_on_the_bent_objective_and_adds_up_the_drift() -> None:
 
 def test_the_server_s_drift_is_the_mean_of_those_that_the_sites_keep() -> None:
     run = Rounds("feddyn", {"alpha": 0.1, "population": 3})
-    for cohort in (NAMES, NAMES[:2], NAMES[1:]):
+    for cohort in BY_TURNS:
         run.play(*cohort)
         for block in run.facts.blocks:
             name = f"drift/{block.name}"
-            mean = sum(run.vaults[worker][name].astype(np.float64) for worker in NAMES) / 3
+            mean = kept_mean(run, name, dict.fromkeys(NAMES, 1 / 3))
             np.testing.assert_allclose(to_array(run.state.memory[name]), mean, rtol=1e-5, atol=2e-6, err_msg=name)
 
 
