@@ -134,6 +134,11 @@ class NoisyGradients:
         self._way = fastest(model, loss, each if plain else None, freeze.parameters, self._common, sample)
         self._at_once = at_once(self._way, freeze.parameters)
 
+    @property
+    def way(self) -> str:
+        """How the gradients of single examples are found."""
+        return self._way.name
+
     def _rows(self, rows: Tensor) -> dict[str, Tensor]:
         return {name: tensor[rows].to(self._device) for name, tensor in self._dataset.tensors.items()}
 

@@ -109,7 +109,8 @@ class FusedPrompts:
     fusion: nn.ModuleDict
 
     def way(self, modality: Modality, own: Tensor) -> Tensor:
-        fused: Tensor = self.fusion[modality](own, self.local.get_parameter(modality))
+        # Not `get_parameter`: while gradients of single examples are taken, a plain tensor stands in for it.
+        fused: Tensor = self.fusion[modality](own, getattr(self.local, modality))
         return fused
 
 

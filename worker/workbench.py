@@ -309,6 +309,8 @@ class Workbench:
         self._check_plan(task, ready)
         report.examples = dataset.examples
         batches = Batches(dataset, task.training.batch_size, self.device)
+        if private:
+            work.choosing = private.choose
         selected = half.select(work, private.watched(batches) if private else batches)
         if private:
             private.check_choice()
