@@ -14,7 +14,8 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect
 
 from coordinator.storage.database import Database, DatabaseInUse, SchemaBehind, alembic_config
-from coordinator.storage.tables import Table
+from coordinator.storage.tables import Table, VersionRow
+from tests.support.storage import add_task, add_worker
 
 
 def coordinator(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -113,3 +114,23 @@ def test_the_database_is_durable_and_checks_its_references(database: Database) -
         }
     # synchronous: 2 is FULL.
     assert pragmas == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
+
+
+def test_what_the_version_before_wrote_is_read_and_what_it_does_not_know_is_left_behind(database: Database) -> None:
+    with database.engine.begin() as connection:
+        command.downgrade(alembic_config(connection), "0001")
+        connection.exec_driver_sql(
+            "INSERT INTO runs VALUES ('run', 'run', 'running', NULL, '{}', 0, 0, 1, 1000, 1000, 1000)"
+        )
+        connection.exec_driver_sql("INSERT INTO versions VALUES ('run', 0, 'sha256:0', 1000)")
+    with database.engine.begin() as connection:
+        command.upgrade(alembic_config(connection), "head")
+    with database.transaction() as session:
+        version = session.get_one(VersionRow, ("run", 0))
+        assert (version.numbers, version.warnings) == ({}, [])
+        add_worker(session)
+        for name, held_out in (("central", False), ("at a site", True)):
+            add_task(session, name, kind="evaluate", round_id=None, held_out=held_out)
+    with database.engine.begin() as connection:
+        command.downgrade(alembic_config(connection), "0001")
+        assert connection.exec_driver_sql("SELECT id FROM tasks").scalars().all() == ["central"]
