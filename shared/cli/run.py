@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -133,16 +134,22 @@ def show(
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    settings = ", ".join(f"{name} {value}" for name, value in run.spec.method.settings.items())
+    optimizer = run.spec.server_optimizer
     return [
         ("run", f"{run.spec.name} ({run.id})"),
         ("state", run.state + (f": {run.reason}" if run.reason else "")),
-        ("method", run.spec.method.name + (f" ({settings})" if settings else "")),
+        ("method", _with_settings(run.spec.method.name, run.spec.method.settings)),
+        ("server optimizer", _with_settings(optimizer.kind, optimizer.model_dump(exclude={"kind"}))),
         ("version", f"{run.version.number} of {run.spec.rounds}"),
         ("dataset", run.spec.dataset),
         ("model", output.size(run.model_bytes) or ""),
         ("codec", run.spec.codec),
     ]
+
+
+def _with_settings(name: str, settings: Mapping[str, object]) -> str:
+    shown = ", ".join(f"{setting} {value}" for setting, value in settings.items())
+    return f"{name} ({shown})" if shown else name
 
 
 def _round_table(rounds: list[Outcome]) -> Table:

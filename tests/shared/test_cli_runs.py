@@ -133,6 +133,13 @@ def test_a_run_is_found_by_the_beginning_of_its_id_and_by_name(commands: Command
     assert commands.json("run", "show", "trail", code=1)["code"] == "not-found"
 
 
+def test_a_server_optimizer_of_the_file_or_the_command_line_is_shown(commands: Commands, folder: Path) -> None:
+    settings = ("--set", "server_optimizer.kind=adam", "--set", "server_optimizer.learning_rate=0.01")
+    run = commands.create(folder, *settings)
+    shown = " ".join(commands.say("run", "show", run).stdout.split())
+    assert "server optimizer adam (learning_rate 0.01, beta1 0.9, tau 0.001, beta2 0.99)" in shown
+
+
 def test_a_run_is_paused_resumed_and_cancelled(commands: Commands, folder: Path) -> None:
     run = commands.create(folder)
     states = [commands.json("run", verb, run)["state"] for verb in ("pause", "resume", "cancel")]
