@@ -36,13 +36,19 @@ QUICK_ROUNDS = 2
 Figures = dict[str, float]
 
 
-def measured(task: Task, arm: Arm, seed: int, rounds: int, folder: Path) -> Figures:
+def made(task: Task, model: str, seed: int, folder: Path) -> Path:
+    """The model folder of a seed, which the arms share. It is made when it is not there yet."""
+    place = folder / f"{model}-{seed}"
+    if not place.exists():
+        place.mkdir()
+        options = task.models(model, seed, place)
+        command = [sys.executable, "-m", "shared.cli", "model", "init", str(place / "model"), "--seed", str(seed)]
+        subprocess.run([*command, *options], check=True, capture_output=True)
+    return place / "model"
+
+
+def measured(task: Task, arm: Arm, seed: int, rounds: int, model: Path) -> Figures:
     """Runs one arm with one seed."""
-    out = folder / f"{arm.name}-{seed}".replace(" ", "-").replace("/", "-")
-    out.mkdir()
-    options = task.models(arm.model, seed, out)
-    command = [sys.executable, "-m", "shared.cli", "model", "init", str(out / "model"), "--seed", str(seed), *options]
-    subprocess.run(command, check=True, capture_output=True)
     sites = task.sites(seed)
     evaluation = {"dataset": "test", "sites": not arm.spec.get("privacy"), "every": rounds}
     spec = {
@@ -56,11 +62,10 @@ def measured(task: Task, arm: Arm, seed: int, rounds: int, folder: Path) -> Figu
     }
     result = simulate(
         spec,
-        ModelFolder.open(out / "model"),
+        ModelFolder.open(model),
         {"all": joined(sites)} if arm.central else sites,
         test=task.test(),
         conditions=Conditions(threads=1),
-        out=out / "run",
     )
     return figures(result, len(sites))
 
@@ -163,7 +168,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(given.jobs) as pool:
         # The task itself holds functions, which do not travel between processes; its name does.
         futures = {
-            (arm.name, seed): pool.submit(_one, given.task, arm.name, seed, rounds, name) for arm, seed in wanted
+            (arm.name, seed): pool.submit(
+                _one, given.task, arm.name, seed, rounds, made(task, arm.model, seed, Path(name))
+            )
+            for arm, seed in wanted
         }
         runs = {}
         for key, future in futures.items():
@@ -174,9 +182,9 @@ def main() -> None:
         write_csv(given.csv, given.task, runs)
 
 
-def _one(task: str, arm: str, seed: int, rounds: int, folder: str) -> Figures:
-    chosen_arm = next(each for each in TASKS[task].arms if each.name == arm)
-    return measured(TASKS[task], chosen_arm, seed, rounds, Path(folder))
+def _one(task: str, arm: str, seed: int, rounds: int, model: Path) -> Figures:
+    wanted = next(each for each in TASKS[task].arms if each.name == arm)
+    return measured(TASKS[task], wanted, seed, rounds, model)
 
 
 if __name__ == "__main__":

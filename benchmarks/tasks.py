@@ -20,8 +20,8 @@ SGD = {"training": {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0
 VIT = Path(__file__).parents[1] / "examples" / "digits" / "vit.json"
 
 BERT = {
-    "model_type": "bert", "vocab_size": VOCABULARY, "max_position_embeddings": TOKENS, "hidden_size": 64,
-    "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 128, "num_labels": len(AREAS),
+    "model_type": "bert", "vocab_size": VOCABULARY, "max_position_embeddings": TOKENS, "hidden_size": 48,
+    "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 96, "num_labels": len(AREAS),
     "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 
@@ -82,10 +82,10 @@ GLOBAL = (
     Arm("fedavg + server adagrad", "fedavg", spec={"server_optimizer": {"kind": "adagrad", "learning_rate": 0.01}}),
 )
 FROZEN = (
-    Arm("fedfrozen all_but_qk", "fedfrozen", {"warmup_rounds": 8}),
+    Arm("fedfrozen all_but_qk", "fedfrozen", {"warmup_rounds": 6}),
     Arm("fedfrozen all_but_qk, auto", "fedfrozen", {"warmup_rounds": "auto"}),
-    Arm("fedfrozen v_head", "fedfrozen", {"warmup_rounds": 8, "scope": "v_head"}),
-    Arm("fedfrozen, values frozen", "fedfrozen", {"warmup_rounds": 8, "freeze": "value"}),
+    Arm("fedfrozen v_head", "fedfrozen", {"warmup_rounds": 6, "scope": "v_head"}),
+    Arm("fedfrozen, values frozen", "fedfrozen", {"warmup_rounds": 6, "freeze": "value"}),
 )
 WITH_SGD = (
     Arm("fedavg, sgd", "fedavg", spec=SGD),
@@ -159,7 +159,7 @@ TASKS = {
         Task(
             "digits",
             (*GLOBAL, *FROZEN, *WITH_SGD, *PERSONAL, *selecting(0.5), *ADAPTERS),
-            rounds=24,
+            rounds=16,
             training=ADAMW,
             sites=digit_sites,
             test=lambda: load("digits", {"split": "test"}),
@@ -168,8 +168,8 @@ TASKS = {
         Task(
             "docstrings",
             (GLOBAL[0], GLOBAL[1], FROZEN[0], *selecting(1 / 3), *ADAPTERS),
-            rounds=16,
-            training=ADAMW,
+            rounds=12,
+            training={**ADAMW, "epochs": 1, "learning_rate": 1e-3},
             sites=docstring_sites,
             test=lambda: docstrings()[1],
             models=docstring_model,
@@ -177,7 +177,7 @@ TASKS = {
         Task(
             "privacy",
             (GLOBAL[0], *private(1.0), *private(8.0)),
-            rounds=16,
+            rounds=12,
             training={**ADAMW, "epochs": 1, "learning_rate": 1e-3},
             sites=docstring_sites,
             test=lambda: docstrings()[1],
