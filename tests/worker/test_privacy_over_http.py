@@ -1,0 +1,137 @@
+"""Privacy over real HTTP: what leaves, what is refused and told, and what the site writes down."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.client import Client
+from shared.methods import Chosen
+from shared.model import Model
+from shared.privacy import Privacy
+from shared.wire import Cohort, Evaluation, Run, TaskView, Training
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import start_run
+from worker.accounting import epsilon
+from worker.agent import Agent
+from worker.blockmap import block_table, named_tensors
+from worker.ledger import Ledger, NoisySteps
+from worker.models import instantiate, read_block
+from worker.renewal import Stop
+from worker.settings import Settings
+
+VIT = {
+    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "hidden_dropout_prob": 0.0,
+}  # fmt: skip
+PRIVACY = Privacy(epsilon=4.0, delta=1e-5, clip_norm=1.0)
+
+
+@contextmanager
+def site(coordinator: LiveCoordinator, folder: Path, **source: Any) -> Iterator[None]:
+    """A worker with an eighth of the digits, held under a name of its own."""
+    digits = {"kind": "digits", "part": {"scheme": "iid", "count": 8, "index": 0}, "held_out": 0.2, **source}
+    settings = Settings(
+        url=coordinator.url, token=coordinator.token("site", "a"), name="w", state_dir=folder / "a",
+        datasets={"digits": digits}, threads=1, poll_seconds=1,
+    )  # fmt: skip
+    stop = Stop()
+    thread = threading.Thread(target=Agent(settings, stop).run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.request()
+        thread.join()
+
+
+def ended(client: Client, **spec: Any) -> Run:
+    model = instantiate(VIT, "image-classification", seed=1)
+    document = Model(config=VIT, head="image-classification", blocks=block_table(model))
+    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    given = {
+        "dataset": "digits", "rounds": 2, "training": Training(batch_size=32, learning_rate=0.01),
+        "cohort": Cohort(size=1, tries=1, task_tries=1),
+    }  # fmt: skip
+    run = start_run(client, document, start, **{**given, **spec})
+    until(lambda: client.run(run.id).state != "running", seconds=60)
+    return client.run(run.id)
+
+
+def tasks_of(client: Client, run: Run) -> list[TaskView]:
+    return [task for round_ in client.rounds(run.id) for task in round_.tasks]
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[LiveCoordinator]:
+    with LiveCoordinator(tmp_path) as live:
+        yield live
+
+
+def test_a_private_run_keeps_its_target_and_tells_nothing_but_steps(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    with site(coordinator, tmp_path, privacy={"epsilon": 4.0, "delta": 1e-5}):
+        run = ended(client, privacy=PRIVACY, method=Chosen(name="fednova"))
+        assert run.state == "completed", run.reason
+        first, second = tasks_of(client, run)
+        # 144 of the 180 images train, in 5 steps an epoch. The norm is what the coordinator makes of the update.
+        for task in (first, second):
+            assert {**task.numbers, "update_norm": 0.0} == {"effective_steps": 5.0, "update_norm": 0.0}
+        entries = Ledger(tmp_path / "a" / "ledger").read("digits")
+        assert [(entry.run, entry.round, entry.examples) for entry in entries] == [(run.id, 1, 144), (run.id, 2, 144)]
+        events = [event for entry in entries for event in entry.events]
+        assert [event.steps for event in events if isinstance(event, NoisySteps)] == [5, 5]
+        assert 0.98 * 4.0 < epsilon(events, 1e-5) <= 4.0
+        # Nothing of the budget is left for another run.
+        refused = ended(client, name="again", privacy=PRIVACY)
+        assert refused.state != "completed"
+        (task,) = tasks_of(client, refused)
+        assert task.problem
+        assert task.problem.detail.startswith("policy-violation: privacy: this task would bring")
+        assert "the site allows 4" in task.problem.detail
+        assert Ledger(tmp_path / "a" / "ledger").read("digits") == entries
+
+
+def test_a_run_without_privacy_may_not_train_on_data_that_have_a_budget(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    with site(coordinator, tmp_path, privacy={"epsilon": 4.0, "delta": 1e-5}):
+        run = ended(client)
+    (task,) = tasks_of(client, run)
+    assert run.state != "completed"
+    assert task.problem
+    assert "privacy: the data set 'digits' has a budget, and the run no privacy" in task.problem.detail
+    assert Ledger(tmp_path / "a" / "ledger").read("digits") == ()
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_data_set_with_a_budget_is_measured_only_if_its_site_says_so(
+    coordinator: LiveCoordinator, tmp_path: Path, allowed: bool
+) -> None:
+    client = coordinator.client()
+    with site(coordinator, tmp_path, privacy={"epsilon": 4.0, "delta": 1e-5, "evaluations": allowed}):
+        run = ended(client, rounds=1, privacy=PRIVACY, evaluation=Evaluation(sites=True))
+        assert run.state == "completed", run.reason
+        measured = list(client.measurements(run.id))
+        assert bool(measured) == allowed
+
+
+def test_safl_chooses_by_noisy_sums_that_are_paid_for(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client()
+    privacy = PRIVACY.model_copy(update={"selection": "noisy"})
+    with site(coordinator, tmp_path):
+        run = ended(client, privacy=privacy, method=Chosen(name="safl", settings={"layers": 1}))
+        assert run.state == "completed", run.reason
+    kinds = [event.kind for entry in Ledger(tmp_path / "a" / "ledger").read("digits") for event in entry.events]
+    assert kinds == ["noisy-choice", "noisy-steps"] * 2
+    events = [event for entry in Ledger(tmp_path / "a" / "ledger").read("digits") for event in entry.events]
+    assert epsilon(events, 1e-5) <= 4.0
+    assert all("score" not in name for task in tasks_of(client, run) for name in task.numbers)
