@@ -12,7 +12,11 @@ from rich.status import Status
 from shared.cli import output
 from shared.cli.rounds import Glimpse, Outcome, at_work
 from shared.wire import Run
+from shared.fairness import PERSONAL
 
+
+# Of what was measured, as much as a line holds; `tessera run metrics` has it all.
+TELLING = ("accuracy", "macro_f1", "loss", f"{PERSONAL}accuracy")
 
 def watch_as_text(glimpses: Iterable[Glimpse]) -> Run:
     """Prints until the glimpses end; returns the run as it then is."""
@@ -58,7 +62,10 @@ def _line(outcome: Outcome) -> str:
     begin = f"round {made.number}{attempt} {made.stage}: {outcome.accepted} of {outcome.asked} updates"
     if made.state != "committed":
         return f"{begin}; {made.state}: {made.reason}"
-    scores = "".join(f", {name} {value:.3f}" for name, value in outcome.scores.items())
+    told = {name: outcome.scores[name] for name in TELLING if name in outcome.scores}
+    scores = "".join(f", {name} {value:.3f}" for name, value in told.items())
+    if spread := outcome.spreads.get("accuracy"):
+        scores += f", worst site {spread.worst_site} {spread.worst:.3f}"
     moved = f"{output.size(outcome.download_bytes)} down, {output.size(outcome.upload_bytes)} up"
     return f"{begin}{scores}, {moved}, {output.seconds(outcome.seconds())} s"
 
