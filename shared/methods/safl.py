@@ -127,6 +127,8 @@ class Candidates:
     """What can be chosen among: the layers of each stack, as far as the settings would train them."""
 
     stacks: tuple[tuple[Layer, ...], ...]
+    within: tuple[Role, ...] | None
+    """What trains of a chosen layer; all of it if None."""
     always: tuple[Block, ...]
     """What trains whatever is chosen."""
 
@@ -140,7 +142,7 @@ class Candidates:
             if held := tuple(b for b in layer.blocks if settings.within is None or b.role in settings.within):
                 stacks.setdefault(layer.stack, []).append(replace(layer, blocks=held))
         always = tuple(block for block in blocks if block.layer is None and block.role in settings.always)
-        return cls(tuple(map(tuple, stacks.values())), always)
+        return cls(tuple(map(tuple, stacks.values())), settings.within, always)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -179,9 +181,15 @@ class Candidates:
 
     def selector(self, chosen: Sequence[Layer]) -> Selector:
         """The chosen layers' blocks, as far as they train, and what always trains."""
-        names = tuple(escape(block.name) for layer in chosen for block in layer.blocks)
+        patterns = tuple(pattern for layer in chosen for pattern in _patterns(layer))
         always = tuple(escape(block.name) for block in self.always)
-        return Selector(include=(Match(names=names + always),)) if names or always else NOTHING
+        matches = [Match(roles=self.within, names=patterns)] if patterns else []
+        return Selector(include=(*matches, Match(names=always)) if always else tuple(matches))
+
+
+def _patterns(layer: Layer) -> Sequence[str]:
+    """Shell patterns for the names of the layer's blocks: one for all, unless a mapping numbered them freely."""
+    return [f"{escape(layer.name)}.*"] if layer.stack else [escape(block.name) for block in layer.blocks]
 
 
 def check_privacy(settings: SAFLSettings, privacy: Privacy | None) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from benchmarks.safl_bytes import COHORTS, CONFIGS, blocks_of, rows
 from shared import codecs
 from shared.averaging import average
 from shared.blocks import Block
@@ -653,3 +654,23 @@ def test_a_noisy_choice_is_by_all_of_the_examples_so_that_one_more_only_adds() -
     assert more.shape == (21, 6)
     assert ((more >= 0) & (more <= 1)).all()
     np.testing.assert_allclose(fewer, more[:20], atol=1e-6)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def test_bytes_are_counted_each_way_for_a_shared_choice_and_for_each_by_itself() -> None:
+    blocks = blocks_of({**CONFIGS["24 layers, bert-large"], "hidden_size": 64, "intermediate_size": 256})
+    layer = layers_of(blocks)[0].nbytes
+    always = sum(b.nbytes for b in blocks if b.layer is None and b.role in {"head", "norm"})
+    (same, up, down), (_, up_pruned, down_pruned), *each = rows(blocks, 8, 0.375)
+    assert (same, up, down) == ("all choose the same", always + 8 * layer, always + 8 * layer)
+    # Three eighths of 64 and of 256 rows are whole numbers; biases and norms are not pruned.
+    matrices = 4 * 64 * 64 + 2 * 64 * 256
+    assert up - up_pruned == 8 * 0.375 * matrices * 4
+    assert down_pruned == down
+    for workers, (_, alone_up, union), _ in zip(COHORTS, each[::2], each[1::2], strict=True):
+        # Of 24 layers, the chance that none of N draws of 8 takes a given one is (2/3)^N.
+        expected = always + 24 * layer * (1 - (2 / 3) ** workers)
+        assert alone_up == up
+        assert union == pytest.approx(expected, rel=0.03)
