@@ -73,7 +73,7 @@ class FedDynCoordinator(CoordinatorHalf[FedDynSettings]):
         merged = super().merge(state, updates)
         if not self.settings.alpha:
             return merged
-        present = len(updates) / max(len(updates), self.settings.population or 0)
+        present = len(updates) / max(len(updates), self.settings.population or 1)
         whole = sum(update.examples for update in updates)
         model, memory = dict(merged.model), dict(merged.memory)
         for name, base in state.model.items():

@@ -85,7 +85,7 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
         merged = super().merge(state, updates)
         if not self.settings.strength:
             return merged
-        present = len(updates) / max(len(updates), self.settings.population or 0)
+        present = len(updates) / max(len(updates), self.settings.population or 1)
         whole = fsum(update.examples for update in updates)
         shares = {update.worker: present * update.examples / whole for update in updates}
         controls = {

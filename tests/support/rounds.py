@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shared.blocks import Selector
 from shared.methods import Chosen, coordinator_half
 from shared.methods.contract import Harvest, Participant, RunFacts, State, Update, begin
 from shared.tensors import Array, ArrayTensor, Tensor, to_array
@@ -40,6 +41,9 @@ class Rounds:
         default_factory=lambda: {"a/w": site_data(1, 8), "b/w": site_data(2, 16), "c/w": site_data(3, 24)}
     )
 
+    only: Selector | None = None
+    """What trains and is sent, whatever the method plans."""
+
     def __post_init__(self) -> None:
         model = instantiate(VIT, "image-classification", seed=1)
         self.facts = RunFacts(block_table(model), rounds=10, training=Training.model_validate(self.training))
@@ -55,7 +59,8 @@ class Rounds:
         names = cohort or tuple(self.sites)
         asked = [Participant(name, self.sites[name].examples) for name in names]
         updates = []
-        for name, plan in self.half.plan(self.state, asked, Random(0)).items():
+        for name, planned in self.half.plan(self.state, asked, Random(0)).items():
+            plan = planned.model_copy(update={"train": self.only, "upload": self.only}) if self.only else planned
             model, memory = _arrays(self.state.model), _arrays(self.state.memory)
             _, harvest = one_task(
                 self.method,
