@@ -151,7 +151,8 @@ def prompts_of(model: nn.Module) -> PromptTokens | None:
 def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
     """Gives a dual encoder its prompts, random under torch's seed, as the submodule `prompts`.
 
-    Raises PromptError for a model that takes none, or for more than its text encoder has positions.
+    Raises PromptError for a model that takes none, or for more than its text encoder has positions; ConfigError for a
+    fusion of more heads than divide a tower's width.
     """
     towers = TOWERS.get(model.config.model_type)
     if towers is None:
@@ -169,7 +170,10 @@ def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
     if prompts.vision:
         _VisionHooks(tokens, towers.vision_first).register(vision)
     if prompts.text:
-        _TextHooks(tokens, towers, model.config.text_config).register(text, embedding)
+        hooks = _TextHooks(tokens, towers, model.config.text_config)
+        if prompts.text >= hooks.positions:
+            raise PromptError(f"{prompts.text} text prompts leave no room in {hooks.positions} positions")
+        hooks.register(text, embedding)
 
 
 def caption_start(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -259,6 +263,12 @@ class _TextHooks:
         first = self.towers.text_first
         return torch.cat([embedded[:, :first], own, embedded[:, first + len(found) :]], dim=1)
 
+    @property
+    def positions(self) -> int:
+        """How many tokens the text encoder takes."""
+        positions: int = self.config.max_position_embeddings
+        return positions - (self.config.pad_token_id + 1) if self.towers.from_padding else positions
+
     def _placeholder(self) -> int:
         """An id to stand where a prompt will be. Never what ends or pads a text: pooling looks for the former, which
         in old CLIPs is the highest id, and positions are counted by the latter."""
@@ -269,18 +279,15 @@ class _TextHooks:
 
     def _kept(self, ids: Tensor, mask: Tensor | None, count: int) -> int:
         """How many of the columns of `ids`, [texts, tokens], stay: only padding is cut. Raises PromptError."""
-        positions: int = self.config.max_position_embeddings
-        if self.towers.from_padding:
-            positions -= self.config.pad_token_id + 1
         length = ids.shape[1]
-        kept = min(length, positions - count)
+        kept = min(length, self.positions - count)
         # Without a mask, padding is told by the last token that goes on and on: its first may be the text's end.
         if kept < length and (
             kept < 1 or bool(mask[:, kept:].any() if mask is not None else (ids[:, kept - 1 :] != ids[:, -1:]).any())
         ):
             raise PromptError(
-                f"{count} text prompts and texts of {length} tokens do not fit the {positions} positions of the text "
-                "encoder: shorten the texts or use fewer prompts"
+                f"{count} text prompts and texts of {length} tokens do not fit the {self.positions} positions of the "
+                "text encoder: shorten the texts or use fewer prompts"
             )
         return kept
 

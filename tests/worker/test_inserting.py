@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -13,8 +15,12 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from shared.blocks import Block
+from shared.export import Export
+from shared.methods.contract import State
 from shared.model import Fusion, Lora, Prompts
 from shared.modelfolder import ModelFolder
+from shared.tensors import Array, ArrayTensor
 from tests.support.duals import dual, pairs
 from worker.cli.model import app
 from worker.forward import forward
@@ -96,6 +102,22 @@ def test_a_folder_with_adapters_loads_in_transformers_as_the_model_without_them(
     _, loading = AutoModelForSequenceClassification.from_pretrained(made, output_loading_info=True)
     assert not loading["missing_keys"]
     assert all(".lora_" in name for name in loading["unexpected_keys"])
+
+
+def test_an_exported_version_has_the_names_of_the_folder_that_it_came_from(tmp_path: Path) -> None:
+    made, again, config = tmp_path / "made", tmp_path / "again", source(tmp_path / "bert", BERT)
+    init(made, "--config", config, "--head", "text-classification", "--lora-rank", 2)
+    folder = ModelFolder.open(made)
+    model = {block.name: ArrayTensor(np.array(array_of(block, raw))) for block, raw in folder.blocks()}
+    shutil.copytree(made, again)
+    (again / "model.safetensors").write_bytes(b"".join(Export(State(1, model), folder.model).pieces()))
+    reopened = ModelFolder.open(again)
+    assert "bert.encoder.layer.0.attention.self.query.weight" in reopened.header.entries
+    assert [bytes(raw) for _, raw in reopened.blocks()] == [bytes(raw) for _, raw in folder.blocks()]
+
+
+def array_of(block: Block, raw: memoryview) -> Array:
+    return np.frombuffer(raw, np.float32).reshape(block.shape)
 
 
 def test_merged_adapters_are_a_plain_folder_that_computes_the_same(tmp_path: Path) -> None:

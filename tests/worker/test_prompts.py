@@ -191,6 +191,14 @@ def test_a_model_that_takes_no_prompts_is_refused_by_name(family: str) -> None:
         instantiate(config, "features", prompts=BOTH)
 
 
+def test_more_text_prompts_than_positions_are_refused_before_anything_is_trained() -> None:
+    with pytest.raises(PromptError, match="12 text prompts leave no room in 12 positions"):
+        made("clip", Prompts(text=12))
+    # AltCLIP's positions begin after the id of its padding, 1: of 12 there are 10 left.
+    with pytest.raises(PromptError, match="10 text prompts leave no room in 10 positions"):
+        made("altclip", Prompts(text=10))
+
+
 @pytest.mark.parametrize("wrong", [{"vision": -1}, {"text": 2000}, {"tokens": 1}, {"fusion": {"heads": 0}}])
 def test_prompts_out_of_bounds_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
