@@ -15,13 +15,17 @@ TEMPORARY = ".tmp"
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A new file to write and read, which takes the name `path` once the block ends well, and vanishes otherwise."""
+def written_whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """A new file to write and read, which takes the name `path` once the block ends well, and vanishes otherwise.
+
+    If `durable`, it then survives a power cut too, and not only the death of the process.
+    """
     with temporary_file(path.parent) as (temporary, file):
         yield file
         file.flush()
-        os.fsync(file.fileno())
-        replace(temporary, path)
+        if durable:
+            os.fsync(file.fileno())
+        replace(temporary, path, durable=durable)
 
 
 @contextmanager
@@ -36,9 +40,11 @@ def temporary_file(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
         path.unlink(missing_ok=True)
 
 
-def replace(old: Path, new: Path) -> None:
-    """Renames a file over another in the same folder, and has it survive a power cut when it returns."""
+def replace(old: Path, new: Path, *, durable: bool = True) -> None:
+    """Renames a file over another in the same folder. If `durable`, that survives a power cut when it returns."""
     old.replace(new)
+    if not durable:
+        return
     folder = os.open(new.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

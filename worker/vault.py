@@ -43,22 +43,27 @@ class Staged:
     """What a task wants kept, on disk but not current yet."""
 
     path: Path
+    durable: bool
 
     def commit(self) -> None:
-        """Makes it current, and has it survive a power cut when it returns."""
-        replace(self.path, self.path.with_name(CURRENT))
+        """Makes it current, to survive a power cut when it returns if that is wanted of the vault."""
+        replace(self.path, self.path.with_name(CURRENT), durable=self.durable)
 
     def discard(self) -> None:
         self.path.unlink(missing_ok=True)
 
 
 class Vault:
-    """The kept tensors of every run, under `folder`, which only the owner may read."""
+    """The kept tensors of every run, under `folder`, which only the owner may read.
 
-    def __init__(self, folder: Path) -> None:
+    Unless it is `durable`, what it keeps survives the death of the process but no power cut.
+    """
+
+    def __init__(self, folder: Path, *, durable: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(folder)
         self._folder = folder
+        self._durable = durable
 
     def load(self, run: str) -> dict[str, Array]:
         """What the last accepted update of this run kept, by name; empty the first time.
@@ -84,9 +89,9 @@ class Vault:
         """
         path = self._of_run(run) / f"staged-{_checked(task)}-{token}.safetensors"
         layout = [(name, _dtype_name(name, values), values.shape) for name, values in keep.items()]
-        with written_whole(path) as file:
+        with written_whole(path, durable=self._durable) as file:
             write(file, layout, (as_bytes(values) if values.size else b"" for values in keep.values()))
-        return Staged(path)
+        return Staged(path, self._durable)
 
     def settle(self, ask: Callable[[str], TaskView]) -> None:
         """Commits or discards what earlier submissions left staged; `ask` tells what became of a task.
@@ -111,7 +116,7 @@ class Vault:
     def _staged(self) -> Iterator[tuple[Staged, str, int]]:
         for path in sorted(self._folder.glob("*/staged-*"), key=lambda path: path.stat().st_mtime_ns):
             if match := STAGED.fullmatch(path.name):
-                yield Staged(path), match[1], int(match[2])
+                yield Staged(path, self._durable), match[1], int(match[2])
 
     def _of_run(self, run: str) -> Path:
         return self._folder / _checked(run)

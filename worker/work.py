@@ -23,7 +23,7 @@ from worker.configs import ConfigError
 from worker.forward import IGNORED, forward
 from worker.models import read_block, write_block
 from worker.prompts import REMEDY, PromptError, fused_prompts, prompts_of
-from worker.scores import fisher, gradient_norms
+from worker.scores import common_to_all, fisher, gradient_norms
 
 
 def largest(scores: Array, count: int) -> list[int]:
@@ -47,10 +47,18 @@ class LocalWork:
     _added: list[str] = field(default_factory=list)
 
     def read(self, block: Block) -> Array:
-        return read_block(named_tensors(self.model), block)
+        return read_block(self._tensor(block), block)
 
     def write(self, block: Block, values: Array) -> None:
-        write_block(named_tensors(self.model), block, values)
+        write_block(self._tensor(block), block, values)
+
+    def _tensor(self, block: Block) -> dict[str, Tensor]:
+        """The tensor of a block by its name, looked up alone: going through all of them takes long."""
+        path, _, name = block.tensor.rpartition(".")
+        try:
+            return {block.tensor: getattr(self.model.get_submodule(path), name)}
+        except AttributeError:
+            return {}
 
     def restore(self, private: Selector) -> None:
         """Gives the run's blocks that stay here the values that the vault holds. SelectorError as `resolve`."""
@@ -89,7 +97,8 @@ class LocalWork:
 
     def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
         told = map(self._with_padding, batches)
-        return attention_profile(self.model, self.blocks, told, self.forward, tokens)
+        common = partial(common_to_all, head=self.head)
+        return attention_profile(self.model, self.blocks, told, self.forward, tokens, common)
 
     def _with_padding(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A decoder that is taught by labels learns from them alone which of its tokens are padding."""

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, Protocol
 from uuid import uuid4
 
-from shared.client import Client
-from shared.model import BLOCKS_FILE, WEIGHTS_FILE
+from shared.model import BLOCKS_FILE, WEIGHTS_FILE, Model
 from shared.problems import Invalid
 from shared.wire import Run
 
@@ -19,15 +19,24 @@ CONFIG_FILE = "config.json"
 Progress = Callable[[int], None]
 
 
-def export_file(client: Client, run: Run, out: Path, number: int | None, progress: Progress) -> None:
+class Exports(Protocol):
+    """What has a run's versions: a `Client`, or what a simulation came to."""
+
+    def model(self, digest: str) -> Model: ...
+    def export(
+        self, run_id: str, file: BinaryIO, number: int | None = None, progress: Progress | None = None
+    ) -> None: ...
+
+
+def export_file(source: Exports, run: Run, out: Path, number: int | None, progress: Progress) -> None:
     """Writes a version (the latest if `number` is None) as one safetensors file, replacing one of that name."""
     with in_place_of(out) as partial:
-        _export(client, run, partial, number, progress)
+        _export(source, run, partial, number, progress)
         partial.replace(out)
 
 
 def export_folder(
-    client: Client, run: Run, out: Path, number: int | None, progress: Progress, like: Path | None = None
+    source: Exports, run: Run, out: Path, number: int | None, progress: Progress, like: Path | None = None
 ) -> None:
     """Writes a version with its config and table of blocks: a model folder, from which a run can start again.
 
@@ -35,10 +44,10 @@ def export_folder(
     """
     if out.exists():
         raise Invalid(f"{out} exists already", remedy="Remove it or choose another name.")
-    model = client.model(run.spec.model)
+    model = source.model(run.spec.model)
     with in_place_of(out) as partial:
         partial.mkdir()
-        _export(client, run, partial / WEIGHTS_FILE, number, progress)
+        _export(source, run, partial / WEIGHTS_FILE, number, progress)
         (partial / BLOCKS_FILE).write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
         (partial / CONFIG_FILE).write_text(json.dumps(model.config, indent=2) + "\n", encoding="utf-8")
         if like:
@@ -46,9 +55,9 @@ def export_folder(
         partial.rename(out)
 
 
-def _export(client: Client, run: Run, file: Path, number: int | None, progress: Progress) -> None:
+def _export(source: Exports, run: Run, file: Path, number: int | None, progress: Progress) -> None:
     with file.open("wb") as opened:
-        client.export(run.id, opened, number, progress)
+        source.export(run.id, opened, number, progress)
 
 
 def _copy_rest(like: Path, folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,20 @@ _LATER = digest_of(b"")
 def read_spec(file: Path, settings: Iterable[str] = ()) -> dict[str, Any]:
     """The file's settings changed by `KEY=VALUE` ones, found to make a RunSpec once `model` and `version` are added.
 
-    Keys are dotted (`cohort.quorum`); a value is TOML, or else text. Raises Invalid naming every wrong setting.
+    Raises Invalid naming every wrong setting.
+    """
+    given = read_toml(file, settings)
+    taken = [Fault(pointer=f"/{key}", detail="is what --model gives") for key in ("model", "version") if key in given]
+    if taken:
+        raise Invalid(f"{file} says what is uploaded", errors=taken, remedy=REMEDY)
+    check_spec(file, given)
+    return given
+
+
+def read_toml(file: Path, settings: Iterable[str]) -> dict[str, Any]:
+    """A file changed by `KEY=VALUE` settings. Keys are dotted (`cohort.quorum`); a value is TOML, or else text.
+
+    Raises Invalid.
     """
     try:
         given = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -33,10 +46,6 @@ def read_spec(file: Path, settings: Iterable[str] = ()) -> dict[str, Any]:
         raise Invalid(f"{file} is not TOML: {fault}", remedy=REMEDY) from fault
     for setting in settings:
         _change(given, setting)
-    taken = [Fault(pointer=f"/{key}", detail="is what --model gives") for key in ("model", "version") if key in given]
-    if taken:
-        raise Invalid(f"{file} says what is uploaded", errors=taken, remedy=REMEDY)
-    _check(file, given)
     return given
 
 
@@ -63,7 +72,8 @@ def _value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def _check(file: Path, given: dict[str, Any]) -> None:
+def check_spec(file: Path, given: Mapping[str, Any]) -> None:
+    """Raises Invalid naming every setting for which this makes no RunSpec, whatever its model and version."""
     try:
         spec = RunSpec.model_validate({**given, "model": _LATER, "version": _LATER})
     except ValidationError as fault:

@@ -6,17 +6,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
 from shared.cli import output
 from shared.cli.rounds import Glimpse, Outcome, at_work
-from shared.wire import Run
 from shared.fairness import PERSONAL
-
+from shared.wire import Run
 
 # Of what was measured, as much as a line holds; `tessera run metrics` has it all.
 TELLING = ("accuracy", "macro_f1", "loss", f"{PERSONAL}accuracy")
+
 
 def watch_as_text(glimpses: Iterable[Glimpse]) -> Run:
     """Prints until the glimpses end; returns the run as it then is."""
@@ -24,9 +25,7 @@ def watch_as_text(glimpses: Iterable[Glimpse]) -> Run:
     with _live_line() as live:
         for glimpse in glimpses:
             for outcome in glimpse.ended:
-                console.print(escape(_line(outcome)), soft_wrap=True)
-                for warning in outcome.warnings:
-                    console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+                print_ended(console, outcome)
             live.update(escape(_open_line(glimpse)))
     run = glimpse.run
     console.print(
@@ -40,13 +39,24 @@ def watch_as_json(glimpses: Iterable[Glimpse]) -> Run:
     before: dict[str, Any] | None = None
     for glimpse in glimpses:
         for outcome in glimpse.ended:
-            output.print_json({"event": "round", **outcome.as_json()}, line=True)
+            print_ended_as_json(outcome)
         now = glimpse.open.model_dump(mode="json") if glimpse.open else None
         if now and now != before:
             output.print_json({"event": "open", **now}, line=True)
         before = now
     output.print_json({"event": "run", **glimpse.run.model_dump(mode="json")}, line=True)
     return glimpse.run
+
+
+def print_ended(console: Console, outcome: Outcome) -> None:
+    """A round that is over, in a line, and what its method warns of."""
+    console.print(escape(_line(outcome)), soft_wrap=True)
+    for warning in outcome.warnings:
+        console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+
+
+def print_ended_as_json(outcome: Outcome) -> None:
+    output.print_json({"event": "round", **outcome.as_json()}, line=True)
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class Records:
 
 
 def _write(path: Path, text: str) -> None:
-    with written_whole(path) as file:
+    with written_whole(path, durable=False) as file:
         file.write(text.encode())
 
 

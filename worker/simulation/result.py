@@ -6,13 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO
 
+from shared.cli.export import Progress, export_folder, in_place_of
 from shared.cli.rounds import Outcome, outcomes, scores_by_version
+from shared.export import Export
+from shared.fairness import spreads
 from shared.methods.contract import State
+from shared.metrics import csv_file
+from shared.metrics.rows import rows_of
 from shared.model import Model
 from shared.states import States
 from shared.tensors import Array, to_array
-from shared.wire import Measurement, Round, RunSpec, Version
+from shared.wire import Measurement, Round, Run, RunSpec, Version, VersionRef
 from worker.simulation.local import RUN
 from worker.simulation.records import Committed
 from worker.vault import Vault
@@ -26,6 +32,8 @@ class Result:
     model: Model
     committed: tuple[Committed, ...]
     measurements: tuple[Measurement, ...]
+    over: bool
+    """Whether all rounds were done, or the method planned no more of them."""
     states: States
     folder: Path
 
@@ -40,8 +48,24 @@ class Result:
         return tuple(attempt for entry in self.committed for attempt in entry.attempts)
 
     @property
+    def run(self) -> Run:
+        """The run as the coordinator would show it."""
+        first, last = self.versions[0], self.versions[-1]
+        return Run(
+            id=f"{self.spec.name}-{self.spec.seed}",
+            state="completed" if self.over else "paused",
+            spec=self.spec,
+            version=VersionRef(number=last.number, digest=last.digest),
+            model_bytes=self.model.nbytes,
+            revision=1,
+            created_at=first.created_at,
+            updated_at=last.created_at,
+        )
+
+    @property
     def outcomes(self) -> list[Outcome]:
-        return outcomes(self.rounds, self.scores())
+        """Every attempt at every round, with what came of it."""
+        return outcomes(self.rounds, self.scores(), spreads(self.measurements), self.versions)
 
     def scores(self) -> dict[int, dict[str, float]]:
         """What each version was measured at, by its number."""
@@ -59,3 +83,36 @@ class Result:
     def kept(self, site: str) -> Mapping[str, Array]:
         """What a site's vault holds."""
         return Vault(self.folder / "sites" / site / "vault").load(RUN)
+
+    def export(self, out: Path, number: int | None = None, like: Path | None = None) -> None:
+        """Writes a version (the latest if no number is given) as a model folder, as `tessera run export` does.
+
+        Raises Invalid if `out` exists, and NotFound for a version that is not kept.
+        """
+        export_folder(_Versions(self), self.run, out, number, lambda _: None, like)
+
+    def write_measurements(self, out: Path) -> None:
+        """Writes all that was measured, a number a row, as `tessera run metrics --csv` does."""
+        rows = rows_of(self.run, self.rounds, self.versions, self.measurements)
+        with in_place_of(out) as partial:
+            with partial.open("w", encoding="utf-8", newline="") as file:
+                csv_file.write(rows, file)
+            partial.replace(out)
+
+
+@dataclass(frozen=True)
+class _Versions:
+    """Implements `shared.cli.export.Exports`."""
+
+    result: Result
+
+    def model(self, digest: str) -> Model:
+        return self.result.states.model(digest)
+
+    def export(
+        self, run_id: str, file: BinaryIO, number: int | None = None, progress: Progress | None = None
+    ) -> None:
+        for piece in Export(self.result.state(number), self.result.model).pieces():
+            file.write(piece)
+            if progress:
+                progress(len(piece))

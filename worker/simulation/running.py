@@ -109,8 +109,8 @@ class _Federation:
     def run(self, folder: Path, until: int | None, watch: Watch) -> Result:
         with _to_itself(folder), _threads(self.conditions.threads):
             simulation = self._begun(folder)
-            simulation.run(until, watch)
-            return simulation.result(folder)
+            over = simulation.run(until, watch)
+            return simulation.result(folder, over=over)
 
     def _begun(self, folder: Path) -> Simulation:
         blobs, records, model = Folder(folder / "blobs"), Records(folder), self.start.model

@@ -9,8 +9,9 @@ from pathlib import Path
 from random import Random
 
 from shared.aggregation import Aggregation
-from shared.cli.rounds import Outcome, scores_by_version
+from shared.cli.rounds import Outcome, outcomes, scores_by_version
 from shared.cohort import dice
+from shared.fairness import spreads
 from shared.methods.contract import Plan, State
 from shared.model import Model
 from shared.planning import begun, plan_round, warnings_of
@@ -48,8 +49,11 @@ class Simulation:
     workers: Workers
     versions: list[Committed] = field(default_factory=list)
 
-    def run(self, until: int | None, watch: Watch) -> None:
-        """Goes on to this version, or to the last. Raises Stalled, Invalid, and what a method's code raises."""
+    def run(self, until: int | None, watch: Watch) -> bool:
+        """Goes on to this version, or to the last; whether the run is over then.
+
+        Raises Stalled, Invalid, and what a method's code raises.
+        """
         self.workers.settle()
         self.versions = self.records.committed() or [self._first()]
         self.blobs.keep_only(self._needed())
@@ -58,14 +62,17 @@ class Simulation:
         while self.latest.number < last:
             attempts = self._attempts(watch)
             if not attempts:
-                return
+                return True
             self._merge(attempts)
-            watch(Outcome(attempts[-1], scores_by_version(self._measure()).get(self.latest.number, {})))
+            found, versions = self._measure(), [entry.version for entry in self.versions[-2:]]
+            watch(outcomes(attempts[-1:], scores_by_version(found), spreads(found), versions)[0])
+        return last == self.spec.rounds
 
-    def result(self, folder: Path) -> Result:
+    def result(self, folder: Path, *, over: bool) -> Result:
+        """What it has come to."""
         measured = (self.records.measured(entry.version.number) or () for entry in self.versions)
         measurements = tuple(measurement for found in measured for measurement in found)
-        return Result(self.spec, self.model, tuple(self.versions), measurements, self.states, folder)
+        return Result(self.spec, self.model, tuple(self.versions), measurements, over, self.states, folder)
 
     @property
     def latest(self) -> Version:

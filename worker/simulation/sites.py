@@ -104,5 +104,5 @@ class Lent:
     def keep(self, version: set[str]) -> None:
         """Ends a task: of what was held before, what is of the present version stays."""
         self._held = self._fetched | (self._held & version)
-        with written_whole(self._note) as file:
+        with written_whole(self._note, durable=False) as file:
             file.write(json.dumps(sorted(self._held)).encode())

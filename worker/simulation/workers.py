@@ -40,7 +40,7 @@ class Workers:
         for site in self.population.holdings:
             if (home := self._home(site)).exists():
                 sweep(home)
-                Vault(home / "vault").settle(self.coordinator.task)
+                Vault(home / "vault", durable=False).settle(self.coordinator.task)
 
     def train(self, order: Order, manifest: Manifest) -> TaskView:
         """How the task ended: before the process was last killed, or now."""
@@ -74,7 +74,7 @@ class Workers:
             coordinator=self.coordinator,
             datasets={task.dataset: dataset},
             device=self.device,
-            vault=Vault(home / "vault"),
+            vault=Vault(home / "vault", durable=False),
             shelf=lent,
             scratch=home,
             models=self.models,

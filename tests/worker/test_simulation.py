@@ -1,0 +1,408 @@
+"""A federation in one process: who takes part, what is kept, and going on after it was stopped anywhere."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shared.cli.rounds import Outcome
+from shared.methods import methods
+from shared.methods.contract import (
+    CoordinatorHalf,
+    Harvest,
+    Method,
+    MethodSettings,
+    Selector,
+    Tally,
+    Work,
+    WorkerHalf,
+)
+from tests.support.coordinator import refusing
+from tests.support.tasks import VIT
+from worker.data import Dataset
+from worker.models import instantiate
+from worker.simulation import Conditions, Result, Site, Stalled, Weights, simulate
+
+NAMES = ("east", "north", "south", "west")
+DROPOUT = {**VIT, "hidden_dropout_prob": 0.1}
+
+
+def images(seed: int, count: int = 16, held_out: int = 0) -> Dataset:
+    """`pixel_values` float32 [count, 1, 8, 8] and `labels` int64 [count]."""
+    dice = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(count, 1, 8, 8, generator=dice)
+    labels = torch.randint(0, 3, (count,), generator=dice)
+    rest = images(seed + 1000, held_out) if held_out else None
+    return Dataset({"pixel_values": pixels, "labels": labels}, held_out=rest)
+
+
+@pytest.fixture(scope="module")
+def model() -> Weights:
+    """A small ViT whose dropout draws on the dice of each task."""
+    return Weights.of(instantiate(DROPOUT, "image-classification", seed=1), DROPOUT, "image-classification")
+
+
+SITES = {name: images(seed) for seed, name in enumerate(NAMES)}
+
+
+def spec(method: str = "fedavg", rounds: int = 3, settings: Any = None, **wanted: Any) -> dict[str, Any]:
+    training = {"batch_size": 8, "learning_rate": 0.05}
+    chosen = {"name": method, "settings": settings or {}}
+    return {"method": chosen, "rounds": rounds, "training": training, **wanted}
+
+
+def digests(result: Result) -> list[str]:
+    return [version.digest for version in result.versions]
+
+
+def asked(result: Result) -> list[list[str]]:
+    """Who was asked at each attempt at each round."""
+    return [[task.worker.partition("/")[0] for task in made.tasks] for made in result.rounds]
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+def test_the_same_settings_make_the_same_versions_and_another_seed_makes_others(model: Weights) -> None:
+    first = simulate(spec(), model, SITES)
+    assert digests(simulate(spec(), model, SITES)) == digests(first)
+    assert digests(simulate(spec(seed=1), model, SITES))[1:] != digests(first)[1:]
+
+
+def test_in_which_order_sites_are_named_does_not_matter(model: Weights) -> None:
+    turned = dict(reversed(SITES.items()))
+    assert digests(simulate(spec(rounds=1), model, turned)) == digests(simulate(spec(rounds=1), model, SITES))
+
+
+def test_a_single_site_is_plain_training_in_one_place(model: Weights) -> None:
+    # The weighted mean of one update is that update: what the version holds is what the site trained.
+    result = simulate(spec(rounds=1, codec="raw"), model, {"alone": images(0)})
+    moved = [name for name, values in result.arrays().items() if not np.array_equal(values, model.values[name])]
+    assert len(moved) > 30
+    assert asked(result) == [["alone"]]
+
+
+def test_each_version_is_measured_centrally_and_at_each_site_that_holds_something_out(model: Weights) -> None:
+    sites = {"a": images(0, held_out=5), "b": images(1, held_out=7), "c": images(2)}
+    result = simulate(spec(rounds=2, evaluation={"sites": True, "every": 2}), model, sites, test=images(9, 30))
+    found = {(one.version, one.site, one.held_out): one.examples for one in result.measurements}
+    versions = (0, 2)
+    assert found == {
+        **{(version, "a", True): 5 for version in versions},
+        **{(version, "b", True): 7 for version in versions},
+        **{(version, "evaluator", False): 30 for version in versions},
+    }
+    assert result.outcomes[1].spreads["accuracy"].sites == 2
+    assert set(result.scores()[2]) >= {"accuracy", "loss"}
+
+
+def test_frozen_blocks_are_fetched_once_and_never_sent(model: Weights) -> None:
+    settings = {"warmup_rounds": 1, "scope": "v_head"}
+    result = simulate(spec("fedfrozen", settings=settings, codec="raw"), model, SITES)
+    warm, first, second = result.outcomes
+    whole = len(SITES) * model.model.nbytes
+    assert warm.upload_bytes > whole
+    assert warm.download_bytes > whole
+    # The first frozen round fetches what the warm-up changed; from then on only what is open moves.
+    assert first.download_bytes > whole
+    assert second.download_bytes < 0.6 * first.download_bytes
+    assert second.upload_bytes < 0.2 * warm.upload_bytes
+
+
+def test_what_sites_keep_is_theirs_and_outlives_a_round(model: Weights) -> None:
+    result = simulate(spec("fedper", rounds=2), model, SITES)
+    heads = {site: result.kept(site)["classifier.weight"].tobytes() for site in SITES}
+    assert len(set(heads.values())) == len(SITES)
+    np.testing.assert_array_equal(result.arrays()["classifier.weight"], model.values["classifier.weight"])
+
+
+# ---------------------------------------------------------------- who takes part
+
+
+def test_a_cohort_is_drawn_for_each_round(model: Weights) -> None:
+    drawn = asked(simulate(spec(rounds=6, cohort={"size": 2}), model, SITES))
+    assert all(len(names) == 2 for names in drawn)
+    assert len({tuple(names) for names in drawn}) > 1
+
+
+def test_a_site_that_is_away_is_not_asked_and_comes_back_with_what_it_kept(model: Weights) -> None:
+    result = simulate(spec("fedper"), model, SITES, conditions=Conditions(away={"north": (2,)}))
+    present = [name for name in NAMES if name != "north"]
+    assert asked(result) == [list(NAMES), present, list(NAMES)]
+    once = simulate(spec("fedper"), model, SITES, until=1)
+    assert once.kept("north")["classifier.weight"].tobytes() != result.kept("north")["classifier.weight"].tobytes()
+
+
+def test_workers_that_fall_silent_are_done_without_and_a_round_without_quorum_is_tried_again(model: Weights) -> None:
+    wanted = spec(rounds=4, cohort={"quorum": 3, "tries": 10})
+    told: list[Outcome] = []
+    result = simulate(wanted, model, SITES, conditions=Conditions(dropout=0.4), watch=told.append)
+    states = [made.state for made in result.rounds]
+    assert states.count("committed") == 4
+    assert "abandoned" in states
+    assert [outcome.round for outcome in told] == list(result.rounds)
+    ended = {task.state for made in result.rounds for task in made.tasks}
+    assert ended == {"accepted", "lapsed"}
+
+
+def test_the_first_updates_are_enough_if_the_run_says_so(model: Weights) -> None:
+    result = simulate(spec(rounds=5, cohort={"enough": 2}), model, SITES)
+    for made in result.rounds:
+        assert sorted(task.state for task in made.tasks) == ["accepted", "accepted", "cancelled", "cancelled"]
+    assert len({tuple(task.state for task in made.tasks) for made in result.rounds}) > 1
+
+
+def test_a_run_that_cannot_reach_its_quorum_stops_and_says_why(model: Weights) -> None:
+    with pytest.raises(Stalled, match="round 2 cannot open: 1 sites are there, and the quorum is 2"):
+        simulate(
+            spec(cohort={"quorum": 2}),
+            model,
+            {"a": images(0), "b": images(1)},
+            conditions=Conditions(away={"a": (2,)}),
+        )
+
+
+def test_an_update_out_of_bounds_is_refused_and_the_round_goes_on(model: Weights) -> None:
+    free = simulate(spec(rounds=1), model, SITES).rounds[0].tasks
+    norms = sorted(task.numbers["update_norm"] for task in free)
+    result = simulate(spec(rounds=1, max_update_norm=(norms[1] + norms[2]) / 2), model, SITES)
+    assert sorted(task.state for task in result.rounds[0].tasks) == ["accepted", "accepted", "rejected", "rejected"]
+    refused = next(task for task in result.rounds[0].tasks if task.state == "rejected")
+    assert refused.problem is not None
+    assert "l2 norm" in refused.problem.detail
+
+
+def test_a_site_whose_training_diverges_is_told_of(model: Weights) -> None:
+    huge = Dataset({"pixel_values": torch.full((8, 1, 8, 8), torch.inf), "labels": torch.zeros(8, dtype=torch.int64)})
+    sites = {**SITES, "bad": huge}
+    made = simulate(spec(rounds=1), model, sites).rounds[0]
+    failed = next(task for task in made.tasks if task.worker == "bad/worker")
+    assert (made.state, failed.state) == ("committed", "failed")
+    assert failed.problem is not None
+    assert "diverged: the loss is nan" in failed.problem.detail
+    with pytest.raises(Stalled, match="4 of 5 updates came; the quorum is 5; bad/worker: diverged"):
+        simulate(spec(rounds=1, cohort={"quorum": 5, "tries": 1}), model, sites)
+
+
+# ---------------------------------------------------------------- memory and disk
+
+
+def test_data_are_loaded_when_their_site_takes_part_and_few_are_held(model: Weights) -> None:
+    alive: set[int] = set()
+    most = 0
+
+    class Watched(Dataset):
+        def __del__(self) -> None:
+            alive.discard(id(self))
+
+    def loads(seed: int) -> Callable[[], Dataset]:
+        def load() -> Dataset:
+            nonlocal most
+            dataset = Watched(images(seed).tensors)
+            alive.add(id(dataset))
+            most = max(most, len(alive))
+            return dataset
+
+        return load
+
+    sites = {f"s{seed}": Site(loads(seed)) for seed in range(8)}
+    lazy = simulate(spec(rounds=2), model, sites, conditions=Conditions(loaded=2))
+    # Two that are held, and the one being loaded.
+    assert most <= 3
+    eager = simulate(spec(rounds=2), model, {f"s{seed}": images(seed) for seed in range(8)})
+    assert digests(lazy) == digests(eager)
+
+
+def test_only_the_latest_versions_stay_on_disk(model: Weights, tmp_path: Path) -> None:
+    def held(folder: Path) -> int:
+        return sum(file.is_file() for file in (folder / "blobs").rglob("*"))
+
+    one = simulate(spec(rounds=4), model, SITES, out=tmp_path / "one")
+    everything = Conditions(keep_versions="all")
+    whole = simulate(spec(rounds=4), model, SITES, out=tmp_path / "all", conditions=everything)
+    assert digests(one) == digests(whole)
+    # The last version's blocks, its manifest, and the model's document; no update.
+    assert held(tmp_path / "one") == len({*one.states.manifest(digests(one)[-1]).digests}) + 2
+    assert held(tmp_path / "all") > 4 * len(model.values)
+    with refusing("not-found"):
+        one.arrays(1)
+    assert whole.arrays(0).keys() == one.arrays().keys()
+
+
+def test_a_result_without_a_folder_leaves_none_behind(model: Weights) -> None:
+    result = simulate(spec(rounds=1), model, SITES)
+    folder = result.folder
+    assert folder.exists()
+    del result
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_one_that_breaks_off_without_a_folder_leaves_none_behind(
+    model: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def interrupt(outcome: Outcome) -> None:
+        assert any(tmp_path.iterdir())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(spec(), model, SITES, watch=interrupt)
+    assert not any(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- stopping and going on
+
+
+class Killed(BaseException):
+    """Stands for the death of the process: nothing catches it."""
+
+
+@pytest.fixture
+def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[int]]]:
+    """Has the process die at the n-th time that it gives a file its name; 0 only counts."""
+    rename = Path.replace
+
+    def arm(at: int) -> list[int]:
+        count = [0]
+
+        def replace(self: Path, target: Any) -> Path:
+            count[0] += 1
+            if count[0] == at:
+                raise Killed
+            return rename(self, target)
+
+        monkeypatch.setattr(Path, "replace", replace)
+        return count
+
+    yield arm
+    monkeypatch.setattr(Path, "replace", rename)
+
+
+@pytest.mark.parametrize("method", ["fedper", "scaffold"])
+def test_wherever_it_is_killed_it_goes_on_with_the_same_bits(
+    model: Weights, tmp_path: Path, dying: Callable[[int], list[int]], method: str
+) -> None:
+    wanted = spec(method, rounds=2, evaluation={"sites": True})
+    wanted["training"] = {**wanted["training"], "optimizer": "sgd"}
+    sites = {"a": images(0, 8, held_out=2), "b": images(1, 8, held_out=2)}
+
+    def run(out: Path) -> Result:
+        return simulate(wanted, model, sites, out=out)
+
+    count = dying(0)
+    whole = run(tmp_path / "whole")
+    names = whole.kept("a").keys()
+    assert names
+    for at in range(1, count[0] + 1, 11):
+        dying(at)
+        with pytest.raises(Killed):
+            run(tmp_path / str(at))
+        dying(0)
+        resumed = run(tmp_path / str(at))
+        assert digests(resumed) == digests(whole), at
+        assert resumed.measurements == whole.measurements, at
+        for site in sites:
+            assert {name: values.tobytes() for name, values in resumed.kept(site).items()} == {
+                name: values.tobytes() for name, values in whole.kept(site).items()
+            }, at
+
+
+def test_until_stops_at_a_version_and_the_rest_is_the_same(model: Weights, tmp_path: Path) -> None:
+    whole = simulate(spec(rounds=4), model, SITES, test=images(9))
+    for until in (0, 1, 3, 3, None):
+        part = simulate(spec(rounds=4), model, SITES, test=images(9), out=tmp_path, until=until)
+        assert len(part.versions) == (5 if until is None else until + 1)
+        assert part.over == (until is None)
+    assert digests(part) == digests(whole)
+    assert part.scores() == whole.scores()
+    # One that is over does nothing more.
+    told: list[Outcome] = []
+    again = simulate(spec(rounds=4), model, SITES, test=images(9), out=tmp_path, watch=told.append)
+    assert (told, digests(again)) == ([], digests(whole))
+
+
+def test_a_folder_is_of_one_simulation_and_of_one_process(model: Weights, tmp_path: Path) -> None:
+    simulate(spec(), model, SITES, out=tmp_path, until=1)
+    with refusing("invalid", "other settings") as caught:
+        simulate(spec(rounds=4, seed=1), model, {**SITES, "east": images(7, 9)}, out=tmp_path)
+    assert {fault.pointer: fault.detail for fault in caught.value.errors} == {
+        "/sites/east": "was [16, 0] and is [9, 0]",
+        "/spec/rounds": "was 3 and is 4",
+        "/spec/seed": "was 0 and is 1",
+    }
+
+    def meanwhile(outcome: Outcome) -> None:
+        with refusing("invalid", "another process is simulating in"):
+            simulate(spec(), model, SITES, out=tmp_path)
+
+    assert simulate(spec(), model, SITES, out=tmp_path, watch=meanwhile).over
+
+
+# ---------------------------------------------------------------- refusals and faults
+
+
+class Faulty(WorkerHalf[MethodSettings]):
+    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+        raise KeyError("a slip in the method's code")
+
+
+class Brief(CoordinatorHalf[MethodSettings]):
+    """Has had enough after two rounds."""
+
+    def plan(self, state: Any, cohort: Any, rng: Any) -> Mapping[str, Any]:
+        return super().plan(state, cohort, rng) if state.round < 2 else {}
+
+
+@pytest.fixture
+def _more_methods() -> Iterator[None]:
+    made = {
+        "faulty": (CoordinatorHalf[MethodSettings], Faulty),
+        "brief": (Brief, WorkerHalf[MethodSettings]),
+    }
+    for name, (coordinator, worker) in made.items():
+        methods()[name] = Method(name, MethodSettings, coordinator, worker, "a test")
+    yield
+    for name in made:
+        del methods()[name]
+
+
+@pytest.mark.usefixtures("_more_methods")
+def test_a_fault_in_a_methods_code_is_seen_as_it_is(model: Weights) -> None:
+    with pytest.raises(KeyError, match="a slip"):
+        simulate(spec("faulty"), model, SITES)
+
+
+@pytest.mark.usefixtures("_more_methods")
+def test_a_method_that_plans_nothing_more_ends_the_run(model: Weights) -> None:
+    result = simulate(spec("brief", rounds=5), model, SITES)
+    assert (len(result.versions), result.over) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pointer"),
+    [
+        ({"rounds": 0}, "/rounds"),
+        ({"method": "nothing"}, "/method/name"),
+        ({"method": "fedprox", "settings": {"nu": 1}}, "/method/settings/nu"),
+        ({"evaluation": {"dataset": "elsewhere"}}, "/evaluation/dataset"),
+        ({"method": "scaffold"}, "/method"),
+    ],
+)
+def test_a_spec_that_makes_no_run_is_refused(model: Weights, wanted: dict[str, Any], pointer: str) -> None:
+    with refusing("invalid") as caught:
+        simulate(spec(**wanted), model, SITES)
+    assert pointer in {fault.pointer for fault in caught.value.errors}
+
+
+def test_a_federation_needs_a_site(model: Weights) -> None:
+    with refusing("invalid", "needs a site"):
+        simulate(spec(), model, {})
