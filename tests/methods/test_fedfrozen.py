@@ -1,0 +1,299 @@
+"""FedFrozen's two stages, its control, and the rule that ends a warm-up, with the arithmetic written out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from shared.agreement import BUCKETS, agreement
+from shared.blocks import Block, Role
+from shared.methods import Chosen, coordinator_half
+from shared.methods.contract import CoordinatorHalf, Participant, RunFacts, State, Update
+from shared.methods.fedfrozen import FedFrozenSettings, judged, observed
+from shared.tensors import CHUNK, ArrayTensor, to_array
+
+ROLES: tuple[Role, ...] = ("query", "key", "value", "output", "mlp", "head")
+BLOCKS = tuple(Block(tensor=role, role=role, shape=(2,), dtype="F32") for role in ROLES)
+ROUNDS = 20
+START = State(0, {block.name: ArrayTensor(np.full(2, 1.0, "f4")) for block in BLOCKS})
+WORKER = Participant("a/w", 1)
+
+
+def half_with(**settings: Any) -> CoordinatorHalf[Any]:
+    return coordinator_half(Chosen(name="fedfrozen", settings=settings), RunFacts(BLOCKS, ROUNDS))
+
+
+def updates(state: State, *steps: Sequence[float], names: Sequence[str] = ROLES) -> list[Update]:
+    """One update per step, of equal weight, that moves each of the named blocks by that step."""
+    return [
+        Update(f"{i}/w", 1, {name: ArrayTensor(to_array(state.model[name]) + np.array(step, "f4")) for name in names})
+        for i, step in enumerate(steps)
+    ]
+
+
+def settled(state: State) -> State:
+    """The state as it is after its version was stored and read again, with numbers that went through JSON."""
+    return State(
+        state.round,
+        {name: ArrayTensor(to_array(tensor), tensor.dtype) for name, tensor in state.model.items()},
+        {name: ArrayTensor(to_array(tensor), tensor.dtype) for name, tensor in state.memory.items()},
+        json.loads(json.dumps(dict(state.numbers), allow_nan=False)),
+    )
+
+
+def trained(half: CoordinatorHalf[Any], state: State) -> set[str]:
+    return {block.role for block in half.plan_for(state, WORKER).train.resolve(BLOCKS)}
+
+
+# ---------------------------------------------------------------- stages and scopes
+
+
+@pytest.mark.parametrize(
+    ("scope", "roles"),
+    [
+        ("all_but_v", set(ROLES) - {"value"}),
+        ("attn_qko", {"query", "key", "output", "head"}),
+        ("qk_head", {"query", "key", "head"}),
+        ("qk_only", {"query", "key"}),
+    ],
+)
+def test_the_control_freezes_the_value_blocks_instead(scope: str, roles: set[str]) -> None:
+    half = half_with(freeze="value", scope=scope, warmup_rounds=1)
+    assert trained(half, START) == set(ROLES)
+    assert trained(half, State(1, START.model)) == roles
+
+
+def test_a_scope_that_is_left_out_trains_all_but_what_is_frozen() -> None:
+    assert FedFrozenSettings().scope == "all_but_qk"
+    assert FedFrozenSettings(freeze="value").scope == "all_but_v"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"freeze": "value", "scope": "all_but_qk"}, "one of all_but_v, attn_qko, qk_head, qk_only; not all_but_qk"),
+        ({"scope": "qk_only"}, "one of all_but_qk, attn_vo, v_head, v_only; not qk_only"),
+        ({"least_warmup_rounds": 9, "most_warmup_rounds": 8}, "most_warmup_rounds is 8, below"),
+        ({"warmup_rounds": "soon"}, "warmup_rounds"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        FedFrozenSettings.model_validate(settings)
+
+
+@pytest.mark.parametrize(("freeze", "still"), [("query_key", {"query", "key"}), ("value", {"value"})])
+def test_what_is_frozen_stays_the_very_tensor_that_it_was(freeze: str, still: set[str]) -> None:
+    half = half_with(freeze=freeze, warmup_rounds=0)
+    rest = [role for role in ROLES if role not in still]
+    after = half.merge(START, updates(START, (1, 0), (0, 1), names=rest))
+    assert {name for name in ROLES if after.model[name] is START.model[name]} == still
+
+
+# ---------------------------------------------------------------- what the coordinator sees
+
+
+def test_movement_disagreement_and_noise_are_those_of_the_weighted_mean() -> None:
+    model = {"q": ArrayTensor(np.array([3.0, 4.0], "f4"))}
+    senders = [
+        (1.0, {"q": ArrayTensor(np.array([7.0, 4.0], "f4"))}),
+        (3.0, {"q": ArrayTensor(np.array([3, 8], "f4"))}),
+    ]
+    seen = agreement(model, ["q"], senders)
+    # Steps (4, 0) and (0, 4) with shares 1/4 and 3/4: the mean step is (1, 3), and they are apart from it by (3, -3)
+    # and (-1, 1). Both shares squared sum to 10/16.
+    assert seen.senders == 2
+    assert seen.size == 9 + 16
+    assert seen.movement == 1 + 9
+    assert seen.disagreement == 18 / 4 + 2 * 3 / 4
+    assert seen.noise == pytest.approx(6 * (10 / 16) / (6 / 16))
+
+
+def test_noise_is_the_movement_of_clients_that_have_nothing_in_common() -> None:
+    rng, weights = np.random.default_rng(0), [1.0, 2.0, 5.0]
+    seen = [
+        agreement(
+            {"q": ArrayTensor(np.zeros(50, "f4"))},
+            ["q"],
+            [(weight, {"q": ArrayTensor(rng.normal(size=50).astype("f4"))}) for weight in weights],
+        )
+        for _ in range(400)
+    ]
+    movement, noise = (np.mean([getattr(one, name) for one in seen]) for name in ("movement", "noise"))
+    # Each of 50 entries of the mean has the variance (1 + 4 + 25) / 64.
+    assert movement == pytest.approx(50 * 30 / 64, rel=0.02)
+    assert noise == pytest.approx(movement, rel=0.02)
+
+
+def test_blocks_are_read_chunk_by_chunk_and_the_order_of_updates_changes_rounding_only() -> None:
+    rng, size = np.random.default_rng(1), CHUNK + 1000
+    base = rng.normal(size=size).astype("f4")
+    steps = rng.normal(size=(3, size)).astype("f4") * 1e-3
+    senders = [(w, {"q": ArrayTensor(base + step)}) for w, step in zip((1.0, 2.0, 4.0), steps, strict=True)]
+    seen = [agreement({"q": ArrayTensor(base)}, ["q"], order) for order in permutations(senders)]
+    moved = [(base + step).astype("f8") - base for step in steps]
+    mean = (moved[0] + 2 * moved[1] + 4 * moved[2]) / 7
+    assert seen[0].movement == pytest.approx(mean @ mean, rel=1e-9)
+    apart = sum(w / 7 * ((step - mean) @ (step - mean)) for w, step in zip((1, 2, 4), moved, strict=True))
+    assert seen[0].disagreement == pytest.approx(apart, rel=1e-9)
+    for other in seen[1:]:
+        assert other.movement == pytest.approx(seen[0].movement, rel=1e-12)
+        np.testing.assert_allclose(other.sketch, seen[0].sketch, atol=1e-12)
+
+
+@pytest.mark.parametrize("spread", ["everywhere", "one column"])
+def test_the_inner_product_of_two_sketches_is_nearly_that_of_the_steps(spread: str) -> None:
+    rng, shape = np.random.default_rng(2), (1024, 4096)
+    steps = rng.normal(size=(2, *shape)).astype("f4")
+    steps[1] += steps[0]
+    if spread == "one column":
+        # As with outlying features: were there as many buckets as columns, all would fall into one.
+        steps[:, :, 1:] = 0
+    seen = [
+        agreement({"q": ArrayTensor(np.zeros(shape, "f4"))}, ["q"], [(1.0, {"q": ArrayTensor(step)})])
+        for step in steps
+    ]
+    exact = float(np.sum(steps[0] * steps[1], dtype="f8"))
+    lengths = float(np.linalg.norm(steps[0]) * np.linalg.norm(steps[1]))
+    assert abs(float(seen[0].sketch @ seen[1].sketch) - exact) < 5 / np.sqrt(BUCKETS) * lengths
+
+
+# ---------------------------------------------------------------- the rule
+
+
+def seen_of(*steps: tuple[float, float], block: str = "query") -> Any:
+    senders = [(float(u.examples), u.blocks) for u in updates(START, *steps, names=[block])]
+    return agreement(START.model, [block], senders)
+
+
+def test_progress_is_the_part_of_a_step_that_goes_on_with_the_last_one() -> None:
+    first, second = seen_of((2, 1), (2, -1)), seen_of((2, 0), (-1, 3))
+    numbers = observed({}, first, None)
+    # The block is (1, 1), the steps' mean (2, 0); both are 1 apart from it, and two equal senders have N - 1 = 1.
+    assert numbers == {
+        "warmup.movement": pytest.approx(2 / 2**0.5),
+        "warmup.disagreement": pytest.approx(1 / 2**0.5),
+        "warmup.noise": 1.0,
+    }
+    numbers |= observed(numbers, second, first.sketch)
+    # The mean is (0.5, 1.5), of which (2, 0) has 1; both are (1.5, -1.5) apart, so that the noise is 4.5.
+    assert numbers["warmup.progress"] == 1.0
+    assert numbers["warmup.won"] == 1.0
+    assert numbers["warmup.persistence"] == pytest.approx(1 / (2 * 2.5**0.5))
+    assert numbers["warmup.noise"] == pytest.approx(1 + 0.3 * (4.5 - 1))
+    numbers |= observed(numbers, seen_of((-4, 0), (-4, 0)), second.sketch)
+    # A step back is no progress, and takes nothing from what was won.
+    assert numbers["warmup.progress"] == pytest.approx(1 + 0.3 * (-2 - 1))
+    assert numbers["warmup.won"] == 1.0
+
+
+def test_a_round_with_one_client_tells_how_far_it_went_and_judges_nothing() -> None:
+    numbers = {"warmup.noise": 1.0, "warmup.progress": 2.0, "warmup.won": 3.0, "warmup.quiet_rounds": 2.0}
+    assert observed(numbers, seen_of((3, 4)), np.ones(BUCKETS)) == {"warmup.movement": pytest.approx(5 / 2**0.5)}
+
+
+@pytest.mark.parametrize(
+    ("progress", "noise", "won", "quiet"),
+    [
+        (0.9, 1.0, 91.0, 1.0),  # 0.9 <= 1 and 0.9 * 10 <= 0.1 * 91
+        (0.9, 1.0, 89.0, 0.0),  # ten more rounds like this one would add more than a tenth
+        (1.1, 1.0, 999.0, 0.0),  # the clients still agree
+        (-0.5, 1.0, 0.0, 1.0),  # rounds go to and fro, and there never was progress
+        (0.0, 0.0, 0.0, 1.0),  # nothing moves
+    ],
+)
+def test_a_round_calls_for_the_end_if_progress_is_lost_in_noise_and_little_is_left_to_win(
+    progress: float, noise: float, won: float, quiet: float
+) -> None:
+    numbers = {"warmup.progress": progress, "warmup.noise": noise, "warmup.won": won}
+    judgement = judged(numbers, FedFrozenSettings(signal=1.0, gain=0.1), rounds_left=10)
+    assert judgement["warmup.quiet_rounds"] == quiet
+
+
+def test_the_ratios_of_the_rule_are_told_for_each_version() -> None:
+    judgement = judged({"warmup.progress": -4.0, "warmup.noise": 1.0, "warmup.won": 20.0}, FedFrozenSettings(), 10)
+    assert judgement == {"warmup.signal": -2.0, "warmup.to_win": -2.0, "warmup.quiet_rounds": 1.0}
+
+
+AUTO = {"warmup_rounds": "auto", "least_warmup_rounds": 2, "patience": 2}
+ONWARD = ((1.0, 0.1), (1.0, -0.1))
+TO, FRO = ((1.0, 0.5), (0.2, -0.5)), ((-1.0, 0.5), (-0.2, -0.5))
+
+
+def run(half: CoordinatorHalf[Any], rounds: Sequence[Sequence[Sequence[float]]]) -> list[State]:
+    """The states of a run in which each round's workers take these steps, on the blocks that they are asked for."""
+    states = [START]
+    for steps in rounds:
+        state = states[-1]
+        names = [block.name for block in half.plan_for(state, WORKER).upload.resolve(BLOCKS)]
+        states.append(settled(half.merge(state, updates(state, *steps, names=names))))
+    return states
+
+
+def test_the_warm_up_goes_on_while_clients_go_on_together_and_ends_when_they_go_to_and_fro() -> None:
+    half = half_with(**AUTO)
+    states = run(half, [*[ONWARD] * 5, *[FRO, TO] * 3])
+    # Query and key count together, which doubles all. A step onward after another is a progress of 2 (1 * 1, twice),
+    # one back after it of -1.2 (-0.6 * 1, twice), and then of -0.72. Smoothed over versions 5 to 9:
+    #   progress  2     2 - 0.3 * 3.2 = 1.04   1.04 - 0.3 * 1.76 = 0.512   0.512 - 0.3 * 1.232 = 0.1424   -0.1163
+    #   noise     0.02  0.02 + 0.3 * 0.8 = 0.26   0.428   0.5456   0.628
+    # From version 8 on progress is lost; but the 12 rounds that are left would still add 12 * 0.1424 to the 8 won
+    # until then, more than a tenth. So version 9 is the first to call for the end, and 10 the second.
+    assert states[8].numbers["warmup.progress"] == pytest.approx(0.1424, abs=1e-5)
+    assert states[8].numbers["warmup.noise"] == pytest.approx(0.5456, abs=1e-5)
+    assert states[8].numbers["warmup.to_win"] == pytest.approx(12 * 0.1424 / 8, abs=1e-4)
+    quiet = [state.numbers.get("warmup.quiet_rounds") for state in states]
+    assert quiet == [None, None, 0, 0, 0, 0, 0, 0, 0, 1, 2, None]
+    assert [half.plan_for(state, WORKER).stage for state in states] == ["warm-up"] * 10 + ["frozen"] * 2
+
+
+def test_once_frozen_nothing_is_measured_and_what_was_measured_stays_with_its_version() -> None:
+    *_, last, frozen = run(half_with(**AUTO), [*[ONWARD] * 5, *[FRO, TO] * 3])
+    assert set(last.memory) == {"warmup/step"}
+    assert last.numbers["frozen_from"] == 10
+    assert "warmup.signal" in last.numbers
+    assert frozen.numbers == {"frozen_from": 10.0}
+    assert not frozen.memory
+    np.testing.assert_array_equal(to_array(frozen.model["query"]), to_array(last.model["query"]))
+
+
+def test_a_warm_up_of_a_fixed_length_tells_the_same() -> None:
+    states = run(half_with(warmup_rounds=3), [*[ONWARD] * 3, TO])
+    assert [state.numbers.get("frozen_from") for state in states] == [None, None, None, 3, 3]
+    assert states[2].numbers["warmup.persistence"] == pytest.approx(1.0)
+
+
+def test_the_warm_up_is_no_shorter_than_the_least_and_no_longer_than_the_most() -> None:
+    restless = [TO, FRO] * 5
+    assert run(half_with(**AUTO), restless)[-1].numbers["frozen_from"] == 3
+    assert run(half_with(**{**AUTO, "least_warmup_rounds": 7}), restless)[-1].numbers["frozen_from"] == 7
+    assert run(half_with(**AUTO, most_warmup_rounds=4), [ONWARD] * 6)[-1].numbers["frozen_from"] == 4
+
+
+def test_a_round_with_one_client_neither_ends_a_warm_up_nor_begins_the_count_anew() -> None:
+    alone = ((5.0, 5.0),)
+    states = run(half_with(**AUTO), [TO, FRO, alone, alone, TO])
+    assert [state.numbers.get("warmup.quiet_rounds") for state in states] == [None, None, 1, 1, 1, 2]
+    assert states[-1].numbers["frozen_from"] == 5
+
+
+def test_a_run_of_one_worker_is_merged_and_said_never_to_freeze() -> None:
+    half = half_with(**AUTO)
+    states = run(half, [((1.0, 1.0),)] * 10)
+    assert "frozen_from" not in states[-1].numbers
+    assert half.warnings(states[9]) == ()
+    (warning,) = half.warnings(states[10])
+    assert warning.startswith("still warming up after 10 of 20 rounds: no round had updates from two workers")
+
+
+def test_a_warm_up_that_its_rule_has_not_ended_by_half_time_is_said_so() -> None:
+    half = half_with(**AUTO)
+    states = run(half, [ONWARD] * 10)
+    assert "still getting somewhere" in half.warnings(states[10])[0]
+    assert half_with(warmup_rounds=15).warnings(states[10]) == ()
