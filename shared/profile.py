@@ -42,12 +42,17 @@ class LayerAttention:
     """How one layer attends, with padding masked out of rows and columns."""
 
     mass: Array
-    """float64 [examples], in [0, 1]: the probability on a task token, mean over heads, queries and task tokens."""
+    """float64 [examples], in [0, 1]: the probability on a task token, mean over heads, queries and task tokens.
+
+    In a tower that reads what is common to all examples, such as the names of classes, [batches x texts].
+    """
     sink: Array
     """float64 [examples], in [0, 1]: the probability on the first token, mean over heads and queries."""
     heads: Array
     """float64 [heads]: the mass of each head, mean over examples."""
     entropy: float
     """In [0, 1]: the entropy of a query's probabilities over the largest that its visible keys allow, in the mean."""
+    per_example: bool = True
+    """Whether it is examples that the layer reads, or what is common to all of them."""
     rows: Mapping[str, ByHead] = field(default_factory=dict)
     """Those of the layer's blocks, by name, whose rows or columns belong to heads."""

@@ -15,8 +15,8 @@ the one over the most keys, and a layer that is passed through several times by 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Self
 
@@ -67,6 +67,7 @@ class _Context:
     examples: int | None
     ids: Tensor | None  # [examples, tokens]
     mask: Tensor | None  # [examples, tokens]: zero where there is padding
+    per_example: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class _Seen:
     mass: Tensor  # float64 [examples, heads]
     sink: Tensor  # float64 [examples]
     entropy: Tensor  # float64 [examples]
+    per_example: bool = True
 
 
 def attention_profile(
@@ -95,13 +97,14 @@ def attention_profile(
     batches: Iterable[Mapping[str, Tensor]],
     forward: Callable[[Mapping[str, Tensor]], object],
     tokens: TaskTokens,
+    common: Callable[[Mapping[str, Tensor]], Collection[str]] = lambda _: (),
 ) -> dict[str, LayerAttention]:
     """How each layer with an attention attends over the batches, by the layer's name (`shared.layers`).
 
-    `forward` runs the model on a batch. The model is run for evaluation, without gradients, and left as it was: its
-    modules' modes, its implementation of attention, and the state of torch's random numbers. Where an attention
-    takes an example in pieces (frames, windows) positions count within the piece, and pieces are averaged. An example
-    without a task token has a mass of 0.
+    `forward` runs the model on a batch; `common` says which of its inputs belong to no example. The model is run for
+    evaluation, without gradients, and left as it was: its modules' modes, its implementation of attention, and the
+    state of torch's random numbers. Where an attention takes an example in pieces (frames, windows) positions count
+    within the piece, and pieces are averaged. An example without a task token has a mass of 0.
 
     Raises UnknownAttention, with its name, for a layer whose attention to itself is not seen or is not of all tokens
     to all tokens, and for task tokens by id where a layer's tokens have no ids.
@@ -111,6 +114,7 @@ def attention_profile(
     # Not inference mode: what a model caches in it could not be used in training afterwards.
     with measuring(model), torch.no_grad(), _Watch(model, _places(layers), tokens) as watch:
         for batch in batches:
+            watch.common = [batch[name] for name in common(batch)]
             forward(batch)
             for name, calls in watch.taken().items():
                 gathered[name].append(_together(calls))
@@ -141,6 +145,7 @@ def _together(calls: Sequence[_Seen]) -> _Seen:
         torch.stack([call.mass for call in counted]).mean(0),
         torch.stack([call.sink for call in counted]).mean(0),
         torch.stack([call.entropy for call in counted]).mean(0),
+        widest.per_example,
     )
 
 
@@ -152,6 +157,7 @@ def _measured(model: nn.Module, layer: Layer, seen: Sequence[_Seen]) -> LayerAtt
         sink=torch.cat([each.sink for each in seen]).cpu().numpy(),
         heads=heads,
         entropy=float(torch.cat([each.entropy for each in seen]).mean()),
+        per_example=seen[0].per_example,
         rows=by_head(model, layer, seen[0].path, heads),
     )
 
@@ -164,6 +170,7 @@ class _Watch(TorchFunctionMode):
         self._model = model
         self._places = places
         self._tokens = tokens
+        self.common: Sequence[Tensor] = ()
         self._frames: list[_Frame] = []
         self._handles: list[RemovableHandle] = []
         self._seen: dict[str, list[_Seen]] = {}
@@ -229,7 +236,8 @@ class _Watch(TorchFunctionMode):
             raw = next((inputs[name] for name in RAW_INPUTS if inputs.get(name) is not None), None)
             if raw is not None:
                 ids = inputs.get("input_ids")
-                return _Context(len(raw), ids if _is_flat(ids) else None, mask)
+                shared = any(raw is tensor for tensor in self.common)
+                return _Context(len(raw), ids if _is_flat(ids) else None, mask, per_example=not shared)
         return _Context(None, None, mask)
 
     def _measure(self, frame: _Frame, probabilities: Probabilities, context: _Context) -> None:
@@ -246,7 +254,8 @@ class _Watch(TorchFunctionMode):
                 f"the attention {frame.path} sees {examples} examples as {probabilities.batch} sequences"
             )
         where = _located(self._tokens, context, (examples, probabilities.keys), frame)
-        self._seen.setdefault(self._places[frame.path], []).append(_seen(frame.path, probabilities, where))
+        seen = replace(_seen(frame.path, probabilities, where), per_example=context.per_example)
+        self._seen.setdefault(self._places[frame.path], []).append(seen)
 
 
 def _is_flat(value: object) -> bool:

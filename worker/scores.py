@@ -101,6 +101,11 @@ def _examples(batch: Batch) -> int:
 
 
 def _one_by_one(batch: Batch, head: Head) -> Iterator[Batch]:
-    split = batch.keys() & OF_EACH_EXAMPLE if head == "contrastive" else batch.keys()
+    whole = common_to_all(batch, head)
     for row in range(_examples(batch)):
-        yield {name: tensor[row : row + 1] if name in split else tensor for name, tensor in batch.items()}
+        yield {name: tensor if name in whole else tensor[row : row + 1] for name, tensor in batch.items()}
+
+
+def common_to_all(batch: Iterable[str], head: Head) -> set[str]:
+    """Those of a batch's inputs that belong to no example."""
+    return set(batch) - OF_EACH_EXAMPLE if head == "contrastive" else set()

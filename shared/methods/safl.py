@@ -452,7 +452,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
             self._tell("entropy", {name: layer.entropy for name, layer in attention.items()})
         scores = self._scores(work, batches, attention)
         if LAYERS in work.plan.numbers:
-            self._chosen = self._choice(work, scores, int(work.plan.numbers[LAYERS]))
+            self._chosen = self._choice(work, scores, attention, int(work.plan.numbers[LAYERS]))
         else:
             self._tell("score", {name: float(each.mean()) for name, each in scores.items()})
 
@@ -470,17 +470,20 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
                 return {name: np.array([trace]) for name, trace in work.fisher(batches, blocks).items()}
         return {}
 
-    def _choice(self, work: Work, scores: Mapping[str, Array], count: int) -> list[int]:
+    def _choice(
+        self, work: Work, scores: Mapping[str, Array], attention: Mapping[str, LayerAttention], count: int
+    ) -> list[int]:
         places = {layer.name: place for place, layer in enumerate(self._candidates.layers)}
-        if self.settings.score not in OF_ATTENTION:
-            means = {name: float(score.mean()) for name, score in scores.items()}
-            return [places[layer.name] for layer in self._candidates.top(means, count)]
-        chosen: list[int] = []
+        means = {name: float(score.mean()) for name, score in scores.items()}
+        chosen = {layer.name for layer in self._candidates.top(means, count)}
         for stack, quota in zip(self._candidates.stacks, self._candidates.quotas(count), strict=True):
-            if quota:
-                table = np.stack([scores[layer.name] for layer in stack], axis=1)  # [examples, layers]
-                chosen += [places[stack[place].name] for place in work.choose(table, quota)]
-        return chosen
+            names = [layer.name for layer in stack]
+            # Only sums over examples can be made noisy, and where no example has a part in them nothing need be.
+            bounded = self.settings.score in OF_ATTENTION and all(attention[name].per_example for name in names)
+            if quota and bounded:
+                table = np.stack([scores[name] for name in names], axis=1)  # [examples, layers]
+                chosen = (chosen - {*names}) | {names[place] for place in work.choose(table, quota)}
+        return sorted(places[name] for name in chosen)
 
     def _tell(self, what: str, by_name: Mapping[str, float]) -> None:
         labels = self._candidates.labels

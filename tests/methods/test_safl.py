@@ -36,6 +36,7 @@ from shared.privacy import Privacy
 from shared.profile import ByHead, LayerAttention, TaskTokens
 from shared.tensors import Array, ArrayTensor, to_array
 from shared.training import Training
+from tests.support.duals import CLASSES, dual
 from tests.support.tasks import CPU, VIT, images
 from worker.blockmap import block_table
 from worker.models import instantiate
@@ -654,6 +655,28 @@ def test_a_noisy_choice_is_by_all_of_the_examples_so_that_one_more_only_adds() -
     assert more.shape == (21, 6)
     assert ((more >= 0) & (more <= 1)).all()
     np.testing.assert_allclose(fewer, more[:20], atol=1e-6)
+
+
+def test_noise_is_for_layers_that_read_examples_and_not_for_those_that_read_the_names_of_classes() -> None:
+    model = instantiate(dual("clip"), "contrastive", seed=1)
+    blocks, tables = block_table(model), []
+
+    def choosing(scores: Array, count: int) -> list[int]:
+        tables.append(scores)
+        return largest(scores, count)
+
+    privacy = Privacy(epsilon=1, delta=1e-3, clip_norm=1, selection="noisy")
+    facts = RunFacts(blocks, 10, training=TRAINING, privacy=privacy)
+    chosen = Chosen(name="safl", settings={"share": 0.5, "always": []})
+    plan = coordinator_half(chosen, facts).plan_for(state(), COHORT[0])
+    work = LocalWork(model, "contrastive", plan, blocks, choosing=choosing)
+    # As many images as there are classes, so that their numbers do not tell them apart.
+    count, size = len(CLASSES), model.config.vision_config.image_size
+    batch = {"pixel_values": torch.randn(count, 3, size, size), "labels": torch.arange(count), "input_ids": CLASSES}
+    selected = worker_half(chosen, facts).select(work, [batch])
+    [table] = tables
+    assert table.shape == (count, model.config.vision_config.num_hidden_layers)
+    assert {block.tensor.split("_")[0] for block in blocks if selected.holds(block)} == {"text", "vision"}
 
 
 # ---------------------------------------------------------------- bytes

@@ -152,6 +152,16 @@ def test_batches_follow_one_another_in_the_order_of_their_examples() -> None:
         assert parts[name].entropy == pytest.approx(layer.entropy, abs=1e-6)
 
 
+def test_a_tower_that_reads_what_is_common_to_all_examples_is_not_per_example() -> None:
+    torch.manual_seed(0)
+    model = AutoModel.from_config(AutoConfig.for_model("clip", **ZOO["clip"].config)).eval()
+    batch = {"pixel_values": torch.randn(2, 3, 8, 8), "input_ids": WORDS["input_ids"].repeat(3, 1)}
+    blocks = block_table(model)
+    found = attention_profile(model, blocks, [batch], lambda b: model(**b), TaskTokens(), lambda _: {"input_ids"})
+    assert {(layer.per_example, len(layer.mass)) for name, layer in found.items() if "text" in name} == {(False, 6)}
+    assert {(layer.per_example, len(layer.mass)) for name, layer in found.items() if "vision" in name} == {(True, 2)}
+
+
 # ---------------------------------------------------------------- whose rows
 
 
