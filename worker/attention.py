@@ -114,7 +114,7 @@ def attention_profile(
     # Not inference mode: what a model caches in it could not be used in training afterwards.
     with measuring(model), torch.no_grad(), _Watch(model, _places(layers), tokens) as watch:
         for batch in batches:
-            watch.common = [batch[name] for name in common(batch)]
+            watch.common = common(batch)
             forward(batch)
             for name, calls in watch.taken().items():
                 gathered[name].append(_together(calls))
@@ -170,7 +170,7 @@ class _Watch(TorchFunctionMode):
         self._model = model
         self._places = places
         self._tokens = tokens
-        self.common: Sequence[Tensor] = ()
+        self.common: Collection[str] = ()
         self._frames: list[_Frame] = []
         self._handles: list[RemovableHandle] = []
         self._seen: dict[str, list[_Seen]] = {}
@@ -233,11 +233,11 @@ class _Watch(TorchFunctionMode):
             inputs = frame.inputs
             if mask is None and _is_flat(inputs.get("attention_mask")):
                 mask = inputs["attention_mask"]
-            raw = next((inputs[name] for name in RAW_INPUTS if inputs.get(name) is not None), None)
+            raw = next((name for name in RAW_INPUTS if inputs.get(name) is not None), None)
             if raw is not None:
                 ids = inputs.get("input_ids")
-                shared = any(raw is tensor for tensor in self.common)
-                return _Context(len(raw), ids if _is_flat(ids) else None, mask, per_example=not shared)
+                per_example = raw not in self.common
+                return _Context(len(inputs[raw]), ids if _is_flat(ids) else None, mask, per_example)
         return _Context(None, None, mask)
 
     def _measure(self, frame: _Frame, probabilities: Probabilities, context: _Context) -> None:

@@ -32,6 +32,7 @@ from shared.methods.contract import (
     begin,
 )
 from shared.methods.safl import Candidates, SAFLSettings, beyond_the_sink, copies_in_training, pruned
+from shared.model import Prompts
 from shared.privacy import Privacy
 from shared.profile import ByHead, LayerAttention, TaskTokens
 from shared.tensors import Array, ArrayTensor, to_array
@@ -657,8 +658,11 @@ def test_a_noisy_choice_is_by_all_of_the_examples_so_that_one_more_only_adds() -
     np.testing.assert_allclose(fewer, more[:20], atol=1e-6)
 
 
-def test_noise_is_for_layers_that_read_examples_and_not_for_those_that_read_the_names_of_classes() -> None:
-    model = instantiate(dual("clip"), "contrastive", seed=1)
+@pytest.mark.parametrize("prompts", [None, Prompts(vision=2, text=2)])
+def test_noise_is_for_layers_that_read_examples_and_not_for_those_that_read_the_names_of_classes(
+    prompts: Prompts | None,
+) -> None:
+    model = instantiate(dual("clip"), "contrastive", seed=1, prompts=prompts)
     blocks, tables = block_table(model), []
 
     def choosing(scores: Array, count: int) -> list[int]:
