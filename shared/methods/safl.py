@@ -438,6 +438,8 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
     def _is_to_look(self, plan: Plan) -> bool:
         """Whether this task measures anything on the site's data."""
         own, sends = plan.numbers.get(LAYERS), bool(plan.upload)
+        if own == 0:
+            return False
         asked = self.settings.looks_at_data or (self.settings.needs_heads and sends)
         lacks_choice = own is not None and len(self._chosen) != own
         lacks_heads = self.settings.needs_heads and sends and not self._rows

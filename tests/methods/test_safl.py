@@ -204,6 +204,16 @@ def test_a_worker_without_room_still_trains_a_layer_if_nothing_trains_anyway() -
     assert plan.numbers["layers"] == 1
 
 
+def test_a_worker_that_is_given_no_layer_looks_at_nothing_and_sends_what_always_trains() -> None:
+    half = coordinator(upload_seconds=1)
+    plan = half.plan_for(state(), Participant("tiny", 1, {"upload_bytes_per_second": 1}))
+    work = Watched(instantiate(SIX, "image-classification"), "image-classification", plan, BLOCKS)
+    worker = worker_half(Chosen(name="safl", settings={"upload_seconds": 1}), half.run)
+    selected = worker.select(work, Batches(images(), 8, CPU))
+    assert {block.name for block in BLOCKS if selected.holds(block)} == ALWAYS
+    assert not work.looks
+
+
 @pytest.mark.parametrize(
     ("training", "copies"),
     [({"optimizer": "adamw"}, 3), ({"optimizer": "sgd"}, 1), ({"optimizer": "sgd", "momentum": 0.9}, 2)],
