@@ -248,6 +248,22 @@ def _through(layer: nn.Module, output: Any) -> Any:
     return type(output)(output.loss + logits.square().sum(), logits)
 
 
+@pytest.mark.parametrize("config", [VIT, GPT2], ids=["images", "texts"])
+def test_without_noise_or_clipping_the_gradient_is_the_mean_over_examples(config: dict[str, Any]) -> None:
+    text = config is GPT2
+    work, data = work_on(config, "causal-lm" if text else "image-classification"), sentences() if text else images()
+    trainer = trainer_of(work, batch_size=None)
+    noisy, freeze = gradients_of(trainer, EVERYTHING, data, noise=0.0, clip=1e9)
+    noisy.fill()
+    noisy.close()
+    found = [parameter.grad.clone() for parameter in freeze.parameters if parameter.grad is not None]
+    work.model.zero_grad()
+    # All texts are of the same length here, so that the model's own loss is the mean over examples.
+    trainer.half.loss(work, next(data.batches(None))).backward()
+    expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in freeze.parameters]
+    assert difference(found, expected) <= 1e-5 * length(expected)
+
+
 # ---------------------------------------------------------------- noise
 
 
