@@ -50,6 +50,8 @@ def made(task: Task, model: str, seed: int, folder: Path) -> Path:
 def measured(task: Task, arm: Arm, seed: int, rounds: int, model: Path) -> Figures:
     """Runs one arm with one seed."""
     sites = task.sites(seed)
+    if arm.central:
+        sites = {"all": joined(sites)}
     evaluation = {"dataset": "test", "sites": not arm.spec.get("privacy"), "every": rounds}
     spec = {
         "name": "results",
@@ -63,7 +65,7 @@ def measured(task: Task, arm: Arm, seed: int, rounds: int, model: Path) -> Figur
     result = simulate(
         spec,
         ModelFolder.open(model),
-        {"all": joined(sites)} if arm.central else sites,
+        sites,
         test=task.test(),
         conditions=Conditions(threads=1),
     )
