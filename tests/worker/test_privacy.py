@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shared.blocks import EVERYTHING, Selector, named, roles
+from shared.blocks import EVERYTHING, Block, Selector, named, roles
 from shared.methods import Chosen, coordinator_half, methods, worker_half
 from shared.methods.contract import Participant, Phase, Plan, RunFacts, State, Tally
 from shared.model import Head
@@ -262,6 +262,41 @@ def test_without_noise_or_clipping_the_gradient_is_the_mean_over_examples(config
     trainer.half.loss(work, next(data.batches(None))).backward()
     expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in freeze.parameters]
     assert difference(found, expected) <= 1e-5 * length(expected)
+
+
+def test_gradients_are_held_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = []
+    for held in (1 << 30, 1):
+        monkeypatch.setattr("worker.perexample.CHUNK_BYTES", held)
+        noisy, _ = gradients_of(trainer_of(work_on()), EVERYTHING, images())
+        sums.append(noisy.sums(torch.arange(10)))
+        noisy.close()
+    assert difference(*sums) <= 1e-5 * length(sums[0])
+
+
+def test_examples_are_clipped_in_sixteen_bits_too() -> None:
+    trainer = trainer_of(work_on(), precision="bfloat16")
+    noisy, freeze = gradients_of(trainer, EVERYTHING, images(), clip=1e-3)
+    sums = noisy.sums(torch.tensor([0]))
+    noisy.close()
+    assert length(sums) == pytest.approx(1e-3, rel=1e-3)
+    assert {parameter.dtype for parameter in freeze.parameters} == {torch.float32}
+
+
+def test_statistics_of_a_normalisation_are_data_and_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    blocks = [
+        Block(tensor="1.weight", role="norm", shape=(3,), dtype="F32"),
+        Block(tensor="1.running_mean", role="norm", shape=(3,), dtype="F32"),
+    ]
+    moved = []
+    for keep_buffers in (False, True):
+        freeze = Freeze(model, blocks, keep_buffers=keep_buffers)
+        before = model[1].running_mean.clone()
+        model(torch.randn(4, 2))
+        freeze.restore()
+        moved.append(not torch.equal(model[1].running_mean, before))
+    assert moved == [True, False]
 
 
 # ---------------------------------------------------------------- noise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,6 +112,24 @@ def test_a_run_without_privacy_may_not_train_on_data_that_have_a_budget(
     assert task.problem
     assert "privacy: the data set 'digits' has a budget, and the run no privacy" in task.problem.detail
     assert Ledger(tmp_path / "a" / "ledger").read("digits") == ()
+
+
+def test_a_worker_without_what_privacy_needs_says_what_to_install(
+    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "worker.privacy", None)
+    client = coordinator.client()
+    with site(coordinator, tmp_path):
+        run = ended(client, privacy=PRIVACY)
+    (task,) = tasks_of(client, run)
+    assert task.problem
+    assert "install tessera[privacy]" in task.problem.detail
+
+
+def test_a_worker_without_private_tasks_does_not_load_what_they_need() -> None:
+    script = "import sys, worker.agent, worker.cli.worker; print({'opacus', 'dp_accounting'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 @pytest.mark.parametrize("allowed", [False, True])

@@ -13,7 +13,17 @@ from typer.testing import CliRunner
 from shared.wire import TokenRole
 from tests.support.coordinator import LiveCoordinator
 from worker.cli.worker import app
-from worker.settings import Settings, SettingsError, datasets_of, device_of, mappings_of, read_settings, token_of
+from worker.policy import Allowance
+from worker.settings import (
+    Settings,
+    SettingsError,
+    allowances_of,
+    datasets_of,
+    device_of,
+    mappings_of,
+    read_settings,
+    token_of,
+)
 
 GOOD = """
 url = "http://127.0.0.1:9"
@@ -186,3 +196,15 @@ def test_bad_settings_end_with_one_line_and_a_code_of_their_own(tmp_path: Path, 
     assert result.exit_code == 2
     assert "nmae: no such setting" in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_budget_of_all_data_gives_way_to_a_data_set_s_own(tmp_path: Path) -> None:
+    text = GOOD.replace("[datasets.held-out]", "privacy = { epsilon = 2.0, delta = 1e-6 }\n\n[datasets.held-out]")
+    settings = read_settings(
+        written(tmp_path, text + "\n[privacy]\nepsilon = 8.0\ndelta = 1e-5\nevaluations = true\n")
+    )
+    assert allowances_of(settings) == {
+        "digits": Allowance(epsilon=2.0, delta=1e-6),
+        "held-out": Allowance(epsilon=8.0, delta=1e-5, evaluations=True),
+    }
+    assert allowances_of(read_settings(written(tmp_path, GOOD))) == {}
