@@ -99,7 +99,7 @@ PERSONAL = (
     Arm("ditto", "ditto"),
 )
 
-SCORES = ("attention", "gradient-norm", "random", "first", "last")
+SCORES = ("attention", "gradient-norm", "random", "last")
 
 
 def selecting(share: float, *scores: str) -> tuple[Arm, ...]:
@@ -168,7 +168,7 @@ TASKS = {
         ),
         Task(
             "docstrings",
-            (GLOBAL[0], GLOBAL[1], *selecting(1 / 3, *SCORES), *OTHERWISE, *ADAPTERS),
+            (GLOBAL[0], *selecting(1 / 3, *SCORES), *OTHERWISE, ADAPTERS[0]),
             rounds=12,
             training={**ADAMW, "epochs": 1, "learning_rate": 1e-3},
             sites=docstring_sites,
