@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
-from typer.main import get_group
+from typer.main import get_command, get_group
 
 from shared.cli.output import complain, show_problem, wants_json
 from shared.problems import Problem
@@ -26,6 +26,7 @@ SUMMARIES = {
     "data": "Show a site's data sets, and how one divides among sites.",
     "model": "Make and inspect the models that runs start from.",
     "run": "Start, watch, steer and export runs.",
+    "simulate": "Run a whole federation in this process.",
     "worker": "Train for a coordinator with this site's data.",
 }
 
@@ -50,7 +51,7 @@ class Installed(TyperGroup):
             return name, placeholder, rest
         entry = _entries()[name]
         try:
-            return name, get_group(entry.load()), rest
+            return name, get_command(entry.load()), rest
         except ModuleNotFoundError as fault:
             complain(_what_is_missing(entry, fault))
             raise typer.Exit(2) from fault

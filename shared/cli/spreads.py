@@ -20,11 +20,12 @@ TELLING = ("accuracy", "loss")
 def spread_table(by_version: Mapping[int, Mapping[str, Spread]]) -> Table:
     """The versions' accuracies over sites, of the version itself and of the sites' own models; losses where there are
     none."""
-    rows = [_row(number, name, names[name]) for number, names in by_version.items() for name in _telling(names)]
+    rows = [_row(number, name, names[name]) for number, names in by_version.items() for name in telling(names)]
     return output.table(SPREAD_COLUMNS, rows, right={*SPREAD_COLUMNS} - {"at sites", "where"})
 
 
-def _telling(names: Mapping[str, Spread]) -> Iterator[str]:
+def telling(names: Mapping[str, Spread]) -> Iterator[str]:
+    """The one number of a version, and the one of the sites' own models, that tell most of how well they do."""
     for prefix in ("", PERSONAL):
         yield from [prefix + name for name in TELLING if prefix + name in names][:1]
 

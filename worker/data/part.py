@@ -5,6 +5,8 @@ part = { scheme = "dirichlet", count = 4, alpha = 0.1, index = 0 }
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Literal, Self
 
 import numpy as np
@@ -157,7 +159,12 @@ Part = Annotated[Partition, AfterValidator(_says_which)]
 
 def divide(whole: Dataset, partition: Scheme) -> list[Dataset]:
     """Every site's part. Raises DataError for a data set that cannot be divided so."""
-    return [_made(whole, partition, rows, index) for index, rows in enumerate(_rows(whole, partition))]
+    return [make() for make in makers(whole, partition)]
+
+
+def makers(whole: Dataset, partition: Scheme) -> list[Callable[[], Dataset]]:
+    """What makes each site's part when it is wanted. Raises DataError, here or then, as `divide` does."""
+    return [partial(_made, whole, partition, rows, index) for index, rows in enumerate(_rows(whole, partition))]
 
 
 def part_of(whole: Dataset, partition: Scheme, index: int) -> Dataset:

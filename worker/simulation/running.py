@@ -116,11 +116,11 @@ class _Federation:
         blobs, records, model = Folder(folder / "blobs"), Records(folder), self.start.model
         uploaded = upload_model(blobs, self.start)
         spec = _spec(self.given, uploaded, self.test)
+        device = device_of(self.conditions.device)
         population = Population(self.sites, self.conditions.loaded)
         records.claim(self._identity(spec, population))
         states = States(blobs)
         coordinator = LocalCoordinator(spec, model, blobs, states, records)
-        device = device_of(self.conditions.device)
         return Simulation(
             spec=spec,
             model=model,
