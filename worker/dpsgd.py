@@ -21,7 +21,7 @@ from shared.methods.contract import WorkerHalf
 from worker.data import Dataset
 from worker.forward import losses
 from worker.freezing import Freeze
-from worker.perexample import Batch, Gradients, at_once, fastest, norms
+from worker.perexample import EXACT, ROUGH, Batch, Gradients, at_once, fastest, norms
 from worker.trainer import Trainer, autocast
 
 
@@ -131,7 +131,9 @@ class NoisyGradients:
 
         plain = type(half).loss is WorkerHalf.loss
         sample = self._rows(torch.tensor(sorted({0, dataset.examples - 1})))
-        self._way = fastest(model, loss, each if plain else None, freeze.parameters, self._common, sample)
+        exact = trainer.training.precision == "float32" and all(p.dtype.itemsize >= 4 for p in freeze.parameters)
+        tolerance = EXACT if exact else ROUGH
+        self._way = fastest(model, loss, each if plain else None, freeze.parameters, self._common, sample, tolerance)
         self._at_once = at_once(self._way, freeze.parameters)
 
     @property

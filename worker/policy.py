@@ -35,6 +35,8 @@ class Allowance(Budget):
         """Judges what a task on the data set is, before what it would spend. Raises PolicyViolation."""
         if task.kind == "train" and task.privacy is None:
             raise PolicyViolation("privacy", f"the data set {task.dataset!r} has a budget, and the run no privacy")
+        if task.kind == "train" and task.privacy and task.privacy.selection == "uncovered":
+            raise PolicyViolation("privacy", f"{task.dataset!r} has a budget, which covers no exact choice of blocks")
         if task.kind == "evaluate" and not (task.held_out and self.evaluations):
             raise PolicyViolation("privacy", f"no version is measured on {task.dataset!r}, which has a budget")
 

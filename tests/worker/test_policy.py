@@ -7,8 +7,9 @@ import pytest
 from shared.blocks import Block, roles
 from shared.methods import Chosen
 from shared.methods.contract import Plan
+from shared.privacy import Privacy
 from shared.wire import Task, Training, VersionRef
-from worker.policy import Policy, PolicyViolation
+from worker.policy import Allowance, Policy, PolicyViolation
 
 TABLE = tuple(
     Block(tensor=name, role=role, shape=(4,), dtype="F32")
@@ -48,6 +49,34 @@ def test_a_task_that_breaks_a_rule_is_refused_by_its_name(rule: str, policy: Pol
     with pytest.raises(PolicyViolation) as violation:
         policy.check_task(asked, ("train",))
     assert violation.value.rule == rule
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        task(),
+        task(privacy=Privacy(epsilon=1.0, delta=1e-6, clip_norm=1.0, selection="uncovered")),
+        task(kind="evaluate"),
+        task(kind="evaluate", held_out=True),
+    ],
+    ids=["exact", "uncovered", "measured", "held out"],
+)
+def test_a_budget_refuses_what_it_does_not_cover(asked: Task) -> None:
+    with pytest.raises(PolicyViolation, match="'wards'") as violation:
+        Allowance(epsilon=8.0, delta=1e-6).check(asked)
+    assert violation.value.rule == "privacy"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        task(privacy=Privacy(epsilon=1.0, delta=1e-6, clip_norm=1.0, selection="noisy")),
+        task(kind="evaluate", held_out=True),
+    ],
+    ids=["private", "held out"],
+)
+def test_a_budget_lets_pass_what_it_covers_or_its_site_allows(asked: Task) -> None:
+    Allowance(epsilon=8.0, delta=1e-6, evaluations=True).check(asked)
 
 
 def test_a_model_larger_than_allowed_is_refused() -> None:

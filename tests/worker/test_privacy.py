@@ -277,6 +277,7 @@ def test_gradients_are_held_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 def test_examples_are_clipped_in_sixteen_bits_too() -> None:
     trainer = trainer_of(work_on(), precision="bfloat16")
     noisy, freeze = gradients_of(trainer, EVERYTHING, images(), clip=1e-3)
+    assert noisy.way == "opacus"
     sums = noisy.sums(torch.tensor([0]))
     noisy.close()
     assert length(sums) == pytest.approx(1e-3, rel=1e-3)
