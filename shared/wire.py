@@ -39,8 +39,13 @@ Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """A name that people give: letters, digits, dot, dash and underscore."""
 
-Numbers = Annotated[dict[Annotated[str, Field(max_length=64)], float], Field(max_length=4096)]
-"""What is told beside blocks. A few for each layer of a deep model, and well below what a body may have."""
+LARGEST_NUMBER = 1e100
+"""Far above what anything is measured at, and with room for the sums and squares of those who read it."""
+
+Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
+
+Reported = Annotated[dict[Annotated[str, Field(pattern=r"^[ -~]{1,64}$")], Number], Field(max_length=4096)]
+"""What a worker tells beside blocks. A few for each layer of a deep model, and well below what a body may have."""
 
 Resources = Annotated[dict[Literal["memory_bytes", "upload_bytes_per_second"], PositiveFloat], Field(max_length=8)]
 """What a worker may spend on a task, as its site declares it."""
@@ -211,7 +216,7 @@ class TaskView(Message):
     token: int
     leases: int
     examples: int | None = None
-    numbers: Numbers = {}
+    numbers: dict[str, float] = {}
     upload_bytes: int = 0
     download_bytes: int = 0
     problem: ProblemDocument | None = None
@@ -241,7 +246,7 @@ class Measurement(Message):
     worker: str
     held_out: bool = False
     examples: int
-    numbers: Numbers
+    numbers: dict[str, float]
 
     @property
     def site(self) -> str:
@@ -311,7 +316,7 @@ class Submission(Message):
     version: Digest
     update: Digest
     examples: PositiveInt = Field(lt=1 << 40)
-    numbers: Numbers = {}
+    numbers: Reported = {}
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
 
 
@@ -321,7 +326,7 @@ class Evaluated(Message):
     token: int
     version: Digest
     examples: PositiveInt = Field(lt=1 << 40)
-    numbers: Numbers
+    numbers: Reported
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
 
 

@@ -205,6 +205,13 @@ def test_the_norm_of_an_accepted_update_is_measured(scene: Scene) -> None:
     assert view.numbers["update_norm"] == pytest.approx(8**0.5, rel=1e-6)
 
 
+def test_as_many_numbers_as_may_be_reported_leave_room_for_what_is_measured(scene: Scene) -> None:
+    many = {f"layer {i}": 0.5 for i in range(4096)}
+    scene.bad.client.submit(scene.task.id, submission(scene, numbers=many))
+    shown = [task for task in next(scene.client.rounds(scene.run.id)).tasks if task.id == scene.task.id]
+    assert shown[0].numbers == {**many, "update_norm": 0.0}
+
+
 def test_a_norm_that_cannot_be_told_is_refused(standing: LiveCoordinator) -> None:
     block = Block(tensor="w", role="head", shape=(2,), dtype="F64")
     model = Model(config={"model_type": "bert"}, head="features", blocks=(block,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.fairness import Score, spread, spreads
-from shared.wire import Measurement
+from shared.wire import LARGEST_NUMBER, Measurement
 
 
 def measured(worker: str, examples: int, *, version: int = 1, held_out: bool = True, **numbers: float) -> Measurement:
@@ -75,3 +75,9 @@ def test_each_version_and_number_has_figures_of_its_own() -> None:
     assert {version: sorted(names) for version, names in found.items()} == {0: ["loss"], 1: ["loss", "personal_loss"]}
     assert found[1]["loss"].worst_site == "b"
     assert found[1]["personal_loss"].sites == 1
+
+
+def test_the_largest_numbers_that_sites_may_report_have_figures_too() -> None:
+    most = (1 << 40) - 1
+    found = spreads([measured(name, most, loss=value * LARGEST_NUMBER) for name, value in (("a/w", 1), ("b/w", -1))])
+    assert (found[1]["loss"].mean, found[1]["loss"].deviation) == (0.0, LARGEST_NUMBER)

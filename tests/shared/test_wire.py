@@ -7,7 +7,17 @@ from pydantic import ValidationError
 
 from shared import codecs
 from shared.methods import Chosen
-from shared.wire import Claim, Cohort, Manifest, RunSpec, Submission, TokenSpec, canonical
+from shared.wire import (
+    LARGEST_NUMBER,
+    Claim,
+    Cohort,
+    Evaluated,
+    Manifest,
+    RunSpec,
+    Submission,
+    TokenSpec,
+    canonical,
+)
 
 DIGEST = f"sha256:{'0' * 64}"
 SPEC = {"name": "r", "method": {"name": "fedavg"}, "model": DIGEST, "version": DIGEST, "dataset": "d", "rounds": 1}
@@ -123,3 +133,16 @@ def test_a_value_cannot_be_changed() -> None:
     chosen = Chosen(name="fedavg")
     with pytest.raises(ValidationError, match="frozen"):
         chosen.name = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("message", [Submission, Evaluated])
+@pytest.mark.parametrize(
+    "numbers",
+    [{"loss": 1.7e308}, {"loss": -1.7e308}, {"loss": float("nan")}, {"": 1.0}, {"x" * 65: 1.0}, {"\x1b[2J": 1.0}],
+)
+def test_numbers_that_nobody_could_sum_and_names_that_nobody_could_print_are_refused(
+    message: type[Submission | Evaluated], numbers: dict[str, float]
+) -> None:
+    assert message.model_validate(SUBMISSION | {"numbers": {"loss": LARGEST_NUMBER}}).numbers["loss"] == 1e100
+    with pytest.raises(ValidationError):
+        message.model_validate(SUBMISSION | {"numbers": numbers})
