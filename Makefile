@@ -4,10 +4,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help install demo test check fix system migrate image clean
+.PHONY: help install demo test check fix system bench-attention migrate image clean
 
 help: ## show this help
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 install: $(INSTALLED) ## create .venv with everything in it
 
@@ -36,6 +36,9 @@ fix: install ## format and mend what can be mended
 system: install ## the tests with real processes and real crashes alone
 	$(BIN)/python -m pytest tests/system
 
+bench-attention: install ## FedFrozen's simulation: bias and drift by length of warm-up; some minutes
+	$(BIN)/python -m benchmarks.linear_attention
+
 migrate: install ## bring the database that TESSERA_DATABASE_URL names to head
 	$(BIN)/tessera coordinator migrate
 
@@ -44,4 +47,4 @@ image: ## build the coordinator's and the worker's container images
 	docker build --target worker --tag tessera-worker .
 
 clean: ## remove the environment and what the demo left
-	rm -rf .venv demo-output build *.egg-info
+	rm -rf .venv demo-output bench-output build *.egg-info
