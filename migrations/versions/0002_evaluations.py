@@ -15,8 +15,23 @@ STANDING = "kind = 'evaluate' and state in ('offered', 'leased', 'lapsed', 'acce
 CENTRAL = sa.text(f"not held_out and {STANDING}")
 HELD_OUT = sa.text(f"held_out and {STANDING}")
 
+# Two conductors of the version before could each ask a worker of their own. Of a version's standing evaluations the
+# one that is done stays, else any: what is not wanted twice is cancelled.
+ONE_EACH = """
+update tasks set state = 'cancelled'
+where kind = 'evaluate' and state in ('offered', 'leased', 'lapsed', 'accepted') and exists (
+    select 1 from tasks as other
+    where other.kind = 'evaluate' and other.state in ('offered', 'leased', 'lapsed', 'accepted')
+    and other.run_id = tasks.run_id and other.version_number = tasks.version_number and (
+        (other.state = 'accepted' and tasks.state <> 'accepted')
+        or ((other.state = 'accepted') = (tasks.state = 'accepted') and other.id < tasks.id)
+    )
+)
+"""
+
 
 def upgrade() -> None:
+    op.execute(ONE_EACH)
     with op.batch_alter_table("tasks", schema=None) as batch_op:
         batch_op.add_column(sa.Column("held_out", sa.Boolean(), server_default=sa.false(), nullable=False))
         batch_op.drop_index("uq_tasks_evaluation", sqlite_where=BEFORE, postgresql_where=BEFORE)

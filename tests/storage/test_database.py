@@ -15,7 +15,7 @@ from sqlalchemy import inspect
 
 from coordinator.storage.database import Database, DatabaseInUse, SchemaBehind, alembic_config
 from coordinator.storage.tables import Table, VersionRow
-from tests.support.storage import add_task, add_worker
+from tests.support.storage import add_run, add_task, add_worker
 
 
 def coordinator(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -134,3 +134,38 @@ def test_what_the_version_before_wrote_is_read_and_what_it_does_not_know_is_left
     with database.engine.begin() as connection:
         command.downgrade(alembic_config(connection), "0001")
         assert connection.exec_driver_sql("SELECT id FROM tasks").scalars().all() == ["central"]
+
+
+def test_of_evaluations_that_the_version_before_asked_for_twice_the_one_that_is_done_stays(
+    database: Database,
+) -> None:
+    with database.transaction() as session:
+        add_run(session)
+        for name in "wxyz":
+            add_worker(session, name)
+    with database.engine.begin() as connection:
+        command.downgrade(alembic_config(connection), "0001")
+        for worker, state, version in (
+            ("w", "lapsed", 0),
+            ("x", "accepted", 0),
+            ("y", "accepted", 0),
+            ("z", "failed", 0),
+            ("w", "leased", 1),
+            ("x", "offered", 1),
+        ):
+            connection.exec_driver_sql(
+                "INSERT INTO tasks VALUES (?, 'run', NULL, ?, 'evaluate', ?, ?, 0, '{}', 1, 1, NULL, NULL, 1000, NULL, "
+                "0, 0, NULL, '{}', NULL)",
+                (f"{worker}{version}", worker, state, version),
+            )
+    with database.engine.begin() as connection:
+        command.upgrade(alembic_config(connection), "head")
+        left = connection.exec_driver_sql("SELECT id, state FROM tasks ORDER BY id").all()
+    assert [tuple(row) for row in left] == [
+        ("w0", "cancelled"),
+        ("w1", "leased"),
+        ("x0", "accepted"),
+        ("x1", "cancelled"),
+        ("y0", "cancelled"),
+        ("z0", "failed"),
+    ]
