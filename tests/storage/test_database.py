@@ -154,8 +154,8 @@ def test_of_evaluations_that_the_version_before_asked_for_twice_the_one_that_is_
             ("x", "offered", 1),
         ):
             connection.exec_driver_sql(
-                "INSERT INTO tasks VALUES (?, 'run', NULL, ?, 'evaluate', ?, ?, 0, '{}', 1, 1, NULL, NULL, 1000, NULL, "
-                "0, 0, NULL, '{}', NULL)",
+                "INSERT INTO tasks VALUES (?, 'run', NULL, ?, 'evaluate', ?, ?, 0, '{}', 1, 1, NULL, NULL, 1000, "
+                "NULL, 0, 0, NULL, '{}', NULL)",
                 (f"{worker}{version}", worker, state, version),
             )
     with database.engine.begin() as connection:
