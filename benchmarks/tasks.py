@@ -3,13 +3,13 @@ CLIP."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import Arm, Task
-from benchmarks.docstrings import AREAS, TOKENS, VOCABULARY, docstrings
+from benchmarks.docstrings import AREAS, docstrings
+from benchmarks.docstrings import pretrained as docstring_encoder
 from benchmarks.pairs import pairs, pretrained
 from worker.data import Dataset, load
 from worker.data.heldout import hold_out
@@ -18,12 +18,6 @@ from worker.data.part import Dirichlet, Scheme, Shift, divide
 HELD_OUT = 0.25
 SGD = {"training": {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.0}}
 VIT = Path(__file__).parents[1] / "examples" / "digits" / "vit.json"
-
-BERT = {
-    "model_type": "bert", "vocab_size": VOCABULARY, "max_position_embeddings": TOKENS, "hidden_size": 48,
-    "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 96, "num_labels": len(AREAS),
-    "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
 
 
 # ---------------------------------------------------------------- data
@@ -55,8 +49,9 @@ def digit_model(name: str, seed: int, folder: Path) -> Sequence[str]:
 
 
 def docstring_model(name: str, seed: int, folder: Path) -> Sequence[str]:
-    (folder / "config.json").write_text(json.dumps(BERT))
-    return ["--config", str(folder / "config.json"), "--head", "text-classification", *LORA.get(name, ())]
+    docstring_encoder(folder / "bert", seed)
+    labels = ["--head", "text-classification", "--labels", str(len(AREAS))]
+    return ["--config", str(folder / "bert"), "--pretrained", *labels, *LORA.get(name, ())]
 
 
 def pair_model(name: str, seed: int, folder: Path) -> Sequence[str]:
