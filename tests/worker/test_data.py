@@ -146,6 +146,24 @@ def test_arrays_may_say_where_each_example_comes_from(tmp_path: Path) -> None:
     assert set(dataset.tensors) == {"labels"}
 
 
+def test_arrays_labels_of_any_integers_are_classes(tmp_path: Path) -> None:
+    file = tmp_path / "notes.safetensors"
+    for dtype in (torch.int32, torch.uint8, torch.bool):
+        save_file({"labels": torch.tensor([0, 1], dtype=dtype)}, file)
+        labels = load("arrays", {"file": str(file)}).tensors["labels"]
+        assert (labels.dtype, labels.tolist()) == (torch.int64, [0, 1])
+    save_file({"labels": torch.tensor([0.0, 0.5])}, file)
+    assert load("arrays", {"file": str(file)}).tensors["labels"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("domain", [torch.zeros(2, 2, dtype=torch.int64), torch.tensor([0.5, 1.0])])
+def test_domains_that_are_not_one_integer_for_each_example_are_refused(tmp_path: Path, domain: torch.Tensor) -> None:
+    file = tmp_path / "notes.safetensors"
+    save_file({"labels": torch.tensor([0, 1]), "domain": domain}, file)
+    with pytest.raises(DataError, match=r"notes\.safetensors: domain: .* is not one integer for each example"):
+        load("arrays", {"file": str(file)})
+
+
 def test_a_kind_is_loaded_without_what_other_kinds_need() -> None:
     script = "import sys, worker.data as d; d.load('digits', {}); sys.exit('datasets' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,17 @@ def test_grey_images_have_one_channel_and_each_channel_may_have_its_own_scale(pe
     assert colours(tinted)[1] == [0.2, 0.2, 0.0]
 
 
+def test_folders_may_be_links_and_what_is_hidden_is_passed_over(pets: Path, tmp_path: Path) -> None:
+    picture(tmp_path / "elsewhere" / "d.png", BLUE)
+    (pets / "emu").symlink_to(tmp_path / "elsewhere")
+    (pets / "dog" / "up").symlink_to(pets)
+    picture(pets / "cat" / ".ipynb_checkpoints" / "a-checkpoint.png", RED)
+    picture(pets / ".trash" / "e.png", RED)
+    dataset = opened(folder=pets, labels=["cat", "dog", "emu"], size=2)
+    assert dataset.tensors["labels"].tolist() == [0, 0, 1, 2]
+    assert colours(dataset)[3] == [-1, -1, 1]
+
+
 def test_folders_of_domains_hold_folders_of_classes(tmp_path: Path) -> None:
     for domain, label in (("sketch", "cat"), ("photo", "dog"), ("photo", "cat")):
         picture(tmp_path / domain / label / "a.png", RED)
@@ -147,6 +160,21 @@ def test_a_folder_that_is_no_class_is_named(pets: Path) -> None:
     assert "has 'cat', 'dog'; list the classes' names" in refusal(folder=pets, size=2)
     picture(pets / "stray.png", RED)
     assert "stray.png is in no class's folder" in refusal(folder=pets, labels=["cat", "dog"], size=2)
+
+
+def test_a_folder_that_may_not_be_read_is_named_rather_than_left_out(
+    pets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scandir = os.scandir
+
+    def guarded(path: str) -> object:
+        if Path(path).name == "deeper":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+    told = f"folder: {pets / 'cat' / 'deeper'} cannot be read: Permission denied"
+    assert told in refusal(folder=pets, labels=["cat", "dog"], size=2)
 
 
 @pytest.mark.parametrize(

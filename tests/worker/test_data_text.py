@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shared.model import Head
-from tests.support.pretrained import CLS, PAD, SEP, bert_tokenizer, plain_tokenizer
+from tests.support.pretrained import CLS, PAD, SEP, UNK, bert_tokenizer, plain_tokenizer
 from worker.data import DataError, Dataset, load
 from worker.forward import forward
 from worker.models import instantiate
@@ -91,6 +91,44 @@ def test_parquet_and_json_lines_hold_the_same_as_csv(tmp_path: Path, bert: str) 
         assert dataset.tensors["input_ids"][0].tolist() == [CLS, THE, CAT, SEP, PAD]
         assert dataset.domains is not None
         assert dataset.domains.tolist() == [0, 1]
+
+
+def test_a_json_line_means_the_same_whatever_the_others_hold(tmp_path: Path, bert: str) -> None:
+    lines = ('{"text": "the cat", "label": "1", "from": "2020-01-01"}', '{"text": 7, "label": 0, "from": 2020}')
+    file = written(tmp_path / "notes.jsonl", *lines)
+    dataset = load("text", {"file": file, "tokenizer": bert, "domain": "from"})
+    # With quotes around it, the first text would begin with an unknown word.
+    assert dataset.tensors["input_ids"].tolist() == [[CLS, THE, CAT, SEP], [CLS, UNK, SEP, PAD]]
+    assert dataset.tensors["labels"].tolist() == [1, 0]
+    assert dataset.domains is not None
+    assert dataset.domains.tolist() == [1, 0]  # "2020" comes before "2020-01-01"
+
+
+@pytest.mark.parametrize("name", ["none.csv", "none.tsv", "none.jsonl", "none.parquet"])
+def test_a_table_without_rows_is_refused_as_such(tmp_path: Path, bert: str, name: str) -> None:
+    file = tmp_path / name
+    if file.suffix == ".parquet":
+        pq.write_table(pa.table({"text": pa.array([], pa.string()), "label": pa.array([], pa.int64())}), file)
+    else:
+        file.write_text({".csv": "text,label\n", ".tsv": "text\tlabel\n\n", ".jsonl": "\n"}[file.suffix])
+    assert refusal(file=str(file), tokenizer=bert) == f"file: {file} cannot be read: it has no rows"
+
+
+def test_a_line_that_is_no_json_object_is_named(tmp_path: Path, bert: str) -> None:
+    good = '{"text": "the", "label": 0}'
+    file = written(tmp_path / "notes.jsonl", good, "", "[1]")
+    assert "cannot be read: line 3 is no JSON object" in refusal(file=file, tokenizer=bert)
+    file = written(tmp_path / "notes.jsonl", good, '{"text":')
+    assert "cannot be read: line 2: Expecting value" in refusal(file=file, tokenizer=bert)
+
+
+def test_a_number_that_can_be_no_class_is_refused_and_zeros_before_one_count_for_nothing(
+    tmp_path: Path, bert: str
+) -> None:
+    file = written(tmp_path / "notes.csv", "text,label", "the,99999999999999999999", "the,100000", "the,0000000007")
+    assert "has '100000', '99999999999999999999'; list the classes' names" in refusal(file=file, tokenizer=bert)
+    file = written(tmp_path / "notes.csv", "text,label", "the,99999", "the,0000000007", "the,000")
+    assert load("text", {"file": file, "tokenizer": bert}).tensors["labels"].tolist() == [99999, 7, 0]
 
 
 def test_several_files_are_one_data_set(tmp_path: Path, bert: str) -> None:

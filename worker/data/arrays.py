@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from worker.data.dataset import Adapter, DataError, Dataset, Options
+from worker.data.dataset import LABELS, Adapter, DataError, Dataset, Options
 
 DOMAIN = "domain"
 
@@ -21,10 +21,15 @@ class ArraysOptions(Options):
 
 
 def arrays(options: ArraysOptions) -> Dataset:
-    """The file's tensors under their own names and dtypes, each [examples, ...]; `domain` as domains."""
+    """The file's tensors under their own names and dtypes, each [examples, ...]; `domain` as domains.
+
+    Labels that are integers become int64, the only ones that torch takes for classes.
+    """
     try:
         tensors = load_file(options.file)
         domains = tensors.pop(DOMAIN, None)
+        if LABELS in tensors and not tensors[LABELS].is_floating_point():
+            tensors[LABELS] = tensors[LABELS].long()
         return Dataset(tensors, domains=domains)
     except (OSError, SafetensorError) as fault:
         raise DataError(f"file: {options.file} cannot be read as safetensors: {fault}") from fault

@@ -29,8 +29,8 @@ class Dataset:
     [classes, tokens]. `domains`, int64 [examples], says where each example comes from, and no model sees it.
     `held_out` are examples of the same kind that nothing trains on.
 
-    Raises DataError if the tensors differ in their number of examples, have none, `labels` is not among them, or a
-    name stands for two tensors.
+    Raises DataError if the tensors differ in their number of examples, have none, `labels` is not among them, a name
+    stands for two tensors, or domains are not one integer for each example.
     """
 
     def __init__(
@@ -48,6 +48,8 @@ class Dataset:
         }
         if len(set(sizes.values())) != 1 or 0 in sizes.values():
             raise DataError(f"every tensor must have the same leading size, and one above 0: {sizes}")
+        if domains is not None and (domains.ndim != 1 or domains.is_floating_point()):
+            raise DataError(f"domain: {domains.dtype} {list(domains.shape)} is not one integer for each example")
         if twice := sorted(set(tensors) & set(common or {})):
             raise DataError(f"{', '.join(twice)}: both of each example and common to all")
         self.tensors = dict(tensors)

@@ -9,7 +9,8 @@ processor = "/models/vit"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -94,7 +95,7 @@ def _in_folder(folder: Path, options: ImagesOptions) -> Found:
     if not folder.is_dir():
         raise DataError(f"folder: there is no folder {folder}")
     depth = 2 if options.domain_folders else 1
-    files = sorted(file.relative_to(folder) for file in folder.rglob("*") if _is_image(file))
+    files = sorted(file.relative_to(folder) for file in _images_below(folder))
     steps = [file.parts for file in files]
     if astray := [file for file, parts in zip(files, steps, strict=True) if len(parts) <= depth]:
         raise DataError(f"folder: {folder / astray[0]} is in no class's folder")
@@ -107,9 +108,25 @@ def _in_folder(folder: Path, options: ImagesOptions) -> Found:
     )
 
 
+def _images_below(folder: Path) -> Iterator[Path]:
+    """Links are followed, since data sets are put together of them, but none that leads back up."""
+    for at, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
+        here = Path(at)
+        # What is hidden, files or folders, some systems and programs leave beside images, and name alike.
+        folders[:] = [name for name in folders if name[0] != "." and not _leads_up(here, name)]
+        yield from (here / name for name in names if name[0] != "." and _is_image(here / name))
+
+
+def _refuse(fault: OSError) -> None:
+    raise DataError(f"folder: {fault.filename} cannot be read: {fault.strerror}") from fault
+
+
+def _leads_up(here: Path, name: str) -> bool:
+    return here.resolve().is_relative_to((here / name).resolve())
+
+
 def _is_image(file: Path) -> bool:
-    # Some systems leave hidden files beside images, and name them alike.
-    return file.suffix.lower() in SUFFIXES and not file.name.startswith(".") and file.is_file()
+    return file.suffix.lower() in SUFFIXES and file.is_file()
 
 
 ADAPTER = Adapter("images", ImagesOptions, images)

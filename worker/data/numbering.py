@@ -10,6 +10,8 @@ from pydantic import AfterValidator, Field
 from worker.data.dataset import DataError
 
 MAX_SHOWN = 8
+MAX_CLASSES = 100_000
+"""A number from here on is no class, but rather something else in that column."""
 
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -18,7 +20,7 @@ def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-Names = Annotated[tuple[str, ...], Field(min_length=1, max_length=100_000), AfterValidator(_each_once)]
+Names = Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_CLASSES), AfterValidator(_each_once)]
 """What the classes are called, the first one being class 0."""
 
 
@@ -45,8 +47,9 @@ def _number(value: object, place: dict[str, int], *, by_number: bool) -> int | N
         return place[str(value)]
     if isinstance(value, bool) or not by_number or not str(value).isdecimal():
         return None
-    number = int(str(value))
-    return number if not place or number < len(place) else None
+    digits = str(value).lstrip("0") or "0"
+    number = int(digits) if len(digits) < len(str(MAX_CLASSES)) else MAX_CLASSES
+    return number if number < (len(place) or MAX_CLASSES) else None
 
 
 def _shown(value: object) -> str:

@@ -7,6 +7,7 @@ CSV file has no type there and gets none here: a column is text at every site, w
 from __future__ import annotations
 
 import csv
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from datasets.exceptions import DatasetsError
 from pandas.errors import ParserWarning
+from pyarrow import parquet
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
@@ -29,42 +31,89 @@ MAX_SHOWN = 300
 """Characters of a library's complaint that are passed on."""
 
 
-def _separated(files: Sequence[str], separator: str, **where: object) -> datasets.Dataset:
+EMPTY = "it has no rows"
+
+Columns = tuple[Sequence[str], Callable[[str], list[Any]]]
+"""The columns' names, and what gives the values of one of them."""
+
+
+def _columns(rows: datasets.Dataset) -> Columns:
+    return rows.column_names, lambda name: rows.data.column(name).to_pylist()
+
+
+def _separated(files: Sequence[str], cache: str, separator: str) -> Columns:
     """CSV files as text in every cell, rather than as what pandas guesses that a column holds."""
-    header, *others = [_header(file, separator) for file in files]
+    (header, *others), has_rows = zip(*(_header(file, separator) for file in files), strict=True)
     if any(other != header for other in others):
         raise ValueError("the files do not have the same columns in the same order")
+    if not any(has_rows):
+        raise ValueError(EMPTY)
     # Without `index_col`, the first cell of rows that all have one too many would become a name for the row; with it,
     # they are cut off with a warning.
     with warnings.catch_warnings(action="error", category=ParserWarning):
-        return datasets.Dataset.from_csv(
+        rows = datasets.Dataset.from_csv(
             list(files),
             features=datasets.Features(dict.fromkeys(header, datasets.Value("large_string"))),
+            cache_dir=cache,
+            keep_in_memory=True,
             sep=separator,
             names=header,
             header=0,
             index_col=False,
             keep_default_na=False,
-            **where,
         )
+    return _columns(rows)
 
 
-def _header(file: str, separator: str) -> list[str]:
-    """The columns' names; what has none, as an index that was written with the rest, is called by its place."""
+def _header(file: str, separator: str) -> tuple[list[str], bool]:
+    """The columns' names, and whether anything follows them. A column without a name, as an index that was written
+    with the rest, is called by its place."""
     with Path(file).open(encoding="utf-8-sig", newline="") as lines:
         names = next(filter(None, csv.reader(lines, delimiter=separator)), [])
+        has_rows = any(map(str.strip, lines))
     if not names:
         raise ValueError("it is empty")
-    return [name or f"column {place}" for place, name in enumerate(names)]
+    return [name or f"column {place}" for place, name in enumerate(names)], has_rows
 
 
-READERS: dict[str, Callable[..., datasets.Dataset]] = {
+def _parquet(files: Sequence[str], cache: str) -> Columns:
+    if not any(parquet.read_metadata(file).num_rows for file in files):
+        raise ValueError(EMPTY)
+    return _columns(datasets.Dataset.from_parquet(list(files), cache_dir=cache, keep_in_memory=True))
+
+
+def _json_lines(files: Sequence[str], cache: str) -> Columns:  # noqa: ARG001 (it needs none)
+    """JSON lines, each value as it is written: `datasets` makes all of a column JSON where one value is of another
+    kind, and dates of text that looks like them."""
+    rows = [row for file in files for row in _objects(Path(file))]
+    if not rows:
+        raise ValueError(EMPTY)
+    return list(dict.fromkeys(name for row in rows for name in row)), lambda name: [row.get(name) for row in rows]
+
+
+def _objects(file: Path) -> list[dict[str, Any]]:
+    found = []
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as fault:
+                    raise ValueError(f"line {number}: {fault.msg}") from None
+                if not isinstance(row, dict):
+                    raise ValueError(f"line {number} is no JSON object")
+                found.append(row)
+    return found
+
+
+READERS: dict[str, Callable[[Sequence[str], str], Columns]] = {
     ".csv": partial(_separated, separator=","),
     ".tsv": partial(_separated, separator="\t"),
-    ".parquet": datasets.Dataset.from_parquet,
-    ".jsonl": datasets.Dataset.from_json,
-    ".ndjson": datasets.Dataset.from_json,
+    ".parquet": _parquet,
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
 }
+"""By a file's ending. Each is told a folder for what it keeps meanwhile, and raises what `read_table` catches."""
 
 
 def _listed(value: object) -> object:
@@ -80,7 +129,8 @@ class Table:
     """The rows of one or several files."""
 
     files: tuple[Path, ...]
-    _rows: datasets.Dataset
+    names: Sequence[str]
+    _values: Callable[[str], list[Any]]
 
     @property
     def where(self) -> str:
@@ -88,11 +138,10 @@ class Table:
 
     def column(self, option: str, name: str) -> list[Any]:
         """The values of a column that an option names. Raises DataError if there is none called so."""
-        if name not in self._rows.column_names:
-            there = ", ".join(self._rows.column_names[:20])
+        if name not in self.names:
+            there = ", ".join(self.names[:20])
             raise DataError(f"{option}: {self.where} has no column {name!r}, but {there}")
-        values: list[Any] = self._rows.data.column(name).to_pylist()
-        return values
+        return self._values(name)
 
     def texts(self, option: str, name: str) -> list[str]:
         """A column's values as text. Raises DataError naming the row of one that is missing, or no text or number."""
@@ -126,8 +175,8 @@ def read_table(option: str, files: tuple[Path, ...]) -> Table:
     try:
         # What is kept between calls would be a copy of the site's data in somebody's home folder.
         with TemporaryDirectory(prefix="tessera-") as cache:
-            rows = reader([str(file) for file in files], cache_dir=cache, keep_in_memory=True)
+            names, values = reader([str(file) for file in files], cache)
     except (DatasetsError, OSError, ValueError, csv.Error) as fault:
         told = " ".join(str(fault.__cause__ or fault).split())[:MAX_SHOWN]
         raise DataError(f"{option}: {files[0]} cannot be read: {told}") from fault
-    return Table(files, rows)
+    return Table(files, names, values)
