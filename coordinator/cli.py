@@ -25,6 +25,7 @@ from coordinator.settings import Settings
 from coordinator.storage.blobs import StagingElsewhere
 from coordinator.storage.database import Database, DatabaseInUse, NotAFile, SchemaBehind, alembic_config
 from coordinator.storage.identity import first_token
+from shared.methods import MethodsUnusable, methods
 
 app = typer.Typer(help="Run a coordinator. Settings come from the environment: TESSERA_DATABASE_URL and others.")
 log = structlog.get_logger()
@@ -100,9 +101,14 @@ def _settings() -> Settings:
 
 
 def _opened() -> Services:
-    """The services, on a database at head that no other process holds."""
+    """The services, with every method at hand and on a database at head that no other process holds."""
     logs.configure()
     settings = _settings()
+    try:
+        methods()
+    except MethodsUnusable as refusal:
+        typer.echo(str(refusal), err=True)
+        raise typer.Exit(2) from None
     try:
         services = assemble(settings)
         services.database.require_head()

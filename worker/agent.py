@@ -68,7 +68,8 @@ TELLABLE: dict[type[Exception], str] = {
 class Agent:
     """One worker process. `stop` ends it from another thread or a signal handler.
 
-    Raises SettingsError for a data set, device or token that the settings name and that cannot be used.
+    Raises SettingsError for a data set, device or token that the settings name and that cannot be used, and
+    MethodsUnusable.
     """
 
     def __init__(self, settings: Settings, stop: Stop) -> None:

@@ -29,6 +29,10 @@ class UnknownMethod(ValueError):
     """No installed method has this name."""
 
 
+class MethodsUnusable(ValueError):
+    """What is installed or named as methods cannot be used. The text says which, and what to do."""
+
+
 class Chosen(Frozen):
     """A method by name, with its settings: what a run and a task carry."""
 
@@ -38,7 +42,7 @@ class Chosen(Frozen):
 
 @cache
 def methods() -> dict[str, Method[Any]]:
-    """Every installed method by name. Raises ValueError if two files claim one name, or a folder is not there."""
+    """Every installed method by name. Raises MethodsUnusable if two claim one name, or a folder is not there."""
     found = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
     found += [entry.load() for entry in entry_points(group="tessera.methods")]
     found += _from_folders()
@@ -48,14 +52,14 @@ def methods() -> dict[str, Method[Any]]:
             other = by_name.setdefault(module.METHOD.name, module)
             if other is not module:
                 files = f"{other.__file__} and {module.__file__}"
-                raise ValueError(f"{files} both declare the method {module.METHOD.name!r}: rename one")
+                raise MethodsUnusable(f"{files} both declare the method {module.METHOD.name!r}: rename one")
     return {name: module.METHOD for name, module in by_name.items()}
 
 
 def _from_folders() -> Iterator[ModuleType]:
     for folder in map(Path, filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))):
         if not folder.is_dir():
-            raise ValueError(f"{FOLDERS} names {folder}, which is no folder")
+            raise MethodsUnusable(f"{FOLDERS} names {folder}, which is no folder: make it, or leave it out")
         for file in sorted(folder.glob("*.py")):
             name = f"tessera_methods.{file.stem}"
             spec = spec_from_file_location(name, file)
@@ -90,6 +94,7 @@ def worker_half(chosen: Chosen, run: RunFacts) -> WorkerHalf[Any]:
 
 __all__ = [
     "Chosen",
+    "MethodsUnusable",
     "UnknownMethod",
     "ValidationError",
     "check",

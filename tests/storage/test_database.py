@@ -18,7 +18,7 @@ from coordinator.storage.tables import Table, VersionRow
 from tests.support.storage import add_run, add_task, add_worker
 
 
-def coordinator(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def coordinator(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """A command of the coordinator, on the test's database, as a process of its own."""
     settings = {
         "TESSERA_DATABASE_URL": f"sqlite:///{folder}/test.db",
@@ -27,7 +27,7 @@ def coordinator(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     }
     return subprocess.run(
         [sys.executable, "-m", "coordinator", *arguments],
-        env={**os.environ, **settings},
+        env={**os.environ, **settings, **more},
         capture_output=True,
         text=True,
         timeout=60,
@@ -104,6 +104,14 @@ def test_a_setting_that_cannot_be_read_is_named_and_a_password_is_not_shown(tmp_
     assert "TESSERA_PORT" in done.stderr
     assert "TESSERA_LEASE_SECONDS" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_methods_that_cannot_be_used_are_named_before_anything_is_served(tmp_path: Path) -> None:
+    assert coordinator(tmp_path, "migrate").returncode == 0
+    refused = coordinator(tmp_path, "conduct", TESSERA_METHODS=str(tmp_path / "none"))
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].endswith("none, which is no folder: make it, or leave it out")
+    assert "Traceback" not in refused.stderr
 
 
 def test_the_database_is_durable_and_checks_its_references(database: Database) -> None:

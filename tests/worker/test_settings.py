@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from shared.wire import TokenRole
+from tests.support.cli import tessera
 from tests.support.coordinator import LiveCoordinator
 from worker.cli.worker import app
 from worker.policy import Allowance
@@ -187,6 +188,15 @@ def test_check_tells_the_same_as_json(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert told["datasets"] == {"digits": None, "held-out": 360}
     assert (told["coordinator"]["version"], told["coordinator"]["problem"]["code"]) == (None, "unavailable")
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_methods_that_cannot_be_used_end_so_too(tmp_path: Path, command: str) -> None:
+    path = written(tmp_path, GOOD.replace('"state"', f'"{tmp_path}"'))
+    refused = tessera("worker", command, "--config", str(path), TESSERA_METHODS=str(tmp_path / "none"))
+    assert refused.returncode == 2
+    assert f"error: TESSERA_METHODS names {tmp_path / 'none'}, which is no folder" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize("command", ["run", "check"])

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from shared.cli.output import AsJson, print_json
 from shared.client import Client
+from shared.methods import MethodsUnusable, methods
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from worker.agent import Agent, describe
 from worker.cli.ledger import ledger
@@ -35,7 +36,7 @@ ConfigFile = Annotated[Path, typer.Option("--config", help="The worker's setting
 def _bad_settings_in_one_line() -> Iterator[None]:
     try:
         yield
-    except SettingsError as fault:
+    except (SettingsError, MethodsUnusable) as fault:
         typer.echo(f"error: {fault}", err=True)
         raise typer.Exit(BAD_SETTINGS) from fault
 
@@ -86,6 +87,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         settings = read_settings(config)
         token = token_of(settings)
         device = describe(device_of(settings.device))
+        methods()
         loaded = datasets_of(settings)
     examples = {name: loaded[name].examples if name in loaded else None for name in settings.datasets}
     version, problem = None, None
