@@ -123,11 +123,13 @@ class LocalWork:
             raise ConfigError(f"the model has a {name!r} of its own, where the method would put what stays here")
         self.model.add_module(name, module.to(self.model.device))
         self._added.append(name)
-        for path, parameter in module.named_parameters(prefix=name):
-            block = Block(tensor=path, role="other", shape=tuple(parameter.shape), dtype=DTYPES[parameter.dtype])
+        for path, tensor in named_tensors(module).items():
+            block = Block(
+                tensor=f"{name}.{path}", role="other", shape=tuple(tensor.shape), dtype=DTYPES[tensor.dtype]
+            )
             self.private.append(block)
-            if path in self.vault:
-                self.write(block, self.vault[path])
+            if block.name in self.vault:
+                self.write(block, self.vault[block.name])
 
     def fuse_prompts(
         self, modalities: Sequence[Modality], fusion: Fusion, start: LocalStart, *, shared_fusion: bool = False

@@ -200,3 +200,23 @@ def test_what_is_read_is_what_the_default_harvest_sends() -> None:
     assert sent == ["classifier.bias", "classifier.weight"]
     assert np.array_equal(harvest.upload["classifier.weight"], model.classifier.weight.detach().numpy())
     assert harvest.keep == {}
+
+
+def test_the_statistics_of_a_module_that_stays_move_and_are_kept_with_it() -> None:
+    work = work_on()
+    work.add_private("own", torch.nn.BatchNorm2d(1, momentum=1.0))
+    work.model.register_forward_pre_hook(
+        lambda model, _, inputs: ((), {**inputs, "pixel_values": model.own(inputs["pixel_values"])}), with_kwargs=True
+    )
+    train(work, batch_size=None)
+    kept = {block.name: work.read(block) for block in work.private}
+    assert sorted(kept) == ["own.bias", "own.running_mean", "own.running_var", "own.weight"]
+    # With a momentum of 1, the mean of the last batch, which is all images.
+    mean = float(images().tensors["pixel_values"].mean())
+    assert kept["own.running_mean"] == pytest.approx(mean, rel=1e-4)
+    later = work_on()
+    later.vault = kept
+    later.add_private("own", torch.nn.BatchNorm2d(1))
+    assert {block.name: later.read(block).tobytes() for block in later.private} == {
+        name: values.tobytes() for name, values in kept.items()
+    }
