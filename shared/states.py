@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -118,8 +117,7 @@ class States:
         for name, block in sorted(model.by_name.items()):
             faults += self._blob_faults(f"/version/blocks/{name}", block.nbytes, manifest.blocks.get(name))
         for name, entry in sorted(manifest.memory.items()):
-            nbytes = prod(entry.shape) * NUMPY_DTYPES[entry.dtype].itemsize
-            faults += self._blob_faults(f"/version/memory/{name}", nbytes, entry.digest)
+            faults += self._blob_faults(f"/version/memory/{name}", entry.nbytes, entry.digest)
         if faults:
             raise Invalid("the first version does not fit the model", errors=faults)
         return model, manifest

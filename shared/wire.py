@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from math import prod
 from typing import Annotated, Generic, Literal, Self, TypeVar
 
 from pydantic import (
@@ -24,7 +25,7 @@ from pydantic import (
 
 from shared import codecs
 from shared.averaging import Divide
-from shared.blocks import DType, Frozen, Name
+from shared.blocks import NUMPY_DTYPES, DType, Frozen, Name
 from shared.methods import Chosen
 from shared.methods.contract import Plan
 from shared.privacy import Privacy
@@ -80,6 +81,10 @@ class MemoryEntry(Frozen):
     digest: Digest
     shape: tuple[PositiveInt, ...]
     dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
 
 
 class Manifest(Frozen):

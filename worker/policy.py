@@ -90,6 +90,14 @@ class Policy(Frozen):
                 "max_model_bytes", f"a model of {nbytes} bytes is larger than the {self.max_model_bytes} allowed"
             )
 
+    def check_memory(self, nbytes: int) -> None:
+        """Judges the server memory that a plan fetches, which may be as large as a model. Raises PolicyViolation."""
+        if nbytes > self.max_model_bytes:
+            raise PolicyViolation(
+                "max_model_bytes",
+                f"server memory of {nbytes} bytes is larger than the {self.max_model_bytes} allowed",
+            )
+
     def check_upload(self, asked: Iterable[Block]) -> None:
         """Judges the blocks that a plan asks for, before they are trained. Raises PolicyViolation naming them."""
         blocks = tuple(asked)

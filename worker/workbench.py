@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
 
@@ -16,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shared import codecs
-from shared.blocks import NUMPY_DTYPES, Block
+from shared.blocks import Block
 from shared.client import Client, Progress
 from shared.container import read_header
 from shared.fairness import PERSONAL
@@ -26,7 +25,7 @@ from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import Problem
 from shared.tensors import Array, ArrayTensor, from_bytes, to_array
 from shared.update import Change, write_update
-from shared.wire import Evaluated, Manifest, Submission, Task, TaskKind, TaskView
+from shared.wire import Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
 from worker.blockmap import block_table, named_tensors
 from worker.cache import BlobTensor, Cache, Source
 from worker.data import Dataset
@@ -164,7 +163,7 @@ class Workbench:
             scratch=settings.state_dir,
             policy=settings.policy,
             kinds=settings.kinds,
-            mappings=mappings_of(settings),
+            mappings=mappings_of(settings.mappings),
             allowances=allowances_of(settings),
             ledger=ledger_of(settings),
         )
@@ -266,18 +265,19 @@ class Workbench:
 
     def _memory(self, task: Task, manifest: Manifest, check: Check, report: Report) -> dict[str, Array]:
         """The server memory that the plan asks for. Raises TaskFailure for a pattern that names none of it."""
-        found: dict[str, Array] = {}
+        entries: dict[str, MemoryEntry] = {}
         for pattern in task.plan.memory:
-            names = sorted(name for name in manifest.memory if fnmatchcase(name, pattern))
-            if not names:
+            named = {name: entry for name, entry in sorted(manifest.memory.items()) if fnmatchcase(name, pattern)}
+            if not named:
                 raise TaskFailure("invalid-plan", f"the version holds no memory called {pattern}")
-            for name in names:
-                entry = manifest.memory[name]
-                nbytes = prod(entry.shape) * NUMPY_DTYPES[entry.dtype].itemsize
-                raw = self._blob(entry.digest, nbytes, check, report).read_bytes()
-                if len(raw) != nbytes:
-                    raise TaskFailure("invalid-version", f"the blob of the memory {name} has not {nbytes} bytes")
-                found[name] = from_bytes(raw, entry.dtype).reshape(entry.shape)
+            entries |= named
+        self.policy.check_memory(sum(entry.nbytes for entry in entries.values()))
+        found: dict[str, Array] = {}
+        for name, entry in entries.items():
+            raw = self._blob(entry.digest, entry.nbytes, check, report).read_bytes()
+            if len(raw) != entry.nbytes:
+                raise TaskFailure("invalid-version", f"the blob of the memory {name} has not {entry.nbytes} bytes")
+            found[name] = from_bytes(raw, entry.dtype).reshape(entry.shape)
         return found
 
     def _fetch(

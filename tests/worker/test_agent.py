@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sqlalchemy import func, select
@@ -32,6 +34,7 @@ from shared.methods.contract import (
 )
 from shared.model import Model
 from shared.problems import MEDIA_TYPE, Invalid, Unauthenticated
+from shared.tensors import ArrayTensor
 from shared.wire import Cohort, Evaluation, Run, TaskView, Training
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -81,12 +84,23 @@ class HeadOnly(CoordinatorHalf[MethodSettings]):
         return Plan(upload=roles("head"))
 
 
+class Hoarding(CoordinatorHalf[MethodSettings]):
+    """Has every worker fetch a megabyte of server memory."""
+
+    def start(self, state: State) -> State:
+        return replace(state, memory={"ballast": ArrayTensor(np.zeros(250_000, np.float32))})
+
+    def plan_for(self, state: State, worker: Participant) -> Plan:
+        return Plan(memory=("bal*", "ballast"))
+
+
 @pytest.fixture(autouse=True)
 def _more_methods() -> Iterator[None]:
     """Installs the methods of this file, as an entry point would."""
-    halves = {"personal": Personal, "leaky": Leaky, "talkative": Talkative}
+    halves = {"personal": Personal, "leaky": Leaky, "talkative": Talkative, "hoarding": WorkerHalf[MethodSettings]}
+    coordinators = {"leaky": HeadOnly, "hoarding": Hoarding}
     for name, half in halves.items():
-        coordinator = HeadOnly if name == "leaky" else CoordinatorHalf[MethodSettings]
+        coordinator = coordinators.get(name, CoordinatorHalf[MethodSettings])
         methods()[name] = Method(name, MethodSettings, coordinator, half, "a test")
     yield
     for name in halves:
@@ -191,6 +205,7 @@ def test_what_is_kept_comes_back_in_the_next_round_and_never_travels(
         ("fedavg", {"never_send": ["*embeddings*"]}, "policy-violation: never_send: "),
         ("fedavg", {"max_upload_bytes": 100}, "policy-violation: max_upload_bytes: "),
         ("fedavg", {"max_model_bytes": 100}, "policy-violation: max_model_bytes: "),
+        ("hoarding", {"max_model_bytes": 500_000}, "max_model_bytes: server memory of 1000000 bytes is larger"),
         ("talkative", {}, "failed: KeyError; the worker's own log has more"),
     ],
 )
