@@ -16,8 +16,11 @@ os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.entities import Run as MlflowRun
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
 
 from shared.metrics.rows import Row
+from shared.problems import Invalid
 from shared.wire import Run
 
 TAG = "tessera.run"
@@ -28,11 +31,25 @@ BATCH = 1000
 LONGEST_NAME = 250
 LONGEST_PARAM = 500
 
+LONGEST_COMPLAINT = 300
+
 _FORBIDDEN = re.compile(r"[^\w.\- /]")
 
 
 def write(rows: Sequence[Row], run: Run, uri: str, experiment: str) -> str:
-    """Returns the id of the MLflow run. A metric's step is its version; what made none is left out."""
+    """Returns the id of the MLflow run. A metric's step is its version; what made none is left out.
+
+    Raises Invalid for a store that MLflow cannot use.
+    """
+    try:
+        return _write(rows, run, uri, experiment)
+    except (MlflowException, SQLAlchemyError) as fault:
+        told = " ".join(str(fault).split())[:LONGEST_COMPLAINT]
+        remedy = "Name one such as sqlite:///mlflow.db, or a tracking server's URL, and see that it is there."
+        raise Invalid(f"MLflow cannot use this store: {told}", remedy=remedy) from fault
+
+
+def _write(rows: Sequence[Row], run: Run, uri: str, experiment: str) -> str:
     client = MlflowClient(tracking_uri=uri)
     made = _run(client, run, experiment)
     made_id: str = made.info.run_id

@@ -138,6 +138,12 @@ def test_mlflow_gets_one_run_that_a_second_export_only_adds_to(scene: Scene, tmp
     assert found["metrics"]["round/accepted"] == 2.0
 
 
+def test_a_store_that_mlflow_does_not_know_is_refused_with_one_that_it_does(scene: Scene) -> None:
+    refused = scene.say("run", "metrics", "test", "--mlflow", "odd://store", code=1)
+    assert "MLflow cannot use this store: " in refused.stderr
+    assert "such as sqlite:///mlflow.db" in refused.stderr
+
+
 READ = """
 import json, sys
 from mlflow import MlflowClient
