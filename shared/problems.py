@@ -275,11 +275,20 @@ def pointer_to(*steps: object) -> str:
 
 
 def faults_of(refusal: ValidationError, above: str = "") -> list[Fault]:
-    """What pydantic found wrong, without echoing the input: a hostile body must not come back larger."""
-    return [
-        Fault(pointer=above + pointer_to(*error["loc"]), detail=error["msg"][:300])
-        for error in refusal.errors(include_url=False, include_input=False, include_context=False)[:MAX_FAULTS]
-    ]
+    """What pydantic found wrong, without echoing the input: a hostile body must not come back larger.
+
+    Where a value may be of several kinds and is of none, it says so once, at the value.
+    """
+    told: dict[str, str] = {}
+    for error in refusal.errors(include_url=False, include_input=False, include_context=False)[:MAX_FAULTS]:
+        place = above + pointer_to(*(part for part in error["loc"] if not _names_a_kind(part)))
+        told[place] = f"{told[place]}; or: {error['msg']}" if place in told else error["msg"]
+    return [Fault(pointer=place, detail=detail[:300]) for place, detail in told.items()]
+
+
+def _names_a_kind(part: str | int) -> bool:
+    """Whether this part of pydantic's path is one of the kinds that a value may be of, rather than a place."""
+    return isinstance(part, str) and part.startswith(("literal[", "constrained-"))
 
 
 def _tree(kind: type[Problem]) -> Iterator[type[Problem]]:
