@@ -19,6 +19,7 @@ from worker.data.part import Scheme
 from worker.policy import Policy
 from worker.settings import DataSource
 from worker.settings import Settings as WorkerSettings
+from worker.simulation.file import Table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -44,6 +45,11 @@ def test_every_setting_of_a_worker_and_its_policy_is_described() -> None:
     document = text("docs/operating.md")
     missing = [name for name in (*WorkerSettings.model_fields, *Policy.model_fields) if f"`{name}" not in document]
     assert missing == []
+
+
+def test_every_setting_of_a_simulation_is_described() -> None:
+    described = set(re.findall(r"^\| `([a-z_]+)` \|", text("docs/simulating.md"), re.MULTILINE))
+    assert described == set(Table.model_fields)
 
 
 def test_every_metric_is_described() -> None:

@@ -16,7 +16,7 @@ never_send = ["*embeddings*"]
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
@@ -204,10 +204,10 @@ def ledger_of(settings: Settings) -> Ledger:
     return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER)
 
 
-def mappings_of(settings: Settings) -> dict[str, MappingFile]:
+def mappings_of(files: Iterable[Path]) -> dict[str, MappingFile]:
     """The site's mappings, by the model type that each describes. Raises SettingsError for one that is wrong."""
     try:
-        found = [read_mapping(path) for path in settings.mappings]
+        found = [read_mapping(file) for file in files]
     except MappingError as fault:
         raise SettingsError(f"mappings: {fault}") from fault
     by_type = {mapping.model_type: mapping for mapping in found}

@@ -142,11 +142,11 @@ def test_a_mapping_file_is_read_by_the_model_type_that_it_describes(tmp_path: Pa
     mapping = tmp_path / "mapping.toml"
     mapping.write_text('model_type = "convbert"\n[[tensors]]\nnames = "*.query.*"\nrole = "query"\n')
     settings = read_settings(written(tmp_path, f'mappings = ["{mapping}"]\n' + GOOD))
-    assert mappings_of(settings)["convbert"].model_type == "convbert"
+    assert mappings_of(settings.mappings)["convbert"].model_type == "convbert"
     with pytest.raises(SettingsError, match="two files describe the same model type"):
-        mappings_of(settings.model_copy(update={"mappings": (mapping, mapping)}))
+        mappings_of((mapping, mapping))
     with pytest.raises(SettingsError, match=r"mappings: .*nowhere"):
-        mappings_of(settings.model_copy(update={"mappings": (tmp_path / "nowhere.toml",)}))
+        mappings_of((tmp_path / "nowhere.toml",))
 
 
 def test_a_gpu_that_is_not_there_is_refused_and_auto_does_without(tmp_path: Path) -> None:

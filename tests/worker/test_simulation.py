@@ -28,6 +28,7 @@ from tests.support.coordinator import refusing
 from tests.support.tasks import VIT
 from worker.data import Dataset
 from worker.models import instantiate
+from worker.policy import Policy
 from worker.simulation import Conditions, Result, Site, Stalled, Weights, simulate
 
 NAMES = ("east", "north", "south", "west")
@@ -177,6 +178,13 @@ def test_an_update_out_of_bounds_is_refused_and_the_round_goes_on(model: Weights
     refused = next(task for task in result.rounds[0].tasks if task.state == "rejected")
     assert refused.problem is not None
     assert "l2 norm" in refused.problem.detail
+
+
+def test_what_the_sites_policy_forbids_is_not_done(model: Weights) -> None:
+    conditions = Conditions(policy=Policy(never_send=("classifier.*",)))
+    with pytest.raises(Stalled, match=r"policy-violation: never_send: these blocks never leave: classifier\.bias"):
+        simulate(spec(), model, SITES, conditions=conditions)
+    assert simulate(spec("fedper"), model, SITES, conditions=conditions).over
 
 
 def test_a_site_whose_training_diverges_is_told_of(model: Weights) -> None:

@@ -131,6 +131,12 @@ def test_a_file_without_sites_or_model_is_refused_with_the_remedy(folder: Path) 
         read("model=3")
 
 
+def test_the_examples_file_makes_a_federation() -> None:
+    wanted = read_file(Path(__file__).parents[2] / "examples" / "digits" / "simulation.toml")
+    assert wanted.table.names == ["site-1", "site-2", "site-3", "site-4"]
+    assert wanted.table.central() is not None
+
+
 # ---------------------------------------------------------------- the command
 
 

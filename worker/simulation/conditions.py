@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Literal
 
@@ -10,17 +11,20 @@ from pydantic import Field, PositiveInt
 from shared.blocks import Frozen
 from shared.cohort import dice
 from shared.wire import Label
+from worker.policy import Policy
 from worker.settings import DeviceName
 
 
 class Conditions(Frozen):
-    """The first two decide what comes out; the others only how much of the machine it takes.
+    """The first four decide what comes out; the others only how much of the machine it takes.
 
     `dropout` is the probability with which a worker that was asked never answers.
     """
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
     away: dict[Label, tuple[PositiveInt, ...]] = Field(default={}, description="by site, the rounds that it misses")
+    policy: Policy = Field(default=Policy(), description="what every site allows")
+    mappings: tuple[Path, ...] = Field(default=(), description="files that describe attention not known here")
     device: DeviceName = "cpu"
     threads: PositiveInt | None = Field(default=None, description="threads of one operation; as it is if unset")
     loaded: PositiveInt = Field(default=4, description="sites' data sets held in memory at once")

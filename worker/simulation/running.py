@@ -30,7 +30,7 @@ from worker.blockmap import block_table, named_tensors
 from worker.data import Dataset
 from worker.files import alone
 from worker.models import read_block
-from worker.settings import device_of
+from worker.settings import device_of, mappings_of
 from worker.simulation.conditions import Conditions
 from worker.simulation.local import LocalCoordinator
 from worker.simulation.records import Records
@@ -116,7 +116,7 @@ class _Federation:
         blobs, records, model = Folder(folder / "blobs"), Records(folder), self.start.model
         uploaded = upload_model(blobs, self.start)
         spec = _spec(self.given, uploaded, self.test)
-        device = device_of(self.conditions.device)
+        device, mappings = device_of(self.conditions.device), mappings_of(self.conditions.mappings)
         population = Population(self.sites, self.conditions.loaded)
         records.claim(self._identity(spec, population))
         states = States(blobs)
@@ -131,14 +131,16 @@ class _Federation:
             records=records,
             aggregation=Aggregation(states, Inspector(blobs, states)),
             coordinator=coordinator,
-            workers=Workers(population, self.test, coordinator, blobs, folder, device),
+            workers=Workers(
+                population, self.test, coordinator, blobs, folder, device, self.conditions.policy, mappings
+            ),
         )
 
     def _identity(self, spec: RunSpec, population: Population) -> dict[str, Any]:
         """All that decides what comes out, as far as it can be told without reading the data."""
         sites = {name: [holding.examples, holding.held_out] for name, holding in population.holdings.items()}
         test = self.test.examples if self.test else None
-        said = self.conditions.model_dump(mode="json", include={"dropout", "away"})
+        said = self.conditions.model_dump(mode="json", include={"dropout", "away", "policy"})
         return {"spec": spec.model_dump(mode="json"), "sites": sites, "test": test, **said}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from random import Random
 
@@ -186,7 +186,7 @@ class Simulation:
             state="committed" if came else "abandoned",
             stage=orders[0].plan.stage,
             opened_at=opened_at,
-            deadline_at=opened_at,
+            deadline_at=opened_at + timedelta(seconds=self.spec.cohort.deadline_seconds),
             closed_at=datetime.now(UTC),
             reason="all tasks ended" if came else f"{accepted} of {len(views)} updates came; the quorum is {quorum}",
             version=number if came else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from shared.wire import Manifest, Measurement, TaskView
 from worker.agent import TELLABLE, told
 from worker.data import Dataset
 from worker.files import sweep
+from worker.layouts import MappingFile
+from worker.policy import Policy
 from worker.simulation.local import LocalCoordinator, Order
 from worker.simulation.sites import Lent, Population, site_of
 from worker.simulation.store import Folder
@@ -33,6 +36,8 @@ class Workers:
     blobs: Folder
     folder: Path
     device: torch.device
+    policy: Policy
+    mappings: Mapping[str, MappingFile]
     models: Models = field(default_factory=Models)
 
     def settle(self) -> None:
@@ -77,6 +82,8 @@ class Workers:
             vault=Vault(home / "vault", durable=False),
             shelf=lent,
             scratch=home,
+            policy=self.policy,
+            mappings=self.mappings,
             models=self.models,
         )
         bench.do(task, lambda: None, Report())
