@@ -92,9 +92,11 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[Member], *, absen
     round_ = session.scalars(
         select(RoundRow).where(RoundRow.run_id == run_id, RoundRow.state.in_(LIVE_ROUND))
     ).one_or_none()
+    # A site that let an earlier version lapse is not asked about it again: what it keeps may have moved on.
+    wanted = ~TaskRow.held_out | (TaskRow.version_number == _latest_due(run, spec))
     pending = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate")
     pending &= TaskRow.state.in_(("offered", "leased")) | (
-        (TaskRow.state == "lapsed") & (TaskRow.leases < spec.cohort.task_tries)
+        (TaskRow.state == "lapsed") & (TaskRow.leases < spec.cohort.task_tries) & wanted
     )
     return RunSnapshot(
         id=run.id,
@@ -162,17 +164,23 @@ def central_due(session: Session, run: RunRow, spec: RunSpec, here: Collection[s
     return [Due(number) for number in session.scalars(numbers)]
 
 
+def _latest_due(run: RunRow, spec: RunSpec) -> int:
+    """The latest version that is to be measured."""
+    number = run.version_number
+    if spec.evaluation is None or spec.evaluation.due(number, spec.rounds):
+        return number
+    return number - number % spec.evaluation.every
+
+
 def sites_due(session: Session, run: RunRow, spec: RunSpec, live: Sequence[Member]) -> list[Due]:
     """The latest version that is due, for each live site that has not measured it, nor been asked to too often.
 
     What a site missed of earlier versions is not made up for: what it keeps of the run has moved on.
     """
     able = site_evaluators(spec, live)
-    if not able or spec.evaluation is None:
+    if not able:
         return []
-    number = run.version_number
-    if not spec.evaluation.due(number, spec.rounds):
-        number -= number % spec.evaluation.every
+    number = _latest_due(run, spec)
     tasks = (TaskRow.run_id == run.id) & (TaskRow.version_number == number) & (TaskRow.held_out)
     over = TaskRow.state.in_(("offered", "leased", "lapsed", "accepted")) | (TaskRow.leases >= spec.cohort.task_tries)
     asked = set(session.scalars(select(TaskRow.worker_id).where(tasks, over)))

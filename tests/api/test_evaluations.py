@@ -230,6 +230,26 @@ def test_what_a_central_worker_left_undone_goes_to_another(live: LiveCoordinator
     assert [m.worker for m in client.measurements(run.id)] == ["b/w"]
 
 
+def test_a_site_that_let_a_version_lapse_is_asked_about_the_latest_instead(
+    live: LiveCoordinator, clock: Clock
+) -> None:
+    client = live.client()
+    quick, slow = site(live, "quick"), site(live, "slow")
+    for worker in (slow, quick):
+        worker.enrol()
+    run = at_sites(client, rounds=3, cohort=Cohort(size=2, quorum=1, enough=1))
+    begun = slow.take()
+    assert about(begun) == ("evaluate", True, 0)
+    quick.evaluate(quick.take(), accuracy=0.5)
+    quick.train(quick.take())
+    until(lambda: client.run(run.id).version.number == 1)
+    # A lease lasts 60 seconds here, and a worker is live for 90.
+    clock.advance(61)
+    until(lambda: client.task(begun.id).state != "leased")
+    assert about(slow.take()) == ("evaluate", True, 1)
+    assert client.task(begun.id).state == "lapsed"
+
+
 def test_a_finished_run_does_not_wait_for_a_site_that_is_gone(live: LiveCoordinator, clock: Clock) -> None:
     client = live.client()
     here, gone = site(live, "here"), site(live, "gone")
