@@ -163,3 +163,18 @@ def test_what_is_private_is_asked_for_by_no_plan(method: str) -> None:
     plan = coordinator_half(chosen, facts).plan_for(State(0, {}), Participant("a/w", 1))
     assert private
     assert not private & {block.name for block in plan.upload.resolve(facts.blocks)}
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"), [("fedper", {"private": [{"roles": ["norm"]}]}), ("fedbn", {}), ("fedavg", {})]
+)
+def test_a_head_that_was_kept_goes_out_by_no_task_that_keeps_something_else(
+    method: str, settings: dict[str, Any]
+) -> None:
+    _, never_kept = one_task(method, settings)
+    vault = {name: np.full_like(values, 7.0) for name, values in values_of(2).items() if name in HEAD}
+    _, harvest = one_task(method, settings, vault=vault)
+    assert set(harvest.upload) >= HEAD
+    assert {name: values.tobytes() for name, values in harvest.upload.items()} == {
+        name: values.tobytes() for name, values in never_kept.upload.items()
+    }
