@@ -47,18 +47,18 @@ def digits_run(client: Client, vit: ModelFolder, rounds: int, **cohort: object) 
     )
 
 
-def test_an_accepted_update_survives_the_coordinator(live: CoordinatorProcess) -> None:
-    client, model = live.admin(), small_model()
+def test_an_accepted_update_survives_the_coordinator(patient: CoordinatorProcess) -> None:
+    client, model = patient.admin(), small_model()
     start = values(model)
     run = start_run(client, model, start, cohort=Cohort(size=2, quorum=2))
-    first, second = ScriptedWorker(live.site("a")), ScriptedWorker(live.site("b"))
+    first, second = ScriptedWorker(patient.site("a")), ScriptedWorker(patient.site("b"))
     first.enrol()
     second.enrol()
     first.train(first.take(), step=1.0)
     task = second.take()
 
-    live.kill()
-    live.start()
+    patient.kill()
+    patient.start()
 
     second.train(task, step=3.0)
     until(lambda: client.run(run.id).state == "completed")
@@ -106,6 +106,7 @@ def disturb(coordinator: CoordinatorProcess, client: Client, run: Run, workers: 
     workers[0] = running(start_worker(coordinator.folder / "a"))
 
 
+@pytest.mark.timeout(300)
 def test_a_run_that_was_killed_and_paused_is_bit_identical_to_one_that_was_not(
     tmp_path: Path, vit: ModelFolder, running: Keep
 ) -> None:
