@@ -151,6 +151,11 @@ def test_workers_that_fall_silent_are_done_without_and_a_round_without_quorum_is
     assert [outcome.round for outcome in told] == list(result.rounds)
     ended = {task.state for made in result.rounds for task in made.tasks}
     assert ended == {"accepted", "lapsed"}
+    # Of what was accepted in vain nothing is left either.
+    assert (
+        len(list((result.folder / "blobs").glob("??/*")))
+        == len(result.states.manifest(digests(result)[-1]).digests) + 2
+    )
 
 
 def test_the_first_updates_are_enough_if_the_run_says_so(model: Weights) -> None:
@@ -242,6 +247,11 @@ def test_only_the_latest_versions_stay_on_disk(model: Weights, tmp_path: Path) -
     with refusing("not-found"):
         one.arrays(1)
     assert whole.arrays(0).keys() == one.arrays().keys()
+    # What is not there any more cannot be kept from now on, and is no hindrance.
+    simulate(spec(rounds=4), model, SITES, out=tmp_path / "more", until=2)
+    more = simulate(spec(rounds=4), model, SITES, out=tmp_path / "more", conditions=everything)
+    assert digests(more) == digests(whole)
+    assert more.arrays(3).keys() == one.arrays().keys()
 
 
 def test_a_result_without_a_folder_leaves_none_behind(model: Weights) -> None:
@@ -336,6 +346,7 @@ def test_until_stops_at_a_version_and_the_rest_is_the_same(model: Weights, tmp_p
     told: list[Outcome] = []
     again = simulate(spec(rounds=4), model, SITES, test=images(9), out=tmp_path, watch=told.append)
     assert (told, digests(again)) == ([], digests(whole))
+    assert simulate(spec(rounds=4), model, SITES, test=images(9), out=tmp_path, until=1).over
 
 
 def test_a_folder_is_of_one_simulation_and_of_one_process(model: Weights, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class Simulation:
             self._merge(attempts)
             found, versions = self._measure(), [entry.version for entry in self.versions[-2:]]
             watch(outcomes(attempts[-1:], scores_by_version(found), spreads(found), versions)[0])
-        return last == self.spec.rounds
+        return self.latest.number >= self.spec.rounds
 
     def result(self, folder: Path, *, over: bool) -> Result:
         """What it has come to."""
@@ -93,11 +93,12 @@ class Simulation:
         manifest, new = self.aggregation.merge(self.spec, _ref(self.latest), accepted)
         state = self.states.load(self.model, manifest, self.latest.number + 1)
         self.versions.append(self._commit(new[-1].digest, state, attempts))
+        updates = self.records.accepted_updates()
         self.records.forget_accepted()
-        self.blobs.remove({entry.digest for entry in accepted} - self._needed())
-        if self.conditions.keep_versions != "all" and len(self.versions) > self.conditions.keep_versions:
-            dropped = self.versions[-1 - self.conditions.keep_versions].version
-            self.blobs.remove(self._digests(dropped) - self._needed())
+        self.blobs.remove(updates)
+        keep = self.conditions.keep_versions
+        if keep != "all" and len(self.versions) > keep:
+            self.blobs.remove(self._digests(self.versions[-1 - keep].version) - self._needed())
 
     def _commit(self, digest: str, state: State, attempts: Sequence[Round]) -> Committed:
         version = Version(
@@ -119,6 +120,9 @@ class Simulation:
         return {self.spec.model} | self.records.accepted_updates() | digests
 
     def _digests(self, version: Version) -> set[str]:
+        """A version's blobs; none of one that was dropped when fewer were kept."""
+        if not self.blobs.has_blob(version.digest):
+            return set()
         return {version.digest, *self.states.manifest(version.digest).digests}
 
     # ------------------------------------------------------------ rounds
