@@ -284,6 +284,7 @@ TASKS = st.builds(
     st.integers(0, 5),
     st.integers(0, 5),
     st.none() | INSTANTS,
+    st.booleans(),
 )
 ROUNDS = st.builds(
     RoundSnapshot,

@@ -34,8 +34,7 @@ ConfigFile = Annotated[
 def _bad_settings_in_one_line() -> Iterator[None]:
     try:
         yield
-    # A ValueError is what drawing makes of an unknown format, and what SettingsError is.
-    except (ValueError, OSError) as fault:
+    except (SettingsError, OSError) as fault:
         complain(str(fault))
         raise typer.Exit(2) from fault
 
@@ -125,7 +124,10 @@ def split(
         counted = tallies(parts, _names(source))
         told = [partition.told(index) for index in range(partition.count)]
         if draw and picture:
-            draw(counted, f"{name}: {_sentence(partition)}", picture)
+            try:
+                draw(counted, f"{name}: {_sentence(partition)}", picture)
+            except ValueError as fault:
+                raise SettingsError(f"--out: {fault}") from fault
     if as_json:
         print_json(_document(name, partition, parts, counted))
         return

@@ -26,17 +26,17 @@ def dirichlet(labels: np.ndarray, count: int, alpha: float, seed: int) -> list[n
     if not 1 <= count <= len(labels) or not alpha > 0:
         raise ValueError(f"{len(labels)} rows cannot be divided among {count} sites with alpha {alpha}")
     rng = np.random.default_rng(seed)
-    shards: list[list[int]] = [[] for _ in range(count)]
+    sites: list[list[int]] = [[] for _ in range(count)]
     for label in np.unique(labels):
         rows = rng.permutation(np.flatnonzero(labels == label))
         shares = rng.dirichlet(np.full(count, alpha))
         cuts = np.floor(np.cumsum(shares)[:-1] * len(rows)).astype(np.int64)
-        for shard, part in zip(shards, np.split(rows, cuts), strict=True):
-            shard.extend(part.tolist())
-    for shard in shards:
-        if not shard:
-            shard.append(max(shards, key=len).pop())
-    return [np.sort(np.array(shard, dtype=np.int64)) for shard in shards]
+        for site, part in zip(sites, np.split(rows, cuts), strict=True):
+            site.extend(part.tolist())
+    for site in sites:
+        if not site:
+            site.append(max(sites, key=len).pop())
+    return [np.sort(np.array(site, dtype=np.int64)) for site in sites]
 
 
 def shards(labels: np.ndarray, count: int, each: int, seed: int) -> list[np.ndarray]:
