@@ -140,7 +140,7 @@ def _read(path: Path, kind: type[S]) -> S:
         return kind(**tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as fault:
         raise SettingsError(f"{path} cannot be read: {fault.strerror}") from fault
-    except tomllib.TOMLDecodeError as fault:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
         raise SettingsError(f"{path} is not TOML: {fault}") from fault
     except SourceError as fault:
         raise SettingsError(f"environment: {fault}") from fault

@@ -90,6 +90,13 @@ def test_a_wrong_key_is_named(tmp_path: Path, old: str, new: str, told: str) -> 
     assert "tsr_secret" not in found
 
 
+def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "worker.toml"
+    path.write_bytes(GOOD.replace("north-1", "närd").encode("latin-1"))
+    with pytest.raises(SettingsError, match=r"worker\.toml is not TOML: 'utf-8' codec can't decode"):
+        read_settings(path)
+
+
 def test_the_environment_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TESSERA_WORKER_NAME", "south-2")
     monkeypatch.setenv("TESSERA_WORKER_POLICY__MAX_EPOCHS", "2")
