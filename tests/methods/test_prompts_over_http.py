@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +73,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 class Site:
-    """A worker of one site, started anew for each task that it does: what it knows is what is on its disk."""
+    """A worker of one site, which does a task when it is told to."""
 
     def __init__(self, coordinator: LiveCoordinator, folder: Path, data: dict[str, Any], name: str = "a") -> None:
         self.folder = folder / name
@@ -81,23 +81,44 @@ class Site:
             url=coordinator.url, token=coordinator.token("site", name), name="w", state_dir=self.folder,
             datasets={"colours": data}, threads=1, poll_seconds=0,
         )  # fmt: skip
+        self._agent: Agent | None = None
+
+    def restarts(self) -> None:
+        """From here on it knows what is on its disk and nothing else."""
+        if self._agent:
+            self._agent._client.close()
+        self._agent = None
 
     def through(self, tap: Tap) -> None:
+        self.restarts()
         self._settings = self._settings.model_copy(update={"url": tap.url})
 
     def does(self) -> Task | None:
         """Does a task if there is one."""
-        agent = Agent(self._settings, Stop())
-        try:
-            task = agent._next()
-            if task is not None:
-                agent._do(task)
-            return task
-        finally:
-            agent._client.close()
+        self._agent = self._agent or Agent(self._settings, Stop())
+        task = self._agent._next()
+        if task is not None:
+            self._agent._do(task)
+        return task
 
     def kept(self, run: Run) -> dict[str, Array]:
         return Vault(self.folder / "vault").load(run.id)
+
+
+Sites = Callable[[str], Site]
+
+
+@pytest.fixture
+def sites(coordinator: LiveCoordinator, tmp_path: Path, data: dict[str, Any]) -> Iterator[Sites]:
+    made: dict[str, Site] = {}
+
+    def site(name: str) -> Site:
+        made[name] = made.get(name) or Site(coordinator, tmp_path, data, name)
+        return made[name]
+
+    yield site
+    for each in made.values():
+        each.restarts()
 
 
 def begin(client: Client, method: str, settings: dict[str, Any] | None = None, **spec: Any) -> Run:
@@ -125,18 +146,20 @@ def manifests(client: Client, run: Run) -> list[Manifest]:
     ("method", "sent"), [("pfeddc", ("prompts.vision", "prompts.text")), ("promptfl", ("prompts.text",))]
 )
 def test_from_the_second_round_on_only_prompts_travel(
-    coordinator: LiveCoordinator, tmp_path: Path, data: dict[str, Any], method: str, sent: tuple[str, ...]
+    coordinator: LiveCoordinator, sites: Sites, method: str, sent: tuple[str, ...]
 ) -> None:
-    client, site = coordinator.client(), Site(coordinator, tmp_path, data)
+    client, site = coordinator.client(), sites("a")
     with Tap(coordinator.url) as tap:
         site.through(tap)
         run = begin(client, method)
         on_the_wire = []
         for number in range(1, 4):
-            up, down = len(tap.up), tap.down
-            until(site.does)
-            until(lambda number=number: client.run(run.id).version.number == number)
+            task = None
+            while task is None:  # what goes over the wire before there is a task grows with the time that it takes
+                up, down = len(tap.up), tap.down
+                task = site.does()
             on_the_wire.append((len(tap.up) - up, tap.down - down))
+            until(lambda number=number: client.run(run.id).version.number == number)
     model = client.model(run.spec.model)
     nbytes = sum(model.by_name[name].nbytes for name in sent)
     assert nbytes == len(sent) * 4 * 16 * 4  # four tokens, 16 wide, of four bytes a number
@@ -182,22 +205,21 @@ def test_a_round_of_clip_vit_b_16_moves_kilobytes() -> None:
 
 
 def test_local_prompts_and_fusion_survive_restarts_missed_rounds_and_dropping_out(
-    coordinator: LiveCoordinator, tmp_path: Path, data: dict[str, Any]
+    coordinator: LiveCoordinator, sites: Sites
 ) -> None:
     client = coordinator.client()
-    sites = {name: Site(coordinator, tmp_path, data, name) for name in "ab"}
     # A rate so small that what was restored is still to be recognised. One update makes a round, whoever sends it.
     slow = Training(optimizer="sgd", learning_rate=1e-7, weight_decay=0.0, batch_size=8)
     turns = "abbbab"
     kept: dict[str, dict[str, Array]] = {"a": {}, "b": {}}
     # Both are known before a round is opened, and so are asked in each.
-    for site in sites.values():
-        assert site.does() is None
+    assert [sites(name).does() for name in "ab"] == [None, None]
     run = begin(client, "pfeddc", rounds=len(turns), training=slow, cohort=Cohort(enough=1))
     for number, name in enumerate(turns, start=1):
-        until(sites[name].does)
+        sites(name).restarts()
+        until(sites(name).does)
         until(lambda number=number: client.run(run.id).version.number == number)
-        now = {each: site.kept(run) for each, site in sites.items()}
+        now = {each: sites(each).kept(run) for each in kept}
         assert now[name]
         for each, before in kept.items():
             nearly = 1e-4 if each == name else 0
@@ -255,9 +277,9 @@ def with_prompts(*names: str) -> Selector:
     ids=["local prompts", "fusion", "part of the fusion", "everything"],
 )
 def test_a_plan_that_asks_for_what_stays_here_is_refused_logged_and_reported_and_nothing_leaves(
-    coordinator: LiveCoordinator, tmp_path: Path, data: dict[str, Any], plan: Plan, told: str
+    coordinator: LiveCoordinator, sites: Sites, plan: Plan, told: str
 ) -> None:
-    client, site = coordinator.client(), Site(coordinator, tmp_path, data)
+    client, site = coordinator.client(), sites("a")
     with Tap(coordinator.url) as tap, asking(plan), capture_logs() as logged:
         site.through(tap)
         run = begin(client, "pfeddc")
@@ -272,10 +294,8 @@ def test_a_plan_that_asks_for_what_stays_here_is_refused_logged_and_reported_and
     assert site.kept(run) == {}
 
 
-def test_the_same_holds_for_a_site_that_has_something_to_lose(
-    coordinator: LiveCoordinator, tmp_path: Path, data: dict[str, Any]
-) -> None:
-    client, site = coordinator.client(), Site(coordinator, tmp_path, data)
+def test_the_same_holds_for_a_site_that_has_something_to_lose(coordinator: LiveCoordinator, sites: Sites) -> None:
+    client, site = coordinator.client(), sites("a")
     plan = Plan(upload=with_prompts("local.*", "fusion.*"))
     with Tap(coordinator.url) as tap, asking(plan, honest_rounds=1):
         run = begin(client, "pfeddc")
@@ -292,9 +312,9 @@ def test_the_same_holds_for_a_site_that_has_something_to_lose(
 
 
 def test_a_document_that_names_what_stays_here_describes_no_model_and_is_refused(
-    coordinator: LiveCoordinator, tmp_path: Path, data: dict[str, Any]
+    coordinator: LiveCoordinator, sites: Sites
 ) -> None:
-    client, site = coordinator.client(), Site(coordinator, tmp_path, data)
+    client, site = coordinator.client(), sites("a")
     model = instantiate(dual("clip"), "contrastive", seed=2, prompts=BOTH)
     local = Block(tensor="local.text", role="prompt", shape=(4, 16), dtype="F32")
     table = (*block_table(model), local)
@@ -315,9 +335,9 @@ def test_a_document_that_names_what_stays_here_describes_no_model_and_is_refused
 
 
 def test_a_plan_that_would_fetch_what_stays_here_finds_no_such_block(
-    coordinator: LiveCoordinator, tmp_path: Path, data: dict[str, Any]
+    coordinator: LiveCoordinator, sites: Sites
 ) -> None:
-    client, site = coordinator.client(), Site(coordinator, tmp_path, data)
+    client, site = coordinator.client(), sites("a")
     plan = Plan(fetch=with_prompts("local.*", "fusion.*"), upload=with_prompts("local.*"))
     with Tap(coordinator.url) as tap, asking(plan):
         site.through(tap)

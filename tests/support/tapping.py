@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import suppress
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Self
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ class Tap(ThreadingTCPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.up = bytearray()
         self.down = 0
+        self.open: set[socket.socket] = set()
 
     def __enter__(self) -> Self:
         threading.Thread(target=self.serve_forever, args=(0.05,)).start()
@@ -28,6 +30,9 @@ class Tap(ThreadingTCPServer):
 
     def __exit__(self, *fault: object) -> None:
         self.shutdown()
+        for connection in tuple(self.open):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         self.server_close()
 
 
@@ -38,6 +43,7 @@ class Wire(BaseRequestHandler):
     request: socket.socket
 
     def handle(self) -> None:
+        self.server.open.add(self.request)
         with socket.create_connection(self.server.ahead) as far:
             back = threading.Thread(target=self._down, args=(far,))
             back.start()
@@ -46,6 +52,7 @@ class Wire(BaseRequestHandler):
                 far.sendall(data)
             far.shutdown(socket.SHUT_WR)
             back.join()
+        self.server.open.discard(self.request)
 
     def _down(self, far: socket.socket) -> None:
         while data := far.recv(1 << 16):

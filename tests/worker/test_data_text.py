@@ -216,6 +216,14 @@ def test_a_words_tag_is_asked_of_its_first_piece_alone(tmp_path: Path, bert: str
     assert loss("token-classification", {"model_type": "bert", "intermediate_size": 8, **LAYERS}, dataset) > 0
 
 
+def test_a_row_of_which_nothing_is_left_to_ask_is_named(tmp_path: Path, bert: str) -> None:
+    file = written(tmp_path / "tags.csv", "text,label", "the cat,0 1")
+    options = {"file": file, "tokenizer": bert, "head": "token-classification"}
+    assert load("text", {**options, "max_length": 3}).tensors["labels"].tolist() == [[-100, 0, -100]]
+    # [CLS] and [SEP] take both.
+    assert f"max_length: row 0 of {file} has no word left within 2 tokens" in refusal(**options, max_length=2)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_texts_that_are_not_made_tokens_of_together_are_padded_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str

@@ -84,6 +84,12 @@ def _tagged(options: TextOptions, table: Table, tokenizer: PreTrainedTokenizerBa
             if word is not None and word != before:
                 labels[row, place] = of_row[word]
             before = word
+    # A batch in which nothing is asked has a loss that is no number.
+    empty = torch.nonzero((labels == IGNORED).all(dim=1))
+    if len(empty):
+        raise DataError(
+            f"max_length: row {int(empty[0])} of {table.where} has no word left within {options.max_length} tokens"
+        )
     return encoded, labels
 
 
