@@ -85,7 +85,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: It
     made = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     aligned = set(right)
     for column in columns:
-        made.add_column(column, justify="right" if column in aligned else "left", no_wrap=column in {"id", *aligned})
+        made.add_column(
+            escape(column), justify="right" if column in aligned else "left", no_wrap=column in {"id", *aligned}
+        )
     for row in rows:
         made.add_row(*("-" if cell is None else escape(str(cell)) for cell in row))
     return made

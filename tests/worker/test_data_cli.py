@@ -88,6 +88,17 @@ def test_the_names_of_classes_and_the_domains_are_shown(tmp_path: Path) -> None:
     assert "site domain 0 1 in all 0 2 - 2 1 - 2 2" in shown
 
 
+def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "pets" / "[bold]cat"
+    folder.mkdir(parents=True)
+    (folder / "a.bmp").write_bytes(_bitmap(0))
+    file = config(
+        tmp_path,
+        f'[datasets.pets]\nkind = "images"\nfolder = "{tmp_path / "pets"}"\nsize = 2\nlabels = ["[bold]cat"]\n',
+    )
+    assert "site class [bold]cat in all 0 1 1" in told("split", file, "--scheme", "iid", "--sites", "1")
+
+
 def _bitmap(value: int) -> bytes:
     """A one-pixel BMP."""
     return (
