@@ -82,6 +82,8 @@ class Curve:
 
 def lengths(rounds: int) -> list[int]:
     """From none to all, denser where it is short."""
+    if not rounds:
+        return [0]
     grown = np.unique(np.round(np.geomspace(1, rounds, 24)).astype(int))
     return [0, *(int(length) for length in grown)]
 

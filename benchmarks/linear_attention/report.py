@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from math import isfinite
+from math import inf, isfinite
 
 import numpy as np
 
@@ -34,8 +34,10 @@ def mean_and_std(values: Sequence[float], digits: int = 3) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
-    for cells in (columns, *rows):
+    """A row may be short: its last cells are then empty."""
+    lines = [columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    for cells in lines:
         yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
@@ -91,19 +93,27 @@ def descent(study: Study) -> Iterator[str]:
                     theory.descents(draw(kernel, delta, seed), RATES[kernel], steps, rounds)
                     for seed in range(study.seeds)
                 ]
-                # In the first round Phi may not move at all: V, through which it would learn, starts at zero.
-                early = [sum(one.rose for one in run[:10]) for run in runs]
-                late = [sum(one.rose for one in run[10:]) for run in runs]
-                broken = sum(one.broke_its_bound for run in runs for one in run)
-                errors = [run[min(at, len(run) - 1)].ratio for at in (1, 5, rounds - 1) for run in runs]
-                parts = np.array(errors).reshape(3, -1).mean(axis=1)
-                rows.append(
-                    [kernel, str(steps), f"{delta:g}", mean_and_std([run[-1].after for run in runs])]
-                    + [f"{np.mean(early):.1f} of 10", f"{np.mean(late):.1f} of {rounds - 10}", str(broken)]
-                    + [f"{part:.2f}" for part in parts]
-                )
+                rows.append([kernel, str(steps), f"{delta:g}", *_descended(runs, rounds)])
     columns = ["kernel", "E", "delta", f"G after {rounds}", "rose, first 10", "rose, later", "bound broken"]
     yield from table([*columns, "|e|/|g| round 2", "round 6", f"round {rounds}"], rows)
+
+
+def _descended(runs: Sequence[Sequence[theory.Descent]], rounds: int) -> list[str]:
+    """The cells that these runs fill; all but the first are of those that did not diverge."""
+    whole = [run for run in runs if len(run) == rounds]
+    if not whole:
+        return ["all diverged"]
+    early = np.mean([sum(one.rose for one in run[:10]) for run in whole])
+    late = np.mean([sum(one.rose for one in run[10:]) for run in whole])
+    broken = sum(one.broke_its_bound for run in whole for one in run)
+    ratios = [np.mean([run[at].ratio for run in whole]) for at in (1, 5, rounds - 1)]
+    return [
+        mean_and_std([run[-1].after if len(run) == rounds else inf for run in runs]),
+        f"{early:.1f} of 10",
+        f"{late:.1f} of {rounds - 10}",
+        str(broken),
+        *(f"{ratio:.2f}" for ratio in ratios),
+    ]
 
 
 # ---------------------------------------------------------------- curves
@@ -187,7 +197,11 @@ def controls(found: Sequence[Curve]) -> Iterator[str]:
 
 def regret(curve: Curve, point: Point) -> float:
     """How much of what the best length wins over no warm-up at all is lost with this one: 0 is best, 1 no gain."""
-    return (point.excess - curve.best.excess) / (curve.points[0].excess - curve.best.excess)
+    won = curve.points[0].excess - curve.best.excess
+    if not won:
+        # Whatever trains everything diverges: no warm-up is best, and all else infinitely worse.
+        return 0.0 if point.length == 0 else inf
+    return (point.excess - curve.best.excess) / won
 
 
 def rule(found: Sequence[Curve]) -> Iterator[str]:
@@ -200,7 +214,9 @@ def rule(found: Sequence[Curve]) -> Iterator[str]:
     rows = []
     for setting, problems in by_setting(found):
         for kernel in KERNELS:
-            curves = [curve for group in problems for curve in group if curve.kernel == kernel]
+            curves = [c for group in problems for c in group if c.kernel == kernel and isfinite(c.best.excess)]
+            if not curves:
+                continue
             ends, best = ([point.length for point in points] for points in _auto_and_best(curves))
             regrets = [[regret(curve, point(curve)) for curve in curves] for point in arms.values()]
             rows.append(
@@ -247,6 +263,8 @@ def _auto_and_best(curves: Sequence[Curve]) -> tuple[list[Point], list[Point]]:
 
 def _percent(regrets: Sequence[float]) -> str:
     finite = [100 * value for value in regrets if isfinite(value)]
+    if not finite:
+        return "all diverged"
     lost = len(regrets) - len(finite)
     told = f"{np.mean(finite):.1f}, worst {max(finite):.1f}"
     return f"{told} ({lost} diverged)" if lost else told

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.linear_attention import theory
+from benchmarks.linear_attention import report, theory
 from benchmarks.linear_attention.__main__ import main
 from benchmarks.linear_attention.curves import Setting, curves, lengths
 from benchmarks.linear_attention.federation import FrozenStage, Schedule, cohorts
@@ -90,6 +90,17 @@ def test_the_value_matrix_that_is_best_for_a_kernel_has_no_gradient() -> None:
     best = under.best_value()
     np.testing.assert_allclose((under.curvature @ best - under.slope).mean(axis=0), 0, atol=1e-14)
     assert under.profile() == under.objective(best) < under.objective(best + 0.01)
+
+
+def test_what_diverges_is_told_as_diverged() -> None:
+    # This seed's clients differ so much that fifty steps of this size diverge at once.
+    settings = [Setting("rounds", local_steps, 6, CLIENTS, control_lengths=(3,)) for local_steps in (1, 50)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = curves("linear", 0.75, 5, settings)
+    assert all(np.isfinite(point.excess) for point in found[0].points)
+    assert [point.length for point in found[1].points if np.isfinite(point.excess)] == [0]
+    for section in (report.excesses, report.parts, report.controls, report.rule):
+        assert any("diverged" in line for line in section(found))
 
 
 def test_the_short_form_prints_its_tables_and_writes_runs_and_a_picture(
