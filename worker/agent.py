@@ -14,6 +14,7 @@ from shared.blocks import SelectorError
 from shared.client import Client
 from shared.codecs import CodecError
 from shared.methods import UnknownMethod, methods
+from shared.methods.contract import Unsuited
 from shared.problems import (
     Forbidden,
     Invalid,
@@ -32,6 +33,7 @@ from worker.configs import ConfigError
 from worker.layouts import MappingError
 from worker.models import ModelMismatch
 from worker.policy import PolicyViolation
+from worker.probabilities import UnknownAttention
 from worker.renewal import Renewal, Stop, Stopped
 from worker.settings import Settings, token_of
 from worker.trainer import TrainingDiverged
@@ -58,6 +60,8 @@ TELLABLE: dict[type[Exception], str] = {
     ModelMismatch: "model-mismatch",
     UnknownArchitecture: "unknown-architecture",
     MappingError: "unknown-architecture",
+    UnknownAttention: "unknown-architecture",
+    Unsuited: "unsuited",
     SelectorError: "invalid-plan",
     UnknownMethod: "unknown-method",
     CodecError: "unknown-codec",

@@ -420,7 +420,9 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         selected = work.plan.train
         if LAYERS in work.plan.numbers:
             layers = self._candidates.layers
-            selected = self._candidates.selector([layers[place] for place in self._chosen])
+            # What was chosen before stays in the vault for when there is room again.
+            chosen = self._chosen if work.plan.numbers[LAYERS] else ()
+            selected = self._candidates.selector([layers[place] for place in chosen])
         if self.settings.prune:
             matrices = (block for layer in self._candidates.layers for block in layer.blocks if len(block.shape) > 1)
             self._before = {block.name: work.read(block) for block in matrices if selected.holds(block)}

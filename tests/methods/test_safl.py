@@ -110,10 +110,15 @@ class Done:
         return layers_in(self.harvest.upload)
 
 
-def task(at: State | None = None, vault: Mapping[str, Array] | None = None, **settings: Any) -> Done:
+def task(
+    at: State | None = None,
+    vault: Mapping[str, Array] | None = None,
+    worker: Participant | None = None,
+    **settings: Any,
+) -> Done:
     """One worker's task on the six-layer ViT, from the plan to the harvest."""
     half, at = coordinator(**settings), at or state()
-    plan = half.plan(half.start(at), COHORT[:1], Random(3))["a/w"]
+    plan = half.plan(half.start(at), [worker or COHORT[0]], Random(3))["a/w"]
     model = instantiate(SIX, "image-classification", seed=1)
     work = Watched(model, "image-classification", plan, BLOCKS, dict(vault or {}))
     start = {block.name: work.read(block) for block in BLOCKS}
@@ -449,6 +454,15 @@ def test_a_worker_that_missed_the_profile_round_or_is_given_another_k_profiles_a
     assert task(state(1), layers=2, profile_every=3).work.looks == ["attention"]
     other = {"safl/chosen": np.array([0, 1, 2])}
     assert task(state(1), vault=other, layers=2, profile_every=3).work.looks == ["attention"]
+
+
+def test_a_worker_that_has_no_room_any_more_leaves_its_old_choice_alone_and_keeps_it() -> None:
+    settings = {"layers": 2, "profile_every": 3, "upload_seconds": 1.0}
+    kept = {"safl/chosen": np.array([1, 4])}
+    poor = Participant("a/w", 24, {"upload_bytes_per_second": 1.0})
+    done = task(state(1), vault=kept, worker=poor, **settings)
+    assert (done.layers, done.work.looks) == (set(), [])
+    np.testing.assert_array_equal(done.harvest.keep["safl/chosen"], [1, 4])
 
 
 def test_nothing_is_kept_where_every_round_is_profiled() -> None:
