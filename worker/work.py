@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from shared.blocks import Block, Selector
@@ -75,9 +74,7 @@ class LocalWork:
         return whole
 
     def forward(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None) -> Output:
-        if values is None:
-            return forward(self.model, self.head, batch)
-        return forward(partial(_called, self.model, dict(values)), self.head, batch)
+        return forward(self.model, self.head, batch, values)
 
     def features(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None) -> Tensor:
         handed: list[Tensor] = []
@@ -150,7 +147,3 @@ class LocalWork:
         for name in self._added:
             delattr(self.model, name)
         self._added.clear()
-
-
-def _called(model: nn.Module, values: dict[str, Tensor], **inputs: Tensor) -> object:
-    return functional_call(model, values, (), inputs)
