@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
-from itertools import islice
+from itertools import compress, islice
 from math import fsum, inf, nan
 from random import Random
 from typing import TYPE_CHECKING, Literal, Self
@@ -480,13 +480,15 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         places = {layer.name: place for place, layer in enumerate(self._candidates.layers)}
         means = {name: float(score.mean()) for name, score in scores.items()}
         chosen = {layer.name for layer in self._candidates.top(means, count)}
-        for stack, quota in zip(self._candidates.stacks, self._candidates.quotas(count), strict=True):
-            names = [layer.name for layer in stack]
+        if self.settings.score in OF_ATTENTION:
+            stacks = [[layer.name for layer in stack] for stack in self._candidates.stacks]
             # Only sums over examples can be made noisy, and where no example has a part in them nothing need be.
-            bounded = self.settings.score in OF_ATTENTION and all(attention[name].per_example for name in names)
-            if quota and bounded:
+            noisy = [all(attention[name].per_example for name in names) for names in stacks]
+            quotas = [n if each else 0 for n, each in zip(self._candidates.quotas(count), noisy, strict=True)]
+            for names, quota in compress(zip(stacks, quotas, strict=True), noisy):
                 table = np.stack([scores[name] for name in names], axis=1)  # [examples, layers]
-                chosen = (chosen - {*names}) | {names[place] for place in work.choose(table, quota)}
+                best = {names[place] for place in work.choose(table, quota, picks=sum(quotas))}
+                chosen = (chosen - {*names}) | best
         return sorted(places[name] for name in chosen)
 
     def _tell(self, what: str, by_name: Mapping[str, float]) -> None:

@@ -32,14 +32,15 @@ from shared.methods.contract import (
     begin,
 )
 from shared.methods.safl import Candidates, SAFLSettings, beyond_the_sink, copies_in_training, pruned
-from shared.model import Prompts
+from shared.model import Head, Prompts
 from shared.privacy import Privacy
 from shared.profile import ByHead, LayerAttention, TaskTokens
 from shared.tensors import Array, ArrayTensor, to_array
 from shared.training import Training
-from tests.support.duals import CLASSES, dual
+from tests.support.duals import CLASSES, dual, pairs
 from tests.support.tasks import CPU, VIT, images
 from worker.blockmap import block_table
+from worker.data import Dataset
 from worker.models import instantiate
 from worker.trainer import Batches, Trainer, seed_everything
 from worker.work import LocalWork, largest
@@ -51,6 +52,10 @@ LAYER_BYTES = layers_of(BLOCKS)[0].nbytes
 ALWAYS = {"classifier.weight", "classifier.bias", "vit.layernorm.weight", "vit.layernorm.bias"}
 ALWAYS_BYTES = sum(block.nbytes for block in BLOCKS if block.name in ALWAYS)
 TRAINING = Training(batch_size=8, learning_rate=0.05)
+T5 = {
+    "model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_decoder_layers": 2,
+    "num_heads": 2, "vocab_size": 30, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 COHORT = [Participant(name, 24) for name in ("a/w", "b/w", "c/w")]
 
 
@@ -666,7 +671,7 @@ def test_a_noisy_choice_is_by_all_of_the_examples_so_that_one_more_only_adds() -
     worker = worker_half(Chosen(name="safl", settings={"layers": 2, "profile_batches": 1}), half.run)
     tables: list[Array] = []
 
-    def choosing(scores: Array, count: int) -> list[int]:
+    def choosing(scores: Array, count: int, _picks: int | None) -> list[int]:
         tables.append(scores)
         return largest(scores, count)
 
@@ -689,7 +694,7 @@ def test_noise_is_for_layers_that_read_examples_and_not_for_those_that_read_the_
     model = instantiate(dual("clip"), "contrastive", seed=1, prompts=prompts)
     blocks, tables = block_table(model), []
 
-    def choosing(scores: Array, count: int) -> list[int]:
+    def choosing(scores: Array, count: int, _picks: int | None) -> list[int]:
         tables.append(scores)
         return largest(scores, count)
 
@@ -705,6 +710,28 @@ def test_noise_is_for_layers_that_read_examples_and_not_for_those_that_read_the_
     [table] = tables
     assert table.shape == (count, model.config.vision_config.num_hidden_layers)
     assert {block.tensor.split("_")[0] for block in blocks if selected.holds(block)} == {"text", "vision"}
+
+
+@pytest.mark.parametrize(("model_type", "layers", "picks"), [("t5", 2, [(1, 2), (1, 2)]), ("clip", 1, [(0, 0)])])
+def test_a_choice_from_several_stacks_is_one_choice(model_type: str, layers: int, picks: list[Any]) -> None:
+    # Both of T5's stacks read examples; of CLIP's one layer the text tower comes first, and none is left for images.
+    head: Head = "seq2seq-lm" if model_type == "t5" else "contrastive"
+    words = torch.arange(2, 26).reshape(4, 6)
+    dataset = Dataset({"input_ids": words, "labels": words}) if model_type == "t5" else pairs("clip", 4)
+    model = instantiate(T5 if model_type == "t5" else dual("clip"), head, seed=1)
+    blocks, told = block_table(model), []
+
+    def choosing(scores: Array, count: int, picks: int | None) -> list[int]:
+        told.append((count, picks))
+        return largest(scores, count)
+
+    facts = RunFacts(blocks, 10, training=TRAINING)
+    chosen = Chosen(name="safl", settings={"layers": layers})
+    plan = coordinator_half(chosen, facts).plan_for(state(), COHORT[0])
+    work = LocalWork(model, head, plan, blocks, choosing=choosing)
+    selected = worker_half(chosen, facts).select(work, Batches(dataset, 4, CPU))
+    assert told == picks
+    assert len({layer.name for layer in layers_of(filter(selected.holds, blocks))}) == layers
 
 
 # ---------------------------------------------------------------- bytes
