@@ -23,7 +23,15 @@ MAX_WARNING_CHARACTERS = 500
 
 def run_facts(spec: RunSpec, model: Model) -> RunFacts:
     """What both halves of the run's method may know of it."""
-    return RunFacts(model.blocks, spec.rounds, spec.divide, spec.training, spec.privacy)
+    return RunFacts(
+        model.blocks,
+        spec.rounds,
+        spec.divide,
+        spec.training,
+        spec.privacy,
+        upload_budget=spec.upload_budget,
+        upload_seconds=spec.upload_seconds,
+    )
 
 
 def check_method(chosen: Chosen) -> None:
@@ -107,6 +115,8 @@ def task_of(
         training=spec.training,
         privacy=spec.privacy,
         codec=spec.codec,
+        upload_budget=spec.upload_budget,
+        upload_seconds=spec.upload_seconds,
         divide=spec.divide,
         model=spec.model,
         version=version,

@@ -13,6 +13,7 @@ from typing import Annotated, Generic, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
+    ByteSize,
     ConfigDict,
     Field,
     JsonValue,
@@ -50,6 +51,8 @@ Reported = Annotated[dict[Annotated[str, Field(pattern=r"^[ -~]{1,64}$")], Numbe
 
 Resources = Annotated[dict[Literal["memory_bytes", "upload_bytes_per_second"], PositiveFloat], Field(max_length=8)]
 """What a worker may spend on a task, as its site declares it."""
+
+Bytes = Annotated[ByteSize, Field(gt=0, lt=1 << 53)]
 
 Examples = dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]]
 """How many there are, by data set."""
@@ -169,6 +172,12 @@ class RunSpec(Frozen):
     privacy: Privacy | None = Field(default=None, description="differential privacy of what each worker trains on")
     evaluation: Evaluation | None = None
     codec: str = Field(default=codecs.LOSSLESS, max_length=128, description="how updates are written for the wire")
+    upload_budget: Bytes | None = Field(
+        default=None, description="the most bytes of an update, as in '5 MB'; coarser codecs are taken to keep to it"
+    )
+    upload_seconds: PositiveFloat | None = Field(
+        default=None, description="the most that an update may take on the line that its worker declares"
+    )
     divide: Divide = "participants"
     server_optimizer: ServerOptimizer = Plain()
     max_examples: PositiveInt | None = Field(
@@ -179,7 +188,7 @@ class RunSpec(Frozen):
     @field_validator("codec")
     @classmethod
     def _known_codec(cls, codec: str) -> str:
-        codecs.stages(codec)
+        codecs.parse(codec)
         return codec
 
     @model_validator(mode="after")
@@ -300,6 +309,8 @@ class Task(Message):
     training: Training
     privacy: Privacy | None = None
     codec: str
+    upload_budget: PositiveInt | None = None
+    upload_seconds: PositiveFloat | None = None
     divide: Divide
     model: Digest
     version: VersionRef

@@ -13,6 +13,7 @@ import torch
 from shared.blocks import SelectorError
 from shared.client import Client
 from shared.codecs import CodecError
+from shared.fitting import OverBudget
 from shared.methods import UnknownMethod, methods
 from shared.methods.contract import Unsuited
 from shared.problems import (
@@ -66,6 +67,7 @@ TELLABLE: dict[type[Exception], str] = {
     UnknownMethod: "unknown-method",
     CodecError: "unknown-codec",
     BlobTooLarge: "too-large",
+    OverBudget: "over-budget",
 }
 
 

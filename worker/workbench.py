@@ -19,17 +19,19 @@ from shared.blocks import Block
 from shared.client import Client, Progress
 from shared.container import read_header
 from shared.fairness import PERSONAL
+from shared.fitting import write_within
 from shared.methods import worker_half
 from shared.methods.contract import Harvest, RunFacts, Tally, WorkerHalf
 from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import Problem
 from shared.tensors import Array, ArrayTensor, from_bytes, to_array
-from shared.update import Change, write_update
+from shared.update import Change, read_update, write_update
 from shared.wire import Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
 from worker.blockmap import block_table, named_tensors
 from worker.cache import BlobTensor, Cache, Source
 from worker.data import Dataset
 from worker.evaluator import evaluate
+from worker.feedback import Feedback, without_feedback
 from worker.files import sweep, temporary_file
 from worker.layouts import MappingFile
 from worker.ledger import LEDGER_FOLDER, Ledger
@@ -119,6 +121,8 @@ class _Ready:
     work: LocalWork
     bases: Mapping[str, BlobTensor]
     """The version's value of each fetched block."""
+    feedback: Feedback
+    """What lossy codecs left out before."""
 
     def prepare(self) -> None:
         """Makes the version this site's own: puts in what it keeps, and what the method adds."""
@@ -146,6 +150,8 @@ class Workbench:
     models: Models = field(default_factory=Models)
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
     """The privacy budgets of the data sets that have one."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """What a task may spend."""
     ledger: Ledger | None = None
     """Where privacy is written down; in `scratch` if None."""
 
@@ -165,6 +171,7 @@ class Workbench:
             kinds=settings.kinds,
             mappings=mappings_of(settings.mappings),
             allowances=allowances_of(settings),
+            resources={str(name): most for name, most in settings.resources.items()},
             ledger=ledger_of(settings),
         )
 
@@ -175,7 +182,7 @@ class Workbench:
         refuses, whatever `check` raises to end the task early, and other exceptions for a task that cannot be done.
         """
         self.policy.check_task(task, self.kinds)
-        codecs.stages(task.codec)
+        codecs.parse(task.codec)
         dataset = self.datasets.get(task.dataset)
         if dataset is None:
             raise TaskFailure("unknown-dataset", f"there is no data set {task.dataset!r} here")
@@ -222,11 +229,22 @@ class Workbench:
         for base in bases.values():
             write_block(tensors, base.block, to_array(base))
         seed_everything(task.seed)
-        facts = RunFacts(built.blocks, task.rounds, task.divide, task.training, task.privacy)
+        facts = RunFacts(
+            built.blocks,
+            task.rounds,
+            task.divide,
+            task.training,
+            task.privacy,
+            upload_budget=task.upload_budget,
+            upload_seconds=task.upload_seconds,
+        )
         half = worker_half(task.method, facts)
         memory = self._memory(task, manifest, check, report)
-        work = LocalWork(built.model, document.head, task.plan, built.blocks, self.vault.load(task.run), memory)
-        return _Ready(built, half, work, bases)
+        vault = self.vault.load(task.run)
+        feedback = Feedback.of(vault, task.plan.stage, task.round)
+        own = without_feedback(vault)
+        work = LocalWork(built.model, document.head, task.plan, built.blocks, own, memory)
+        return _Ready(built, half, work, bases, feedback)
 
     def _document(self, digest: str, check: Check, report: Report) -> bytes:
         return self._blob(digest, MAX_DOCUMENT_BYTES, check, report).read_bytes()
@@ -323,20 +341,41 @@ class Workbench:
         report.numbers = {**measured, **harvest.numbers}
         if private:
             report.numbers = private.disclosed(report.numbers)
-        self._submit(task, self._upload(task, ready, harvest, check, report), harvest, tally, report)
+        update = self._upload(task, ready, harvest, check, report)
+        self._submit(task, update, {**harvest.keep, **ready.feedback.kept()}, tally, report)
 
     def _upload(self, task: Task, ready: _Ready, harvest: Harvest, check: Check, report: Report) -> str:
         def sent(nbytes: int) -> None:
             report.upload_bytes += nbytes
             check()
 
-        changes = _changes(harvest, ready.bases)
+        changes = ready.feedback.add(_changes(harvest, ready.bases))
         with temporary_file(self.scratch) as (path, file):
-            write_update(file, task.codec, changes)
+            budget = self._budget(task)
+            if budget is None:
+                write_update(file, task.codec, changes, task.seed)
+            else:
+                write_within(file, task.codec, changes, budget, task.seed)
             file.flush()
+            if budget is not None or not codecs.parse(task.codec).lossless:
+                report.numbers["codec_error"] = self._settle(path, changes, ready.feedback, task)
             self._check_egress(path, task.plan.upload.resolve(ready.built.blocks), harvest)
             check()
             return self.coordinator.put_file(path, sent)
+
+    def _budget(self, task: Task) -> int | None:
+        """The most bytes that the update may have, by what the run says and the site's line."""
+        rate = self.resources.get("upload_bytes_per_second")
+        by_line = int(rate * task.upload_seconds) if rate and task.upload_seconds else None
+        return min((limit for limit in (task.upload_budget, by_line) if limit is not None), default=None)
+
+    @staticmethod
+    def _settle(path: Path, changes: Sequence[Change], feedback: Feedback, task: Task) -> float:
+        """Reads what is about to leave as the coordinator will. What of it is missing stays here."""
+        asked = {change.block.name: change.block for change in changes}
+        bases = {change.block.name: change.base for change in changes}
+        sent = read_update(lambda: path.open("rb"), path.stat().st_size, asked, bases)
+        return feedback.settle(changes, sent, task.round)
 
     def _check_egress(self, path: Path, asked: Sequence[Block], harvest: Harvest) -> None:
         """Reads the very file that is about to leave, whatever was meant to be in it."""
@@ -345,7 +384,7 @@ class Workbench:
             header = read_header(file, nbytes)
         self.policy.check_egress(header.entries, nbytes, asked, harvest.keep)
 
-    def _submit(self, task: Task, update: str, harvest: Harvest, tally: Tally, report: Report) -> None:
+    def _submit(self, task: Task, update: str, keep: Mapping[str, Array], tally: Tally, report: Report) -> None:
         submission = Submission(
             token=task.token,
             version=task.version.digest,
@@ -354,7 +393,7 @@ class Workbench:
             numbers=report.numbers,
             download_bytes=report.download_bytes,
         )
-        staged = self.vault.stage(task.run, task.id, task.token, harvest.keep)
+        staged = self.vault.stage(task.run, task.id, task.token, keep)
         try:
             view = self.coordinator.submit(task.id, submission)
         except Problem as problem:

@@ -96,6 +96,10 @@ class RunFacts:
     divide: Divide = "participants"
     training: Training = field(default_factory=Training)
     privacy: Privacy | None = None
+    upload_budget: int | None = None
+    """The most bytes of an update. Coarser codecs are taken to keep to it, so a method need not look at it."""
+    upload_seconds: float | None = None
+    """The most that an update may take on the line that its worker declares. The same holds."""
 
 
 class CoordinatorHalf(Generic[C]):

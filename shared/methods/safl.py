@@ -60,6 +60,10 @@ DEFAULT_SHARE = 1 / 3
 
 SHOWN = 8
 
+CODED = 4
+"""Within the run's budget of bytes so many layers are chosen that int8 brings them into it, for half a percent of
+error; fewer with less error, or more with more, would both be somebody's choice."""
+
 # What a plan tells a worker in numbers: whether to measure, and how many layers to choose.
 PROFILE = "profile"
 LAYERS = "layers"
@@ -247,6 +251,12 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
     @property
     def _k(self) -> int:
         """How many layers a worker trains that declares nothing of itself."""
+        if self.run.upload_budget is None:
+            return self._wanted
+        return min(self._wanted, self._candidates.fitting(CODED * self.run.upload_budget))
+
+    @property
+    def _wanted(self) -> int:
         settings, count = self.settings, len(self._candidates.layers)
         if settings.score == "fixed":
             return len(self._fixed())
@@ -264,6 +274,8 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         rate, memory = (worker.resources.get(name) for name in ("upload_bytes_per_second", "memory_bytes"))
         if settings.upload_seconds is not None and rate is not None:
             fitting.append(self._candidates.fitting(rate * settings.upload_seconds))
+        if self.run.upload_seconds is not None and rate is not None:
+            fitting.append(self._candidates.fitting(CODED * rate * self.run.upload_seconds))
         if settings.memory_share is not None and memory is not None:
             free = memory * settings.memory_share - sum(block.nbytes for block in self.run.blocks)
             fitting.append(self._candidates.fitting(free / copies_in_training(self.run.training)))
@@ -343,7 +355,8 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
                 f"with the score {settings.score} nobody can know how likely a layer is to be sent: choose the score "
                 "random, or another divide than inverse-probability"
             )
-        if settings.prune or settings.upload_seconds is not None or settings.memory_share is not None:
+        by_line = (settings.upload_seconds, self.run.upload_seconds)
+        if settings.prune or settings.memory_share is not None or by_line != (None, None):
             raise Unsuited(
                 "inverse-probability needs every worker to send each layer whole, with the same probability: leave "
                 "out prune, upload_seconds and memory_share, or choose another divide"

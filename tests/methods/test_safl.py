@@ -37,6 +37,7 @@ from shared.privacy import Privacy
 from shared.profile import ByHead, LayerAttention, TaskTokens
 from shared.tensors import Array, ArrayTensor, to_array
 from shared.training import Training
+from shared.update import Change
 from tests.support.duals import CLASSES, dual, pairs
 from tests.support.tasks import CPU, VIT, images
 from worker.blockmap import block_table
@@ -531,7 +532,8 @@ def test_pruned_rows_cost_almost_nothing_on_the_wire() -> None:
     after = before + 1e-4 * rng.normal(size=before.shape).astype(np.float32)
 
     def nbytes(values: Array) -> int:
-        encoded = codecs.encode(codecs.LOSSLESS, ArrayTensor(values), ArrayTensor(before))
+        block = Block(tensor="w", role="mlp", shape=before.shape, dtype="F32")
+        encoded = codecs.encode(codecs.LOSSLESS, Change(block, ArrayTensor(values), ArrayTensor(before)))
         return sum(len(part) for part in encoded)
 
     whole, half = nbytes(after), nbytes(pruned(before, after, 0.5, None))
