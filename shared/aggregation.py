@@ -50,5 +50,5 @@ class Aggregation:
         ]
         half = coordinator_half(spec.method, run_facts(spec, model))
         return self.states.store(
-            merge(half, spec.server_optimizer, self.states.load(model, manifest, base.number), updates)
+            merge(half, spec.server_optimizer, self.states.load(model, manifest, base.number), updates), base.digest
         )

@@ -199,7 +199,10 @@ class Client:
         return _read(Model, self.read_blob(digest))
 
     def manifest(self, digest: str) -> Manifest:
-        return _read(Manifest, self.read_blob(digest))
+        try:
+            return Manifest.read(self.read_blob(digest), self.read_blob)
+        except ValueError as fault:
+            raise NotUnderstood(f"blob {digest} is no manifest: {str(fault)[:300]}") from None
 
     def put_bytes(self, data: bytes) -> str:
         """Uploads bytes and returns their digest."""

@@ -7,6 +7,7 @@ Messages between coordinator and worker ignore them, so that versions one apart 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import datetime
 from math import prod
 from typing import Annotated, Generic, Literal, Self, TypeVar
@@ -91,16 +92,43 @@ class MemoryEntry(Frozen):
 
 
 class Manifest(Frozen):
-    """A version: the digest of each block, and what the method remembers. Its own digest is the version's."""
+    """A version: the digest of each block, and what the method remembers. Its own digest is the version's.
+
+    As a document it may name an earlier version's manifest as its root, and then has only the blocks that differ, so
+    that a round which moves little of a model is not mostly manifest. `read` puts the others in.
+    """
 
     blocks: dict[Name, Digest]
     memory: dict[Name, MemoryEntry] = {}
     numbers: dict[str, float] = {}
+    root: Digest | None = None
+
+    @classmethod
+    def read(cls, document: bytes, fetch: Callable[[Digest], bytes]) -> Self:
+        """The manifest of a document; its root's is fetched. Raises ValueError for what is none."""
+        manifest = cls.model_validate_json(document)
+        if manifest.root is None:
+            return manifest
+        root = cls.model_validate_json(fetch(manifest.root))
+        if root.root is not None:
+            raise ValueError(f"the root {manifest.root} of a manifest has itself a root")
+        return manifest.model_copy(update={"blocks": root.blocks | manifest.blocks})
+
+    def document(self, root: Manifest | None = None) -> bytes:
+        """What is stored; `root` is the manifest that `self.root` names."""
+        if root is None:
+            return canonical(self)
+        return canonical(self.model_copy(update={"blocks": self.changed(root)}))
+
+    def changed(self, since: Manifest) -> dict[Name, Digest]:
+        """The blocks that are other than in that manifest."""
+        return {name: digest for name, digest in self.blocks.items() if since.blocks.get(name) != digest}
 
     @property
     def digests(self) -> set[Digest]:
         """The blobs that it refers to."""
-        return {*self.blocks.values(), *(entry.digest for entry in self.memory.values())}
+        of_memory = {entry.digest for entry in self.memory.values()}
+        return {*self.blocks.values(), *of_memory} | ({self.root} if self.root else set())
 
 
 class VersionRef(Message):

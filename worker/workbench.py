@@ -218,11 +218,15 @@ class Workbench:
 
     def _loaded(self, task: Task, check: Check, report: Report) -> _Ready:
         """The version as it is, in a model; what the site keeps is at hand, and not yet in it."""
-        document = Model.model_validate_json(self._document(task.model, check, report))
+
+        def document_of(digest: str) -> bytes:
+            return self._blob(digest, MAX_DOCUMENT_BYTES, check, report).read_bytes()
+
+        document = Model.model_validate_json(document_of(task.model))
         self.policy.check_model(document.nbytes)
         fetched = {block.name for block in task.plan.fetch.resolve(document.blocks)}
         built = self._model(task, document, whole=len(fetched) == len(document.blocks))
-        manifest = Manifest.model_validate_json(self._document(task.version.digest, check, report))
+        manifest = Manifest.read(document_of(task.version.digest), document_of)
         wanted = [block for block in built.blocks if block.name in fetched]
         bases = self._fetch(manifest, wanted, built, check, report)
         tensors = named_tensors(built.model)
@@ -245,9 +249,6 @@ class Workbench:
         own = without_feedback(vault)
         work = LocalWork(built.model, document.head, task.plan, built.blocks, own, memory)
         return _Ready(built, half, work, bases, feedback)
-
-    def _document(self, digest: str, check: Check, report: Report) -> bytes:
-        return self._blob(digest, MAX_DOCUMENT_BYTES, check, report).read_bytes()
 
     def _blob(self, digest: str, max_bytes: int, check: Check, report: Report) -> Path:
         def received(nbytes: int) -> None:

@@ -101,7 +101,7 @@ def _started(
     """The first version, with what the method's server half remembers from the start, and what it warns of."""
     given = serving.states.load(model, manifest, 0)
     state = begun(spec, model, given)
-    stored = (manifest, []) if state == given else serving.states.store(state)
+    stored = (manifest, []) if state == given else serving.states.store(state, spec.version)
     return *stored, warnings_of(spec, model, state)
 
 
