@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.conductor import Conductor
+from coordinator.differences import Differences
 from coordinator.domain.decide import Patience
 from coordinator.presence import Gate, Presence
 from coordinator.settings import Settings
@@ -23,6 +24,7 @@ class Services:
     blobs: Blobs
     states: States
     inspector: Inspector
+    differences: Differences
     presence: Presence
     gate: Gate
     conductor: Conductor
@@ -52,4 +54,5 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None) -> Se
         tick_seconds=settings.tick_seconds,
         notify=gate.notify,
     )
-    return Services(settings, database, blobs, states, inspector, presence, gate, conductor)
+    differences = Differences(database, blobs, states)
+    return Services(settings, database, blobs, states, inspector, differences, presence, gate, conductor)

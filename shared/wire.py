@@ -136,6 +136,13 @@ class VersionRef(Message):
     digest: Digest
 
 
+class Difference(Message):
+    """A blob that makes one version of another: an update file with the blocks in which they differ."""
+
+    digest: Digest
+    nbytes: PositiveInt
+
+
 class Version(VersionRef):
     """A version with what its method tells of it: numbers for programs, warnings as sentences for people."""
 

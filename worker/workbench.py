@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
+import structlog
 import torch
 from transformers import PreTrainedModel
 
 from shared import codecs
 from shared.blocks import Block
 from shared.client import Client, Progress
+from shared.codecs import CodecError
 from shared.container import read_header
 from shared.fairness import PERSONAL
 from shared.fitting import write_within
+from shared.hashing import Sink
 from shared.methods import worker_half
 from shared.methods.contract import Harvest, RunFacts, Tally, WorkerHalf
 from shared.model import MAX_DOCUMENT_BYTES, Model
-from shared.problems import Problem
-from shared.tensors import Array, ArrayTensor, from_bytes, to_array
+from shared.problems import InvalidUpdate, Problem
+from shared.tensors import Array, ArrayTensor, as_bytes, from_bytes, to_array
 from shared.update import Change, read_update, write_update
-from shared.wire import Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
+from shared.wire import Difference, Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
 from worker.blockmap import block_table, named_tensors
-from worker.cache import BlobTensor, Cache, Source
+from worker.cache import BlobTensor, BlobTooLarge, Cache, Source
 from worker.data import Dataset
 from worker.evaluator import evaluate
 from worker.feedback import Feedback, without_feedback
@@ -49,7 +52,8 @@ if TYPE_CHECKING:
 class Coordinator(Protocol):
     """What a task asks of its coordinator: a `Client` does so over HTTP, a simulation in the same process."""
 
-    def fetch_blob(self, digest: str, file: BinaryIO, progress: Progress | None = None) -> int: ...
+    def copy_blob(self, digest: str, file: Sink, progress: Progress | None = None) -> None: ...
+    def difference(self, run_id: str, number: int, since: int) -> Difference | None: ...
     def put_file(self, path: Path, progress: Progress | None = None) -> str: ...
     def submit(self, task_id: str, submission: Submission) -> TaskView: ...
     def submit_evaluation(self, task_id: str, evaluated: Evaluated) -> TaskView: ...
@@ -58,8 +62,15 @@ class Coordinator(Protocol):
 class Shelf(Protocol):
     """Where the blobs that a task fetches lie while it is done: a `Cache`."""
 
+    def __contains__(self, digest: str) -> bool: ...
+    def path(self, digest: str) -> Path: ...
+    def put(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> bool: ...
     def pinning(self) -> AbstractContextManager[None]: ...
     def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path: ...
+
+
+LEAST_DIFFERENCE = 1 << 16
+"""Fewer bytes of blocks are not worth asking what a difference would take."""
 
 
 class TaskFailure(ValueError):
@@ -113,6 +124,14 @@ class Models:
 
 
 @dataclass(frozen=True)
+class Held:
+    """A version whose blocks were fetched, as far as they were wanted."""
+
+    number: int
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
 class _Ready:
     """A task with its version loaded."""
 
@@ -148,6 +167,8 @@ class Workbench:
     kinds: tuple[TaskKind, ...] = ("train", "evaluate")
     mappings: Mapping[str, MappingFile] = field(default_factory=dict)
     models: Models = field(default_factory=Models)
+    held: dict[str, Held] = field(default_factory=dict)
+    """By run, the version of the last task."""
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
     """The privacy budgets of the data sets that have one."""
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -228,7 +249,7 @@ class Workbench:
         built = self._model(task, document, whole=len(fetched) == len(document.blocks))
         manifest = Manifest.read(document_of(task.version.digest), document_of)
         wanted = [block for block in built.blocks if block.name in fetched]
-        bases = self._fetch(manifest, wanted, built, check, report)
+        bases = self._fetch(task, manifest, wanted, built, check, report)
         tensors = named_tensors(built.model)
         for base in bases.values():
             write_block(tensors, base.block, to_array(base))
@@ -255,7 +276,7 @@ class Workbench:
             report.download_bytes += nbytes
             check()
 
-        return self.shelf.fetch(digest, max_bytes, self.coordinator.fetch_blob, received)
+        return self.shelf.fetch(digest, max_bytes, self.coordinator.copy_blob, received)
 
     def _model(self, task: Task, document: Model, *, whole: bool) -> Built:
         """The run's model: the last round's, if all of it is about to be overwritten, else a new one.
@@ -300,10 +321,11 @@ class Workbench:
         return found
 
     def _fetch(
-        self, manifest: Manifest, wanted: Sequence[Block], built: Built, check: Check, report: Report
+        self, task: Task, manifest: Manifest, wanted: Sequence[Block], built: Built, check: Check, report: Report
     ) -> dict[str, BlobTensor]:
         if odd := sorted(set(manifest.blocks) ^ {block.name for block in built.blocks}):
             raise TaskFailure("invalid-version", f"the version and the model differ in the blocks {odd[:8]}")
+        self._catch_up(task, manifest, wanted, built, check, report)
         bases: dict[str, BlobTensor] = {}
         for block in wanted:
             path = self._blob(manifest.blocks[block.name], block.nbytes, check, report)
@@ -311,6 +333,43 @@ class Workbench:
                 raise TaskFailure("invalid-version", f"the blob of {block.name} has not {block.nbytes} bytes")
             bases[block.name] = BlobTensor(path, block)
         return bases
+
+    def _catch_up(
+        self, task: Task, manifest: Manifest, wanted: Sequence[Block], built: Built, check: Check, report: Report
+    ) -> None:
+        """Makes what is wanted out of the version of the task before, if their difference is the less to fetch. What
+        cannot be made so is fetched as it is."""
+        held, self.held[task.run] = self.held.get(task.run), Held(task.version.number, manifest)
+        if held is None:
+            return
+        before = held.manifest.blocks
+        lacking = [b for b in wanted if manifest.blocks[b.name] not in self.shelf and before[b.name] in self.shelf]
+        lacking_bytes = sum(block.nbytes for block in lacking)
+        if lacking_bytes < LEAST_DIFFERENCE:
+            return
+        difference = self.coordinator.difference(task.run, task.version.number, held.number)
+        if difference is None or difference.nbytes >= lacking_bytes:
+            return
+
+        def received(nbytes: int) -> None:
+            report.download_bytes += nbytes
+            check()
+            if file.tell() > lacking_bytes:
+                raise BlobTooLarge(f"{difference.digest} has more than the {difference.nbytes} bytes of a difference")
+
+        with temporary_file(self.scratch) as (path, file):
+            self.coordinator.copy_blob(difference.digest, file, received)
+            file.flush()
+            asked = {block.name: block for block in built.blocks}
+            bases = {name: BlobTensor(self.shelf.path(before[name]), block) for name, block in asked.items()}
+            try:
+                tensors = read_update(lambda: path.open("rb"), path.stat().st_size, asked, bases)
+                for block in lacking:
+                    check()
+                    pieces = map(as_bytes, tensors[block.name].chunks())
+                    self.shelf.put(manifest.blocks[block.name], pieces, block.nbytes)
+            except (InvalidUpdate, CodecError, KeyError):
+                structlog.get_logger("worker").warning("difference-unusable", run=task.run_name, round=task.round)
 
     # ------------------------------------------------------------ train and hand in
 
