@@ -15,8 +15,8 @@ def upgrade() -> None:
     op.create_table(
         "differences",
         sa.Column("run_id", sa.String(), nullable=False),
-        sa.Column("number", sa.Integer(), nullable=False),
-        sa.Column("since", sa.Integer(), nullable=False),
+        sa.Column("number", sa.BigInteger(), nullable=False),
+        sa.Column("since", sa.BigInteger(), nullable=False),
         sa.Column("digest", sa.String(), nullable=False),
         sa.ForeignKeyConstraint(["digest"], ["blobs.digest"], name=op.f("fk_differences_digest_blobs")),
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_differences_run_id_runs")),
