@@ -97,6 +97,7 @@ def task_of(
     number: int,
     seed: int,
     lease_seconds: float,
+    inline_bytes: int = 0,
 ) -> Task:
     """What a worker is told: what the plan asks of it in round `number`, and what the run says for all rounds."""
     return Task(
@@ -120,6 +121,7 @@ def task_of(
         divide=spec.divide,
         model=spec.model,
         version=version,
+        inline_bytes=inline_bytes,
         lease_seconds=lease_seconds,
     )
 

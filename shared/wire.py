@@ -14,6 +14,7 @@ from typing import Annotated, Generic, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
@@ -21,6 +22,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    TypeAdapter,
     field_validator,
     model_validator,
 )
@@ -53,7 +55,8 @@ Reported = Annotated[dict[Annotated[str, Field(pattern=r"^[ -~]{1,64}$")], Numbe
 Resources = Annotated[dict[Literal["memory_bytes", "upload_bytes_per_second"], PositiveFloat], Field(max_length=8)]
 """What a worker may spend on a task, as its site declares it."""
 
-Bytes = Annotated[ByteSize, Field(gt=0, lt=1 << 53)]
+Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(gt=0, lt=1 << 53)]
+"""A number of bytes; also taken with its unit, as in '5 MB'."""
 
 Examples = dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]]
 """How many there are, by data set."""
@@ -349,6 +352,8 @@ class Task(Message):
     divide: Divide
     model: Digest
     version: VersionRef
+    inline_bytes: NonNegativeInt = 0
+    """An update of so many bytes may come with its submission."""
     lease_seconds: LeaseSeconds
 
 
@@ -361,11 +366,15 @@ class Lease(Message):
 
 
 class Submission(Message):
-    """A finished `train` task: the digest of an uploaded update, and what goes with it."""
+    """A finished `train` task: the digest of an update, and what goes with it. The update was uploaded before or, if
+    the task says that so few bytes may be, is here."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     token: int
     version: Digest
     update: Digest
+    data: bytes | None = None
     examples: PositiveInt = Field(lt=1 << 40)
     numbers: Reported = {}
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)

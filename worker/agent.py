@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import httpx
 import structlog
 import torch
 
@@ -83,10 +84,12 @@ class Agent:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._stop = stop
-        self._client = Client(settings.url, token, sleep=stop.sleep)
+        # One for all clients: to read the certificates takes longer than a small round.
+        verify = httpx.create_ssl_context()
+        self._client = Client(settings.url, token, sleep=stop.sleep, verify=verify)
         # For claims and heartbeats, which other threads make and may be left behind in: each has a client of its own,
         # which tries once and leaves it to whoever asked to decide what then.
-        self._connect = partial(Client, settings.url, token, patience_seconds=0)
+        self._connect = partial(Client, settings.url, token, patience_seconds=0, verify=verify)
         self._poll_seconds = settings.poll_seconds
         self._policy = settings.policy
         self._alive = settings.state_dir / ALIVE_FILE

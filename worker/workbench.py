@@ -27,7 +27,7 @@ from shared.methods import worker_half
 from shared.methods.contract import Harvest, RunFacts, Tally, WorkerHalf
 from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import InvalidUpdate, Problem
-from shared.tensors import Array, ArrayTensor, as_bytes, from_bytes, to_array
+from shared.tensors import Array, ArrayTensor, as_bytes, digest_of, from_bytes, to_array
 from shared.update import Change, read_update, write_update
 from shared.wire import Difference, Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
 from worker.blockmap import block_table, named_tensors
@@ -151,6 +151,14 @@ class _Ready:
     def is_changed(self) -> bool:
         """Whether a fetched block has another value than the version's."""
         return any(self.work.read(base.block).tobytes() != to_array(base).tobytes() for base in self.bases.values())
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What is handed in, and its bytes if they go along with the submission."""
+
+    digest: str
+    data: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -401,10 +409,10 @@ class Workbench:
         report.numbers = {**measured, **harvest.numbers}
         if private:
             report.numbers = private.disclosed(report.numbers)
-        update = self._upload(task, ready, harvest, check, report)
-        self._submit(task, update, {**harvest.keep, **ready.feedback.kept()}, tally, report)
+        handed = self._upload(task, ready, harvest, check, report)
+        self._submit(task, handed, {**harvest.keep, **ready.feedback.kept()}, tally, report)
 
-    def _upload(self, task: Task, ready: _Ready, harvest: Harvest, check: Check, report: Report) -> str:
+    def _upload(self, task: Task, ready: _Ready, harvest: Harvest, check: Check, report: Report) -> _Update:
         def sent(nbytes: int) -> None:
             report.upload_bytes += nbytes
             check()
@@ -421,7 +429,11 @@ class Workbench:
                 report.numbers["codec_error"] = self._settle(path, changes, ready.feedback, task)
             self._check_egress(path, task.plan.upload.resolve(ready.built.blocks), harvest)
             check()
-            return self.coordinator.put_file(path, sent)
+            if path.stat().st_size > task.inline_bytes:
+                return _Update(self.coordinator.put_file(path, sent))
+            data = path.read_bytes()
+            sent(len(data))
+            return _Update(digest_of(data), data)
 
     def _budget(self, task: Task) -> int | None:
         """The most bytes that the update may have, by what the run says and the site's line."""
@@ -444,11 +456,12 @@ class Workbench:
             header = read_header(file, nbytes)
         self.policy.check_egress(header.entries, nbytes, asked, harvest.keep)
 
-    def _submit(self, task: Task, update: str, keep: Mapping[str, Array], tally: Tally, report: Report) -> None:
+    def _submit(self, task: Task, update: _Update, keep: Mapping[str, Array], tally: Tally, report: Report) -> None:
         submission = Submission(
             token=task.token,
             version=task.version.digest,
-            update=update,
+            update=update.digest,
+            data=update.data,
             examples=tally.examples,
             numbers=report.numbers,
             download_bytes=report.download_bytes,

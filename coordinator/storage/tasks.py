@@ -155,7 +155,7 @@ def was_accepted(entry: Held, report: Submission | Evaluated) -> bool:
     return entry.task.state == "accepted" and entry.task.token == report.token and same_update
 
 
-def task_message(entry: Held, lease_seconds: float) -> Task:
+def task_message(entry: Held, lease_seconds: float, inline_bytes: int) -> Task:
     """What the worker is told."""
     task, spec = entry.task, entry.spec
     return task_of(
@@ -170,4 +170,5 @@ def task_message(entry: Held, lease_seconds: float) -> Task:
         number=entry.round.number if entry.round else task.version_number,
         seed=task.seed,
         lease_seconds=lease_seconds,
+        inline_bytes=inline_bytes,
     )
