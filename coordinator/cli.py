@@ -25,6 +25,7 @@ from coordinator.settings import Settings
 from coordinator.storage.blobs import StagingElsewhere
 from coordinator.storage.database import Database, DatabaseInUse, NotAFile, SchemaBehind, alembic_config
 from coordinator.storage.identity import first_token
+from shared.memory import keep_freed_memory
 from shared.methods import MethodsUnusable, methods
 
 app = typer.Typer(help="Run a coordinator. Settings come from the environment: TESSERA_DATABASE_URL and others.")
@@ -103,6 +104,7 @@ def _settings() -> Settings:
 def _opened() -> Services:
     """The services, with every method at hand and on a database at head that no other process holds."""
     logs.configure()
+    keep_freed_memory()
     settings = _settings()
     try:
         methods()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None) -> Se
         inline_bytes=settings.inline_bytes,
         readahead_bytes=settings.merge_readahead_bytes,
     )
-    states = States(blobs)
+    states = States(blobs, threads=len(os.sched_getaffinity(0)))
     inspector = Inspector(blobs, states)
     presence, gate = Presence(), Gate()
     conductor = Conductor(

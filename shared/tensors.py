@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -108,7 +108,6 @@ class Sparse:
         total[self.places] += self.values.astype(total.dtype) * total.dtype.type(weight)
 
 
-@runtime_checkable
 class Stepped(Protocol):
     """A tensor that may have been sent as differences from the version's value, which are then had for less.
 
@@ -309,8 +308,8 @@ def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> Sum
         while isinstance(tensor, Stretched):
             factor, tensor = factor * tensor.factor, tensor.tensor
         weights.append(factor)
-        if isinstance(tensor, Stepped) and tensor.sent_as_steps:
-            sources.append(_StepsOf(tensor, sent.shape, sent.dtype))
+        if getattr(tensor, "sent_as_steps", False):
+            sources.append(_StepsOf(cast("Stepped", tensor), sent.shape, sent.dtype))
         else:
             sources.append(tensor)
     return Summed(base.shape, "F64" if base.dtype == "F64" else "F32", tuple(sources), tuple(weights))
@@ -359,7 +358,7 @@ def as_bytes(chunk: Array) -> memoryview:
     return np.ascontiguousarray(chunk).view(np.uint8).data.cast("B")
 
 
-def from_bytes(data: bytes, dtype: DType) -> Array:
+def from_bytes(data: bytes | memoryview, dtype: DType) -> Array:
     """The inverse of `as_bytes`: a flat, read-only array over `data`."""
     return np.frombuffer(data, dtype=NUMPY_DTYPES[dtype])
 
