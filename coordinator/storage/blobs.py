@@ -46,12 +46,19 @@ class StagingElsewhere(RuntimeError):
 
 class Blobs:
     def __init__(
-        self, database: Database, url: str, staging_dir: Path, inline_bytes: int, readahead_bytes: int
+        self,
+        database: Database,
+        url: str,
+        staging_dir: Path,
+        inline_bytes: int,
+        readahead_bytes: int,
+        duty: str = "both",
     ) -> None:
         self._database = database
         self._inline_bytes = inline_bytes
         self._readahead_bytes = readahead_bytes
         self.staging_dir = staging_dir
+        self.duty = duty
         staging_dir.mkdir(parents=True, exist_ok=True)
         # A disk may have spoilt what an earlier process wrote: each blob is hashed once more before its first use.
         # What came since was hashed as it came, by this process or by one beside it.
@@ -141,9 +148,12 @@ class Blobs:
     def sweep(self) -> int:
         """Removes what killed processes left half-written, and returns how many files there were.
 
-        Unfinished uploads stay: their senders may come back for them.
+        Unfinished uploads stay: their senders may come back for them. So does what a conductor writes, except when it
+        sweeps itself: there is one at a time, and it may be at work.
         """
-        left = [path for kind in ("put-*", "probe-*") for path in self.staging_dir.glob(kind)]
+        conductors = set(self.staging_dir.glob("put-conduct-*"))
+        others = {path for kind in ("put-*", "probe-*") for path in self.staging_dir.glob(kind)} - conductors
+        left = {"conduct": conductors, "serve": others}.get(self.duty, conductors | others)
         for path in left:
             path.unlink()
         return len(left)
@@ -221,7 +231,7 @@ class BlobWriter:
         self._blobs = blobs
         self._batch = batch
         self._inline_bytes = inline_bytes
-        self._path = blobs.staging_dir / f"put-{uuid.uuid4().hex}"
+        self._path = blobs.staging_dir / f"put-{blobs.duty}-{uuid.uuid4().hex}"
         self._path_is_ours = True
         self._head = bytearray()
         self._file: BinaryIO | None = None
