@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,8 +11,9 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from shared.blobs import BlobStore, Stored
+from shared.blobs import Batch, BlobStore, Stored
 from shared.blocks import NUMPY_DTYPES, Block, DType
+from shared.mapped import taken
 from shared.methods.contract import State
 from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import Fault, Invalid, NotFound, faults_of
@@ -34,14 +36,15 @@ class StoredTensor:
         width = NUMPY_DTYPES[self.dtype].itemsize
         with self.blobs.open(self.digest) as file:
             for count in chunk_counts(numel(self)):
-                yield from_bytes(file.read(count * width), self.dtype)
+                yield from_bytes(taken(file, count * width), self.dtype)
 
 
 class States:
     """Reads and writes versions. Models and manifests never change, so those read lately are kept."""
 
-    def __init__(self, blobs: BlobStore) -> None:
+    def __init__(self, blobs: BlobStore, threads: int = 1) -> None:
         self._blobs = blobs
+        self._threads = threads
         self.model = lru_cache(maxsize=16)(self._read_model)
         self.manifest = lru_cache(maxsize=64)(self._read_manifest)
 
@@ -73,16 +76,17 @@ class States:
         return StoredTensor(self._blobs, manifest.blocks[block.name], block.shape, block.dtype)
 
     def store(self, state: State, before: str | None = None) -> tuple[Manifest, list[Stored]]:
-        """Makes a state's tensors safe, computing what is not stored yet, one at a time or, if they share sources,
-        a few in one pass. `before` is the digest of the version that it came from, if there is one.
+        """Makes a state's tensors safe, computing what is not stored yet: tensors that share sources in one pass, and
+        as many of these passes at a time as there are threads. `before` is the digest of the version that it came
+        from, if there is one.
 
         Returns its manifest and the new blobs, the manifest's own last.
         """
         tensors = [tensor for part in (state.model, state.memory) for _, tensor in sorted(part.items())]
         new: list[Stored] = []
         digests = {id(tensor): tensor.digest for tensor in tensors if isinstance(tensor, StoredTensor)}
-        for group in related([tensor for tensor in tensors if not isinstance(tensor, StoredTensor)]):
-            stored = self._settle(group)
+        groups = related([tensor for tensor in tensors if not isinstance(tensor, StoredTensor)])
+        for group, stored in zip(groups, self._settle_all(groups), strict=True):
             digests |= {id(tensor): blob.digest for tensor, blob in zip(group, stored, strict=True)}
             new += stored
         manifest = Manifest(
@@ -106,13 +110,23 @@ class States:
         root = self.manifest(before).root or before
         return root if 2 * len(manifest.changed(self.manifest(root))) <= len(manifest.blocks) else None
 
-    def _settle(self, group: Sequence[Tensor]) -> list[Stored]:
-        with ExitStack() as stack:
-            writers = [stack.enter_context(self._blobs.writer()) for _ in group]
-            for chunks in lockstep(group):
-                for writer, chunk in zip(writers, chunks, strict=True):
-                    writer.write(as_bytes(chunk))
-            return [writer.finish() for writer in writers]
+    def _settle_all(self, groups: Sequence[Sequence[Tensor]]) -> list[list[Stored]]:
+        """What each group was stored as."""
+        # The largest first, so that no thread is left with one when the others have done.
+        order = sorted(range(len(groups)), key=lambda index: -sum(map(numel, groups[index])))
+        stored: dict[int, list[Stored]] = {}
+        with self._blobs.batch() as batch:
+            if self._threads == 1 or len(groups) < 2:
+                stored = {index: _settle(batch, groups[index]) for index in order}
+            else:
+                with ThreadPoolExecutor(self._threads, thread_name_prefix="merge") as pool:
+                    try:
+                        results = pool.map(lambda index: _settle(batch, groups[index]), order)
+                        stored = dict(zip(order, results, strict=True))
+                    except BaseException:
+                        pool.shutdown(cancel_futures=True)
+                        raise
+        return [stored[index] for index in range(len(groups))]
 
     # ------------------------------------------------------------ checking what an orchestrator brings
 
@@ -154,3 +168,12 @@ class States:
         else:
             if size != nbytes:
                 yield Fault(pointer=pointer, detail=f"blob {digest} has {size} bytes; {nbytes} are needed")
+
+
+def _settle(batch: Batch, group: Sequence[Tensor]) -> list[Stored]:
+    with ExitStack() as stack:
+        writers = [stack.enter_context(batch.writer()) for _ in group]
+        for chunks in lockstep(group):
+            for writer, chunk in zip(writers, chunks, strict=True):
+                writer.write(as_bytes(chunk))
+        return [writer.finish() for writer in writers]

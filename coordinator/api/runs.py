@@ -77,7 +77,7 @@ def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: 
             return views.run_view(session, run)
 
         run = once(session, now, caller, key, spec, Run, create)
-    serving.conductor.call()
+    serving.call()
     response.headers["Location"] = f"/v1/runs/{run.id}"
     response.headers["ETag"] = _etag(run.revision)
     return run
@@ -147,7 +147,7 @@ def patch_run(
         move_run(session, serving.database.now(), caller.actor, run_id, event)
         session.refresh(row)
         run = views.run_view(session, row)
-    serving.conductor.call()
+    serving.call()
     response.headers["ETag"] = _etag(run.revision)
     return run
 

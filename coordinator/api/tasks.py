@@ -97,7 +97,7 @@ def _enrol(serving: Services, caller: Principal, body: Claim) -> str:
     if worker_id is None:
         with serving.database.transaction() as session:
             worker_id = identity.enrol(session, now, site_id, body)
-        serving.conductor.call()
+        serving.call()
     serving.presence.note(worker_id, now)
     return worker_id
 
@@ -188,7 +188,7 @@ def report_failure(task_id: str, body: Failure, serving: Serving, caller: SiteCa
         entry = tasks.held(session, task_id, caller.site_id)
         if not tasks.was_failed(entry, body.token):
             tasks.fail(session, serving.database.now(), caller.actor, entry, body.token, problem)
-    serving.conductor.call()
+    serving.call()
     return _view(serving, caller, task_id)
 
 
@@ -200,7 +200,7 @@ def release(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCaller)
         if not tasks.was_released(entry, body.token):
             tasks.release(session, serving.database.now(), caller.actor, entry, body.token)
         worker_id = entry.task.worker_id
-    serving.gate.notify([worker_id])
+    serving.wake([worker_id])
     return _view(serving, caller, task_id)
 
 
@@ -240,7 +240,7 @@ def _reject(serving: Services, caller: Principal, task_id: str, body: Submission
     with serving.database.transaction() as session:
         entry = tasks.held(session, task_id, caller.site_id)
         tasks.reject(session, serving.database.now(), caller.actor, entry, body, problem)
-    serving.conductor.call()
+    serving.call()
 
 
 def _accept(
@@ -255,7 +255,7 @@ def _accept(
         entry = tasks.held(session, task_id, caller.site_id)
         if not tasks.was_accepted(entry, body):
             tasks.accept(session, serving.database.now(), caller.actor, entry, body, upload_bytes, numbers)
-    serving.conductor.call()
+    serving.call()
 
 
 def _view(serving: Services, caller: Principal, task_id: str) -> TaskView:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import select, update
@@ -66,6 +67,12 @@ def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None
     # An answer that was lost on its way is given again rather than left to lapse.
     again = session.scalars(mine.where(TaskRow.state == "leased", TaskRow.instance == instance)).first()
     return again or session.scalars(mine.where(TaskRow.state == "offered")).first()
+
+
+def offered_to(session: Session, worker_ids: Sequence[str]) -> list[str]:
+    """Those of the workers that have a task to claim."""
+    asked = TaskRow.worker_id.in_(worker_ids)
+    return list(session.scalars(select(TaskRow.worker_id).where(TaskRow.state == "offered", asked).distinct()))
 
 
 def lease(session: Session, now: float, actor: str, task: TaskRow, instance: str, seconds: float) -> None:

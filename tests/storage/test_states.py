@@ -78,6 +78,20 @@ def test_a_pass_that_breaks_off_leaves_no_file(blobs: Blobs) -> None:
     assert [path for path in blobs.staging_dir.rglob("*") if path.is_file()] == []
 
 
+def test_in_several_threads_the_version_is_the_same(blobs: Blobs) -> None:
+    state = State(1, {f"w{index}": times(index, ArrayTensor(VALUES)) for index in range(8)})
+    assert States(blobs, threads=3).store(state) == States(blobs).store(state)
+
+
+def test_a_fault_in_one_of_several_threads_is_told_and_leaves_no_file(blobs: Blobs) -> None:
+    source = Watched(VALUES)
+    object.__setattr__(source, "breaks", True)
+    sound = {f"w{index}": times(index, ArrayTensor(VALUES)) for index in range(8)}
+    with pytest.raises(RuntimeError, match="the source is gone"):
+        States(blobs, threads=2).store(State(1, {**sound, "broken": times(2, source)}))
+    assert [path for path in blobs.staging_dir.rglob("*") if path.is_file()] == []
+
+
 # ---------------------------------------------------------------- manifests
 
 
