@@ -17,9 +17,8 @@ import httpx
 
 from benchmarks.measuring import await_true
 from examples.digits.processes import Processes, tessera
-from shared.cli.upload import upload_model
+from shared.cli.upload import Start, upload_model
 from shared.client import Client
-from shared.modelfolder import ModelFolder
 from shared.wire import Round, Run, RunSpec, TokenSpec
 
 METHODS = Path(__file__).parent / "methods"
@@ -136,7 +135,7 @@ class Federation:
         return Moved(found["received"], found["sent"])
 
     def begin(
-        self, model: ModelFolder, rounds: int, cohort: int, method: Mapping[str, Any] | None = None, **spec: Any
+        self, model: Start, rounds: int, cohort: int, method: Mapping[str, Any] | None = None, **spec: Any
     ) -> Run:
         """Uploads a model and starts a run of so many rounds on it."""
         uploaded = upload_model(self.admin, model)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from examples.digits.processes import Processes, tessera
+from shared.blocks import Block
+from shared.model import Model
 from shared.modelfolder import ModelFolder
+from shared.tensors import Array, as_bytes
 
 
 def bert(hidden: int, layers: int, vocabulary: int, heads: int, positions: int) -> dict[str, Any]:
@@ -56,6 +59,32 @@ PAYLOADS: Mapping[str, Payload] = {
         ("--text-prompts", "4"),
     ),
 }
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model that only a coordinator reads, and nobody builds: so many layers of one block, all alike."""
+
+    model: Model
+    values: Array
+
+    @classmethod
+    def of(cls, nbytes: int, layers: int = 4) -> Self:
+        """Weights of about so many bytes of float32."""
+        values = np.random.default_rng(0).standard_normal(max(1, nbytes // 4 // layers), np.float32) * np.float32(
+            0.02
+        )
+        blocks = [
+            Block(tensor=f"layer.{layer}.weight", role="mlp", layer=layer, shape=values.shape, dtype="F32")
+            for layer in range(layers)
+        ]
+        return cls(Model(config={"model_type": "bert"}, head="text-classification", blocks=tuple(blocks)), values)
+
+    def blocks(self) -> Iterator[tuple[Block, memoryview]]:
+        for block in self.model.blocks:
+            # Were they alike to the bit, one blob would do for all.
+            values = self.values + np.float32(block.layer or 0)
+            yield block, as_bytes(values)
 
 
 def make(folder: Path, processes: Processes, size: str) -> ModelFolder:

@@ -84,8 +84,8 @@ def measure(case: Case, federation: Federation, folder: Path, turns: int, rounds
         tessera = Tessera(federation, model, case.sent, case.codec)
         taken: dict[str, list[Turn]] = {tessera.name: [tessera.turn(rounds)]}
         first = taken[tessera.name][0]
-        per_worker = [int((nbytes or 0) / case.workers) for nbytes in (first.sent, first.received)]
-        sides: list[Side] = [tessera, Bare(folder / "bare", case.workers, *per_worker)]
+        down, up = (int((nbytes or 0) / case.workers) for nbytes in (first.sent, first.received))
+        sides: list[Side] = [tessera, Bare(folder / "bare", case.workers, down, up)]
         for side in sides[1:]:
             stack.enter_context(side)
             taken[side.name] = []

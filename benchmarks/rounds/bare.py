@@ -166,7 +166,7 @@ def _length_of(scope: Message, down_bytes: int) -> tuple[bytes, bytes]:
 def ask(port: int, up_bytes: int) -> None:
     """A download and an upload for each line that comes in, with a line out when they are done."""
     # Random bits, as encoded weights nearly are, except that those which are no numbers would be slow to add.
-    payload = memoryview(np.random.default_rng(1).random(up_bytes // 4 + 1, np.float32)).cast("B")[:up_bytes]
+    payload = np.random.default_rng(1).random(up_bytes // 4 + 1, np.float32).view(np.uint8).data[:up_bytes]
     buffer = bytearray(PIECE_BYTES)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     print("ready", flush=True)
