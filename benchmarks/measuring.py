@@ -143,7 +143,9 @@ class Results:
     notes: list[str] = field(default_factory=list)
 
     def add(self, **cells: Cell) -> None:
+        """A row, which is shown at once too: a later one may fail."""
         self.rows.append(cells)
+        print("  ".join(f"{name} {_shown(cell)}" for name, cell in cells.items() if cell is not None), flush=True)
 
     def aim(self, what: str, value: float, limit: float, unit: str = "") -> None:
         self.targets.append(Target(what, value, limit, unit))

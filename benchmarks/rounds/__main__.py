@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,18 @@ from typing import Any
 from benchmarks import payloads
 from benchmarks.federation import Federation
 from benchmarks.measuring import MIB, OUT, Results
+from benchmarks.rivals.flare import Flare
+from benchmarks.rivals.flower import Flower
 from benchmarks.rounds.bare import Bare
 from benchmarks.rounds.sides import Side, Summary, Turn
 from benchmarks.rounds.tessera import Tessera
 from examples.digits.processes import end_by_interrupt
 from shared.codecs import LOSSLESS, RAW
+from shared.modelfolder import ModelFolder
+
+RIVALS: Mapping[str, Callable[[Path, ModelFolder, int], Side]] = {"flower": Flower, "flare": Flare}
+RIVALS_ROUNDS = 3
+"""The most in one turn: theirs take long."""
 
 SIZES = ("0.01", "10", "100", "440")
 WORKERS = (2, 4, 8)
@@ -76,7 +83,9 @@ def federation_of(folder: Path, workers: int) -> Iterator[Federation]:
         yield federation
 
 
-def measure(case: Case, federation: Federation, folder: Path, turns: int, rounds: int) -> dict[str, Summary]:
+def measure(
+    case: Case, federation: Federation, folder: Path, turns: int, rounds: int, rivals: Sequence[str] = ()
+) -> dict[str, Summary]:
     """Each side's figures, all taken in turns."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -86,13 +95,14 @@ def measure(case: Case, federation: Federation, folder: Path, turns: int, rounds
         first = taken[tessera.name][0]
         down, up = (int((nbytes or 0) / case.workers) for nbytes in (first.sent, first.received))
         sides: list[Side] = [tessera, Bare(folder / "bare", case.workers, down, up)]
+        sides += [RIVALS[rival](folder / rival, model, case.workers) for rival in rivals]
         for side in sides[1:]:
             stack.enter_context(side)
             taken[side.name] = []
         for _ in range(turns):
             for side in sides:
                 if len(taken[side.name]) < turns:
-                    taken[side.name].append(side.turn(rounds))
+                    taken[side.name].append(side.turn(min(rounds, RIVALS_ROUNDS) if side.name in rivals else rounds))
         return {name: Summary.of(found) for name, found in taken.items()}
 
 
@@ -150,6 +160,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workers", nargs="+", type=int, default=list(WORKERS))
     parser.add_argument("--turns", type=int, default=2, help="how often each side has its turn")
     parser.add_argument("--only", choices=["full", "raw", "value blocks", "prompts"], help="this exchange alone")
+    parser.add_argument(
+        "--rivals", action="store_true", help="beside Flower and FLARE, which are installed if need be"
+    )
     parser.add_argument("--quick", action="store_true", help="small models, seconds: to see that it works")
     parser.add_argument("--out", type=Path, default=OUT, help="a folder for the results")
     given = parser.parse_args(arguments)
@@ -165,8 +178,11 @@ def main(arguments: list[str] | None = None) -> None:
         for index, case in enumerate(wanted):
             print(f"{case} ...", flush=True)
             with federation_of(folder / str(index), case.workers) as federation:
-                found = measure(case, federation, folder / f"{index}-sides", given.turns, rounds_of(case))
-            shutil.rmtree(folder / str(index))
+                # They have one exchange, full and uncompressed, which stands beside both of ours.
+                rivals = list(RIVALS) if given.rivals and case.exchange == "full" else ()
+                found = measure(case, federation, folder / f"{index}-sides", given.turns, rounds_of(case), rivals)
+            for used in (str(index), f"{index}-sides"):
+                shutil.rmtree(folder / used)
             add(results, case, found)
             aim(results, case, found)
     results.finish(given.out)
