@@ -36,6 +36,8 @@ RIVALS_ROUNDS = 3
 SIZES = ("0.01", "10", "100", "440")
 WORKERS = (2, 4, 8)
 
+KINDS = ("full", "raw", "value blocks", "prompts")
+
 VALUES = {"include": [{"roles": ["value"]}]}
 PROMPTS = {"include": [{"names": ["prompts.*"]}]}
 """What the two partial exchanges send; all else is fetched once, and then comes from the worker's cache."""
@@ -159,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sizes", nargs="+", choices=[*SIZES, "1"], default=list(SIZES), help="megabytes")
     parser.add_argument("--workers", nargs="+", type=int, default=list(WORKERS))
     parser.add_argument("--turns", type=int, default=2, help="how often each side has its turn")
-    parser.add_argument("--only", choices=["full", "raw", "value blocks", "prompts"], help="this exchange alone")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="these exchanges alone")
     parser.add_argument(
         "--rivals", action="store_true", help="beside Flower and FLARE, which are installed if need be"
     )
@@ -174,7 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
             quickly(stack.enter_context(federation_of(folder / "all", 2)), folder, results)
             wanted = []
         else:
-            wanted = [case for case in cases(given.sizes, given.workers) if given.only in (None, case.kind)]
+            wanted = [case for case in cases(given.sizes, given.workers) if case.kind in given.only]
         for index, case in enumerate(wanted):
             print(f"{case} ...", flush=True)
             with federation_of(folder / str(index), case.workers) as federation:
