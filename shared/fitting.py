@@ -13,7 +13,7 @@ import numpy as np
 
 from shared import codecs
 from shared.blocks import Block
-from shared.tensors import CHUNK, Array, ArrayTensor
+from shared.tensors import CHUNK, Array, ArrayTensor, unpacked
 from shared.update import Change, EncodedTensor, codec_for, write_update
 
 COARSER = (
@@ -118,7 +118,7 @@ class _Sample:
         data = b"".join(codecs.encode(codec, change, np.random.Generator(np.random.SFC64(seed))))
         tensor = EncodedTensor(change.block, codec, change.base, lambda: BytesIO(data), 0, len(data))
         missed = sum(
-            float(np.square(step.astype(np.float64) - read).sum())
+            float(np.square(step.astype(np.float64) - unpacked(read)).sum())
             for step, read in zip(change.steps(), tensor.steps(), strict=True)
         )
         return Rung(codec, len(data) / share, missed / share)

@@ -13,7 +13,7 @@ from shared.blocks import Block, DType
 from shared.codecs.delta import difference
 from shared.container import ContainerError, Header, read_header, write_streams
 from shared.problems import Fault, InvalidUpdate
-from shared.tensors import CHUNK, Array, Tensor, chunk_counts
+from shared.tensors import CHUNK, Array, Steps, Tensor, chunk_counts
 
 FORMAT = "tessera-update/1"
 _CODEC = "codec:"
@@ -89,9 +89,13 @@ class EncodedTensor:
             file.seek(self.start)
             yield from codecs.decode(self.codec, self.block, self.base, file, self.nbytes)
 
-    def steps(self) -> Iterator[Array]:
-        """As `chunks`, but the difference from the version, as float32."""
-        if codecs.parse(self.codec).of_differences:
+    @property
+    def sent_as_steps(self) -> bool:
+        return codecs.parse(self.codec).of_differences
+
+    def steps(self) -> Iterator[Array | Steps]:
+        """The difference of each chunk from the version, as it was sent or as float32."""
+        if self.sent_as_steps:
             with self.open() as file:
                 file.seek(self.start)
                 yield from codecs.decode_steps(self.codec, self.block, file, self.nbytes)

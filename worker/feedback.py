@@ -13,7 +13,7 @@ from math import sqrt
 import numpy as np
 
 from shared import codecs
-from shared.tensors import Array
+from shared.tensors import Array, unpacked
 from shared.update import Change, EncodedTensor
 
 PREFIX = "feedback/"
@@ -64,7 +64,7 @@ class Feedback:
             tensor = sent[change.block.name]
             left = []
             for step, read in zip(change.steps(), tensor.steps(), strict=True):
-                rest = step - read
+                rest = step - unpacked(read)
                 missing += _squares(rest)
                 whole += _squares(step)
                 left.append(rest)

@@ -19,7 +19,7 @@ import numpy as np
 from shared.blocks import NUMPY_DTYPES, Block
 from shared.codecs.lowrank import LowRank
 from shared.codecs.stage import F32, CodecError, Layout, Stage
-from shared.tensors import Array, Tensor, as_bytes, chunk_counts
+from shared.tensors import Array, Steps, Tensor, as_bytes, chunk_counts, unpacked
 
 RAW = "raw"
 LOSSLESS = "bits+shuffle+zstd"
@@ -210,31 +210,43 @@ def decode(codec: str, block: Block, base: Tensor, file: BinaryIO, nbytes: int) 
         delta, layout = made.line[0], Layout(0, NUMPY_DTYPES[block.dtype])
         steps = decode_steps(codec, block, file, nbytes)
         for step, start in zip(steps, base.chunks(), strict=True):
-            yield delta.decode(step, layout._replace(size=step.size), start)
+            yield delta.decode(unpacked(step), layout._replace(size=len(step)), start)
     else:
-        yield from _decoded(made.line, block.numel, NUMPY_DTYPES[block.dtype], base.chunks(), file, nbytes)
+        layout = Layout(block.numel, NUMPY_DTYPES[block.dtype])
+        # What is written as it is has no length before it.
+        pieces = _pieces_of(made.line, layout, file, nbytes, framed=bool(made.line))
+        for (layouts, piece), start in zip(pieces, base.chunks(), strict=True):
+            yield _decode_chunk(made.line, layouts, piece, start)
 
 
-def decode_steps(codec: str, block: Block, file: BinaryIO, nbytes: int) -> Iterator[Array]:
-    """As `decode`, for a codec of differences: yields these, as float32, without the version's own values."""
+def decode_steps(codec: str, block: Block, file: BinaryIO, nbytes: int) -> Iterator[Array | Steps]:
+    """As `decode`, for a codec of differences: yields these as they were sent, without the version's own values."""
     made = parse(codec)
-    if not made.lowrank:
-        return _decoded(made.line[1:], block.numel, F32, None, file, nbytes)
-    size = made.lowrank.size(block.shape)
-    factors = np.concatenate(list(_decoded(made.line[1:], size, F32, None, file, nbytes)))
-    return made.lowrank.decode(factors, block.shape)
+    line = made.line[1:]
+    if made.lowrank:
+        pieces = _pieces_of(line, Layout(made.lowrank.size(block.shape), F32), file, nbytes)
+        factors = np.concatenate([unpacked(_steps(line, *piece)) for piece in pieces])
+        yield from made.lowrank.decode(factors, block.shape)
+    else:
+        for piece in _pieces_of(line, Layout(block.numel, F32), file, nbytes):
+            yield _steps(line, *piece)
 
 
-def _decoded(
-    line: tuple[Stage, ...], size: int, dtype: np.dtype, bases: Iterator[Array] | None, file: BinaryIO, nbytes: int
-) -> Iterator[Array]:
-    left = nbytes
-    nothing = np.empty(0, dtype)
-    # What is written as it is has no length before it.
-    framed = bool(line) or bases is None
-    for count in chunk_counts(size):
-        length = count * dtype.itemsize
-        layouts = _layouts(line, Layout(count, dtype))
+def _steps(line: tuple[Stage, ...], layouts: list[Layout], piece: Array) -> Array | Steps:
+    if not line:
+        return _decode_chunk(line, layouts, piece, piece)
+    values = _decode_chunk(line[1:], layouts[1:], piece, piece)
+    return line[0].packed(values, layouts[0])
+
+
+def _pieces_of(
+    line: tuple[Stage, ...], layout: Layout, file: BinaryIO, nbytes: int, *, framed: bool = True
+) -> Iterator[tuple[list[Layout], Array]]:
+    """The encoded bytes of each chunk, with what its stages make of it."""
+    left, width = nbytes, layout.dtype.itemsize
+    for count in chunk_counts(layout.size):
+        length = count * width
+        layouts = _layouts(line, layout._replace(size=count))
         if framed:
             (length,) = struct.unpack("<I", _exactly(file, 4, left))
             left -= 4
@@ -243,7 +255,7 @@ def _decoded(
                 raise CodecError(f"a chunk of {count} elements claims {length} bytes")
         piece = np.frombuffer(_exactly(file, length, left), dtype=np.uint8)
         left -= length
-        yield _decode_chunk(line, layouts, piece, nothing if bases is None else next(bases))
+        yield layouts, piece
     if left:
         raise CodecError(f"{left} bytes are left over behind the last chunk")
 

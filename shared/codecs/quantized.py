@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from shared.codecs.stage import F32, U8, Layout, Stage, floats_only
-from shared.tensors import Array
+from shared.tensors import Array, Scaled, unpacked
 
 
 class Quantized(Stage):
@@ -36,14 +36,12 @@ class Quantized(Stage):
         return np.concatenate([scales.view(U8), packed])
 
     def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
+        return unpacked(self.packed(encoded, layout))
+
+    def packed(self, encoded: Array, layout: Layout) -> Scaled:
         split = F32.itemsize * self._blocks(layout.size)
         scales = encoded[:split].copy().view(F32)
-        steps = self._unpack(encoded[split:], layout.size).astype(F32)
-        whole = layout.size // self.block * self.block
-        body = steps[:whole].reshape(-1, self.block)
-        body *= scales[: len(body), None]
-        steps[whole:] *= scales[-1] if whole < layout.size else 1
-        return steps
+        return Scaled(self._unpack(encoded[split:], layout.size), scales, self.block)
 
     def bound(self, values: Array, base: Array) -> Array:
         """One step of the element's block."""

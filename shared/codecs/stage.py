@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from shared.tensors import Array
+from shared.tensors import Array, Steps
 
 F32 = np.dtype("<f4")
 U8 = np.dtype(np.uint8)
@@ -58,6 +58,10 @@ class Stage:
     @abstractmethod
     def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
         """The inverse of `encode`, giving an array of `layout`. Raises CodecError; never makes more than that."""
+
+    def packed(self, encoded: Array, layout: Layout) -> Array | Steps:
+        """As `decode`, of differences: as they were sent, where that adds to a sum for less."""
+        return self.decode(encoded, layout, encoded)
 
     def bound(self, values: Array, base: Array) -> Array:
         """The most by which each element may come out different from `values`, float64. 0 if lossless."""

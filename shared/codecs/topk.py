@@ -14,7 +14,7 @@ import numpy as np
 
 from shared.codecs.bf16 import BF16
 from shared.codecs.stage import F32, CodecError, Layout, Stage, floats_only
-from shared.tensors import Array
+from shared.tensors import Array, Sparse, unpacked
 
 RUN = 1 << 16
 U16 = np.dtype("<u2")
@@ -52,16 +52,17 @@ class TopK(Stage):
         return np.concatenate([*places, *kept])
 
     def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
-        values = np.zeros(layout.size, F32)
-        counts = self._kept(layout.size)
-        at, half = 0, encoded.size // 2
-        for run, count in zip(_runs(values), counts, strict=True):
-            places = encoded[at : at + count]
-            if (np.diff(places.astype(np.int32)) <= 0).any() or places[-1] >= run.size:
-                raise CodecError("the places of the largest differences are not in order, or beyond the end")
-            run[places] = encoded[half + at : half + at + count].view(BF16)
-            at += count
-        return values
+        return unpacked(self.packed(encoded, layout))
+
+    def packed(self, encoded: Array, layout: Layout) -> Sparse:
+        half = encoded.size // 2
+        places = encoded[:half].astype(np.int32)
+        starts = np.repeat(np.arange(0, layout.size, RUN, dtype=np.int32), self._kept(layout.size))
+        within = np.minimum(layout.size - starts, RUN)
+        # Within a run they rise; between two they may fall.
+        if (places >= within).any() or (np.diff(places + starts) <= 0).any():
+            raise CodecError("the places of the largest differences are not in order, or beyond the end")
+        return Sparse(layout.size, places + starts, encoded[half:].view(BF16).astype(F32))
 
     def bound(self, values: Array, base: Array) -> Array:
         """What is left out is no larger than what is kept; what is kept is rounded to bfloat16."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shared.blocks import Block
-from shared.tensors import ArrayTensor
+from shared.tensors import ArrayTensor, unpacked
 from shared.update import Change, EncodedTensor, read_update, write_update
 from tests.support.tasks import VIT
 from tests.worker.test_simulation import SITES, digests, spec
@@ -34,7 +34,7 @@ def sent(codec: str, changes: list[Change]) -> dict[str, EncodedTensor]:
 
 
 def flat(parts: Any) -> np.ndarray:
-    return np.concatenate(list(parts)).astype(np.float64)
+    return np.concatenate([unpacked(part) for part in parts]).astype(np.float64)
 
 
 @pytest.mark.parametrize("codec", ["delta+topk=0.02", "delta+topk=0.02+shuffle+zstd", "delta+lowrank=8+int8"])
