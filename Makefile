@@ -21,8 +21,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install ## four institutions train one transformer without sharing data
 	$(BIN)/python -m examples.digits $(if $(SCOPE),--scope $(SCOPE))
 
+# Side by side, as many as there are cores and at most four; each computes in one thread.
 test: install ## run every test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 check: install ## format, lint, types; changes nothing
 	$(BIN)/ruff format --check .
