@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help install demo test check fix system bench-attention migrate image clean
+.PHONY: help install demo test check fix system bench bench-quick bench-rivals bench-attention migrate image clean
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -35,6 +35,18 @@ fix: install ## format and mend what can be mended
 
 system: install ## the tests with real processes and real crashes alone
 	$(BIN)/python -m pytest tests/system
+
+bench: install ## what rounds, waiting workers and cut uploads cost; half an hour on two cores
+	$(BIN)/python -m benchmarks.rounds
+	$(BIN)/python -m benchmarks.idle
+	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.uploads
+
+bench-quick: install ## the same on tiny sizes, in a minute: to see that it works
+	for name in rounds idle growth uploads; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+
+bench-rivals: install ## rounds beside Flower and NVIDIA FLARE, each installed into an environment of its own
+	$(BIN)/python -m benchmarks.rounds --rivals --sizes 0.01 100 --workers 4 --only full raw
 
 bench-attention: install ## FedFrozen's simulation: bias and drift by length of warm-up; some minutes
 	$(BIN)/python -m benchmarks.linear_attention

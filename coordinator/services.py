@@ -12,6 +12,7 @@ from typing import Literal
 from coordinator.attendance import Attendance
 from coordinator.bells import Bells
 from coordinator.conductor import Conductor
+from coordinator.differences import Differences
 from coordinator.domain.decide import Patience
 from coordinator.presence import Gate, Presence
 from coordinator.settings import Settings
@@ -32,6 +33,7 @@ class Services:
     blobs: Blobs
     states: States
     inspector: Inspector
+    differences: Differences
     presence: Presence
     gate: Gate
     conductor: Conductor
@@ -78,6 +80,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         blobs=blobs,
         states=states,
         inspector=inspector,
+        differences=Differences(database, blobs, states),
         presence=presence,
         gate=gate,
         conductor=conductor,

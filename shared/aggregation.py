@@ -37,7 +37,7 @@ class Aggregation:
 
     def merge(self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]) -> tuple[Manifest, list[Stored]]:
         """The next version and its new blobs, made safe; the last of them is the manifest's own."""
-        return self.states.store(self.next_state(spec, base, accepted))
+        return self.states.store(self.next_state(spec, base, accepted), base.digest)
 
     def next_state(self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]) -> State:
         """The next version, nothing of it computed yet."""

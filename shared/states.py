@@ -18,7 +18,7 @@ from shared.methods.contract import State
 from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import Fault, Invalid, NotFound, faults_of
 from shared.tensors import Array, Tensor, as_bytes, chunk_counts, from_bytes, lockstep, numel, related
-from shared.wire import Manifest, MemoryEntry, canonical
+from shared.wire import Manifest, MemoryEntry
 
 Groups = Sequence[Sequence[Tensor]]
 Settle = Callable[[BlobStore, Groups], list[list[Stored]]]
@@ -56,7 +56,7 @@ class States:
         return Model.model_validate_json(self._document(digest))
 
     def _read_manifest(self, digest: str) -> Manifest:
-        return Manifest.model_validate_json(self._document(digest))
+        return Manifest.read(self._document(digest), self._document)
 
     def _document(self, digest: str) -> bytes:
         size = self._blobs.size(digest)
@@ -79,8 +79,9 @@ class States:
     def tensor(self, block: Block, manifest: Manifest) -> StoredTensor:
         return StoredTensor(self._blobs, manifest.blocks[block.name], block.shape, block.dtype)
 
-    def store(self, state: State) -> tuple[Manifest, list[Stored]]:
+    def store(self, state: State, before: str | None = None) -> tuple[Manifest, list[Stored]]:
         """Makes a state's tensors safe, computing what is not stored yet: tensors that share sources in one pass.
+        `before` is the digest of the version that it came from, if there is one.
 
         Returns its manifest and the new blobs, the manifest's own last.
         """
@@ -99,15 +100,25 @@ class States:
             },
             numbers=dict(state.numbers),
         )
-        new.append(self._blobs.put([canonical(manifest)]))
+        root = self._root(manifest, before)
+        manifest = manifest.model_copy(update={"root": root})
+        new.append(self._blobs.put([manifest.document(self.manifest(root) if root else None)]))
         return manifest, new
+
+    def _root(self, manifest: Manifest, before: str | None) -> str | None:
+        """What the manifest is written as a difference from: the root of the version before it, or that version, as
+        long as it shares half of the blocks."""
+        if before is None:
+            return None
+        root = self.manifest(before).root or before
+        return root if 2 * len(manifest.changed(self.manifest(root))) <= len(manifest.blocks) else None
 
     # ------------------------------------------------------------ checking what an orchestrator brings
 
     def check(self, model_digest: str, version_digest: str) -> tuple[Model, Manifest]:
         """A new run's model and first version. Raises Invalid saying everything that does not fit together."""
-        model = self._checked("/model", Model, model_digest)
-        manifest = self._checked("/version", Manifest, version_digest)
+        model = self._checked("/model", self.model, model_digest)
+        manifest = self._checked("/version", self.manifest, version_digest)
         faults = [
             Fault(pointer=f"/version/blocks/{name}", detail="the model has no such block")
             for name in sorted(set(manifest.blocks) - set(model.by_name))
@@ -120,13 +131,15 @@ class States:
             raise Invalid("the first version does not fit the model", errors=faults)
         return model, manifest
 
-    def _checked(self, pointer: str, kind: type[D], digest: str) -> D:
+    def _checked(self, pointer: str, read: Callable[[str], D], digest: str) -> D:
         try:
-            return kind.model_validate_json(self._document(digest))
-        except NotFound:
-            faults = [Fault(pointer=pointer, detail=f"blob {digest} was not uploaded")]
+            return read(digest)
+        except NotFound as problem:
+            faults = [Fault(pointer=pointer, detail=f"a blob was not uploaded: {problem.detail}")]
         except ValidationError as refusal:
             faults = faults_of(refusal, pointer)
+        except ValueError as fault:
+            faults = [Fault(pointer=pointer, detail=str(fault))]
         raise Invalid(f"the run's {pointer[1:]} document cannot be used", errors=faults)
 
     def _blob_faults(self, pointer: str, nbytes: int, digest: str | None) -> Iterator[Fault]:

@@ -108,6 +108,15 @@ class Sparse:
         total[self.places] += self.values.astype(total.dtype) * total.dtype.type(weight)
 
 
+def unpacked(steps: Array | Steps) -> Array:
+    """The differences themselves, float32."""
+    if isinstance(steps, np.ndarray):
+        return steps
+    total = np.zeros(len(steps), np.float32)
+    steps.add_to(total, 1.0)
+    return total
+
+
 class Stepped(Protocol):
     """A tensor that may have been sent as differences from the version's value, which are then had for less.
 

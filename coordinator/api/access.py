@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import Depends, Header, Query, Request
@@ -16,7 +16,8 @@ from shared.wire import TokenRole
 _bearer = HTTPBearer(auto_error=False, description="A token that an administrator issued.")
 
 
-def services(request: Request) -> Services:
+# Asynchronous because it waits for nothing: FastAPI takes any other dependency to a thread, at every request.
+async def services(request: Request) -> Services:
     found: Services = request.app.state.services
     return found
 
@@ -34,10 +35,10 @@ def principal(
         return authenticate(session, serving.database.now(), credentials.credentials)
 
 
-def allow(*roles: TokenRole) -> Callable[[Principal], Principal]:
+def allow(*roles: TokenRole) -> Callable[[Principal], Awaitable[Principal]]:
     """A dependency that admits these roles. Administrators are admitted to all but what only a site can do."""
 
-    def admitted(caller: Annotated[Principal, Depends(principal)]) -> Principal:
+    async def admitted(caller: Annotated[Principal, Depends(principal)]) -> Principal:
         if caller.role not in roles:
             raise Forbidden(f"this needs a token of role {' or '.join(roles)}; yours has role {caller.role}")
         return caller

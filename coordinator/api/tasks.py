@@ -12,6 +12,7 @@ from fastapi import APIRouter, Header, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator.api.access import Anyone, Serving, SiteCaller
+from coordinator.api.blobs import uploads
 from coordinator.api.reading import BoundedRoute
 from coordinator.metrics import UPDATES_TOTAL
 from coordinator.services import Services
@@ -115,7 +116,8 @@ def _lease(serving: Services, caller: Principal, worker_id: str, instance: str) 
         except Conflict:
             # Another thread of this worker was faster; there may be another task.
             return None
-        return tasks.task_message(tasks.held(session, task.id, caller.site_id), seconds)
+        entry = tasks.held(session, task.id, caller.site_id)
+        return tasks.task_message(entry, seconds, serving.settings.submission_bytes)
 
 
 @router.get("/{task_id}", operation_id="getTask")
@@ -140,7 +142,8 @@ def heartbeat(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCalle
 
 @router.post("/{task_id}/update", operation_id="submitUpdate")
 def submit_update(task_id: str, body: Submission, serving: Serving, caller: SiteCaller) -> TaskView:
-    """Hands in an update that was uploaded before. It is accepted when this returns, or refused and named why."""
+    """Hands in an update, which was uploaded before or comes along. It is accepted when this returns, or refused and
+    named why."""
     with serving.database.snapshot() as session:
         entry = tasks.held(session, task_id, caller.site_id)
         if tasks.was_accepted(entry, body):
@@ -149,6 +152,8 @@ def submit_update(task_id: str, body: Submission, serving: Serving, caller: Site
             raise before
         _require_report(entry, body, "train")
         upload_bytes = owned(session, caller.owner, body.update)
+    if body.data is not None:
+        upload_bytes = _taken(serving, caller, body.update, body.data)
     if upload_bytes is None:
         missing = Fault(pointer="/update", detail="no finished upload of yours has this digest")
         raise Invalid(f"{body.update} was not uploaded", errors=[missing], remedy="Upload it, then submit again.")
@@ -209,6 +214,17 @@ def _require_report(entry: Held, body: Submission | Evaluated, kind: str) -> Non
         raise Invalid("the report counts more examples than the worker declared", errors=[fault])
     if body.version != entry.version.digest:
         raise StaleVersion(f"the task starts from {entry.version.digest}; the report is about {body.version}")
+
+
+def _taken(serving: Services, caller: Principal, digest: str, data: bytes) -> int:
+    """Keeps an update that came with its submission, as if it had been uploaded; its length."""
+    if len(data) > (most := serving.settings.submission_bytes):
+        fault = Fault(pointer="/data", detail=f"{len(data)} bytes; at most {most} come with a submission")
+        raise Invalid("the update is too long for its submission", errors=[fault], remedy="Upload it first.")
+    taking = uploads(serving)
+    taking.received(len(data))
+    taking.keep(taking.announce(caller.owner, digest, len(data)), data)
+    return len(data)
 
 
 def _inspect(serving: Services, entry: Held, body: Submission) -> dict[str, float]:

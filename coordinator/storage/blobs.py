@@ -11,8 +11,9 @@ import hashlib
 import io
 import os
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
@@ -93,6 +94,24 @@ class Blobs:
     def writer(self) -> BlobWriter:
         """The same bit by bit. Several may be open at a time."""
         return BlobWriter(self, self._inline_bytes)
+
+    @contextmanager
+    def file(self) -> Iterator[BinaryIO]:
+        """A seekable file to write and `keep`; what is not kept leaves nothing behind."""
+        path = self.staging_dir / f"put-{uuid.uuid4().hex}"
+        try:
+            with path.open("x+b") as file:
+                yield file
+        finally:
+            path.unlink(missing_ok=True)
+
+    def keep(self, file: BinaryIO) -> Stored:
+        """Makes the bytes of a `file` safe under their digest. To be entered with `record`."""
+        file.seek(0)
+        found = hashlib.sha256()
+        while piece := file.read(PIECE_BYTES):
+            found.update(piece)
+        return self.adopt(Path(file.name), f"sha256:{found.hexdigest()}", file.tell())
 
     def batch(self) -> BlobBatch:
         """Writes several, which are safe at the end of `with`: to wait for the disk once costs far less."""

@@ -7,7 +7,7 @@ import secrets
 import uuid
 from dataclasses import dataclass
 
-from sqlalchemy import exists, or_, select, update
+from sqlalchemy import Float, String, bindparam, exists, or_, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.storage import audit
@@ -128,9 +128,15 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim) -> str:
 
 def note_seen(session: Session, seen: dict[str, float]) -> None:
     """Enters when workers were last heard of."""
-    for worker_id, at in seen.items():
-        later = or_(WorkerRow.last_seen_at < at, WorkerRow.last_seen_at.is_(None))
-        session.execute(update(WorkerRow).where(WorkerRow.id == worker_id, later).values(last_seen_at=at))
+    if not seen:
+        return
+    worker, at = bindparam("worker", type_=String), bindparam("at", type_=Float)
+    later = or_(WorkerRow.last_seen_at < at, WorkerRow.last_seen_at.is_(None))
+    # Once for all on the connection: through the session, each worker would cost a statement of its own to make.
+    session.connection().execute(
+        update(WorkerRow).where(WorkerRow.id == worker, later).values(last_seen_at=at),
+        [{"worker": worker_id, "at": when} for worker_id, when in seen.items()],
+    )
 
 
 def _worker(session: Session, site_id: str, name: str) -> WorkerRow | None:

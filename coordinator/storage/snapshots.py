@@ -108,21 +108,29 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[Member], *, absen
         abandoned=_abandoned(session, run),
         eligible=len(eligible(spec, live)),
         idle_since=_idle_since(session, run),
-        evaluations=tuple(_task_snapshot(task, here) for task in session.scalars(select(TaskRow).where(pending))),
+        evaluations=_task_snapshots(session, pending, here),
         unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, spec, live)),
         evaluators=len(evaluators(spec, live)),
     )
 
 
 def _round_snapshot(session: Session, row: RoundRow, here: set[str] | None) -> RoundSnapshot:
-    tasks = session.scalars(select(TaskRow).where(TaskRow.round_id == row.id).order_by(TaskRow.id))
-    snapshots = tuple(_task_snapshot(task, here) for task in tasks)
-    return RoundSnapshot(row.id, row.number, row.state, row.deadline_at, snapshots)
+    return RoundSnapshot(
+        row.id, row.number, row.state, row.deadline_at, _task_snapshots(session, TaskRow.round_id == row.id, here)
+    )
 
 
-def _task_snapshot(row: TaskRow, here: set[str] | None) -> TaskSnapshot:
-    present = here is None or row.worker_id in here
-    return TaskSnapshot(row.id, row.state, row.token, row.leases, row.lease_expires_at, present)
+def _task_snapshots(session: Session, which: ColumnElement[bool], here: set[str] | None) -> tuple[TaskSnapshot, ...]:
+    # These columns alone: this is read at every look at a run, and a task's plan takes long to decode.
+    rows = session.execute(
+        select(TaskRow.id, TaskRow.state, TaskRow.token, TaskRow.leases, TaskRow.lease_expires_at, TaskRow.worker_id)
+        .where(which)
+        .order_by(TaskRow.id)
+    )
+    return tuple(
+        TaskSnapshot(id_, state, token, leases, expires_at, here is None or worker_id in here)
+        for id_, state, token, leases, expires_at, worker_id in rows
+    )
 
 
 def _abandoned(session: Session, run: RunRow) -> int:

@@ -62,11 +62,11 @@ def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None
 
     What a site measures of its own comes before training, which would change it.
     """
-    order = (TaskRow.held_out.desc(), TaskRow.created_at, TaskRow.id)
-    mine = select(TaskRow).where(TaskRow.worker_id == worker_id).order_by(*order).limit(1)
     # An answer that was lost on its way is given again rather than left to lapse.
-    again = session.scalars(mine.where(TaskRow.state == "leased", TaskRow.instance == instance)).first()
-    return again or session.scalars(mine.where(TaskRow.state == "offered")).first()
+    again = (TaskRow.state == "leased") & (TaskRow.instance == instance)
+    order = (again.desc(), TaskRow.held_out.desc(), TaskRow.created_at, TaskRow.id)
+    open_to = (TaskRow.worker_id == worker_id) & (again | (TaskRow.state == "offered"))
+    return session.scalars(select(TaskRow).where(open_to).order_by(*order).limit(1)).first()
 
 
 def offered_to(session: Session, worker_ids: Sequence[str]) -> list[str]:
@@ -162,7 +162,7 @@ def was_accepted(entry: Held, report: Submission | Evaluated) -> bool:
     return entry.task.state == "accepted" and entry.task.token == report.token and same_update
 
 
-def task_message(entry: Held, lease_seconds: float) -> Task:
+def task_message(entry: Held, lease_seconds: float, inline_bytes: int) -> Task:
     """What the worker is told."""
     task, spec = entry.task, entry.spec
     return task_of(
@@ -177,4 +177,5 @@ def task_message(entry: Held, lease_seconds: float) -> Task:
         number=entry.round.number if entry.round else task.version_number,
         seed=task.seed,
         lease_seconds=lease_seconds,
+        inline_bytes=inline_bytes,
     )

@@ -95,6 +95,9 @@ class Processes:
         if code:
             raise Died(name, code, self._log(name))
 
+    def pid(self, name: str) -> int:
+        return self._running[name].pid
+
     def check(self) -> None:
         """Raises Died if any of them has ended."""
         for name, process in self._running.items():

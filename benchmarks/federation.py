@@ -1,0 +1,177 @@
+"""A coordinator and workers as real processes on loopback, as an administrator starts them, with default settings."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from benchmarks.measuring import await_true
+from examples.digits.processes import Processes, tessera
+from shared.cli.upload import Start, upload_model
+from shared.client import Client
+from shared.wire import Round, Run, RunSpec, TokenSpec
+
+METHODS = Path(__file__).parent / "methods"
+DATASET = "nothing"
+READY_SECONDS = 60.0
+ROUND_SECONDS = 900.0
+
+_COUNTER = re.compile(r"^tessera_(received|sent)_bytes_total (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of uploads and blobs that a coordinator has moved, as it counts them itself."""
+
+    received: int
+    sent: int
+
+    def since(self, before: Moved) -> Moved:
+        return Moved(self.received - before.received, self.sent - before.sent)
+
+
+class Federation:
+    """Used with `with`, which leaves no process behind."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder = folder
+        self.processes = Processes(folder)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.workers: list[str] = []
+        self._settings = settings
+
+    def __enter__(self) -> Self:
+        try:
+            self._start_coordinator()
+        except BaseException:
+            self.processes.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if hasattr(self, "admin"):
+            self.admin.close()
+        self.processes.stop()
+
+    def _start_coordinator(self) -> None:
+        home = self.folder / "coordinator"
+        home.mkdir(parents=True)
+        settings = {
+            "database_url": f"sqlite:///{home / 'tessera.db'}",
+            "blob_url": home / "blobs",
+            "staging_dir": home / "staging",
+            "port": self.port,
+            "admin_token_file": home / "admin-token",
+            **self._settings,
+        }
+        environment = {f"TESSERA_{name.upper()}": str(value) for name, value in settings.items()}
+        environment["TESSERA_METHODS"] = str(METHODS)
+        self.processes.start("coordinator", tessera("coordinator", "serve", "--migrate"), environment)
+        await_true(self._ready, READY_SECONDS, "the coordinator is ready")
+        self.admin_token = (home / "admin-token").read_text(encoding="ascii").strip()
+        self.admin = Client(self.url, self.admin_token)
+
+    def _ready(self) -> bool:
+        self.processes.check()
+        with suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/healthz/ready", timeout=5).is_success
+        return False
+
+    @property
+    def coordinator_pid(self) -> int:
+        return self.processes.pid("coordinator")
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return [self.processes.pid(name) for name in self.workers]
+
+    def site_token(self, site: str) -> str:
+        self.admin.create_site(site)
+        return self.admin.issue_token(TokenSpec(name=site, role="site", site=site)).secret
+
+    def start_workers(self, count: int, examples: Path) -> None:
+        """Starts `tessera worker run` for that many new sites; returns once all are waiting."""
+        for _ in range(count):
+            name = f"site-{len(self.workers) + 1}"
+            home = self.folder / name
+            home.mkdir()
+            options = {
+                "url": self.url,
+                "token": self.site_token(name),
+                "name": "w",
+                "state_dir": str(home / "state"),
+                "device": "cpu",
+                "threads": 1,
+            }
+            # JSON's strings and numbers are TOML's.
+            lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
+            lines += [f"[datasets.{DATASET}]", 'kind = "arrays"', f"file = {json.dumps(str(examples))}"]
+            (home / "worker.toml").write_text("\n".join(lines), encoding="utf-8")
+            command = tessera("worker", "run", "--config", str(home / "worker.toml"))
+            self.processes.start(name, command, {"TESSERA_METHODS": str(METHODS)})
+            self.workers.append(name)
+        await_true(self._all_live, READY_SECONDS + 10 * count, "the workers are waiting", 0.1)
+
+    def _all_live(self) -> bool:
+        self.processes.check()
+        return sum(worker.live for worker in self.admin.workers()) >= len(self.workers)
+
+    def moved(self) -> Moved:
+        answer = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {self.admin_token}"}, timeout=30)
+        found = {name: int(float(value)) for name, value in _COUNTER.findall(answer.text)}
+        return Moved(found["received"], found["sent"])
+
+    def begin(
+        self, model: Start, rounds: int, cohort: int, method: Mapping[str, Any] | None = None, **spec: Any
+    ) -> Run:
+        """Uploads a model and starts a run of so many rounds on it."""
+        uploaded = upload_model(self.admin, model)
+        wanted = {
+            "name": "benchmark",
+            "dataset": DATASET,
+            "method": method or {"name": "drift"},
+            "rounds": rounds,
+            "cohort": {"size": cohort, "quorum": cohort, "tries": 1},
+            "model": uploaded.model,
+            "version": uploaded.version,
+            **spec,
+        }
+        return self.admin.create_run(RunSpec.model_validate(wanted), key=uuid.uuid4().hex)
+
+    def await_version(self, run: Run, number: int, every_seconds: float = 0.02) -> None:
+        """Returns once the run has committed that version. Raises RuntimeError if it stops before."""
+
+        def there() -> bool:
+            self.processes.check()
+            now = self.admin.run(run.id)
+            if now.state not in ("running", "completed"):
+                problems = [str(task.problem) for round_ in self.admin.rounds(run.id) for task in round_.tasks]
+                raise RuntimeError(f"the run was {now.state}: {now.reason}; {problems}")
+            return now.version.number >= number
+
+        await_true(there, ROUND_SECONDS, f"version {number}", every_seconds)
+
+    def spans(self, run: Run) -> list[float]:
+        """The seconds from opening to commit of each round, as the coordinator wrote them down."""
+        committed = {version.number: version.created_at for version in self.admin.versions(run.id)}
+        rounds: Sequence[Round] = [round_ for round_ in self.admin.rounds(run.id) if round_.version is not None]
+        return [(committed[round_.version] - round_.opened_at).total_seconds() for round_ in rounds if round_.version]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,103 @@
+"""Models of wanted sizes with random weights, and data for workers that will not look at them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from examples.digits.processes import Processes, tessera
+from shared.blocks import Block
+from shared.model import Model
+from shared.modelfolder import ModelFolder
+from shared.tensors import Array, as_bytes
+
+
+def bert(hidden: int, layers: int, vocabulary: int, heads: int, positions: int) -> dict[str, Any]:
+    return {
+        "model_type": "bert",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": positions,
+        "num_labels": 2,
+    }
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A model by the megabytes of its float32 weights."""
+
+    config: Mapping[str, Any]
+    head: str = "text-classification"
+    options: tuple[str, ...] = ()
+
+
+PAYLOADS: Mapping[str, Payload] = {
+    "0.01": Payload(bert(12, 1, 20, 2, 8)),
+    "1": Payload(bert(96, 2, 300, 2, 64)),
+    "10": Payload(bert(256, 3, 300, 4, 64)),
+    "100": Payload(bert(512, 8, 300, 8, 64)),
+    "440": Payload(bert(768, 12, 30522, 12, 512)),
+    # CLIP ViT-B/32, with sixteen prompt tokens for its text tower.
+    "prompts": Payload({"model_type": "clip", "projection_dim": 512}, "contrastive", ("--text-prompts", "16")),
+    "few prompts": Payload(
+        {
+            "model_type": "clip",
+            "projection_dim": 16,
+            "text_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64},
+            "vision_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64},
+        },
+        "contrastive",
+        ("--text-prompts", "4"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model that only a coordinator reads, and nobody builds: so many layers of one block, all alike."""
+
+    model: Model
+    values: Array
+
+    @classmethod
+    def of(cls, nbytes: int, layers: int = 4) -> Self:
+        """Weights of about so many bytes of float32."""
+        values = np.random.default_rng(0).standard_normal(max(1, nbytes // 4 // layers), np.float32) * np.float32(
+            0.02
+        )
+        blocks = [
+            Block(tensor=f"layer.{layer}.weight", role="mlp", layer=layer, shape=values.shape, dtype="F32")
+            for layer in range(layers)
+        ]
+        return cls(Model(config={"model_type": "bert"}, head="text-classification", blocks=tuple(blocks)), values)
+
+    def blocks(self) -> Iterator[tuple[Block, memoryview]]:
+        for block in self.model.blocks:
+            # Were they alike to the bit, one blob would do for all.
+            values = self.values + np.float32(block.layer or 0)
+            yield block, as_bytes(values)
+
+
+def make(folder: Path, processes: Processes, size: str) -> ModelFolder:
+    """A model folder, made by `tessera model init` in a process of its own, so that this one loads no torch."""
+    payload, name = PAYLOADS[size], f"model-{size.replace(' ', '-')}"
+    config, out = folder / f"{name}.json", folder / name
+    config.write_text(json.dumps(payload.config), encoding="utf-8")
+    command = ("model", "init", str(out), "--config", str(config), "--head", payload.head, *payload.options)
+    processes.start(name, tessera(*command), {})
+    processes.finish(name)
+    return ModelFolder.open(out)
+
+
+def write_examples(file: Path, count: int = 8) -> Path:
+    save_file({"input_ids": np.zeros((count, 8), np.int64), "labels": np.zeros(count, np.int64)}, file)
+    return file

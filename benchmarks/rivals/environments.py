@@ -1,0 +1,43 @@
+"""The environments that other systems run in: `python -m benchmarks.rivals.environments` makes what is missing.
+
+They are no part of the project's own environment, which need not agree with what they require.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from examples.digits.processes import ROOT
+
+FOLDER = ROOT / "build" / "rivals"
+
+REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
+    "flower": ("flwr==1.41.0", "numpy"),
+    "flare": ("nvflare==2.9.0", "numpy", "torch==2.13.0"),
+}
+
+
+def python(name: str) -> Path:
+    """The interpreter of an environment, which is made if it is not there. Raises CalledProcessError."""
+    folder = FOLDER / name
+    made = folder / "made"
+    wanted = "\n".join(REQUIREMENTS[name])
+    interpreter = folder / "bin" / "python"
+    if made.is_file() and made.read_text(encoding="utf-8") == wanted:
+        return interpreter
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"installing {', '.join(REQUIREMENTS[name])} into {folder} ...", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip = (interpreter, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    subprocess.run([*pip, *REQUIREMENTS[name]], check=True, stderr=subprocess.DEVNULL)
+    made.write_text(wanted, encoding="utf-8")
+    return interpreter
+
+
+if __name__ == "__main__":
+    for rival in REQUIREMENTS:
+        print(python(rival))

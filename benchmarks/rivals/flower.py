@@ -1,0 +1,106 @@
+"""Flower's side: its deployment engine, a SuperLink and a SuperNode for each client, without TLS."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from benchmarks.federation import free_port
+from benchmarks.measuring import await_true
+from benchmarks.rivals.environments import python
+from benchmarks.rivals.timed import watch, write_weights
+from benchmarks.rounds.sides import Turn
+from examples.digits.processes import Processes
+from shared.modelfolder import ModelFolder
+
+APP = Path(__file__).parent / "flower_app"
+
+
+@dataclass
+class Flower:
+    folder: Path
+    model: ModelFolder
+    workers: int
+    name: str = "flower"
+    _turns: int = 0
+    _nodes: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self._programs = python("flower").parent
+        self.folder.mkdir(parents=True)
+        self._app = Path(shutil.copytree(APP, self.folder / "app"))
+        self._weights = write_weights(self.model, self.folder / "weights.npz")
+        self._processes = Processes(self.folder)
+        port = free_port()
+        home = self.folder / "home"
+        home.mkdir()
+        # A lone process asks nobody whether it may, and tells nobody that it did.
+        self._environment = {
+            "FLWR_HOME": str(home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "PATH": f"{self._programs}:{os.environ['PATH']}",
+            "PYTHONPATH": "",
+        }
+        connection = (
+            f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+        )
+        (home / "config.toml").write_text(connection, encoding="utf-8")
+        try:
+            command = [str(self._programs / "flower-superlink"), "--insecure", "--host", "127.0.0.1"]
+            command += ["--port", str(port), "--disable-runtime-dependency-installation"]
+            self._processes.start("superlink", command, self._environment)
+            await_true(lambda: self._answers(port), 60, "the SuperLink answers", 0.2)
+            for index in range(self.workers):
+                name = f"supernode-{index}"
+                command = [str(self._programs / "flower-supernode"), "--insecure"]
+                command += ["--superlink", f"127.0.0.1:{port}", "--port", str(free_port())]
+                self._processes.start(name, command, self._environment)
+                self._nodes.append(name)
+        except BaseException:
+            self._processes.stop()
+            raise
+        return self
+
+    def _answers(self, port: int) -> bool:
+        self._processes.check()
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/", timeout=5)
+        except httpx.TransportError:
+            return False
+        return True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._processes.stop()
+
+    def turn(self, rounds: int) -> Turn:
+        self._turns += 1
+        times = self.folder / f"times-{self._turns}"
+        settings = {"rounds": rounds + 1, "workers": self.workers}
+        paths = {"weights": str(self._weights), "times": str(times)}
+        config = " ".join([*(f"{k}={v}" for k, v in settings.items()), *(f'{k}="{v}"' for k, v in paths.items())])
+
+        def start() -> None:
+            subprocess.run(
+                [self._programs / "flwr", "run", self._app, "here", "--run-config", config],
+                env={**os.environ, **self._environment},
+                check=True,
+                capture_output=True,
+            )
+
+        return watch(times, rounds, self._server, self._clients, start)
+
+    def _server(self) -> list[int]:
+        self._processes.check()
+        return [self._processes.pid("superlink")]
+
+    def _clients(self) -> list[int]:
+        return [self._processes.pid(name) for name in self._nodes]

@@ -1,0 +1,58 @@
+"""What the sides of other systems share: weights in a file of theirs, and rounds that they write down as they end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.measuring import PeakMemory, await_true, processor_seconds
+from benchmarks.rounds.sides import Turn
+from shared.blocks import NUMPY_DTYPES
+from shared.modelfolder import ModelFolder
+
+ROUND_SECONDS = 600.0
+
+
+def write_weights(model: ModelFolder, file: Path) -> Path:
+    """The model's blocks as a numpy file: the same arrays as are sent here."""
+    arrays = {
+        block.name: np.frombuffer(raw, NUMPY_DTYPES[block.dtype]).reshape(block.shape)
+        for block, raw in model.blocks()
+    }
+    np.savez(file, **arrays)  # type: ignore[arg-type]
+    return file
+
+
+def rounds_in(times: Path) -> list[float]:
+    lines = times.read_text(encoding="utf-8").splitlines() if times.exists() else []
+    return [float(json.loads(line)["seconds"]) for line in lines]
+
+
+def watch(
+    times: Path,
+    rounds: int,
+    server: Callable[[], Sequence[int]],
+    clients: Callable[[], Sequence[int]],
+    start: Callable[[], None],
+) -> Turn:
+    """Starts, and watches the processes until that many rounds and one more have been written down."""
+    groups = {"server": server(), **{str(pid): [pid] for pid in clients()}}
+    with PeakMemory(groups) as memory:
+        start()
+        await_true(lambda: len(rounds_in(times)) >= 1, ROUND_SECONDS, "the first round ends", 0.05)
+        before = processor_seconds(server()), processor_seconds(clients())
+        await_true(lambda: len(rounds_in(times)) > rounds, rounds * ROUND_SECONDS, "all rounds end", 0.1)
+        after = processor_seconds(server()), processor_seconds(clients())
+    first, *others = rounds_in(times)
+    peaks = dict(memory.peaks)
+    return Turn(
+        first_seconds=first,
+        seconds=tuple(others),
+        server_processor=(after[0] - before[0]) / rounds,
+        client_processor=(after[1] - before[1]) / rounds,
+        server_peak=peaks.pop("server"),
+        client_peak=max(peaks.values()),
+    )

@@ -1,0 +1,1 @@
+"""What a round costs without training: `python -m benchmarks.rounds`."""

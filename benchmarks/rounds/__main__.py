@@ -1,0 +1,194 @@
+"""What a round costs without training, beside the least that moving its bytes over HTTP costs.
+
+python -m benchmarks.rounds                     sizes from 10 kB to 440 MB, 2 to 8 workers; some minutes
+python -m benchmarks.rounds --sizes 100 --workers 4 --turns 3
+python -m benchmarks.rounds --rivals            beside Flower and NVIDIA FLARE too, which are installed if need be
+python -m benchmarks.rounds --quick             small models, seconds: to see that it works
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import payloads
+from benchmarks.federation import Federation
+from benchmarks.measuring import MIB, OUT, Results
+from benchmarks.rivals.flare import Flare
+from benchmarks.rivals.flower import Flower
+from benchmarks.rounds.bare import Bare
+from benchmarks.rounds.sides import Side, Summary, Turn
+from benchmarks.rounds.tessera import Tessera
+from examples.digits.processes import end_by_interrupt
+from shared.codecs import LOSSLESS, RAW
+from shared.modelfolder import ModelFolder
+
+RIVALS: Mapping[str, Callable[[Path, ModelFolder, int], Side]] = {"flower": Flower, "flare": Flare}
+RIVALS_ROUNDS = 3
+"""The most in one turn: theirs take long."""
+
+SIZES = ("0.01", "10", "100", "440")
+WORKERS = (2, 4, 8)
+
+KINDS = ("full", "raw", "value blocks", "prompts")
+
+VALUES = {"include": [{"roles": ["value"]}]}
+PROMPTS = {"include": [{"names": ["prompts.*"]}]}
+"""What the two partial exchanges send; all else is fetched once, and then comes from the worker's cache."""
+
+
+@dataclass(frozen=True)
+class Case:
+    size: str
+    workers: int
+    exchange: str = "full"
+    codec: str = LOSSLESS
+
+    @property
+    def sent(self) -> dict[str, Any] | None:
+        return {"full": None, "value blocks": VALUES, "prompts": PROMPTS}[self.exchange]
+
+    @property
+    def kind(self) -> str:
+        return "raw" if self.codec == RAW else self.exchange
+
+    def __str__(self) -> str:
+        return f"{self.size} x {self.workers}, {self.exchange}, {self.codec}"
+
+
+def cases(sizes: Sequence[str], workers: Sequence[int]) -> Iterator[Case]:
+    for size in sizes:
+        for count in workers:
+            yield Case(size, count)
+    largest = sizes[-1] if sizes[-1] != "440" else "100"
+    some = 4 if 4 in workers else workers[0]
+    yield Case(largest, some, codec=RAW)
+    yield Case(largest, some, "value blocks")
+    yield Case("prompts", some, "prompts")
+
+
+def rounds_of(case: Case) -> int:
+    return {"0.01": 20, "10": 8, "440": 2}.get(case.size, 4)
+
+
+@contextmanager
+def federation_of(folder: Path, workers: int) -> Iterator[Federation]:
+    """A coordinator and that many workers, all waiting."""
+    with Federation(folder) as federation:
+        federation.start_workers(workers, payloads.write_examples(folder / "examples.safetensors"))
+        yield federation
+
+
+def measure(
+    case: Case, federation: Federation, folder: Path, turns: int, rounds: int, rivals: Sequence[str] = ()
+) -> dict[str, Summary]:
+    """Each side's figures, all taken in turns."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        model = payloads.make(folder, federation.processes, case.size)
+        tessera = Tessera(federation, model, case.sent, case.codec)
+        taken: dict[str, list[Turn]] = {tessera.name: [tessera.turn(rounds)]}
+        first = taken[tessera.name][0]
+        down, up = (int((nbytes or 0) / case.workers) for nbytes in (first.sent, first.received))
+        sides: list[Side] = [tessera, Bare(folder / "bare", case.workers, down, up)]
+        sides += [RIVALS[rival](folder / rival, model, case.workers) for rival in rivals]
+        for side in sides[1:]:
+            stack.enter_context(side)
+            taken[side.name] = []
+        for _ in range(turns):
+            for side in sides:
+                if len(taken[side.name]) < turns:
+                    taken[side.name].append(side.turn(min(rounds, RIVALS_ROUNDS) if side.name in rivals else rounds))
+        return {name: Summary.of(found) for name, found in taken.items()}
+
+
+def add(results: Results, case: Case, found: dict[str, Summary]) -> None:
+    bare = found["bare loop"].seconds
+    for name, summary in found.items():
+        results.add(
+            side=name,
+            MB=case.size,
+            workers=case.workers,
+            exchange=case.exchange,
+            codec=case.codec if name == "tessera" else None,
+            first_s=summary.first_seconds,
+            round_s=summary.seconds,
+            fastest_s=summary.fastest,
+            slowest_s=summary.slowest,
+            of_bare=summary.seconds / bare,
+            rounds_per_s=1 / summary.seconds,
+            server_cpu_s=summary.server_processor,
+            clients_cpu_s=summary.client_processor,
+            server_MiB=summary.server_peak / MIB,
+            client_MiB=summary.client_peak / MIB,
+            up_MB=None if summary.received is None else summary.received / 1e6,
+            down_MB=None if summary.sent is None else summary.sent / 1e6,
+        )
+
+
+def aim(results: Results, case: Case, found: dict[str, Summary]) -> None:
+    ours = found["tessera"]
+    if (case.size, case.workers, case.exchange) == ("0.01", 4, "full"):
+        results.aim("a round of 10 kB and 4 workers, opening to commit", ours.seconds, 0.15, " s")
+    if (case.size, case.workers, case.exchange) == ("100", 4, "full"):
+        at = f"4 x 100 MB, {case.codec}"
+        results.aim(f"{at}, of the bare loop", ours.seconds / found["bare loop"].seconds, 1.5)
+        results.aim(f"{at}, the coordinator's peak", ours.server_peak / MIB, 300, " MiB")
+        for rival, share in (("flower", 10), ("flare", 5)):
+            if rival in found:
+                results.aim(f"{at}, 1/{share} of {rival}", ours.seconds / found[rival].seconds, 1 / share)
+    if case.size == "prompts":
+        moved = (ours.received or 0) + (ours.sent or 0)
+        results.aim("a round of prompts, both ways, each worker", moved / case.workers / 1e3, 200, " kB")
+
+
+def quickly(federation: Federation, folder: Path, results: Results) -> None:
+    """Each exchange once on tiny models, all on one federation."""
+    for index, case in enumerate((Case("0.01", 2), Case("few prompts", 2, "prompts"))):
+        add(results, case, measure(case, federation, folder / str(index), turns=1, rounds=2))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rounds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", nargs="+", choices=[*SIZES, "1"], default=list(SIZES), help="megabytes")
+    parser.add_argument("--workers", nargs="+", type=int, default=list(WORKERS))
+    parser.add_argument("--turns", type=int, default=2, help="how often each side has its turn")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="these exchanges alone")
+    parser.add_argument(
+        "--rivals", action="store_true", help="beside Flower and FLARE, which are installed if need be"
+    )
+    parser.add_argument("--quick", action="store_true", help="small models, seconds: to see that it works")
+    parser.add_argument("--out", type=Path, default=OUT, help="a folder for the results")
+    given = parser.parse_args(arguments)
+    end_by_interrupt()
+    results = Results("rounds", "seconds from a round's opening to its commit, medians; bytes and CPU of one round")
+    with tempfile.TemporaryDirectory(prefix="tessera-rounds-") as name, ExitStack() as stack:
+        folder = Path(name)
+        if given.quick:
+            quickly(stack.enter_context(federation_of(folder / "all", 2)), folder, results)
+            wanted = []
+        else:
+            wanted = [case for case in cases(given.sizes, given.workers) if case.kind in given.only]
+        for index, case in enumerate(wanted):
+            print(f"{case} ...", flush=True)
+            with federation_of(folder / str(index), case.workers) as federation:
+                # They have one exchange, full and uncompressed, which stands beside both of ours.
+                rivals = list(RIVALS) if given.rivals and case.exchange == "full" else ()
+                found = measure(case, federation, folder / f"{index}-sides", given.turns, rounds_of(case), rivals)
+            for used in (str(index), f"{index}-sides"):
+                shutil.rmtree(folder / used)
+            add(results, case, found)
+            aim(results, case, found)
+    results.finish(given.out)
+
+
+if __name__ == "__main__":
+    main()

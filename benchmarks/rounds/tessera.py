@@ -1,0 +1,58 @@
+"""Tessera's side: a real coordinator and real workers, which train nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks.federation import Federation
+from benchmarks.measuring import forget_peak, peak_bytes, processor_seconds
+from benchmarks.rounds.sides import Turn
+from shared.codecs import LOSSLESS
+from shared.modelfolder import ModelFolder
+
+
+@dataclass
+class Tessera:
+    """Over a federation whose workers are there already, so that several cases may share it."""
+
+    federation: Federation
+    model: ModelFolder
+    sent: Mapping[str, Any] | None = None
+    """The selector of what each worker sends; everything if None."""
+    codec: str = LOSSLESS
+    name: str = "tessera"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None
+    ) -> None:
+        """The federation is not its own."""
+
+    def turn(self, rounds: int) -> Turn:
+        federation = self.federation
+        server, clients = [federation.coordinator_pid], federation.worker_pids
+        for pid in (*server, *clients):
+            forget_peak(pid)
+        settings = {"sent": self.sent} if self.sent else {}
+        method = {"name": "drift", "settings": settings}
+        run = federation.begin(self.model, rounds + 1, len(clients), method, codec=self.codec)
+        federation.await_version(run, 1, every_seconds=0.02)
+        before = processor_seconds(server), processor_seconds(clients), federation.moved()
+        federation.await_version(run, rounds + 1, every_seconds=0.2)
+        moved = federation.moved().since(before[2])
+        first, *others = federation.spans(run)
+        return Turn(
+            first_seconds=first,
+            seconds=tuple(others),
+            server_processor=(processor_seconds(server) - before[0]) / rounds,
+            client_processor=(processor_seconds(clients) - before[1]) / rounds,
+            server_peak=peak_bytes(server[0]),
+            client_peak=max(map(peak_bytes, clients)),
+            received=moved.received / rounds,
+            sent=moved.sent / rounds,
+        )

@@ -1,0 +1,93 @@
+"""That the benchmarks of costs run, in their quick form. Nothing here looks at how long anything takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.measuring import Results, Target, forget_peak, peak_bytes, resident_bytes, table
+from tests.test_architecture import ROOT
+
+
+def quickly(name: str, out: Path) -> dict[str, Any]:
+    """What the quick form of a benchmark writes. It is a process of its own: it takes over signals and limits."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--out", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
+    return found
+
+
+def test_rounds_are_measured_beside_the_bare_loop_with_the_same_bytes(tmp_path: Path) -> None:
+    rows = quickly("rounds", tmp_path)["rows"]
+    assert [(row["side"], row["exchange"]) for row in rows] == [
+        ("tessera", "full"),
+        ("bare loop", "full"),
+        ("tessera", "prompts"),
+        ("bare loop", "prompts"),
+    ]
+    for ours, bare in zip(rows[::2], rows[1::2], strict=True):
+        assert ours["round_s"] > 0
+        assert bare["down_MB"] == pytest.approx(ours["down_MB"], abs=1e-5)
+        assert bare["up_MB"] == pytest.approx(ours["up_MB"], abs=1e-5)
+
+
+def test_waiting_workers_are_all_given_their_task(tmp_path: Path) -> None:
+    (row,) = quickly("idle", tmp_path)["rows"]
+    assert (row["workers"], row["refused"]) == (20, 0)
+    assert row["polls_per_s"] > 0
+    assert row["last_claim_s"] > 0
+
+
+def test_past_rounds_are_compared(tmp_path: Path) -> None:
+    (row,) = quickly("growth", tmp_path)["rows"]
+    assert (row["workers"], row["rounds"]) == (2, 6)
+
+
+def test_a_cut_upload_arrives(tmp_path: Path) -> None:
+    (row,) = quickly("uploads", tmp_path)["rows"]
+    assert row["cuts"] == 3
+    assert row["sent_MB"] >= row["without_MB"] >= 4.0
+
+
+def test_a_table_has_every_column_that_a_row_has() -> None:
+    rows: list[dict[str, Any]] = [{"side": "a", "s": 0.125}, {"side": "long", "MB": 3}]
+    assert table(rows).splitlines() == ["side      s  MB", "a     0.125   -", "long      -   3"]
+
+
+def test_a_target_is_missed_above_its_limit() -> None:
+    assert Target("share", 0.3, 0.3).met
+    assert not Target("share", 0.31, 0.3).met
+    assert str(Target("share", 0.31, 0.3)).startswith("MISSED")
+
+
+def test_results_are_written_with_what_the_machine_was(tmp_path: Path) -> None:
+    results = Results("some", "about")
+    results.add(side="a", seconds=1.5)
+    results.aim("share", 2.0, 1.5)
+    written = json.loads(results.write(tmp_path).read_text())
+    assert written["rows"] == [{"side": "a", "seconds": 1.5}]
+    assert written["targets"][0]["met"] is False
+    assert written["machine"]["cores"] == os.cpu_count()
+
+
+def test_a_peak_is_forgotten() -> None:
+    pid = os.getpid()
+    block = bytearray(64 << 20)
+    block[:: 1 << 12] = b"x" * len(block[:: 1 << 12])
+    high = peak_bytes(pid)
+    del block
+    forget_peak(pid)
+    assert high > resident_bytes([pid])
+    assert peak_bytes(pid) < high
