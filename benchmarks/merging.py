@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ from shared.methods import Chosen
 from shared.methods.contract import CoordinatorHalf, MethodSettings, Plan, RunFacts, State, Update
 from shared.model import Model
 from shared.server_optimizer import Adagrad, Adam, Momentum, Plain, Rule, Yogi, merge
-from shared.states import States
+from shared.states import States, settle
 from shared.tensors import CHUNK, ArrayTensor, as_bytes, lockstep, related
 from shared.update import Change, write_update
 from shared.wire import Manifest, RunSpec, VersionRef, canonical
@@ -230,7 +231,7 @@ def measured(bench: Bench) -> tuple[Speed, Speed, float]:
     """To be run in a process of its own: the sum, the merge, and the MiB that they needed at most."""
     keep_freed_memory()
     blobs = opened(bench.folder)
-    states = States(blobs, threads=CORES)
+    states = States(blobs, partial(settle, threads=CORES))
     aggregation = Aggregation(states, Inspector(blobs, states))
     spec = RunSpec(
         name="bench", method=Chosen(name="fedavg"), model=bench.model, version=bench.version, dataset="none", rounds=2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from coordinator.attendance import Attendance
@@ -18,7 +20,7 @@ from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
 from shared.aggregation import Aggregation
 from shared.inspection import Inspector
-from shared.states import States
+from shared.states import Settle, States, settle
 
 Duty = Literal["both", "serve", "conduct"]
 """What a process does of a coordinator's work."""
@@ -57,7 +59,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         readahead_bytes=settings.merge_readahead_bytes,
         duty=duty,
     )
-    states = States(blobs, threads=len(os.sched_getaffinity(0)))
+    states = States(blobs, _engine(settings) if duty != "serve" else None)
     inspector = Inspector(blobs, states)
     presence, gate, bells = Presence(), Gate(), Bells(settings.staging_dir / "bells")
     wake = gate.notify if duty == "both" else bells.wake
@@ -87,3 +89,12 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         call=conductor.call if duty == "both" else bells.call,
         wake=wake,
     )
+
+
+def _engine(settings: Settings) -> Settle:
+    """What merges: all cores of this machine, or a Ray cluster."""
+    if settings.merge_engine == "ray":
+        # Ray is an extra, and slow to import.
+        made: Settle = importlib.import_module("coordinator.ray_engine").RayEngine(settings.ray_address)
+        return made
+    return partial(settle, threads=len(os.sched_getaffinity(0)))

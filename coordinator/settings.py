@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -47,4 +48,12 @@ class Settings(BaseSettings):
     upload_idle_seconds: PositiveFloat = Field(
         default=120.0, description="how long an upload may stand still before its connection is cut"
     )
-    merge_readahead_bytes: PositiveInt = Field(default=1 << 18, description="what is read of each update at a time")
+    merge_readahead_bytes: PositiveInt = Field(
+        default=1 << 18, description="what is read of each update at a time, from a store that is no folder"
+    )
+    merge_engine: Literal["threads", "ray"] = Field(
+        default="threads", description="what merges: threads of the conductor, or tasks on a Ray cluster"
+    )
+    ray_address: str | None = Field(
+        default=None, description="the Ray cluster to merge on; one on this machine is started if none is named"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite, sqrt
 
 import numpy as np
@@ -28,7 +29,7 @@ class Inspector:
         """An update's blocks, lazily decoded, by name. Raises InvalidUpdate if its form is wrong."""
         asked = {block.name: block for block in plan.upload.resolve(model.blocks)}
         bases = {name: self.states.tensor(block, manifest) for name, block in asked.items()}
-        return read_update(lambda: self.blobs.open(digest), self.blobs.size(digest), asked, bases)
+        return read_update(partial(self.blobs.open, digest), self.blobs.size(digest), asked, bases)
 
     def check(
         self, digest: str, model: Model, manifest: Manifest, plan: Plan, max_norm: float | None

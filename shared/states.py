@@ -20,6 +20,10 @@ from shared.problems import Fault, Invalid, NotFound, faults_of
 from shared.tensors import Array, Tensor, as_bytes, chunk_counts, from_bytes, lockstep, numel, related
 from shared.wire import Manifest, MemoryEntry
 
+Groups = Sequence[Sequence[Tensor]]
+Settle = Callable[[BlobStore, Groups], list[list[Stored]]]
+"""What computes and stores groups of tensors: `settle` in this process, or the same on other machines."""
+
 D = TypeVar("D", Model, Manifest)
 
 
@@ -42,9 +46,9 @@ class StoredTensor:
 class States:
     """Reads and writes versions. Models and manifests never change, so those read lately are kept."""
 
-    def __init__(self, blobs: BlobStore, threads: int = 1) -> None:
+    def __init__(self, blobs: BlobStore, settle: Settle | None = None) -> None:
         self._blobs = blobs
-        self._threads = threads
+        self._settle = settle or _settle_here
         self.model = lru_cache(maxsize=16)(self._read_model)
         self.manifest = lru_cache(maxsize=64)(self._read_manifest)
 
@@ -76,9 +80,8 @@ class States:
         return StoredTensor(self._blobs, manifest.blocks[block.name], block.shape, block.dtype)
 
     def store(self, state: State, before: str | None = None) -> tuple[Manifest, list[Stored]]:
-        """Makes a state's tensors safe, computing what is not stored yet: tensors that share sources in one pass, and
-        as many of these passes at a time as there are threads. `before` is the digest of the version that it came
-        from, if there is one.
+        """Makes a state's tensors safe, computing what is not stored yet: tensors that share sources in one pass.
+        `before` is the digest of the version that it came from, if there is one.
 
         Returns its manifest and the new blobs, the manifest's own last.
         """
@@ -86,7 +89,7 @@ class States:
         new: list[Stored] = []
         digests = {id(tensor): tensor.digest for tensor in tensors if isinstance(tensor, StoredTensor)}
         groups = related([tensor for tensor in tensors if not isinstance(tensor, StoredTensor)])
-        for group, stored in zip(groups, self._settle_all(groups), strict=True):
+        for group, stored in zip(groups, self._settle(self._blobs, groups), strict=True):
             digests |= {id(tensor): blob.digest for tensor, blob in zip(group, stored, strict=True)}
             new += stored
         manifest = Manifest(
@@ -109,24 +112,6 @@ class States:
             return None
         root = self.manifest(before).root or before
         return root if 2 * len(manifest.changed(self.manifest(root))) <= len(manifest.blocks) else None
-
-    def _settle_all(self, groups: Sequence[Sequence[Tensor]]) -> list[list[Stored]]:
-        """What each group was stored as."""
-        # The largest first, so that no thread is left with one when the others have done.
-        order = sorted(range(len(groups)), key=lambda index: -sum(map(numel, groups[index])))
-        stored: dict[int, list[Stored]] = {}
-        with self._blobs.batch() as batch:
-            if self._threads == 1 or len(groups) < 2:
-                stored = {index: _settle(batch, groups[index]) for index in order}
-            else:
-                with ThreadPoolExecutor(self._threads, thread_name_prefix="merge") as pool:
-                    try:
-                        results = pool.map(lambda index: _settle(batch, groups[index]), order)
-                        stored = dict(zip(order, results, strict=True))
-                    except BaseException:
-                        pool.shutdown(cancel_futures=True)
-                        raise
-        return [stored[index] for index in range(len(groups))]
 
     # ------------------------------------------------------------ checking what an orchestrator brings
 
@@ -168,6 +153,27 @@ class States:
         else:
             if size != nbytes:
                 yield Fault(pointer=pointer, detail=f"blob {digest} has {size} bytes; {nbytes} are needed")
+
+
+def settle(blobs: BlobStore, groups: Groups, threads: int = 1) -> list[list[Stored]]:
+    """Computes groups of tensors, each group in one pass, and makes them safe. Returns what each was stored as."""
+    # The largest first, so that no thread is left with one when the others have done.
+    order = sorted(range(len(groups)), key=lambda index: -sum(map(numel, groups[index])))
+    with blobs.batch() as batch:
+        if threads == 1 or len(groups) <= 1:
+            stored = [_settle(batch, groups[index]) for index in order]
+        else:
+            with ThreadPoolExecutor(threads, thread_name_prefix="merge") as pool:
+                try:
+                    stored = list(pool.map(lambda index: _settle(batch, groups[index]), order))
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+    return [blobs for _, blobs in sorted(zip(order, stored, strict=True), key=lambda entry: entry[0])]
+
+
+def _settle_here(blobs: BlobStore, groups: Groups) -> list[list[Stored]]:
+    return settle(blobs, groups)
 
 
 def _settle(batch: Batch, group: Sequence[Tensor]) -> list[Stored]:

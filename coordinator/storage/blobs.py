@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, Self, cast
+from typing import Any, BinaryIO, Self, cast
 
 import obstore
 from obstore.store import LocalStore, from_url
@@ -58,13 +58,14 @@ class Blobs:
         self._database = database
         self._inline_bytes = inline_bytes
         self._readahead_bytes = readahead_bytes
-        self.staging_dir = staging_dir
+        self._url = url if "://" in url else Path(url).absolute()
+        self.staging_dir = staging_dir.absolute()
         self.duty = duty
         staging_dir.mkdir(parents=True, exist_ok=True)
         # A disk may have spoilt what an earlier process wrote: each blob is hashed once more before its first use.
         # What came since was hashed as it came, by this process or by one beside it.
         self._sound: set[str] = set()
-        self._began_at = database.now()
+        self.began_at = database.now()
         # A blob that is there stays as it is, and one that is not is not remembered.
         self._row = lru_cache(maxsize=ROWS_KEPT)(self._look_up)
         self._map = lru_cache(maxsize=MAPS_KEPT)(mapped)
@@ -74,6 +75,12 @@ class Blobs:
             raise StagingElsewhere(
                 f"{staging_dir} and {url} are on two file systems; finishing an upload is a rename"
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # To another process, which opens the same database and store once, however many tensors it is sent.
+        url = self._database.url.render_as_string(hide_password=False)
+        arguments = (str(self._url), self.staging_dir, self._inline_bytes, self._readahead_bytes, self.duty)
+        return _reopened, (url, arguments, self.began_at)
 
     # ------------------------------------------------------------ writing
 
@@ -231,13 +238,21 @@ class Blobs:
         row = session.get(BlobRow, digest)
         if row is None:
             raise NotFound(f"there is no blob {digest}")
-        if row.created_at > self._began_at:
+        if row.created_at > self.began_at:
             self._sound.add(digest)
         return Stored(row.digest, row.size, row.inline)
 
     def _look_up(self, digest: str) -> Stored:
         with self._database.snapshot() as session:
             return self.find(session, digest)
+
+
+@lru_cache(maxsize=4)
+def _reopened(database_url: str, arguments: tuple[Any, ...], began_at: float) -> Blobs:
+    blobs = Blobs(Database(database_url), *arguments)
+    # What the process that it comes from need not hash again, this one need not either.
+    blobs.began_at = began_at
+    return blobs
 
 
 class BlobWriter:

@@ -19,6 +19,7 @@ import numpy as np
 from shared.blocks import NUMPY_DTYPES, Block
 from shared.codecs.lowrank import LowRank
 from shared.codecs.stage import F32, CodecError, Layout, Stage
+from shared.mapped import taken
 from shared.tensors import Array, Steps, Tensor, as_bytes, chunk_counts, unpacked
 
 RAW = "raw"
@@ -215,7 +216,9 @@ def decode(codec: str, block: Block, base: Tensor, file: BinaryIO, nbytes: int) 
         layout = Layout(block.numel, NUMPY_DTYPES[block.dtype])
         # What is written as it is has no length before it.
         pieces = _pieces_of(made.line, layout, file, nbytes, framed=bool(made.line))
-        for (layouts, piece), start in zip(pieces, base.chunks(), strict=True):
+        needed = any(stage.reads_base for stage in made.line)
+        starts = base.chunks() if needed else (np.empty(0) for _ in chunk_counts(block.numel))
+        for (layouts, piece), start in zip(pieces, starts, strict=True):
             yield _decode_chunk(made.line, layouts, piece, start)
 
 
@@ -286,10 +289,10 @@ def _decode_chunk(line: tuple[Stage, ...], layouts: list[Layout], piece: Array, 
     return values
 
 
-def _exactly(file: BinaryIO, count: int, left: int) -> bytes:
+def _exactly(file: BinaryIO, count: int, left: int) -> bytes | memoryview:
     if count > left:
         raise CodecError(f"a chunk claims {count} bytes where {left} are left")
-    data = file.read(count)
+    data = taken(file, count)
     if len(data) != count:
         raise CodecError(f"the bytes end {count - len(data)} short")
-    return bytes(data)
+    return data

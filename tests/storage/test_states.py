@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
 from shared.methods.contract import State
-from shared.states import States, StoredTensor
+from shared.states import States, StoredTensor, settle
 from shared.tensors import CHUNK, ArrayTensor, Computed, digest_of
 from shared.wire import Manifest
 from tests.support.storage import NOW, blobs_in
@@ -80,7 +81,7 @@ def test_a_pass_that_breaks_off_leaves_no_file(blobs: Blobs) -> None:
 
 def test_in_several_threads_the_version_is_the_same(blobs: Blobs) -> None:
     state = State(1, {f"w{index}": times(index, ArrayTensor(VALUES)) for index in range(8)})
-    assert States(blobs, threads=3).store(state) == States(blobs).store(state)
+    assert States(blobs, partial(settle, threads=3)).store(state) == States(blobs).store(state)
 
 
 def test_a_fault_in_one_of_several_threads_is_told_and_leaves_no_file(blobs: Blobs) -> None:
@@ -88,7 +89,7 @@ def test_a_fault_in_one_of_several_threads_is_told_and_leaves_no_file(blobs: Blo
     object.__setattr__(source, "breaks", True)
     sound = {f"w{index}": times(index, ArrayTensor(VALUES)) for index in range(8)}
     with pytest.raises(RuntimeError, match="the source is gone"):
-        States(blobs, threads=2).store(State(1, {**sound, "broken": times(2, source)}))
+        States(blobs, partial(settle, threads=2)).store(State(1, {**sound, "broken": times(2, source)}))
     assert [path for path in blobs.staging_dir.rglob("*") if path.is_file()] == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
+from coordinator.storage.database import Database, DatabaseInUse
 from shared.client import Client
 from shared.methods import Chosen
 from shared.wire import Cohort, Run
@@ -130,14 +130,25 @@ def test_where_no_bell_is_heard_ticks_move_rounds_on(tmp_path: Path) -> None:
         until(lambda: completed(coordinator.admin(), run, 2))
 
 
-def test_a_conductor_that_waits_for_its_turn_takes_it(live: CoordinatorProcess, running: Keep) -> None:
-    conductor = live.conductor()
-    # As the child of a coordinator that was killed a moment ago may still be there when the next one starts.
-    os.kill(conductor.pid, signal.SIGSTOP)
+def test_a_conductor_that_waits_for_its_turn_takes_it(live: CoordinatorProcess) -> None:
+    # As one whose parent was killed a moment ago may still be there when the next coordinator starts.
     live.kill()
+    earlier = Database(f"sqlite:///{live.folder}/tessera.db")
+    until(lambda: took_over(earlier))
+    conducting = live.process.log.read_text().count("coordinator.conducting")
     live.start()
-    assert not live.process.log.read_text().endswith("coordinator.conducting")
-    os.kill(conductor.pid, signal.SIGKILL)
+    live.conductor()
     run, worker = run_of_one(live)
+    assert worker.claim(2) is None
+    assert live.process.log.read_text().count("coordinator.conducting") == conducting
+    earlier.close()
     worker.train(worker.take(wait_seconds=20))
     until(lambda: completed(live.admin(), run, 1))
+
+
+def took_over(database: Database) -> bool:
+    try:
+        database.hold("conduct")
+    except DatabaseInUse:
+        return False
+    return True
