@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import pairwise
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,7 +24,7 @@ def test_health_and_version_answer_anybody(standing: LiveCoordinator) -> None:
 
 
 def test_a_coordinator_whose_store_takes_nothing_is_not_ready(coordinator: LiveCoordinator) -> None:
-    coordinator.settings.staging_dir.rmdir()
+    shutil.rmtree(coordinator.settings.staging_dir)
     answer = coordinator.bare().get("/healthz/ready")
     assert (answer.status_code, answer.json()["ready"], answer.json()["store_writable"]) == (503, False, False)
     assert coordinator.bare().get("/healthz/live").status_code == 204
