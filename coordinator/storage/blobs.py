@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 import obstore
+from anyio import to_thread
 from obstore.store import LocalStore, from_url
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -26,6 +27,9 @@ from shared.blobs import Stored
 from shared.problems import NotFound, StoreSpoilt
 
 PIECE_BYTES = 1 << 18
+
+STREAM_BYTES = 1 << 20
+"""What is read of a local file at a time to be sent: each piece is a trip to a thread."""
 
 
 class StagingElsewhere(RuntimeError):
@@ -133,6 +137,8 @@ class Blobs:
     def _open(self, blob: Stored) -> BinaryIO:
         if blob.inline is not None:
             return io.BytesIO(blob.inline)
+        if self._root:
+            return (self._root / _key(blob.digest)).open("rb")
         return io.BufferedReader(_StoreFile(self._store, _key(blob.digest), self._readahead_bytes), PIECE_BYTES)
 
     def verify(self, blob: Stored) -> None:
@@ -159,6 +165,15 @@ class Blobs:
         """Bytes `start` to `stop` of a blob, piece by piece, as the receiver takes them."""
         if blob.inline is not None:
             yield blob.inline[start:stop]
+        elif self._root:
+            # Read in a thread of ours: the store's own stream takes ten times the processor time over a local file.
+            with (self._root / _key(blob.digest)).open("rb", buffering=0) as file:
+                file.seek(start)
+                while start < stop and (
+                    piece := await to_thread.run_sync(file.read, min(STREAM_BYTES, stop - start))
+                ):
+                    start += len(piece)
+                    yield piece
         elif start < stop:
             options: obstore.GetOptions = {"range": (start, stop)}
             result = await obstore.get_async(self._store, _key(blob.digest), options=options)
