@@ -61,6 +61,12 @@ def test_a_cut_upload_arrives(tmp_path: Path) -> None:
     assert row["sent_MB"] >= row["without_MB"] >= 4.0
 
 
+def test_every_stage_of_a_round_takes_time(tmp_path: Path) -> None:
+    rows = quickly("stages", tmp_path)["rows"]
+    assert {row["where"] for row in rows} == {"coordinator", "workers"}
+    assert all(row["cpu_s"] > 0 for row in rows if row["stage"] in ("encode", "inspect: decode", "merge: sum"))
+
+
 def test_a_table_has_every_column_that_a_row_has() -> None:
     rows: list[dict[str, Any]] = [{"side": "a", "s": 0.125}, {"side": "long", "MB": 3}]
     assert table(rows).splitlines() == ["side      s  MB", "a     0.125   -", "long      -   3"]
