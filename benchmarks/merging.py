@@ -1,58 +1,339 @@
-"""How fast updates merge, alone and with each server optimizer: `python -m benchmarks.merging [MILLIONS [UPDATES]]`.
+"""How fast updates merge: `python -m benchmarks.merging [--mb 440] [--updates 10]`.
 
-One block of that many million float32 parameters is merged from that many raw updates in memory, its result thrown
-away: arithmetic alone, without codec, hash or disk. Printed is the size of the updates per CPU second, and what share
-of it the plain mean has. The optimizers' moments are there already, as in every round but the first.
+A model of that many megabytes of float32, in blocks as BERT has them, is merged from that many stored updates, once
+for each way of sending them. What is measured, each in a process of its own:
+
+- `sum`: reading, decoding and adding up, its result thrown away;
+- `merge`: the coordinator's whole merge, with hashes, files and flushes, in as many threads as there are cores.
+
+Speeds are gigabytes of float32 that the updates stand for. Beside them stands what the machine can do: `acc += w * x`
+in float32, in place and in chunks, over arrays in memory, in the same run. Last come the server optimizers, in one
+thread and from memory. Everything is written to `bench-output/merging.json`, too.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
+from alembic import command
 
+from coordinator.storage.blobs import Blobs
+from coordinator.storage.database import Database, alembic_config
+from shared.aggregation import Accepted, Aggregation
+from shared.blobs import Stored
 from shared.blocks import Block
-from shared.methods.contract import CoordinatorHalf, MethodSettings, RunFacts, State, Update
+from shared.codecs import CodecError
+from shared.inspection import Inspector
+from shared.memory import keep_freed_memory
+from shared.methods import Chosen
+from shared.methods.contract import CoordinatorHalf, MethodSettings, Plan, RunFacts, State, Update
+from shared.model import Model
 from shared.server_optimizer import Adagrad, Adam, Momentum, Plain, Rule, Yogi, merge
-from shared.tensors import ArrayTensor, lockstep
+from shared.states import States
+from shared.tensors import CHUNK, ArrayTensor, as_bytes, lockstep, related
+from shared.update import Change, write_update
+from shared.wire import Manifest, RunSpec, VersionRef, canonical
 
 OPTIMIZERS: tuple[Rule, ...] = (Plain(), Momentum(learning_rate=0.5, momentum=0.9), Adam(), Yogi(), Adagrad())
+CODECS = {
+    "float32, raw": "raw",
+    "float32 differences": "delta",
+    "bfloat16": "delta+bf16",
+    "float16": "delta+fp16",
+    "int8": "delta+int8",
+    "top 1 %": "delta+topk=0.01",
+    "lossless": "bits+shuffle+zstd",
+}
 TRIES = 3
+CORES = len(os.sched_getaffinity(0))
 
 
-def seconds_to_merge(optimizer: Rule, base: ArrayTensor, sent: Sequence[ArrayTensor]) -> float:
-    """CPU seconds of the fastest of `TRIES` merges of one block: other programs on the machine count less so."""
+@dataclass(frozen=True)
+class Speed:
+    """The best of several tries."""
+
+    gigabytes: float
+    wall_seconds: float
+    cpu_seconds: float
+
+    @property
+    def per_second(self) -> float:
+        return self.gigabytes / self.wall_seconds
+
+    @property
+    def per_cpu_second(self) -> float:
+        return self.gigabytes / self.cpu_seconds
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of sending updates."""
+
+    codec: str
+    stored_mb: float
+    sum: Speed
+    merge: Speed
+    needed_mib: float
+    """The most memory that merging took, beside interpreter and imports."""
+
+
+def best(gigabytes: float, work: Callable[[], object], tries: int = TRIES) -> Speed:
+    walls, cpus = [], []
+    for _ in range(tries):
+        wall, cpu = time.perf_counter(), time.process_time()
+        work()
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    return Speed(gigabytes, min(walls), min(cpus))
+
+
+# ---------------------------------------------------------------- what the machine can do
+
+
+def limits(mb: float) -> dict[str, Speed]:
+    """`acc += w * x` over arrays of this size: in one thread of torch, one of numpy, and torch on every core."""
+    count, many = int(mb * 1e6) // 4, 4
+    arrays = [np.full(count, index, np.float32) for index in range(many)]
+    total, scratch = np.zeros(count, np.float32), np.empty(CHUNK, np.float32)
+    into, tensors = torch.from_numpy(total), [torch.from_numpy(array) for array in arrays]
+
+    def in_numpy() -> None:
+        for array in arrays:
+            for start in range(0, count, CHUNK):
+                part, acc = array[start : start + CHUNK], total[start : start + CHUNK]
+                np.multiply(part, np.float32(0.1), out=scratch[: part.size])
+                np.add(acc, scratch[: part.size], out=acc)
+
+    def in_torch(first: int = 0, step: int = 1) -> None:
+        for tensor in tensors:
+            for start in range(first * CHUNK, count, step * CHUNK):
+                into[start : start + CHUNK].add_(tensor[start : start + CHUNK], alpha=0.1)
+
+    def on_every_core() -> None:
+        threads = [threading.Thread(target=in_torch, args=(core, CORES)) for core in range(CORES)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    gigabytes = many * count * 4 / 1e9
+    found = {"torch, one thread": in_torch, "numpy, one thread": in_numpy, f"torch, {CORES} threads": on_every_core}
+    return {name: best(gigabytes, work, 5) for name, work in found.items()}
+
+
+# ---------------------------------------------------------------- stored updates
+
+
+def bert_like(mb: float) -> Model:
+    """Blocks in the proportions of BERT base: of 110 M parameters 23 M in one table of embeddings."""
+    width = max(8, int((mb * 1e6 / 4 / 185) ** 0.5))
+    shapes: dict[str, tuple[int, ...]] = {"embeddings.weight": (int(39.75 * width), width)}
+    for layer in range(12):
+        for name in ("query", "key", "value", "output"):
+            shapes[f"layer.{layer}.{name}.weight"] = (width, width)
+            shapes[f"layer.{layer}.{name}.bias"] = (width,)
+        shapes[f"layer.{layer}.up.weight"] = (4 * width, width)
+        shapes[f"layer.{layer}.down.weight"] = (width, 4 * width)
+    blocks = tuple(
+        Block(tensor=name, role="mlp", layer=0, shape=shape, dtype="F32") for name, shape in shapes.items()
+    )
+    return Model(config={"model_type": "bert"}, head="features", blocks=blocks)
+
+
+def opened(folder: Path) -> Blobs:
+    # By a clock that stands at zero all that is stored came later, and is not hashed again: as in a coordinator that
+    # was there when it came.
+    database = Database(f"sqlite:///{folder}/bench.db", lambda: 0.0)
+    return Blobs(database, str(folder / "blobs"), folder / "staging", 65_536, 1 << 18)
+
+
+def saved(blobs: Blobs, database: Database, stored: Sequence[Stored]) -> None:
+    with database.transaction() as session:
+        blobs.record(session, 1.0, stored)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where a version and the updates to it are stored."""
+
+    folder: Path
+    model: str
+    version: str
+    updates: tuple[str, ...]
+    gigabytes: float
+    """Of float32 that the updates stand for."""
+    stored_mb: float
+
+
+def prepared(folder: Path, mb: float, count: int, codec: str) -> Bench:
+    """Raises CodecError if there is no such codec."""
+    database = Database(f"sqlite:///{folder}/bench.db", lambda: 0.0)
+    with database.engine.begin() as connection:
+        command.upgrade(alembic_config(connection), "head")
+    database.close()
+    blobs, model = opened(folder), bert_like(mb)
+    rng = np.random.default_rng(0)
+    largest = max(block.numel for block in model.blocks)
+    noise = (rng.random(largest + 4096, dtype=np.float32) - np.float32(0.5)) * np.float32(1e-3)
+    values = {block.name: (rng.random(block.numel, dtype=np.float32) - np.float32(0.5)) for block in model.blocks}
+    new = [blobs.put([as_bytes(values[block.name])]) for block in model.blocks]
+    manifest = Manifest(blocks={block.name: blob.digest for block, blob in zip(model.blocks, new, strict=True)})
+    documents = [blobs.put([canonical(model)]), blobs.put([canonical(manifest)])]
+    updates = []
+    for index in range(count):
+        changes = [
+            Change(
+                block,
+                ArrayTensor((values[block.name] + noise[8 * index : 8 * index + block.numel]).reshape(block.shape)),
+                ArrayTensor(values[block.name].reshape(block.shape)),
+            )
+            for block in model.blocks
+        ]
+        path = folder / "staging" / "update"
+        with path.open("wb") as file:
+            write_update(file, codec, changes)
+        updates.append(blobs.put(pieces_of(path)))
+    saved(blobs, blobs._database, [*new, *documents, *updates])  # noqa: SLF001 (a benchmark looks inside)
+    return Bench(
+        folder,
+        documents[0].digest,
+        documents[1].digest,
+        tuple(blob.digest for blob in updates),
+        count * sum(block.nbytes for block in model.blocks) / 1e9,
+        sum(blob.size for blob in updates) / 1e6,
+    )
+
+
+def pieces_of(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            yield piece
+
+
+# ---------------------------------------------------------------- merging them
+
+
+def measured(bench: Bench) -> tuple[Speed, Speed, float]:
+    """To be run in a process of its own: the sum, the merge, and the MiB that they needed at most."""
+    keep_freed_memory()
+    blobs = opened(bench.folder)
+    states = States(blobs, threads=CORES)
+    aggregation = Aggregation(states, Inspector(blobs, states))
+    spec = RunSpec(
+        name="bench", method=Chosen(name="fedavg"), model=bench.model, version=bench.version, dataset="none", rounds=2
+    )
+    base = VersionRef(number=0, digest=bench.version)
+    accepted = [Accepted(f"site/{index:02}", digest, 100, {}, Plan()) for index, digest in enumerate(bench.updates)]
+    held, _ = memory_mib(reset=True)
+
+    def summed() -> None:
+        state = aggregation.next_state(spec, base, accepted)
+        for group in related([tensor for _, tensor in sorted(state.model.items())]):
+            for _ in lockstep(group):
+                pass
+
+    speeds = best(bench.gigabytes, summed), best(bench.gigabytes, lambda: aggregation.merge(spec, base, accepted))
+    return *speeds, memory_mib()[1] - held
+
+
+def memory_mib(*, reset: bool = False) -> tuple[float, float]:
+    """What this process holds, and the most that it has held."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmRSS"].split()[0]) / 1024, int(lines["VmHWM"].split()[0]) / 1024
+
+
+def rows(folder: Path, mb: float, count: int) -> Iterator[Row]:
+    for number, (name, codec) in enumerate(CODECS.items()):
+        here = folder / str(number)
+        here.mkdir()
+        try:
+            bench = prepared(here, mb, count, codec)
+        except CodecError:
+            continue
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
+            summed, merged, needed = alone.submit(measured, bench).result()
+        shutil.rmtree(here)
+        yield Row(name, bench.stored_mb, summed, merged, needed)
+
+
+# ---------------------------------------------------------------- server optimizers
+
+
+def with_optimizer(optimizer: Rule, base: ArrayTensor, sent: Sequence[ArrayTensor]) -> Speed:
+    """One block in memory, merged in one thread. The moments are there already, as in every round but the first."""
     block = Block(tensor="w", role="mlp", shape=base.shape, dtype=base.dtype)
     half = CoordinatorHalf(MethodSettings(), RunFacts((block,), rounds=1))
     memory = {f"server/{letter}/w": base for letter in "mv"}
     updates = [Update(f"{index}/w", 10, {"w": tensor}) for index, tensor in enumerate(sent)]
-    taken = []
-    for _ in range(TRIES):
-        merged = merge(half, optimizer, State(0, {"w": base}, memory), updates)
-        new = [tensor for tensor in (*merged.model.values(), *merged.memory.values()) if tensor is not base]
-        began = time.process_time()
-        for _ in lockstep(new):
-            pass
-        taken.append(time.process_time() - began)
-    return min(taken)
+    merged = merge(half, optimizer, State(0, {"w": base}, memory), updates)
+    new = [tensor for tensor in (*merged.model.values(), *merged.memory.values()) if tensor is not base]
+    return best(len(sent) * base.values.nbytes / 1e9, lambda: sum(1 for _ in lockstep(new)))
 
 
-def main(millions: int = 25, count: int = 8) -> None:
+def optimizers(mb: float, count: int) -> dict[str, Speed]:
     rng = np.random.default_rng(0)
     base, *sent = (
-        ArrayTensor(rng.random(millions * 1_000_000, dtype=np.float32) * np.float32(0.02)) for _ in range(count + 1)
+        ArrayTensor(rng.random(int(mb * 1e6 / 4), dtype=np.float32) * np.float32(0.02)) for _ in range(count + 1)
     )
-    gigabytes = count * base.values.nbytes / 1e9
-    print(f"{count} updates of {millions} M parameters, {gigabytes:.1f} GB in all, one thread")
-    mean = 0.0
-    for optimizer in OPTIMIZERS:
-        speed = gigabytes / seconds_to_merge(optimizer, base, sent)
-        mean = mean or speed
-        name = str(optimizer.model_dump()["kind"])
-        print(f"{name:8} {speed:5.2f} GB/CPU s  {speed / mean:4.0%}")
+    return {str(each.model_dump()["kind"]): with_optimizer(each, base, sent) for each in OPTIMIZERS}
+
+
+# ---------------------------------------------------------------- the table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--mb", type=float, default=440, help="size of an update as float32")
+    parser.add_argument("--updates", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("bench-output"))
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    print(f"{asked.updates} updates of {asked.mb:g} MB as float32, {CORES} cores")
+    bounds = limits(asked.mb)
+    for name, speed in bounds.items():
+        print(f"acc += w * x, {name:17} {speed.per_second:6.2f} GB/s {speed.per_cpu_second:6.2f} GB/CPU s")
+    one = bounds["torch, one thread"].per_cpu_second
+    print(f"{'':20} {'stored':>9} | {'sum':>6} {'of limit':>8} | {'merge':>6} {'s':>6} {'CPU s':>6} | memory")
+    print(f"{'':20} {'':>9} | {'GB/CPU s':>15} | {'GB/s':>6} {'':>6} {'':>6} |")
+    found = []
+    with tempfile.TemporaryDirectory(dir=asked.out) as folder:
+        for row in rows(Path(folder), asked.mb, asked.updates):
+            found.append(row)
+            print(
+                f"{row.codec:20} {row.stored_mb:6.0f} MB | {row.sum.per_cpu_second:6.2f} "
+                f"{row.sum.per_cpu_second / one:8.0%} | {row.merge.per_second:6.2f} {row.merge.wall_seconds:6.2f} "
+                f"{row.merge.cpu_seconds:6.2f} | {row.needed_mib:4.0f} MiB"
+            )
+    steps = optimizers(min(asked.mb, 100), asked.updates)
+    for name, speed in steps.items():
+        share = speed.per_cpu_second / steps["none"].per_cpu_second
+        print(f"server optimizer {name:8} {speed.per_cpu_second:5.2f} GB/CPU s {share:5.0%}")
+    document = {
+        "mb": asked.mb,
+        "updates": asked.updates,
+        "cores": CORES,
+        "limits": {name: asdict(speed) for name, speed in bounds.items()},
+        "rows": [asdict(row) for row in found],
+        "optimizers": {name: asdict(speed) for name, speed in steps.items()},
+    }
+    (asked.out / "merging.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

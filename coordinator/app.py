@@ -26,7 +26,7 @@ DESCRIPTION = "Federated learning of transformers: runs, rounds, tasks and the b
 
 
 def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
-    """The API over these services; with `conduct`, a thread beside it moves the rounds."""
+    """The API over these services; with `conduct`, a thread beside it moves the rounds, and else another process."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -35,11 +35,15 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
         thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
         if conduct:
             thread.start()
+        else:
+            services.attendance.begin()
         yield
         services.gate.close()
         services.conductor.end()
         if conduct:
             thread.join(GOODBYE_SECONDS)
+        else:
+            services.attendance.end()
         services.database.close()
 
     app = FastAPI(title="Tessera", version=VERSION, description=DESCRIPTION, lifespan=lifespan)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -20,11 +22,14 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator import logs
 from coordinator.app import GOODBYE_SECONDS, create_app
-from coordinator.services import Services, assemble
+from coordinator.bells import CONDUCTOR
+from coordinator.services import Duty, Services, assemble
 from coordinator.settings import Settings
 from coordinator.storage.blobs import StagingElsewhere
 from coordinator.storage.database import Database, DatabaseInUse, NotAFile, SchemaBehind, alembic_config
 from coordinator.storage.identity import first_token
+from coordinator.supervision import ChildConductor, end_with_parent
+from shared.memory import keep_freed_memory
 from shared.methods import MethodsUnusable, methods
 
 app = typer.Typer(help="Run a coordinator. Settings come from the environment: TESSERA_DATABASE_URL and others.")
@@ -43,15 +48,19 @@ def migrate() -> None:
 @app.command()
 def serve(
     first_migrate: Annotated[bool, typer.Option("--migrate", help="bring the schema to head first")] = False,
+    conducting: Annotated[
+        bool,
+        typer.Option("--conduct/--no-conduct", help="have a child process move the rounds, or not"),
+    ] = True,
 ) -> None:
-    """Serve the API, and move the rounds."""
+    """Serve the API, and have a process beside this one move the rounds."""
     if first_migrate:
         migrate()
-    services = _opened()
+    services = _opened("serve")
     _hand_over_first_token(services)
     settings = services.settings
     config = uvicorn.Config(
-        create_app(services),
+        create_app(services, conduct=False),
         host=settings.host,
         port=settings.port,
         log_config=None,
@@ -61,34 +70,61 @@ def serve(
         timeout_graceful_shutdown=5,
     )
     log.info("coordinator.serving", url=f"http://{settings.host}:{settings.port}")
-    _Server(config, services).run()
+    child = ChildConductor() if conducting else None
+    if child:
+        child.start()
+    _Server(config, services, child).run()
 
 
 @app.command()
-def conduct() -> None:
-    """Move the rounds without serving the API."""
-    services = _opened()
+def conduct(
+    attached: Annotated[
+        bool,
+        typer.Option("--attached", hidden=True, help="wait for an earlier one, end with stdin"),
+    ] = False,
+) -> None:
+    """Move the rounds without serving the API: beside one or more `serve --no-conduct`."""
+    if attached:
+        end_with_parent()
+    services = _opened("conduct", wait=attached)
     # Waited for rather than handled: a handler that sets an event can deadlock with the wait that it interrupts.
     endings = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, endings)
     thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
     thread.start()
+    threading.Thread(target=_heed, args=(services,), name="bell", daemon=True).start()
     log.info("coordinator.conducting")
     signal.sigwait(endings)
     services.conductor.end()
     thread.join(GOODBYE_SECONDS)
 
 
+def _heed(services: Services) -> None:
+    """Has the conductor look whenever its bell is rung."""
+    with services.bells.hung_up(CONDUCTOR) as bell:
+        services.conductor.call()
+        while True:
+            bell.wait()
+            services.conductor.call()
+
+
 class _Server(uvicorn.Server):
     """A server that sends waiting workers home when it is told to stop, rather than waiting for them."""
 
-    def __init__(self, config: uvicorn.Config, services: Services) -> None:
+    def __init__(self, config: uvicorn.Config, services: Services, child: ChildConductor | None) -> None:
         super().__init__(config)
         self._services = services
+        self._child = child
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._services.gate.close()
         super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        # Here and not after `run`, which ends the process by the signal that it was sent.
+        if self._child:
+            await asyncio.to_thread(self._child.stop)
 
 
 def _settings() -> Settings:
@@ -100,9 +136,10 @@ def _settings() -> Settings:
         raise typer.Exit(2) from None
 
 
-def _opened() -> Services:
-    """The services, with every method at hand and on a database at head that no other process holds."""
+def _opened(duty: Duty, *, wait: bool = False) -> Services:
+    """The services, with every method at hand and on a database at head that no other process holds for this duty."""
     logs.configure()
+    keep_freed_memory()
     settings = _settings()
     try:
         methods()
@@ -110,9 +147,9 @@ def _opened() -> Services:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
     try:
-        services = assemble(settings)
+        services = assemble(settings, duty=duty)
         services.database.require_head()
-        services.database.hold()
+        services.database.hold(duty, wait=wait)
     except (DatabaseInUse, NotAFile, SchemaBehind, StagingElsewhere) as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None

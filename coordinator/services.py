@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from coordinator.attendance import Attendance
+from coordinator.bells import Bells
 from coordinator.conductor import Conductor
+from coordinator.differences import Differences
 from coordinator.domain.decide import Patience
 from coordinator.presence import Gate, Presence
 from coordinator.settings import Settings
@@ -15,6 +20,9 @@ from shared.aggregation import Aggregation
 from shared.inspection import Inspector
 from shared.states import States
 
+Duty = Literal["both", "serve", "conduct"]
+"""What a process does of a coordinator's work."""
+
 
 @dataclass(frozen=True)
 class Services:
@@ -23,13 +31,23 @@ class Services:
     blobs: Blobs
     states: States
     inspector: Inspector
+    differences: Differences
     presence: Presence
     gate: Gate
     conductor: Conductor
+    bells: Bells
+    attendance: Attendance
+    call: Callable[[], None]
+    """Something happened: the conductor, in whatever process, is to look at once."""
+    wake: Callable[[Sequence[str]], None]
+    """These workers have something to do, wherever they wait."""
 
 
-def assemble(settings: Settings, clock: Callable[[], float] | None = None) -> Services:
-    """Opens the database and the blob store that the settings name."""
+def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty: Duty = "both") -> Services:
+    """Opens the database and the blob store that the settings name.
+
+    A process that does both tells itself; the others tell each other by bells.
+    """
     database = Database(settings.database_url, clock)
     blobs = Blobs(
         database,
@@ -37,10 +55,12 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None) -> Se
         settings.staging_dir,
         inline_bytes=settings.inline_bytes,
         readahead_bytes=settings.merge_readahead_bytes,
+        duty=duty,
     )
-    states = States(blobs)
+    states = States(blobs, threads=len(os.sched_getaffinity(0)))
     inspector = Inspector(blobs, states)
-    presence, gate = Presence(), Gate()
+    presence, gate, bells = Presence(), Gate(), Bells(settings.staging_dir / "bells")
+    wake = gate.notify if duty == "both" else bells.wake
     conductor = Conductor(
         database,
         blobs,
@@ -50,6 +70,20 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None) -> Se
         patience=Patience(settings.gather_seconds, settings.evaluation_seconds),
         live_seconds=settings.live_seconds,
         tick_seconds=settings.tick_seconds,
-        notify=gate.notify,
+        notify=wake,
     )
-    return Services(settings, database, blobs, states, inspector, presence, gate, conductor)
+    return Services(
+        settings=settings,
+        database=database,
+        blobs=blobs,
+        states=states,
+        inspector=inspector,
+        differences=Differences(database, blobs, states),
+        presence=presence,
+        gate=gate,
+        conductor=conductor,
+        bells=bells,
+        attendance=Attendance(database, presence, gate, bells, tick_seconds=settings.tick_seconds),
+        call=conductor.call if duty == "both" else bells.call,
+        wake=wake,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -39,6 +39,11 @@ class Settings(BaseSettings):
     inline_bytes: PositiveInt = Field(default=65_536, description="blobs up to this size live in the database")
     max_upload_bytes: PositiveInt = Field(default=64 << 30, description="the largest blob that is taken")
     max_body_bytes: PositiveInt = Field(default=1 << 20, description="the largest JSON body that is read")
+    submission_bytes: NonNegativeInt = Field(
+        default=65_536,
+        le=1 << 19,
+        description="an update up to this size may come in one request with its submission",
+    )
     upload_idle_seconds: PositiveFloat = Field(
         default=120.0, description="how long an upload may stand still before its connection is cut"
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shared.blobs import Stored
 from shared.inspection import Inspector
 from shared.methods import coordinator_half
-from shared.methods.contract import Plan, Update
+from shared.methods.contract import Plan, State, Update
 from shared.planning import run_facts
 from shared.server_optimizer import merge
 from shared.states import States
@@ -37,6 +37,10 @@ class Aggregation:
 
     def merge(self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]) -> tuple[Manifest, list[Stored]]:
         """The next version and its new blobs, made safe; the last of them is the manifest's own."""
+        return self.states.store(self.next_state(spec, base, accepted), base.digest)
+
+    def next_state(self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]) -> State:
+        """The next version, nothing of it computed yet."""
         model = self.states.model(spec.model)
         manifest = self.states.manifest(base.digest)
         updates = [
@@ -49,6 +53,4 @@ class Aggregation:
             for entry in sorted(accepted, key=lambda entry: entry.worker)
         ]
         half = coordinator_half(spec.method, run_facts(spec, model))
-        return self.states.store(
-            merge(half, spec.server_optimizer, self.states.load(model, manifest, base.number), updates)
-        )
+        return merge(half, spec.server_optimizer, self.states.load(model, manifest, base.number), updates)

@@ -26,6 +26,14 @@ class Writer(Protocol):
         ...
 
 
+class Batch(Protocol):
+    """Blobs that become safe together."""
+
+    def writer(self) -> AbstractContextManager[Writer]:
+        """Several may be open at a time, in several threads."""
+        ...
+
+
 class BlobStore(Protocol):
     """What reads and writes blobs. Reading raises NotFound for a digest that is not there."""
 
@@ -36,6 +44,6 @@ class BlobStore(Protocol):
 
     def read(self, digest: str) -> bytes: ...
     def put(self, pieces: Iterable[bytes | memoryview]) -> Stored: ...
-    def writer(self) -> AbstractContextManager[Writer]:
-        """What is left unfinished at the end of `with` leaves nothing behind. Several may be open at a time."""
+    def batch(self) -> AbstractContextManager[Batch]:
+        """What was written is safe at the end of `with`; what is left unfinished leaves nothing behind."""
         ...

@@ -23,7 +23,15 @@ MAX_WARNING_CHARACTERS = 500
 
 def run_facts(spec: RunSpec, model: Model) -> RunFacts:
     """What both halves of the run's method may know of it."""
-    return RunFacts(model.blocks, spec.rounds, spec.divide, spec.training, spec.privacy)
+    return RunFacts(
+        model.blocks,
+        spec.rounds,
+        spec.divide,
+        spec.training,
+        spec.privacy,
+        upload_budget=spec.upload_budget,
+        upload_seconds=spec.upload_seconds,
+    )
 
 
 def check_method(chosen: Chosen) -> None:
@@ -89,6 +97,7 @@ def task_of(
     number: int,
     seed: int,
     lease_seconds: float,
+    inline_bytes: int = 0,
 ) -> Task:
     """What a worker is told: what the plan asks of it in round `number`, and what the run says for all rounds."""
     return Task(
@@ -107,9 +116,12 @@ def task_of(
         training=spec.training,
         privacy=spec.privacy,
         codec=spec.codec,
+        upload_budget=spec.upload_budget,
+        upload_seconds=spec.upload_seconds,
         divide=spec.divide,
         model=spec.model,
         version=version,
+        inline_bytes=inline_bytes,
         lease_seconds=lease_seconds,
     )
 

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from shared.blocks import DType, Frozen
 from shared.methods.contract import CoordinatorHalf, State, Update
-from shared.tensors import Array, Computed, Tensor
+from shared.tensors import Array, Computed, Derived, Moved, Tensor
 
 PREFIX = "server/"
 """What the names of a server optimizer's memory begin with, and no method's may."""
@@ -169,9 +169,7 @@ def _step(
     optimizer: Rule, name: str, base: Tensor, merged: Tensor, moments: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A block's next value, and its moments by their names in memory."""
-    # Taken before it is rounded: in sixteen bits that can be as much as the step.
-    exact = replace(merged, dtype="F64") if isinstance(merged, Computed) else merged
-    gradient = Computed(base.shape, "F64", (base, exact), lambda parts: _wide(parts[0]) - _wide(parts[1]))
+    gradient = _gradient(base, merged)
     entered = {
         letter: _entered(moment, moments.get(f"{PREFIX}{letter}/{name}"), gradient, base.dtype)
         for letter, moment in optimizer.moments().items()
@@ -185,6 +183,14 @@ def _step(
 
     new = Computed(base.shape, base.dtype, (base, gradient, *entered.values()), stepped)
     return new, {f"{PREFIX}{letter}/{name}": tensor for letter, tensor in entered.items()}
+
+
+def _gradient(base: Tensor, merged: Tensor) -> Tensor:
+    """base - merged, taken before `merged` is rounded: in sixteen bits that can be as much as the step."""
+    if isinstance(merged, Moved) and merged.sources[0] is base:
+        return merged.step
+    exact = replace(merged, dtype="F64") if isinstance(merged, Derived) else merged
+    return Computed(base.shape, "F64", (base, exact), lambda parts: _wide(parts[0]) - _wide(parts[1]))
 
 
 def _entered(moment: Moment, last: Tensor | None, gradient: Tensor, kind: DType) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,13 +11,14 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from shared.blobs import BlobStore, Stored
+from shared.blobs import Batch, BlobStore, Stored
 from shared.blocks import NUMPY_DTYPES, Block, DType
+from shared.mapped import taken
 from shared.methods.contract import State
 from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import Fault, Invalid, NotFound, faults_of
 from shared.tensors import Array, Tensor, as_bytes, chunk_counts, from_bytes, lockstep, numel, related
-from shared.wire import Manifest, MemoryEntry, canonical
+from shared.wire import Manifest, MemoryEntry
 
 D = TypeVar("D", Model, Manifest)
 
@@ -34,14 +36,15 @@ class StoredTensor:
         width = NUMPY_DTYPES[self.dtype].itemsize
         with self.blobs.open(self.digest) as file:
             for count in chunk_counts(numel(self)):
-                yield from_bytes(file.read(count * width), self.dtype)
+                yield from_bytes(taken(file, count * width), self.dtype)
 
 
 class States:
     """Reads and writes versions. Models and manifests never change, so those read lately are kept."""
 
-    def __init__(self, blobs: BlobStore) -> None:
+    def __init__(self, blobs: BlobStore, threads: int = 1) -> None:
         self._blobs = blobs
+        self._threads = threads
         self.model = lru_cache(maxsize=16)(self._read_model)
         self.manifest = lru_cache(maxsize=64)(self._read_manifest)
 
@@ -49,7 +52,7 @@ class States:
         return Model.model_validate_json(self._document(digest))
 
     def _read_manifest(self, digest: str) -> Manifest:
-        return Manifest.model_validate_json(self._document(digest))
+        return Manifest.read(self._document(digest), self._document)
 
     def _document(self, digest: str) -> bytes:
         size = self._blobs.size(digest)
@@ -72,17 +75,18 @@ class States:
     def tensor(self, block: Block, manifest: Manifest) -> StoredTensor:
         return StoredTensor(self._blobs, manifest.blocks[block.name], block.shape, block.dtype)
 
-    def store(self, state: State) -> tuple[Manifest, list[Stored]]:
-        """Makes a state's tensors safe, computing what is not stored yet, one at a time or, if they share sources,
-        a few in one pass.
+    def store(self, state: State, before: str | None = None) -> tuple[Manifest, list[Stored]]:
+        """Makes a state's tensors safe, computing what is not stored yet: tensors that share sources in one pass, and
+        as many of these passes at a time as there are threads. `before` is the digest of the version that it came
+        from, if there is one.
 
         Returns its manifest and the new blobs, the manifest's own last.
         """
         tensors = [tensor for part in (state.model, state.memory) for _, tensor in sorted(part.items())]
         new: list[Stored] = []
         digests = {id(tensor): tensor.digest for tensor in tensors if isinstance(tensor, StoredTensor)}
-        for group in related([tensor for tensor in tensors if not isinstance(tensor, StoredTensor)]):
-            stored = self._settle(group)
+        groups = related([tensor for tensor in tensors if not isinstance(tensor, StoredTensor)])
+        for group, stored in zip(groups, self._settle_all(groups), strict=True):
             digests |= {id(tensor): blob.digest for tensor, blob in zip(group, stored, strict=True)}
             new += stored
         manifest = Manifest(
@@ -93,23 +97,43 @@ class States:
             },
             numbers=dict(state.numbers),
         )
-        new.append(self._blobs.put([canonical(manifest)]))
+        root = self._root(manifest, before)
+        manifest = manifest.model_copy(update={"root": root})
+        new.append(self._blobs.put([manifest.document(self.manifest(root) if root else None)]))
         return manifest, new
 
-    def _settle(self, group: Sequence[Tensor]) -> list[Stored]:
-        with ExitStack() as stack:
-            writers = [stack.enter_context(self._blobs.writer()) for _ in group]
-            for chunks in lockstep(group):
-                for writer, chunk in zip(writers, chunks, strict=True):
-                    writer.write(as_bytes(chunk))
-            return [writer.finish() for writer in writers]
+    def _root(self, manifest: Manifest, before: str | None) -> str | None:
+        """What the manifest is written as a difference from: the root of the version before it, or that version, as
+        long as it shares half of the blocks."""
+        if before is None:
+            return None
+        root = self.manifest(before).root or before
+        return root if 2 * len(manifest.changed(self.manifest(root))) <= len(manifest.blocks) else None
+
+    def _settle_all(self, groups: Sequence[Sequence[Tensor]]) -> list[list[Stored]]:
+        """What each group was stored as."""
+        # The largest first, so that no thread is left with one when the others have done.
+        order = sorted(range(len(groups)), key=lambda index: -sum(map(numel, groups[index])))
+        stored: dict[int, list[Stored]] = {}
+        with self._blobs.batch() as batch:
+            if self._threads == 1 or len(groups) < 2:
+                stored = {index: _settle(batch, groups[index]) for index in order}
+            else:
+                with ThreadPoolExecutor(self._threads, thread_name_prefix="merge") as pool:
+                    try:
+                        results = pool.map(lambda index: _settle(batch, groups[index]), order)
+                        stored = dict(zip(order, results, strict=True))
+                    except BaseException:
+                        pool.shutdown(cancel_futures=True)
+                        raise
+        return [stored[index] for index in range(len(groups))]
 
     # ------------------------------------------------------------ checking what an orchestrator brings
 
     def check(self, model_digest: str, version_digest: str) -> tuple[Model, Manifest]:
         """A new run's model and first version. Raises Invalid saying everything that does not fit together."""
-        model = self._checked("/model", Model, model_digest)
-        manifest = self._checked("/version", Manifest, version_digest)
+        model = self._checked("/model", self.model, model_digest)
+        manifest = self._checked("/version", self.manifest, version_digest)
         faults = [
             Fault(pointer=f"/version/blocks/{name}", detail="the model has no such block")
             for name in sorted(set(manifest.blocks) - set(model.by_name))
@@ -122,13 +146,15 @@ class States:
             raise Invalid("the first version does not fit the model", errors=faults)
         return model, manifest
 
-    def _checked(self, pointer: str, kind: type[D], digest: str) -> D:
+    def _checked(self, pointer: str, read: Callable[[str], D], digest: str) -> D:
         try:
-            return kind.model_validate_json(self._document(digest))
-        except NotFound:
-            faults = [Fault(pointer=pointer, detail=f"blob {digest} was not uploaded")]
+            return read(digest)
+        except NotFound as problem:
+            faults = [Fault(pointer=pointer, detail=f"a blob was not uploaded: {problem.detail}")]
         except ValidationError as refusal:
             faults = faults_of(refusal, pointer)
+        except ValueError as fault:
+            faults = [Fault(pointer=pointer, detail=str(fault))]
         raise Invalid(f"the run's {pointer[1:]} document cannot be used", errors=faults)
 
     def _blob_faults(self, pointer: str, nbytes: int, digest: str | None) -> Iterator[Fault]:
@@ -142,3 +168,12 @@ class States:
         else:
             if size != nbytes:
                 yield Fault(pointer=pointer, detail=f"blob {digest} has {size} bytes; {nbytes} are needed")
+
+
+def _settle(batch: Batch, group: Sequence[Tensor]) -> list[Stored]:
+    with ExitStack() as stack:
+        writers = [stack.enter_context(batch.writer()) for _ in group]
+        for chunks in lockstep(group):
+            for writer, chunk in zip(writers, chunks, strict=True):
+                writer.write(as_bytes(chunk))
+        return [writer.finish() for writer in writers]

@@ -7,10 +7,11 @@ Everything that the coordinator computes is elementwise over blocks, so a tensor
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -20,8 +21,8 @@ CHUNK = 1 << 18
 """Elements per chunk: 1 MiB of float32, which stays in a core's cache between the steps of a sum."""
 
 PIECE = 1 << 15
-"""Elements that are computed at a time: 256 KiB of float64, so that what a sum needs of each of its steps is still in
-the core's second cache. Five to ten times as fast as whole chunks."""
+"""Elements that a `Computed` is handed at a time: 256 KiB of float64, so that what it makes on the way is still in
+the core's second cache."""
 
 Array = np.ndarray
 
@@ -55,21 +56,168 @@ class ArrayTensor:
             yield flat[start : start + CHUNK]
 
 
-@dataclass(frozen=True)
-class Computed:
-    """The result of `compute` over its sources, element by element; nothing is computed until it is read.
+# ---------------------------------------------------------------- tensors that arrive as differences
 
-    `compute` is handed pieces of its sources of any length. Sources may be computed in their turn, and several
-    results may share them, so it leaves the pieces as they are.
+
+class Steps(Protocol):
+    """A chunk of differences from a base, as they were sent: what adds itself to a sum without being unpacked first.
+
+    A flat array of numbers is one too.
+    """
+
+    def __len__(self) -> int: ...
+    def add_to(self, total: Array, weight: float) -> None:
+        """Adds the differences, times `weight`, to `total`. An element that did not change stays as it is."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Small integers, in blocks of `block` elements with a float32 scale each; the last block may be shorter."""
+
+    codes: Array
+    scales: Array
+    block: int
+
+    def __len__(self) -> int:
+        return self.codes.size
+
+    def add_to(self, total: Array, weight: float) -> None:
+        scales = self.scales * total.dtype.type(weight)
+        steps = self.codes.astype(total.dtype)
+        whole = steps.size // self.block
+        body = steps[: whole * self.block].reshape(whole, self.block)
+        body *= scales[:whole, None]
+        if body.size < steps.size:
+            steps[body.size :] *= scales[whole]
+        total += steps
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """The few elements that changed: their places, each once, and their differences."""
+
+    size: int
+    places: Array
+    values: Array
+
+    def __len__(self) -> int:
+        return self.size
+
+    def add_to(self, total: Array, weight: float) -> None:
+        total[self.places] += self.values.astype(total.dtype) * total.dtype.type(weight)
+
+
+def unpacked(steps: Array | Steps) -> Array:
+    """The differences themselves, float32."""
+    if isinstance(steps, np.ndarray):
+        return steps
+    total = np.zeros(len(steps), np.float32)
+    steps.add_to(total, 1.0)
+    return total
+
+
+class Stepped(Protocol):
+    """A tensor that may have been sent as differences from the version's value, which are then had for less.
+
+    A sum of differences from that same value reads `steps` instead of `chunks` where `sent_as_steps` says so.
+    """
+
+    @property
+    def sent_as_steps(self) -> bool: ...
+    def steps(self) -> Iterator[Array | Steps]:
+        """Yields the difference of each chunk."""
+        ...
+
+
+@dataclass(frozen=True)
+class _StepsOf:
+    """The differences of a tensor, where its values would stand."""
+
+    tensor: Stepped
+    shape: tuple[int, ...]
+    dtype: DType
+
+    def chunks(self) -> Iterator[Array]:
+        # Only a `Summed` has such a source, and it knows.
+        return cast("Iterator[Array]", self.tensor.steps())
+
+
+# ---------------------------------------------------------------- tensors that are computed
+
+
+@dataclass(frozen=True)
+class Derived(ABC):
+    """A tensor that follows from others, element by element; nothing is computed until it is read.
+
+    Its sources may be derived in their turn, and several results may share them.
     """
 
     shape: tuple[int, ...]
     dtype: DType
     sources: tuple[Tensor, ...]
-    compute: Callable[[Sequence[Array]], Array]
+
+    @abstractmethod
+    def fill(self, out: Array, parts: Sequence[Array]) -> None:
+        """Computes a chunk into `out` from the same chunk of each source, which it leaves as it is."""
 
     def chunks(self) -> Iterator[Array]:
         return (chunk for (chunk,) in lockstep([self]))
+
+
+@dataclass(frozen=True)
+class Computed(Derived):
+    """The result of `compute` over its sources, which is handed pieces of them of any length."""
+
+    compute: Callable[[Sequence[Array]], Array]
+
+    def fill(self, out: Array, parts: Sequence[Array]) -> None:
+        for start in range(0, len(out), PIECE):
+            out[start : start + PIECE] = self.compute([part[start : start + PIECE] for part in parts])
+
+
+@dataclass(frozen=True)
+class Summed(Derived):
+    """The sum of each sender's difference from a base, times its weight: see `weighted_steps`.
+
+    The first source is the base; each weight belongs to one of the others.
+    """
+
+    weights: tuple[float, ...]
+
+    def fill(self, out: Array, parts: Sequence[Array]) -> None:
+        base = parts[0].astype(out.dtype, copy=False)
+        step = np.empty_like(out)
+        # The sum begins at zero, so that it is never -0.0 where nobody changed anything: 0.0 + -0.0 is 0.0.
+        out.fill(0)
+        for weight, source, part in zip(self.weights, self.sources[1:], parts[1:], strict=True):
+            if not isinstance(source, _StepsOf):
+                np.subtract(part.astype(out.dtype, copy=False), base, out=step)
+                np.multiply(step, out.dtype.type(weight), out=step)
+            elif isinstance(part, np.ndarray):
+                np.multiply(part.astype(out.dtype, copy=False), out.dtype.type(weight), out=step)
+            else:
+                part.add_to(out, weight)
+                continue
+            np.add(out, step, out=out)
+
+
+@dataclass(frozen=True)
+class Moved(Derived):
+    """Its first source less its second, which says by how much: rounded once, to `dtype`."""
+
+    @property
+    def step(self) -> Tensor:
+        return self.sources[1]
+
+    def fill(self, out: Array, parts: Sequence[Array]) -> None:
+        start, step = parts
+        if start.dtype == step.dtype == out.dtype:
+            np.subtract(start, step, out=out)
+        else:
+            # In what the step is in, for a base of sixteen bits; in float64 where it is asked for unrounded.
+            wide = max(step.dtype, out.dtype, key=lambda dtype: dtype.itemsize)
+            out[...] = start.astype(wide) - step.astype(wide, copy=False)
 
 
 def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
@@ -79,25 +227,20 @@ def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
     each is held at a time, and of each of their sources. Raises ValueError if the sizes differ.
     """
     order = _sources_first(tensors)
-    computed = [tensor for tensor in order if isinstance(tensor, Computed)]
-    read = [tensor for tensor in order if not isinstance(tensor, Computed)]
-    wanted = {id(tensor) for tensor in tensors}
+    derived = [tensor for tensor in order if isinstance(tensor, Derived)]
+    read = [tensor for tensor in order if not isinstance(tensor, Derived)]
     for parts in zip(*(tensor.chunks() for tensor in read), strict=True):
-        at_hand = {id(tensor): part for tensor, part in zip(read, parts, strict=True)}
-        results = {
-            id(tensor): np.empty(len(parts[0]), NUMPY_DTYPES[tensor.dtype])
-            for tensor in computed
-            if id(tensor) in wanted
-        }
-        for start in range(0, len(parts[0]), PIECE):
-            piece = {node: part[start : start + PIECE] for node, part in at_hand.items()}
-            for tensor in computed:
-                result = tensor.compute([piece[id(source)] for source in tensor.sources])
-                piece[id(tensor)] = result.astype(NUMPY_DTYPES[tensor.dtype], copy=False)
-            for node, whole in results.items():
-                whole[start : start + PIECE] = piece[node]
-        at_hand |= results
-        yield tuple(at_hand[id(tensor)] for tensor in tensors)
+        at_hand = {_identity(tensor): part for tensor, part in zip(read, parts, strict=True)}
+        for tensor in derived:
+            result = np.empty(len(parts[0]), NUMPY_DTYPES[tensor.dtype])
+            tensor.fill(result, [at_hand[_identity(source)] for source in tensor.sources])
+            at_hand[_identity(tensor)] = result
+        yield tuple(at_hand[_identity(tensor)] for tensor in tensors)
+
+
+def _identity(tensor: Tensor) -> tuple[int, bool]:
+    """What tells tensors apart. The steps of one tensor are the same however many sums need them."""
+    return (id(tensor.tensor), True) if isinstance(tensor, _StepsOf) else (id(tensor), False)
 
 
 def related(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -105,44 +248,87 @@ def related(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
     The order is that given, among groups and within each.
     """
-    above: dict[int, int] = {}
+    above: dict[tuple[int, bool], tuple[int, bool]] = {}
 
-    def top(node: int) -> int:
+    def top(node: tuple[int, bool]) -> tuple[int, bool]:
         while above[node] != node:
             above[node] = node = above[above[node]]
         return node
 
     for tensor in tensors:
-        for source in _sources_first([tensor]):
-            above.setdefault(id(source), id(source))
-            above[top(above.setdefault(id(tensor), id(tensor)))] = top(id(source))
-    groups: dict[int, list[Tensor]] = {}
+        own = _identity(tensor)
+        for source in map(_identity, _sources_first([tensor])):
+            above.setdefault(source, source)
+            above[top(above.setdefault(own, own))] = top(source)
+    groups: dict[tuple[int, bool], list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(top(id(tensor)), []).append(tensor)
+        groups.setdefault(top(_identity(tensor)), []).append(tensor)
     return list(groups.values())
 
 
 def _sources_first(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors and all that they are computed from, each once, every one after its sources."""
-    found: dict[int, Tensor] = {}
+    found: dict[tuple[int, bool], Tensor] = {}
 
     def visit(tensor: Tensor) -> None:
-        if id(tensor) not in found:
-            for source in tensor.sources if isinstance(tensor, Computed) else ():
+        if _identity(tensor) not in found:
+            for source in tensor.sources if isinstance(tensor, Derived) else ():
                 visit(source)
-            found[id(tensor)] = tensor
+            found[_identity(tensor)] = tensor
 
     for tensor in tensors:
         visit(tensor)
     return list(found.values())
 
 
-def mean_step(base: Tensor, senders: Sequence[tuple[float, Tensor]], whole: float | None = None) -> Tensor:
+# ---------------------------------------------------------------- sums of differences
+
+
+@dataclass(frozen=True)
+class Stretched:
+    """As far from `base` as `tensor` is, times `factor`."""
+
+    base: Tensor
+    tensor: Tensor
+    factor: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.base.dtype
+
+    def chunks(self) -> Iterator[Array]:
+        return _moved(self.base, weighted_steps(self.base, [(-self.factor, self.tensor)])).chunks()
+
+
+def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> Summed:
+    """The sum of each sender's difference from `base` times its weight, which may be of any sign.
+
+    It runs in the order given, in float32, or in float64 for a base of that (docs/decisions/0019): the same senders
+    in the same order give the same bits on every machine, and where nobody changed anything it is exactly 0.0.
+    """
+    weights: list[float] = []
+    sources: list[Tensor] = [base]
+    for weight, sent in senders:
+        factor, tensor = weight, sent
+        while isinstance(tensor, Stretched):
+            factor, tensor = factor * tensor.factor, tensor.tensor
+        weights.append(factor)
+        if getattr(tensor, "sent_as_steps", False):
+            sources.append(_StepsOf(cast("Stepped", tensor), sent.shape, sent.dtype))
+        else:
+            sources.append(tensor)
+    return Summed(base.shape, "F64" if base.dtype == "F64" else "F32", tuple(sources), tuple(weights))
+
+
+def mean_step(base: Tensor, senders: Sequence[tuple[float, Tensor]], whole: float | None = None) -> Moved:
     """`base` plus the weighted sum of each sender's difference from it, over `whole` (default: the weights' sum).
 
     With the default this is the senders' weighted mean; with the weight of a whole cohort it is a step damped by
-    the share that sent. The sum runs in float64 in the order given, so the same senders in the same order give the
-    same bits; and a block that no sender changed comes out bit for bit as it was.
+    the share that sent. A block that no sender changed comes out bit for bit as it was.
 
     Raises ValueError if a weight is not positive or a shape differs.
     """
@@ -151,41 +337,12 @@ def mean_step(base: Tensor, senders: Sequence[tuple[float, Tensor]], whole: floa
     if any(tensor.shape != base.shape for _, tensor in senders):
         raise ValueError(f"shapes differ from {base.shape}: {[tensor.shape for _, tensor in senders]}")
     total = sum(weight for weight, _ in senders) if whole is None else whole
-    shares = [weight / total for weight, _ in senders]
-
-    def step(parts: Sequence[Array]) -> Array:
-        start = parts[0].astype(np.float64)
-        moved = start.copy()
-        for share, part in zip(shares, parts[1:], strict=True):
-            # Subtracted, because x - 0.0 is x for every x, while -0.0 + 0.0 is 0.0.
-            moved -= share * (start - part.astype(np.float64))
-        return moved
-
-    return Computed(base.shape, base.dtype, (base, *(tensor for _, tensor in senders)), step)
+    # Summed with the sign turned and then subtracted, because x - 0.0 is x for every x, while -0.0 + 0.0 is 0.0.
+    return _moved(base, weighted_steps(base, [(-weight / total, tensor) for weight, tensor in senders]))
 
 
-def stretched(base: Tensor, tensor: Tensor, factor: float) -> Computed:
-    """As far from `base` as `tensor` is, times `factor`, in float64."""
-
-    def stretch(parts: Sequence[Array]) -> Array:
-        start, end = (part.astype(np.float64) for part in parts)
-        moved: Array = start - factor * (start - end)
-        return moved
-
-    return Computed(base.shape, "F64", (base, tensor), stretch)
-
-
-def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> Computed:
-    """The sum of each sender's difference from `base` times its weight, in float64. Weights may be of any sign."""
-
-    def total(parts: Sequence[Array]) -> Array:
-        start = parts[0].astype(np.float64)
-        summed = np.zeros_like(start)
-        for (weight, _), part in zip(senders, parts[1:], strict=True):
-            summed += weight * (part.astype(np.float64) - start)
-        return summed
-
-    return Computed(base.shape, "F64", (base, *(tensor for _, tensor in senders)), total)
+def _moved(base: Tensor, step: Tensor) -> Moved:
+    return Moved(base.shape, base.dtype, (base, step))
 
 
 def to_array(tensor: Tensor) -> Array:
@@ -210,7 +367,7 @@ def as_bytes(chunk: Array) -> memoryview:
     return np.ascontiguousarray(chunk).view(np.uint8).data.cast("B")
 
 
-def from_bytes(data: bytes, dtype: DType) -> Array:
+def from_bytes(data: bytes | memoryview, dtype: DType) -> Array:
     """The inverse of `as_bytes`: a flat, read-only array over `data`."""
     return np.frombuffer(data, dtype=NUMPY_DTYPES[dtype])
 

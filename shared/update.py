@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
+import numpy as np
+
 from shared import codecs
 from shared.blocks import Block, DType
+from shared.codecs.delta import difference
 from shared.container import ContainerError, Header, read_header, write_streams
 from shared.problems import Fault, InvalidUpdate
-from shared.tensors import Array, Tensor
+from shared.tensors import CHUNK, Array, Steps, Tensor, chunk_counts
 
 FORMAT = "tessera-update/1"
 _CODEC = "codec:"
@@ -24,15 +27,40 @@ class Change:
     block: Block
     value: Tensor
     base: Tensor
+    rest: Array | None = None
+    """What earlier updates left out of the block's differences, float32 and flat, to be added to this one."""
+
+    def values(self) -> Iterator[Array]:
+        """The new value with the rest, in the block's own type, chunk by chunk."""
+        for value, rest in zip(self.value.chunks(), self._rests(), strict=True):
+            yield value if rest is None else (value + rest).astype(value.dtype)
+
+    def steps(self) -> Iterator[Array]:
+        """The difference from the version with the rest, as float32, chunk by chunk."""
+        for value, base, rest in zip(self.value.chunks(), self.base.chunks(), self._rests(), strict=True):
+            step = difference(value, base)
+            yield step if rest is None else step + rest
+
+    def _rests(self) -> Iterator[Array | None]:
+        counts = chunk_counts(self.block.numel)
+        return (None if self.rest is None else self.rest[CHUNK * n :][:count] for n, count in enumerate(counts))
 
 
-def write_update(file: BinaryIO, codec: str, changes: Sequence[Change]) -> None:
-    """Writes an update, choosing `raw` for each block on which `codec` would not pay. `file` must be seekable."""
-    chosen = {c.block.name: codecs.worthwhile(codec, c.value, c.base) for c in changes}
+def codec_for(codec: str, change: Change) -> str:
+    """What of `codec` is of use to this block."""
+    return codecs.worthwhile(codecs.suited(codec, change.block), change)
+
+
+def write_update(file: BinaryIO, chosen: str | Mapping[str, str], changes: Sequence[Change], seed: int = 0) -> None:
+    """Writes an update: each block by its chosen codec, or all by one, as far as it is of use to them. `file` must be
+    seekable. Where a codec rounds by chance, the same seed gives the same bytes."""
+    if isinstance(chosen, str):
+        chosen = {change.block.name: codec_for(chosen, change) for change in changes}
+    dice = np.random.Generator(np.random.SFC64(seed))
     write_streams(
         file,
-        ((c.block.name, codecs.encode(chosen[c.block.name], c.value, c.base)) for c in changes),
-        {"format": FORMAT, **{_CODEC + name: name_of for name, name_of in chosen.items()}},
+        ((c.block.name, codecs.encode(chosen[c.block.name], c, dice)) for c in changes),
+        {"format": FORMAT, **{_CODEC + name: codec for name, codec in chosen.items()}},
         chosen,
     )
 
@@ -60,6 +88,20 @@ class EncodedTensor:
         with self.open() as file:
             file.seek(self.start)
             yield from codecs.decode(self.codec, self.block, self.base, file, self.nbytes)
+
+    @property
+    def sent_as_steps(self) -> bool:
+        return codecs.parse(self.codec).of_differences
+
+    def steps(self) -> Iterator[Array | Steps]:
+        """The difference of each chunk from the version, as it was sent or as float32."""
+        if self.sent_as_steps:
+            with self.open() as file:
+                file.seek(self.start)
+                yield from codecs.decode_steps(self.codec, self.block, file, self.nbytes)
+        else:
+            for chunk, start in zip(self.chunks(), self.base.chunks(), strict=True):
+                yield difference(chunk, start)
 
 
 def read_update(
@@ -105,13 +147,15 @@ def _form_faults(name: str, block: Block, codec: str, header: Header) -> list[Fa
     if entry.dtype != "U8" or len(entry.shape) != 1:
         return [Fault(pointer=name, detail=f"an encoded block is a U8 vector, not {entry.dtype} {list(entry.shape)}")]
     try:
-        stages = codecs.stages(codec)
+        line = codecs.parse(codec).line
     except codecs.CodecError as fault:
         return [Fault(pointer=name, detail=str(fault)[:300])]
-    if not stages and entry.nbytes != block.nbytes:
+    if codecs.suited(codec, block) != codec:
+        return [Fault(pointer=name, detail=f"{codec} is of no use to a block of shape {list(block.shape)}")]
+    if not line and entry.nbytes != block.nbytes:
         want = f"{block.nbytes} bytes ({block.dtype} {list(block.shape)})"
         return [Fault(pointer=name, detail=f"{entry.nbytes} bytes were sent for a block of {want}")]
-    if entry.nbytes > codecs.longest(block.nbytes):
+    if entry.nbytes > codecs.longest(codec, block):
         return [
             Fault(
                 pointer=name,

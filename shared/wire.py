@@ -7,18 +7,22 @@ Messages between coordinator and worker ignore them, so that versions one apart 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import datetime
 from math import prod
 from typing import Annotated, Generic, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
+    ByteSize,
     ConfigDict,
     Field,
     JsonValue,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    TypeAdapter,
     field_validator,
     model_validator,
 )
@@ -50,6 +54,9 @@ Reported = Annotated[dict[Annotated[str, Field(pattern=r"^[ -~]{1,64}$")], Numbe
 
 Resources = Annotated[dict[Literal["memory_bytes", "upload_bytes_per_second"], PositiveFloat], Field(max_length=8)]
 """What a worker may spend on a task, as its site declares it."""
+
+Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(gt=0, lt=1 << 53)]
+"""A number of bytes; also taken with its unit, as in '5 MB'."""
 
 Examples = dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]]
 """How many there are, by data set."""
@@ -88,21 +95,55 @@ class MemoryEntry(Frozen):
 
 
 class Manifest(Frozen):
-    """A version: the digest of each block, and what the method remembers. Its own digest is the version's."""
+    """A version: the digest of each block, and what the method remembers. Its own digest is the version's.
+
+    As a document it may name an earlier version's manifest as its root, and then has only the blocks that differ, so
+    that a round which moves little of a model is not mostly manifest. `read` puts the others in.
+    """
 
     blocks: dict[Name, Digest]
     memory: dict[Name, MemoryEntry] = {}
     numbers: dict[str, float] = {}
+    root: Digest | None = None
+
+    @classmethod
+    def read(cls, document: bytes, fetch: Callable[[Digest], bytes]) -> Self:
+        """The manifest of a document; its root's is fetched. Raises ValueError for what is none."""
+        manifest = cls.model_validate_json(document)
+        if manifest.root is None:
+            return manifest
+        root = cls.model_validate_json(fetch(manifest.root))
+        if root.root is not None:
+            raise ValueError(f"the root {manifest.root} of a manifest has itself a root")
+        return manifest.model_copy(update={"blocks": root.blocks | manifest.blocks})
+
+    def document(self, root: Manifest | None = None) -> bytes:
+        """What is stored; `root` is the manifest that `self.root` names."""
+        if root is None:
+            return canonical(self)
+        return canonical(self.model_copy(update={"blocks": self.changed(root)}))
+
+    def changed(self, since: Manifest) -> dict[Name, Digest]:
+        """The blocks that are other than in that manifest."""
+        return {name: digest for name, digest in self.blocks.items() if since.blocks.get(name) != digest}
 
     @property
     def digests(self) -> set[Digest]:
         """The blobs that it refers to."""
-        return {*self.blocks.values(), *(entry.digest for entry in self.memory.values())}
+        of_memory = {entry.digest for entry in self.memory.values()}
+        return {*self.blocks.values(), *of_memory} | ({self.root} if self.root else set())
 
 
 class VersionRef(Message):
     number: NonNegativeInt
     digest: Digest
+
+
+class Difference(Message):
+    """A blob that makes one version of another: an update file with the blocks in which they differ."""
+
+    digest: Digest
+    nbytes: PositiveInt
 
 
 class Version(VersionRef):
@@ -169,6 +210,12 @@ class RunSpec(Frozen):
     privacy: Privacy | None = Field(default=None, description="differential privacy of what each worker trains on")
     evaluation: Evaluation | None = None
     codec: str = Field(default=codecs.LOSSLESS, max_length=128, description="how updates are written for the wire")
+    upload_budget: Bytes | None = Field(
+        default=None, description="the most bytes of an update, as in '5 MB'; coarser codecs are taken to keep to it"
+    )
+    upload_seconds: PositiveFloat | None = Field(
+        default=None, description="the most that an update may take on the line that its worker declares"
+    )
     divide: Divide = "participants"
     server_optimizer: ServerOptimizer = Plain()
     max_examples: PositiveInt | None = Field(
@@ -179,7 +226,7 @@ class RunSpec(Frozen):
     @field_validator("codec")
     @classmethod
     def _known_codec(cls, codec: str) -> str:
-        codecs.stages(codec)
+        codecs.parse(codec)
         return codec
 
     @model_validator(mode="after")
@@ -300,9 +347,13 @@ class Task(Message):
     training: Training
     privacy: Privacy | None = None
     codec: str
+    upload_budget: PositiveInt | None = None
+    upload_seconds: PositiveFloat | None = None
     divide: Divide
     model: Digest
     version: VersionRef
+    inline_bytes: NonNegativeInt = 0
+    """An update of so many bytes may come with its submission."""
     lease_seconds: LeaseSeconds
 
 
@@ -315,11 +366,15 @@ class Lease(Message):
 
 
 class Submission(Message):
-    """A finished `train` task: the digest of an uploaded update, and what goes with it."""
+    """A finished `train` task: the digest of an update, and what goes with it. The update was uploaded before or, if
+    the task says that so few bytes may be, is here."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     token: int
     version: Digest
     update: Digest
+    data: bytes | None = None
     examples: PositiveInt = Field(lt=1 << 40)
     numbers: Reported = {}
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)

@@ -7,13 +7,16 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import httpx
 import structlog
 import torch
 
 from shared.blocks import SelectorError
 from shared.client import Client
 from shared.codecs import CodecError
+from shared.fitting import OverBudget
 from shared.methods import UnknownMethod, methods
+from shared.methods.contract import Unsuited
 from shared.problems import (
     Forbidden,
     Invalid,
@@ -32,6 +35,7 @@ from worker.configs import ConfigError
 from worker.layouts import MappingError
 from worker.models import ModelMismatch
 from worker.policy import PolicyViolation
+from worker.probabilities import UnknownAttention
 from worker.renewal import Renewal, Stop, Stopped
 from worker.settings import Settings, token_of
 from worker.trainer import TrainingDiverged
@@ -58,10 +62,13 @@ TELLABLE: dict[type[Exception], str] = {
     ModelMismatch: "model-mismatch",
     UnknownArchitecture: "unknown-architecture",
     MappingError: "unknown-architecture",
+    UnknownAttention: "unknown-architecture",
+    Unsuited: "unsuited",
     SelectorError: "invalid-plan",
     UnknownMethod: "unknown-method",
     CodecError: "unknown-codec",
     BlobTooLarge: "too-large",
+    OverBudget: "over-budget",
 }
 
 
@@ -77,10 +84,12 @@ class Agent:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._stop = stop
-        self._client = Client(settings.url, token, sleep=stop.sleep)
+        # One for all clients: to read the certificates takes longer than a small round.
+        verify = httpx.create_ssl_context()
+        self._client = Client(settings.url, token, sleep=stop.sleep, verify=verify)
         # For claims and heartbeats, which other threads make and may be left behind in: each has a client of its own,
         # which tries once and leaves it to whoever asked to decide what then.
-        self._connect = partial(Client, settings.url, token, patience_seconds=0)
+        self._connect = partial(Client, settings.url, token, patience_seconds=0, verify=verify)
         self._poll_seconds = settings.poll_seconds
         self._policy = settings.policy
         self._alive = settings.state_dir / ALIVE_FILE

@@ -36,6 +36,9 @@ from worker.probabilities import READERS, SOFTMAXES, Probabilities, UnknownAtten
 OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states")
 """What an attention is handed, under either name, if its keys are not its queries' tokens."""
 
+PADDING_MASKS = ("attention_mask", "pixel_attention_mask")
+"""What a tower is handed that says which of its tokens are padding: of a text, or of an image's patches."""
+
 RAW_INPUTS = ("input_ids", "pixel_values", "input_values", "input_features")
 
 
@@ -231,8 +234,8 @@ class _Watch(TorchFunctionMode):
         mask = None
         for frame in reversed(self._frames):
             inputs = frame.inputs
-            if mask is None and _is_flat(inputs.get("attention_mask")):
-                mask = inputs["attention_mask"]
+            if mask is None:
+                mask = next((inputs[name] for name in PADDING_MASKS if _is_flat(inputs.get(name))), None)
             raw = next((name for name in RAW_INPUTS if inputs.get(name) is not None), None)
             if raw is not None:
                 ids = inputs.get("input_ids")

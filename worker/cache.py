@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import BinaryIO
 import numpy as np
 
 from shared.blocks import NUMPY_DTYPES, Block, DType
+from shared.hashing import Hashing, Sink
 from shared.problems import DigestMismatch
 from shared.tensors import Array, chunk_counts
 from worker.files import sweep, written_whole
@@ -27,8 +28,8 @@ PIECE_BYTES = 1 << 20
 NAMES = re.compile(r"sha256-([0-9a-f]{64})")
 
 Progress = Callable[[int], None]
-Source = Callable[[str, BinaryIO, Progress], object]
-"""Writes the blob of a digest to a file, telling of the bytes as they come: `Client.fetch_blob`."""
+Source = Callable[[str, Sink, Progress], object]
+"""Writes the blob of a digest to a file, telling of the bytes as they come: `Client.copy_blob`."""
 
 
 class BlobTooLarge(ValueError):
@@ -78,6 +79,26 @@ class Cache:
         os.utime(path)
         return path
 
+    def put(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> bool:
+        """Takes a blob that was made here; whether its bytes are those of its name. If not, nothing is kept.
+
+        Raises BlobTooLarge as `fetch` does.
+        """
+
+        def made(_: str, file: Sink, progress: Progress) -> None:
+            for piece in pieces:
+                progress(file.write(piece))
+
+        try:
+            self.fetch(digest, max_bytes, made)
+        except DigestMismatch:
+            return False
+        return True
+
+    def path(self, digest: str) -> Path:
+        """Where a blob lies if it is here."""
+        return self._path(digest)
+
     def _path(self, digest: str) -> Path:
         match = DIGEST.fullmatch(digest)
         if match is None:
@@ -105,12 +126,12 @@ class Cache:
             if progress:
                 progress(nbytes)
 
-        with written_whole(path) as file:
-            source(digest, file, count)
+        # Not durable: after a power cut each blob is hashed before its first use anyway.
+        with written_whole(path, durable=False) as file:
+            hashing = Hashing(file)
+            source(digest, hashing, count)
+            hashing.require(digest)
             size = file.tell()
-            file.seek(0)
-            if _digest_of(file) != digest:
-                raise DigestMismatch(f"the bytes received for {digest} are others", remedy="Fetch it again.")
             self._make_room(size)
         self._bytes[digest] = size
         self._checked.add(digest)

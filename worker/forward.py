@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from shared.methods.contract import Output
@@ -15,18 +17,34 @@ IGNORED = -100
 """The label of positions that are not scored, in transformers' models and in ours."""
 
 
-def forward(model: Callable[..., Any], head: Head, batch: Mapping[str, Tensor]) -> Output:
-    """The loss and the logits of a batch that holds the model's keyword inputs, `labels` among them.
+def forward(
+    model: nn.Module, head: Head, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None
+) -> Output:
+    """The loss and the logits of a batch that holds the model's keyword inputs, `labels` among them; with `values`
+    in place of the model's own tensors of those names.
 
     A contrastive model is a classifier whose classes are texts: `input_ids` [classes, tokens] beside `pixel_values`
     [examples, ...], and the loss is the cross-entropy of each image's logits over the texts.
     """
+    inputs = _fitted(batch, next(model.parameters()).dtype)
     if head != "contrastive":
-        output = model(**batch)
+        output = _called(model, inputs, values)
         return Output(output.loss, output.get("logits"))
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    logits: Tensor = model(**inputs).logits_per_image  # [examples, classes]
-    return Output(cross_entropy(logits, batch["labels"]), logits)
+    labels = inputs.pop("labels")
+    logits: Tensor = _called(model, inputs, values).logits_per_image  # [examples, classes]
+    return Output(cross_entropy(logits, labels), logits)
+
+
+def _fitted(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The batch with pixels and sound in the type of the model's weights: half of the families take no other."""
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() and name != "labels" else tensor
+        for name, tensor in batch.items()
+    }
+
+
+def _called(model: nn.Module, inputs: dict[str, Tensor], values: Mapping[str, Tensor] | None) -> Any:
+    return model(**inputs) if values is None else functional_call(model, dict(values), (), inputs)
 
 
 def losses(output: Output, head: Head, labels: Tensor) -> Tensor:

@@ -52,6 +52,8 @@ class PrivateTask:
         self._choice = NoisyChoice(rho=privacy.selection_share * rho_of(privacy) / max(1, self._selections))
         self._chosen = False
         self._looked = False
+        self._picks_left = 0
+        self._epsilon_per_pick = 0.0
         with ledger.page(task.dataset) as page:
             choices = [self._choice] * min(1, self._selections)
             self._judge(page, [*choices, self._noisy_steps(page, task.training.epochs)])
@@ -74,16 +76,20 @@ class PrivateTask:
             self._spend([self._choice])
         self._looked = True
 
-    def choose(self, scores: Array, count: int) -> list[int]:
+    def choose(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
         """As `Work.choose`, by noisy sums if the run says so: each choice after the first is paid for here."""
         if self._privacy.selection != "noisy":
             return largest(scores, count)
         if not self._looked:
             raise PolicyViolation("privacy", "the method chooses by what it has not seen in this task")
-        if self._chosen:
-            self._spend([self._choice])
+        if not self._chosen or count > self._picks_left:
+            if self._chosen:
+                self._spend([self._choice])
+            self._picks_left = max(1, count, picks or 0)
+            self._epsilon_per_pick = epsilon_per_pick(self._choice.rho, self._picks_left)
         self._chosen = True
-        return private_top_k(bounded_sums(scores), count, epsilon_per_pick(self._choice.rho, count), self._dice)
+        self._picks_left -= count
+        return private_top_k(bounded_sums(scores), count, self._epsilon_per_pick, self._dice)
 
     def check_choice(self) -> None:
         """After blocks were chosen. Raises PolicyViolation if the choice went past the noise."""

@@ -17,7 +17,7 @@ from worker.models import rows_of
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Batch], Tensor]
 
-OF_EACH_EXAMPLE = frozenset({"pixel_values", "labels"})
+OF_EACH_EXAMPLE = frozenset({"pixel_values", "pixel_attention_mask", "spatial_shapes", "labels"})
 """What a contrastive model is given for each example: the texts beside them name its classes."""
 
 

@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from shared.blocks import Block, Selector
@@ -26,7 +25,7 @@ from worker.prompts import REMEDY, PromptError, fused_prompts, prompts_of
 from worker.scores import common_to_all, fisher, gradient_norms
 
 
-def largest(scores: Array, count: int) -> list[int]:
+def largest(scores: Array, count: int, picks: int | None = None) -> list[int]:  # noqa: ARG001 (it is for noise)
     """The places of the `count` largest sums of scores [examples, candidates], of equals the first."""
     return [int(place) for place in np.argsort(-scores.sum(axis=0), kind="stable")[:count]]
 
@@ -42,7 +41,7 @@ class LocalWork:
     vault: Mapping[str, Array] = field(default_factory=dict)
     memory: Mapping[str, Array] = field(default_factory=dict)
     private: list[Block] = field(default_factory=list)
-    choosing: Callable[[Array, int], list[int]] = largest
+    choosing: Callable[[Array, int, int | None], list[int]] = largest
     """How `choose` chooses: without noise, unless the task is private."""
     _added: list[str] = field(default_factory=list)
 
@@ -75,9 +74,7 @@ class LocalWork:
         return whole
 
     def forward(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None) -> Output:
-        if values is None:
-            return forward(self.model, self.head, batch)
-        return forward(partial(_called, self.model, dict(values)), self.head, batch)
+        return forward(self.model, self.head, batch, values)
 
     def features(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None) -> Tensor:
         handed: list[Tensor] = []
@@ -115,8 +112,8 @@ class LocalWork:
     def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         return self.forward(batch).loss
 
-    def choose(self, scores: Array, count: int) -> list[int]:
-        return self.choosing(scores, count)
+    def choose(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
+        return self.choosing(scores, count, picks)
 
     def add_private(self, name: str, module: nn.Module) -> None:
         if hasattr(self.model, name):
@@ -150,7 +147,3 @@ class LocalWork:
         for name in self._added:
             delattr(self.model, name)
         self._added.clear()
-
-
-def _called(model: nn.Module, values: dict[str, Tensor], **inputs: Tensor) -> object:
-    return functional_call(model, values, (), inputs)

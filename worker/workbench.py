@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
+import structlog
 import torch
 from transformers import PreTrainedModel
 
 from shared import codecs
 from shared.blocks import Block
 from shared.client import Client, Progress
+from shared.codecs import CodecError
 from shared.container import read_header
 from shared.fairness import PERSONAL
+from shared.fitting import write_within
+from shared.hashing import Sink
 from shared.methods import worker_half
 from shared.methods.contract import Harvest, RunFacts, Tally, WorkerHalf
 from shared.model import MAX_DOCUMENT_BYTES, Model
-from shared.problems import Problem
-from shared.tensors import Array, ArrayTensor, from_bytes, to_array
-from shared.update import Change, write_update
-from shared.wire import Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
+from shared.problems import InvalidUpdate, Problem
+from shared.tensors import Array, ArrayTensor, as_bytes, digest_of, from_bytes, to_array
+from shared.update import Change, read_update, write_update
+from shared.wire import Difference, Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
 from worker.blockmap import block_table, named_tensors
-from worker.cache import BlobTensor, Cache, Source
+from worker.cache import BlobTensor, BlobTooLarge, Cache, Source
 from worker.data import Dataset
 from worker.evaluator import evaluate
+from worker.feedback import Feedback, without_feedback
 from worker.files import sweep, temporary_file
 from worker.layouts import MappingFile
 from worker.ledger import LEDGER_FOLDER, Ledger
@@ -47,7 +52,8 @@ if TYPE_CHECKING:
 class Coordinator(Protocol):
     """What a task asks of its coordinator: a `Client` does so over HTTP, a simulation in the same process."""
 
-    def fetch_blob(self, digest: str, file: BinaryIO, progress: Progress | None = None) -> int: ...
+    def copy_blob(self, digest: str, file: Sink, progress: Progress | None = None) -> None: ...
+    def difference(self, run_id: str, number: int, since: int) -> Difference | None: ...
     def put_file(self, path: Path, progress: Progress | None = None) -> str: ...
     def submit(self, task_id: str, submission: Submission) -> TaskView: ...
     def submit_evaluation(self, task_id: str, evaluated: Evaluated) -> TaskView: ...
@@ -56,8 +62,15 @@ class Coordinator(Protocol):
 class Shelf(Protocol):
     """Where the blobs that a task fetches lie while it is done: a `Cache`."""
 
+    def __contains__(self, digest: str) -> bool: ...
+    def path(self, digest: str) -> Path: ...
+    def put(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> bool: ...
     def pinning(self) -> AbstractContextManager[None]: ...
     def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path: ...
+
+
+LEAST_DIFFERENCE = 1 << 16
+"""Fewer bytes of blocks are not worth asking what a difference would take."""
 
 
 class TaskFailure(ValueError):
@@ -111,6 +124,14 @@ class Models:
 
 
 @dataclass(frozen=True)
+class Held:
+    """A version whose blocks were fetched, as far as they were wanted."""
+
+    number: int
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
 class _Ready:
     """A task with its version loaded."""
 
@@ -119,6 +140,8 @@ class _Ready:
     work: LocalWork
     bases: Mapping[str, BlobTensor]
     """The version's value of each fetched block."""
+    feedback: Feedback
+    """What lossy codecs left out before."""
 
     def prepare(self) -> None:
         """Makes the version this site's own: puts in what it keeps, and what the method adds."""
@@ -128,6 +151,14 @@ class _Ready:
     def is_changed(self) -> bool:
         """Whether a fetched block has another value than the version's."""
         return any(self.work.read(base.block).tobytes() != to_array(base).tobytes() for base in self.bases.values())
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What is handed in, and its bytes if they go along with the submission."""
+
+    digest: str
+    data: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -144,8 +175,12 @@ class Workbench:
     kinds: tuple[TaskKind, ...] = ("train", "evaluate")
     mappings: Mapping[str, MappingFile] = field(default_factory=dict)
     models: Models = field(default_factory=Models)
+    held: dict[str, Held] = field(default_factory=dict)
+    """By run, the version of the last task."""
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
     """The privacy budgets of the data sets that have one."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """What a task may spend."""
     ledger: Ledger | None = None
     """Where privacy is written down; in `scratch` if None."""
 
@@ -165,6 +200,7 @@ class Workbench:
             kinds=settings.kinds,
             mappings=mappings_of(settings.mappings),
             allowances=allowances_of(settings),
+            resources={str(name): most for name, most in settings.resources.items()},
             ledger=ledger_of(settings),
         )
 
@@ -175,7 +211,7 @@ class Workbench:
         refuses, whatever `check` raises to end the task early, and other exceptions for a task that cannot be done.
         """
         self.policy.check_task(task, self.kinds)
-        codecs.stages(task.codec)
+        codecs.parse(task.codec)
         dataset = self.datasets.get(task.dataset)
         if dataset is None:
             raise TaskFailure("unknown-dataset", f"there is no data set {task.dataset!r} here")
@@ -211,32 +247,44 @@ class Workbench:
 
     def _loaded(self, task: Task, check: Check, report: Report) -> _Ready:
         """The version as it is, in a model; what the site keeps is at hand, and not yet in it."""
-        document = Model.model_validate_json(self._document(task.model, check, report))
+
+        def document_of(digest: str) -> bytes:
+            return self._blob(digest, MAX_DOCUMENT_BYTES, check, report).read_bytes()
+
+        document = Model.model_validate_json(document_of(task.model))
         self.policy.check_model(document.nbytes)
         fetched = {block.name for block in task.plan.fetch.resolve(document.blocks)}
         built = self._model(task, document, whole=len(fetched) == len(document.blocks))
-        manifest = Manifest.model_validate_json(self._document(task.version.digest, check, report))
+        manifest = Manifest.read(document_of(task.version.digest), document_of)
         wanted = [block for block in built.blocks if block.name in fetched]
-        bases = self._fetch(manifest, wanted, built, check, report)
+        bases = self._fetch(task, manifest, wanted, built, check, report)
         tensors = named_tensors(built.model)
         for base in bases.values():
             write_block(tensors, base.block, to_array(base))
         seed_everything(task.seed)
-        facts = RunFacts(built.blocks, task.rounds, task.divide, task.training, task.privacy)
+        facts = RunFacts(
+            built.blocks,
+            task.rounds,
+            task.divide,
+            task.training,
+            task.privacy,
+            upload_budget=task.upload_budget,
+            upload_seconds=task.upload_seconds,
+        )
         half = worker_half(task.method, facts)
         memory = self._memory(task, manifest, check, report)
-        work = LocalWork(built.model, document.head, task.plan, built.blocks, self.vault.load(task.run), memory)
-        return _Ready(built, half, work, bases)
-
-    def _document(self, digest: str, check: Check, report: Report) -> bytes:
-        return self._blob(digest, MAX_DOCUMENT_BYTES, check, report).read_bytes()
+        vault = self.vault.load(task.run)
+        feedback = Feedback.of(vault, task.plan.stage, task.round)
+        own = without_feedback(vault)
+        work = LocalWork(built.model, document.head, task.plan, built.blocks, own, memory)
+        return _Ready(built, half, work, bases, feedback)
 
     def _blob(self, digest: str, max_bytes: int, check: Check, report: Report) -> Path:
         def received(nbytes: int) -> None:
             report.download_bytes += nbytes
             check()
 
-        return self.shelf.fetch(digest, max_bytes, self.coordinator.fetch_blob, received)
+        return self.shelf.fetch(digest, max_bytes, self.coordinator.copy_blob, received)
 
     def _model(self, task: Task, document: Model, *, whole: bool) -> Built:
         """The run's model: the last round's, if all of it is about to be overwritten, else a new one.
@@ -281,10 +329,11 @@ class Workbench:
         return found
 
     def _fetch(
-        self, manifest: Manifest, wanted: Sequence[Block], built: Built, check: Check, report: Report
+        self, task: Task, manifest: Manifest, wanted: Sequence[Block], built: Built, check: Check, report: Report
     ) -> dict[str, BlobTensor]:
         if odd := sorted(set(manifest.blocks) ^ {block.name for block in built.blocks}):
             raise TaskFailure("invalid-version", f"the version and the model differ in the blocks {odd[:8]}")
+        self._catch_up(task, manifest, wanted, built, check, report)
         bases: dict[str, BlobTensor] = {}
         for block in wanted:
             path = self._blob(manifest.blocks[block.name], block.nbytes, check, report)
@@ -292,6 +341,43 @@ class Workbench:
                 raise TaskFailure("invalid-version", f"the blob of {block.name} has not {block.nbytes} bytes")
             bases[block.name] = BlobTensor(path, block)
         return bases
+
+    def _catch_up(
+        self, task: Task, manifest: Manifest, wanted: Sequence[Block], built: Built, check: Check, report: Report
+    ) -> None:
+        """Makes what is wanted out of the version of the task before, if their difference is the less to fetch. What
+        cannot be made so is fetched as it is."""
+        held, self.held[task.run] = self.held.get(task.run), Held(task.version.number, manifest)
+        if held is None:
+            return
+        before = held.manifest.blocks
+        lacking = [b for b in wanted if manifest.blocks[b.name] not in self.shelf and before[b.name] in self.shelf]
+        lacking_bytes = sum(block.nbytes for block in lacking)
+        if lacking_bytes < LEAST_DIFFERENCE:
+            return
+        difference = self.coordinator.difference(task.run, task.version.number, held.number)
+        if difference is None or difference.nbytes >= lacking_bytes:
+            return
+
+        def received(nbytes: int) -> None:
+            report.download_bytes += nbytes
+            check()
+            if file.tell() > lacking_bytes:
+                raise BlobTooLarge(f"{difference.digest} has more than the {difference.nbytes} bytes of a difference")
+
+        with temporary_file(self.scratch) as (path, file):
+            self.coordinator.copy_blob(difference.digest, file, received)
+            file.flush()
+            asked = {block.name: block for block in built.blocks}
+            bases = {name: BlobTensor(self.shelf.path(before[name]), block) for name, block in asked.items()}
+            try:
+                tensors = read_update(lambda: path.open("rb"), path.stat().st_size, asked, bases)
+                for block in lacking:
+                    check()
+                    pieces = map(as_bytes, tensors[block.name].chunks())
+                    self.shelf.put(manifest.blocks[block.name], pieces, block.nbytes)
+            except (InvalidUpdate, CodecError, KeyError):
+                structlog.get_logger("worker").warning("difference-unusable", run=task.run_name, round=task.round)
 
     # ------------------------------------------------------------ train and hand in
 
@@ -323,20 +409,45 @@ class Workbench:
         report.numbers = {**measured, **harvest.numbers}
         if private:
             report.numbers = private.disclosed(report.numbers)
-        self._submit(task, self._upload(task, ready, harvest, check, report), harvest, tally, report)
+        handed = self._upload(task, ready, harvest, check, report)
+        self._submit(task, handed, {**harvest.keep, **ready.feedback.kept()}, tally, report)
 
-    def _upload(self, task: Task, ready: _Ready, harvest: Harvest, check: Check, report: Report) -> str:
+    def _upload(self, task: Task, ready: _Ready, harvest: Harvest, check: Check, report: Report) -> _Update:
         def sent(nbytes: int) -> None:
             report.upload_bytes += nbytes
             check()
 
-        changes = _changes(harvest, ready.bases)
+        changes = ready.feedback.add(_changes(harvest, ready.bases))
         with temporary_file(self.scratch) as (path, file):
-            write_update(file, task.codec, changes)
+            budget = self._budget(task)
+            if budget is None:
+                write_update(file, task.codec, changes, task.seed)
+            else:
+                write_within(file, task.codec, changes, budget, task.seed)
             file.flush()
+            if budget is not None or not codecs.parse(task.codec).lossless:
+                report.numbers["codec_error"] = self._settle(path, changes, ready.feedback, task)
             self._check_egress(path, task.plan.upload.resolve(ready.built.blocks), harvest)
             check()
-            return self.coordinator.put_file(path, sent)
+            if path.stat().st_size > task.inline_bytes:
+                return _Update(self.coordinator.put_file(path, sent))
+            data = path.read_bytes()
+            sent(len(data))
+            return _Update(digest_of(data), data)
+
+    def _budget(self, task: Task) -> int | None:
+        """The most bytes that the update may have, by what the run says and the site's line."""
+        rate = self.resources.get("upload_bytes_per_second")
+        by_line = int(rate * task.upload_seconds) if rate and task.upload_seconds else None
+        return min((limit for limit in (task.upload_budget, by_line) if limit is not None), default=None)
+
+    @staticmethod
+    def _settle(path: Path, changes: Sequence[Change], feedback: Feedback, task: Task) -> float:
+        """Reads what is about to leave as the coordinator will. What of it is missing stays here."""
+        asked = {change.block.name: change.block for change in changes}
+        bases = {change.block.name: change.base for change in changes}
+        sent = read_update(lambda: path.open("rb"), path.stat().st_size, asked, bases)
+        return feedback.settle(changes, sent, task.round)
 
     def _check_egress(self, path: Path, asked: Sequence[Block], harvest: Harvest) -> None:
         """Reads the very file that is about to leave, whatever was meant to be in it."""
@@ -345,16 +456,17 @@ class Workbench:
             header = read_header(file, nbytes)
         self.policy.check_egress(header.entries, nbytes, asked, harvest.keep)
 
-    def _submit(self, task: Task, update: str, harvest: Harvest, tally: Tally, report: Report) -> None:
+    def _submit(self, task: Task, update: _Update, keep: Mapping[str, Array], tally: Tally, report: Report) -> None:
         submission = Submission(
             token=task.token,
             version=task.version.digest,
-            update=update,
+            update=update.digest,
+            data=update.data,
             examples=tally.examples,
             numbers=report.numbers,
             download_bytes=report.download_bytes,
         )
-        staged = self.vault.stage(task.run, task.id, task.token, harvest.keep)
+        staged = self.vault.stage(task.run, task.id, task.token, keep)
         try:
             view = self.coordinator.submit(task.id, submission)
         except Problem as problem:

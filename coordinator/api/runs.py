@@ -9,7 +9,7 @@ from fastapi import Path as PathParam
 from fastapi.responses import StreamingResponse
 from sqlalchemy import select
 
-from coordinator.api.access import Cursor, Key, Limit, Orchestrator, Serving, Viewer
+from coordinator.api.access import Anyone, Cursor, Key, Limit, Orchestrator, Serving, Viewer
 from coordinator.api.reading import BoundedRoute
 from coordinator.domain.lifecycle import LIVE_RUN
 from coordinator.services import Services
@@ -31,11 +31,12 @@ from shared.problems import (
     PreconditionFailed,
     PreconditionRequired,
 )
-from shared.wire import Manifest, Measurement, Page, Round, Run, RunPatch, RunSpec, Version, VersionRef
+from shared.wire import Difference, Manifest, Measurement, Page, Round, Run, RunPatch, RunSpec, Version, VersionRef
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=BoundedRoute)
 
 RoundNumber = Annotated[int, PathParam(ge=1, lt=1 << 31)]
+Earlier = Annotated[int, Query(alias="since", ge=0, lt=1 << 31, description="the number of the earlier version")]
 Since = Annotated[int, Query(ge=0, lt=1 << 31, description="only of this version and later ones")]
 Number = Annotated[str, PathParam(pattern=r"^(latest|[0-9]{1,9})$", description="a version's number, or 'latest'")]
 
@@ -76,7 +77,7 @@ def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: 
             return views.run_view(session, run)
 
         run = once(session, now, caller, key, spec, Run, create)
-    serving.conductor.call()
+    serving.call()
     response.headers["Location"] = f"/v1/runs/{run.id}"
     response.headers["ETag"] = _etag(run.revision)
     return run
@@ -101,7 +102,7 @@ def _started(
     """The first version, with what the method's server half remembers from the start, and what it warns of."""
     given = serving.states.load(model, manifest, 0)
     state = begun(spec, model, given)
-    stored = (manifest, []) if state == given else serving.states.store(state)
+    stored = (manifest, []) if state == given else serving.states.store(state, spec.version)
     return *stored, warnings_of(spec, model, state)
 
 
@@ -146,7 +147,7 @@ def patch_run(
         move_run(session, serving.database.now(), caller.actor, run_id, event)
         session.refresh(row)
         run = views.run_view(session, row)
-    serving.conductor.call()
+    serving.call()
     response.headers["ETag"] = _etag(run.revision)
     return run
 
@@ -201,6 +202,14 @@ def export_version(run_id: str, number: Number, serving: Serving, caller: Viewer
         "Content-Disposition": f'attachment; filename="{spec.name}-{wanted}.safetensors"',
     }
     return StreamingResponse(export.pieces(), media_type="application/octet-stream", headers=headers)
+
+
+@router.get("/{run_id}/versions/{number}/difference", operation_id="getDifference")
+async def get_difference(
+    run_id: str, number: RoundNumber, serving: Serving, caller: Anyone, since: Earlier
+) -> Difference:
+    """The blob that makes this version of an earlier one, which a worker holds."""
+    return await serving.differences.find(caller, run_id, number, since)
 
 
 @router.get("/{run_id}/metrics", operation_id="listMeasurements")

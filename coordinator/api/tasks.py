@@ -12,6 +12,7 @@ from fastapi import APIRouter, Header, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator.api.access import Anyone, Serving, SiteCaller
+from coordinator.api.blobs import uploads
 from coordinator.api.reading import BoundedRoute
 from coordinator.metrics import UPDATES_TOTAL
 from coordinator.services import Services
@@ -96,7 +97,7 @@ def _enrol(serving: Services, caller: Principal, body: Claim) -> str:
     if worker_id is None:
         with serving.database.transaction() as session:
             worker_id = identity.enrol(session, now, site_id, body)
-        serving.conductor.call()
+        serving.call()
     serving.presence.note(worker_id, now)
     return worker_id
 
@@ -115,7 +116,8 @@ def _lease(serving: Services, caller: Principal, worker_id: str, instance: str) 
         except Conflict:
             # Another thread of this worker was faster; there may be another task.
             return None
-        return tasks.task_message(tasks.held(session, task.id, caller.site_id), seconds)
+        entry = tasks.held(session, task.id, caller.site_id)
+        return tasks.task_message(entry, seconds, serving.settings.submission_bytes)
 
 
 @router.get("/{task_id}", operation_id="getTask")
@@ -140,7 +142,8 @@ def heartbeat(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCalle
 
 @router.post("/{task_id}/update", operation_id="submitUpdate")
 def submit_update(task_id: str, body: Submission, serving: Serving, caller: SiteCaller) -> TaskView:
-    """Hands in an update that was uploaded before. It is accepted when this returns, or refused and named why."""
+    """Hands in an update, which was uploaded before or comes along. It is accepted when this returns, or refused and
+    named why."""
     with serving.database.snapshot() as session:
         entry = tasks.held(session, task_id, caller.site_id)
         if tasks.was_accepted(entry, body):
@@ -149,6 +152,8 @@ def submit_update(task_id: str, body: Submission, serving: Serving, caller: Site
             raise before
         _require_report(entry, body, "train")
         upload_bytes = owned(session, caller.owner, body.update)
+    if body.data is not None:
+        upload_bytes = _taken(serving, caller, body.update, body.data)
     if upload_bytes is None:
         missing = Fault(pointer="/update", detail="no finished upload of yours has this digest")
         raise Invalid(f"{body.update} was not uploaded", errors=[missing], remedy="Upload it, then submit again.")
@@ -183,7 +188,7 @@ def report_failure(task_id: str, body: Failure, serving: Serving, caller: SiteCa
         entry = tasks.held(session, task_id, caller.site_id)
         if not tasks.was_failed(entry, body.token):
             tasks.fail(session, serving.database.now(), caller.actor, entry, body.token, problem)
-    serving.conductor.call()
+    serving.call()
     return _view(serving, caller, task_id)
 
 
@@ -195,7 +200,7 @@ def release(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCaller)
         if not tasks.was_released(entry, body.token):
             tasks.release(session, serving.database.now(), caller.actor, entry, body.token)
         worker_id = entry.task.worker_id
-    serving.gate.notify([worker_id])
+    serving.wake([worker_id])
     return _view(serving, caller, task_id)
 
 
@@ -211,6 +216,17 @@ def _require_report(entry: Held, body: Submission | Evaluated, kind: str) -> Non
         raise StaleVersion(f"the task starts from {entry.version.digest}; the report is about {body.version}")
 
 
+def _taken(serving: Services, caller: Principal, digest: str, data: bytes) -> int:
+    """Keeps an update that came with its submission, as if it had been uploaded; its length."""
+    if len(data) > (most := serving.settings.submission_bytes):
+        fault = Fault(pointer="/data", detail=f"{len(data)} bytes; at most {most} come with a submission")
+        raise Invalid("the update is too long for its submission", errors=[fault], remedy="Upload it first.")
+    taking = uploads(serving)
+    taking.received(len(data))
+    taking.keep(taking.announce(caller.owner, digest, len(data)), data)
+    return len(data)
+
+
 def _inspect(serving: Services, entry: Held, body: Submission) -> dict[str, float]:
     """Reads the whole update, outside of any transaction. Raises InvalidUpdate."""
     spec = entry.spec
@@ -224,7 +240,7 @@ def _reject(serving: Services, caller: Principal, task_id: str, body: Submission
     with serving.database.transaction() as session:
         entry = tasks.held(session, task_id, caller.site_id)
         tasks.reject(session, serving.database.now(), caller.actor, entry, body, problem)
-    serving.conductor.call()
+    serving.call()
 
 
 def _accept(
@@ -239,7 +255,7 @@ def _accept(
         entry = tasks.held(session, task_id, caller.site_id)
         if not tasks.was_accepted(entry, body):
             tasks.accept(session, serving.database.now(), caller.actor, entry, body, upload_bytes, numbers)
-    serving.conductor.call()
+    serving.call()
 
 
 def _view(serving: Services, caller: Principal, task_id: str) -> TaskView:

@@ -11,9 +11,12 @@ import hashlib
 import io
 import os
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO, Self, cast
 
 import obstore
 from anyio import to_thread
@@ -24,12 +27,22 @@ from sqlalchemy.orm import Session
 from coordinator.storage.database import Database
 from coordinator.storage.tables import BlobRow
 from shared.blobs import Stored
+from shared.mapped import MappedFile, mapped
 from shared.problems import NotFound, StoreSpoilt
 
 PIECE_BYTES = 1 << 18
 
 STREAM_BYTES = 1 << 20
 """What is read of a local file at a time to be sent: each piece is a trip to a thread."""
+
+ROWS_KEPT = 256
+"""Rows of the table that are kept at hand, with small blobs whole: a merge asks for every update once a block."""
+
+MAPS_KEPT = 64
+"""Files of the store that stay mapped, for the same reason. A map costs addresses and a descriptor, and no memory."""
+
+FLUSHES = 4
+"""Files that are flushed at a time: most of it is waiting for the disk."""
 
 
 class StagingElsewhere(RuntimeError):
@@ -38,15 +51,27 @@ class StagingElsewhere(RuntimeError):
 
 class Blobs:
     def __init__(
-        self, database: Database, url: str, staging_dir: Path, inline_bytes: int, readahead_bytes: int
+        self,
+        database: Database,
+        url: str,
+        staging_dir: Path,
+        inline_bytes: int,
+        readahead_bytes: int,
+        duty: str = "both",
     ) -> None:
         self._database = database
         self._inline_bytes = inline_bytes
         self._readahead_bytes = readahead_bytes
         self.staging_dir = staging_dir
+        self.duty = duty
         staging_dir.mkdir(parents=True, exist_ok=True)
         # A disk may have spoilt what an earlier process wrote: each blob is hashed once more before its first use.
+        # What came since was hashed as it came, by this process or by one beside it.
         self._sound: set[str] = set()
+        self._began_at = database.now()
+        # A blob that is there stays as it is, and one that is not is not remembered.
+        self._row = lru_cache(maxsize=ROWS_KEPT)(self._look_up)
+        self._map = lru_cache(maxsize=MAPS_KEPT)(mapped)
         self._root = None if "://" in url else Path(url)
         self._store = LocalStore(url, mkdir=True) if self._root else from_url(url)
         if self._root and self._root.stat().st_dev != staging_dir.stat().st_dev:
@@ -67,22 +92,53 @@ class Blobs:
         """The same bit by bit. Several may be open at a time."""
         return BlobWriter(self, self._inline_bytes)
 
+    @contextmanager
+    def file(self) -> Iterator[BinaryIO]:
+        """A seekable file to write and `keep`; what is not kept leaves nothing behind."""
+        path = self.staging_dir / f"put-{uuid.uuid4().hex}"
+        try:
+            with path.open("x+b") as file:
+                yield file
+        finally:
+            path.unlink(missing_ok=True)
+
+    def keep(self, file: BinaryIO) -> Stored:
+        """Makes the bytes of a `file` safe under their digest. To be entered with `record`."""
+        file.seek(0)
+        found = hashlib.sha256()
+        while piece := file.read(PIECE_BYTES):
+            found.update(piece)
+        return self.adopt(Path(file.name), f"sha256:{found.hexdigest()}", file.tell())
+
+    def batch(self) -> BlobBatch:
+        """Writes several, which are safe at the end of `with`: to wait for the disk once costs far less."""
+        return BlobBatch(self, self._inline_bytes)
+
     def adopt(self, path: Path, digest: str, size: int) -> Stored:
         """Takes over a finished file of the staging folder, whose digest was checked."""
         if size <= self._inline_bytes:
             return Stored(digest, size, path.read_bytes())
+        self.move(path, digest)
+        self.flush_names([digest])
+        return Stored(digest, size)
+
+    def move(self, path: Path, digest: str) -> None:
+        """The same in part: its name is safe only after `flush_names`."""
         _flush(path)
         if self._root:
             final = self._root / _key(digest)
             final.parent.mkdir(parents=True, exist_ok=True)
             # The name is the content, so replacing a file of the same name changes nothing.
             path.replace(final)
-            _flush(final.parent)
-            _flush(self._root)
         else:
             obstore.put(self._store, _key(digest), path)
+            path.unlink(missing_ok=True)
         self._sound.add(digest)
-        return Stored(digest, size)
+
+    def flush_names(self, digests: Iterable[str]) -> None:
+        if self._root and (folders := {(self._root / _key(digest)).parent for digest in digests}):
+            for folder in (*sorted(folders), self._root):
+                _flush(folder)
 
     def record(self, session: Session, now: float, stored: Sequence[Stored]) -> None:
         """Enters blobs in the table; those already there stay as they are."""
@@ -115,9 +171,12 @@ class Blobs:
     def sweep(self) -> int:
         """Removes what killed processes left half-written, and returns how many files there were.
 
-        Unfinished uploads stay: their senders may come back for them.
+        Unfinished uploads stay: their senders may come back for them. So does what a conductor writes, except when it
+        sweeps itself: there is one at a time, and it may be at work.
         """
-        left = [path for kind in ("put-*", "probe-*") for path in self.staging_dir.glob(kind)]
+        conductors = set(self.staging_dir.glob("put-conduct-*"))
+        others = {path for kind in ("put-*", "probe-*") for path in self.staging_dir.glob(kind)} - conductors
+        left = {"conduct": conductors, "serve": others}.get(self.duty, conductors | others)
         for path in left:
             path.unlink()
         return len(left)
@@ -132,24 +191,24 @@ class Blobs:
         """The blob as a seekable file. Raises NotFound, and StoreSpoilt if its bytes are not those of its name."""
         row = self._row(digest)
         self.verify(row)
+        if self._root and row.inline is None:
+            return cast("BinaryIO", MappedFile(self._map(self._root / _key(digest))))
         return self._open(row)
 
     def _open(self, blob: Stored) -> BinaryIO:
         if blob.inline is not None:
             return io.BytesIO(blob.inline)
         if self._root:
-            return (self._root / _key(blob.digest)).open("rb")
+            return (self._root / _key(blob.digest)).open("rb", buffering=0)
         return io.BufferedReader(_StoreFile(self._store, _key(blob.digest), self._readahead_bytes), PIECE_BYTES)
 
     def verify(self, blob: Stored) -> None:
-        """Hashes a blob, the first time that this process meets it. Raises StoreSpoilt."""
+        """Hashes a blob that was there before this process, the first time that it meets it. Raises StoreSpoilt."""
         if blob.digest in self._sound:
             return
-        found = hashlib.sha256()
         try:
             with self._open(blob) as file:
-                while piece := file.read(PIECE_BYTES):
-                    found.update(piece)
+                found = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
         except FileNotFoundError:
             raise StoreSpoilt(f"blob {blob.digest} is missing from the store") from None
         if f"sha256:{found.hexdigest()}" != blob.digest:
@@ -185,9 +244,11 @@ class Blobs:
         row = session.get(BlobRow, digest)
         if row is None:
             raise NotFound(f"there is no blob {digest}")
+        if row.created_at > self._began_at:
+            self._sound.add(digest)
         return Stored(row.digest, row.size, row.inline)
 
-    def _row(self, digest: str) -> Stored:
+    def _look_up(self, digest: str) -> Stored:
         with self._database.snapshot() as session:
             return self.find(session, digest)
 
@@ -198,10 +259,12 @@ class BlobWriter:
     Few bytes stay in memory; more go to a file, and are hashed as they pass.
     """
 
-    def __init__(self, blobs: Blobs, inline_bytes: int) -> None:
+    def __init__(self, blobs: Blobs, inline_bytes: int, batch: BlobBatch | None = None) -> None:
         self._blobs = blobs
+        self._batch = batch
         self._inline_bytes = inline_bytes
-        self._path = blobs.staging_dir / f"put-{uuid.uuid4().hex}"
+        self._path = blobs.staging_dir / f"put-{blobs.duty}-{uuid.uuid4().hex}"
+        self._path_is_ours = True
         self._head = bytearray()
         self._file: BinaryIO | None = None
         self._size = 0
@@ -213,7 +276,8 @@ class BlobWriter:
     def __exit__(self, *fault: object) -> None:
         if self._file:
             self._file.close()
-        self._path.unlink(missing_ok=True)
+        if self._path_is_ours:
+            self._path.unlink(missing_ok=True)
 
     def write(self, piece: bytes | memoryview) -> None:
         self._size += len(piece)
@@ -229,12 +293,47 @@ class BlobWriter:
             self._head.clear()
 
     def finish(self) -> Stored:
-        """Makes the bytes safe under their digest. To be entered with `record`."""
+        """Makes the bytes safe under their digest, or leaves that to the batch. To be entered with `record`."""
         digest = f"sha256:{self._received.hexdigest()}"
         if not self._file:
             return Stored(digest, self._size, bytes(self._head))
         self._file.close()
-        return self._blobs.adopt(self._path, digest, self._size)
+        if self._batch is None:
+            return self._blobs.adopt(self._path, digest, self._size)
+        self._batch.take(self._path, digest)
+        self._path_is_ours = False
+        return Stored(digest, self._size)
+
+
+class BlobBatch:
+    """Blobs that become safe together. Its writers may work in several threads."""
+
+    def __init__(self, blobs: Blobs, inline_bytes: int) -> None:
+        self._blobs = blobs
+        self._inline_bytes = inline_bytes
+        self._pool = ThreadPoolExecutor(FLUSHES, thread_name_prefix="flush")
+        self._taken: list[tuple[Path, str, Future[None]]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *fault: object) -> None:
+        self._pool.shutdown(cancel_futures=kind is not None)
+        try:
+            if kind is None:
+                for _, _, moved in self._taken:
+                    moved.result()
+                self._blobs.flush_names(digest for _, digest, _ in self._taken)
+        finally:
+            for path, _, _ in self._taken:
+                path.unlink(missing_ok=True)
+
+    def writer(self) -> BlobWriter:
+        return BlobWriter(self._blobs, self._inline_bytes, self)
+
+    def take(self, path: Path, digest: str) -> None:
+        """A finished file of the staging folder."""
+        self._taken.append((path, digest, self._pool.submit(self._blobs.move, path, digest)))
 
 
 class _StoreFile(io.RawIOBase):

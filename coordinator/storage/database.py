@@ -75,20 +75,20 @@ class Database:
         if self._lock:
             self._lock.close()
 
-    def hold(self) -> None:
-        """Marks this process as the one coordinator of a SQLite file, until it ends or closes the database.
+    def hold(self, duty: str, *, wait: bool = False) -> None:
+        """Marks this process as the one that does this duty on a SQLite file, until it ends or closes the database.
 
-        Raises DatabaseInUse if another process has done so.
+        Raises DatabaseInUse if another process has done so, unless it is to `wait` for that one's end.
         """
         if not self._is_sqlite:
             return
-        lock = Path(f"{self.url.database}.lock").open("w")  # noqa: SIM115 (open as long as it is held)
+        lock = Path(f"{self.url.database}.{duty}.lock").open("w")  # noqa: SIM115 (open as long as it is held)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
             raise DatabaseInUse(
-                f"another coordinator process uses {self.url.database}; SQLite serves one at a time. "
+                f"another coordinator process uses {self.url.database} to {duty}; SQLite has one of each at a time. "
                 "Stop that one, or put TESSERA_DATABASE_URL on PostgreSQL to run several."
             ) from None
         self._lock = lock

@@ -210,6 +210,18 @@ class RunBlobRow(Table):
     digest: Mapped[str] = mapped_column(ForeignKey("blobs.digest"), primary_key=True, index=True)
 
 
+class DifferenceRow(Table):
+    """What a worker that holds one version of a run may fetch in place of the blocks of a later one. Made when it is
+    first asked for."""
+
+    __tablename__ = "differences"
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    since: Mapped[int] = mapped_column(primary_key=True)
+    digest: Mapped[str] = mapped_column(ForeignKey("blobs.digest"))
+
+
 class UploadRow(Table):
     """An announced blob. How much of it is here is the length of its staging file."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import select, update
@@ -66,6 +67,12 @@ def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None
     order = (again.desc(), TaskRow.held_out.desc(), TaskRow.created_at, TaskRow.id)
     open_to = (TaskRow.worker_id == worker_id) & (again | (TaskRow.state == "offered"))
     return session.scalars(select(TaskRow).where(open_to).order_by(*order).limit(1)).first()
+
+
+def offered_to(session: Session, worker_ids: Sequence[str]) -> list[str]:
+    """Those of the workers that have a task to claim."""
+    asked = TaskRow.worker_id.in_(worker_ids)
+    return list(session.scalars(select(TaskRow.worker_id).where(TaskRow.state == "offered", asked).distinct()))
 
 
 def lease(session: Session, now: float, actor: str, task: TaskRow, instance: str, seconds: float) -> None:
@@ -155,7 +162,7 @@ def was_accepted(entry: Held, report: Submission | Evaluated) -> bool:
     return entry.task.state == "accepted" and entry.task.token == report.token and same_update
 
 
-def task_message(entry: Held, lease_seconds: float) -> Task:
+def task_message(entry: Held, lease_seconds: float, inline_bytes: int) -> Task:
     """What the worker is told."""
     task, spec = entry.task, entry.spec
     return task_of(
@@ -170,4 +177,5 @@ def task_message(entry: Held, lease_seconds: float) -> Task:
         number=entry.round.number if entry.round else task.version_number,
         seed=task.seed,
         lease_seconds=lease_seconds,
+        inline_bytes=inline_bytes,
     )

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared.codecs.stage import Layout
+from shared.codecs.stage import U8, Layout, Stage
 from shared.tensors import Array
 
 
-class Shuffle:
+class Shuffle(Stage):
     name = "shuffle"
-    lossless = True
 
     def layout(self, layout: Layout) -> Layout:
-        return Layout(layout.size * layout.dtype.itemsize, np.dtype(np.uint8))
+        return Layout(layout.nbytes, U8)
 
-    def encode(self, values: Array, base: Array) -> Array:
+    def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
         # [elements, width] -> [width, elements]
-        return values.view(np.uint8).reshape(-1, values.dtype.itemsize).T.reshape(-1)
+        return values.view(U8).reshape(-1, values.dtype.itemsize).T.reshape(-1)
 
     def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
         planes = encoded.reshape(layout.dtype.itemsize, layout.size)
         return np.ascontiguousarray(planes.T).reshape(-1).view(layout.dtype)
 
 
-STAGE = Shuffle()
+STAGE = Shuffle

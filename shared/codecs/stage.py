@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from abc import abstractmethod
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from shared.tensors import Array
+from shared.tensors import Array, Steps
+
+F32 = np.dtype("<f4")
+U8 = np.dtype(np.uint8)
 
 
 class CodecError(ValueError):
@@ -19,19 +23,55 @@ class Layout(NamedTuple):
     size: int
     dtype: np.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return self.size * int(self.dtype.itemsize)
 
-class Stage(Protocol):
-    name: str
-    lossless: bool
 
+class Stage:
+    """Writes a flat array in another way, chunk by chunk. `base` is the version's own chunk, for a first stage."""
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool] = True
+    drops: ClassVar[bool] = False
+    """Whether it leaves out some of what it is given, rather than rounding all of it without bias: what it leaves out
+    is kept at the site and added to what the next round sends (error feedback)."""
+
+    reads_base: ClassVar[bool] = False
+    """Whether it needs the version's own chunk, and so comes first."""
+
+    @classmethod
+    def of(cls, parameter: str | None) -> Self:
+        """The stage with what follows its name behind '='. Raises CodecError."""
+        if parameter is not None:
+            raise CodecError(f"stage {cls.name} takes no parameter, and was given {parameter[:32]!r}")
+        return cls()
+
+    @abstractmethod
     def layout(self, layout: Layout) -> Layout:
         """The layout of what `encode` returns for an array of this layout. Raises CodecError if it takes none."""
-        ...
 
-    def encode(self, values: Array, base: Array) -> Array:
-        """`values`, flat, written in this stage's way; `base` is the version's own chunk, for the first stage."""
-        ...
+    @abstractmethod
+    def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
+        """`values`, flat, written in this stage's way."""
 
+    @abstractmethod
     def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
         """The inverse of `encode`, giving an array of `layout`. Raises CodecError; never makes more than that."""
-        ...
+
+    def packed(self, encoded: Array, layout: Layout) -> Array | Steps:
+        """As `decode`, of differences: as they were sent, where that adds to a sum for less."""
+        return self.decode(encoded, layout, encoded)
+
+    def bound(self, values: Array, base: Array) -> Array:
+        """The most by which each element may come out different from `values`, float64. 0 if lossless."""
+        if not self.lossless:
+            raise NotImplementedError(self.name)
+        return np.zeros(values.size)
+
+
+def floats_only(stage: type[Stage], layout: Layout) -> Layout:
+    """The layout, if it is one of differences. Raises CodecError."""
+    if layout.dtype != F32:
+        raise CodecError(f"stage {stage.name} takes differences as float32: put it right behind delta")
+    return layout

@@ -9,25 +9,24 @@ from __future__ import annotations
 import numpy as np
 import zstandard
 
-from shared.codecs.stage import CodecError, Layout
+from shared.codecs.stage import U8, CodecError, Layout, Stage
 from shared.tensors import Array, as_bytes
 
 MAX_WINDOW_BYTES = 1 << 23
 
 
-class Zstd:
+class Zstd(Stage):
     name = "zstd"
-    lossless = True
 
     def layout(self, layout: Layout) -> Layout:
-        return Layout(-1, np.dtype(np.uint8))
+        return Layout(-1, U8)
 
-    def encode(self, values: Array, base: Array) -> Array:
+    def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
         packed = zstandard.ZstdCompressor(level=1).compress(as_bytes(values))
         return np.frombuffer(packed, dtype=np.uint8)
 
     def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
-        expected = layout.size * layout.dtype.itemsize
+        expected = layout.nbytes
         unpacker = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
         try:
             with unpacker.stream_reader(as_bytes(encoded), read_across_frames=False) as stream:
@@ -40,4 +39,4 @@ class Zstd:
         return np.frombuffer(data, dtype=layout.dtype)
 
 
-STAGE = Zstd()
+STAGE = Zstd

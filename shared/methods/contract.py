@@ -96,6 +96,10 @@ class RunFacts:
     divide: Divide = "participants"
     training: Training = field(default_factory=Training)
     privacy: Privacy | None = None
+    upload_budget: int | None = None
+    """The most bytes of an update. Coarser codecs are taken to keep to it, so a method need not look at it."""
+    upload_seconds: float | None = None
+    """The most that an update may take on the line that its worker declares. The same holds."""
 
 
 class CoordinatorHalf(Generic[C]):
@@ -222,9 +226,12 @@ class Work(Protocol):
         """The mean over examples of the squared norm of such a gradient of the example's own loss."""
         ...
 
-    def choose(self, scores: Array, count: int) -> Sequence[int]:
+    def choose(self, scores: Array, count: int, picks: int | None = None) -> Sequence[int]:
         """The places of the `count` candidates with the largest sums of scores [examples, candidates], of equals the
-        first. Scores are in [0, 1], so that where the run is private the sums are made noisy as it says."""
+        first. Scores are in [0, 1], so that where the run is private the sums are made noisy as it says.
+
+        Who calls it several times for one choice says how many `picks` they come to together: they then cost what
+        one choice does."""
         ...
 
     def add_private(self, name: str, module: torch.nn.Module) -> None:

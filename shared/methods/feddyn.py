@@ -38,7 +38,7 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
-from shared.tensors import Array, Computed, Tensor, weighted_steps
+from shared.tensors import Array, Computed, Derived, Tensor, weighted_steps
 
 DRIFT = "drift/"
 """What the names of the mean of h_k in the server's memory, and of h_k in the vault, begin with."""
@@ -102,7 +102,7 @@ def _added(base: Tensor, mean: Tensor, drift: Tensor) -> Tensor:
         total: Array = _wide(parts[0]) + _wide(parts[1])
         return total
 
-    exact = replace(mean, dtype="F64") if isinstance(mean, Computed) else mean
+    exact = replace(mean, dtype="F64") if isinstance(mean, Derived) else mean
     return Computed(base.shape, base.dtype, (exact, drift), add)
 
 

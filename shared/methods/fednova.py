@@ -29,7 +29,7 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
-from shared.tensors import stretched
+from shared.tensors import Stretched
 from shared.training import Training
 
 EFFECTIVE_STEPS = "effective_steps"
@@ -65,7 +65,7 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
 
 def _normalized(state: State, update: Update, factor: float) -> Update:
     return replace(
-        update, blocks={n: stretched(state.model[n], tensor, factor) for n, tensor in update.blocks.items()}
+        update, blocks={n: Stretched(state.model[n], tensor, factor) for n, tensor in update.blocks.items()}
     )
 
 

@@ -57,15 +57,24 @@ def trained_modalities(settings: PFedDCSettings, run: RunFacts) -> tuple[Modalit
 class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
     def start(self, state: State) -> State:
         self._shared()
+        fusion = self.settings.fusion
+        widths = {block.shape[-1] for block in self.run.blocks if block.name in self._prompts()}
+        if fusion.kind == "attention" and (odd := sorted(width for width in widths if width % fusion.heads)):
+            raise Unsuited(
+                f"prompts of width {odd[0]} do not divide among {fusion.heads} heads: set fusion.heads to another"
+            )
         return state
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
         shared = self._shared()
         return Plan(stage="prompts", train=shared, upload=NOTHING if self.settings.share == "nothing" else shared)
 
+    def _prompts(self) -> tuple[str, ...]:
+        return prompt_blocks(self.run.blocks, trained_modalities(self.settings, self.run))
+
     def _shared(self) -> Selector:
         modalities = trained_modalities(self.settings, self.run)
-        names = list(prompt_blocks(self.run.blocks, modalities))
+        names = list(self._prompts())
         if self.settings.share == "prompts-and-fusion":
             fusion = [block.name for block in self.run.blocks if _fuses(block, modalities)]
             if not fusion:

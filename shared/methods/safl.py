@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
-from itertools import islice
+from itertools import compress, islice
 from math import fsum, inf, nan
 from random import Random
 from typing import TYPE_CHECKING, Literal, Self
@@ -59,6 +59,10 @@ DEFAULT_SHARE = 1 / 3
 """The paper's 8 of 24."""
 
 SHOWN = 8
+
+CODED = 4
+"""Within the run's budget of bytes so many layers are chosen that int8 brings them into it, for half a percent of
+error; fewer with less error, or more with more, would both be somebody's choice."""
 
 # What a plan tells a worker in numbers: whether to measure, and how many layers to choose.
 PROFILE = "profile"
@@ -247,6 +251,12 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
     @property
     def _k(self) -> int:
         """How many layers a worker trains that declares nothing of itself."""
+        if self.run.upload_budget is None:
+            return self._wanted
+        return min(self._wanted, self._candidates.fitting(CODED * self.run.upload_budget))
+
+    @property
+    def _wanted(self) -> int:
         settings, count = self.settings, len(self._candidates.layers)
         if settings.score == "fixed":
             return len(self._fixed())
@@ -264,6 +274,8 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         rate, memory = (worker.resources.get(name) for name in ("upload_bytes_per_second", "memory_bytes"))
         if settings.upload_seconds is not None and rate is not None:
             fitting.append(self._candidates.fitting(rate * settings.upload_seconds))
+        if self.run.upload_seconds is not None and rate is not None:
+            fitting.append(self._candidates.fitting(CODED * rate * self.run.upload_seconds))
         if settings.memory_share is not None and memory is not None:
             free = memory * settings.memory_share - sum(block.nbytes for block in self.run.blocks)
             fitting.append(self._candidates.fitting(free / copies_in_training(self.run.training)))
@@ -343,7 +355,8 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
                 f"with the score {settings.score} nobody can know how likely a layer is to be sent: choose the score "
                 "random, or another divide than inverse-probability"
             )
-        if settings.prune or settings.upload_seconds is not None or settings.memory_share is not None:
+        by_line = (settings.upload_seconds, self.run.upload_seconds)
+        if settings.prune or settings.memory_share is not None or by_line != (None, None):
             raise Unsuited(
                 "inverse-probability needs every worker to send each layer whole, with the same probability: leave "
                 "out prune, upload_seconds and memory_share, or choose another divide"
@@ -420,7 +433,9 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         selected = work.plan.train
         if LAYERS in work.plan.numbers:
             layers = self._candidates.layers
-            selected = self._candidates.selector([layers[place] for place in self._chosen])
+            # What was chosen before stays in the vault for when there is room again.
+            chosen = self._chosen if work.plan.numbers[LAYERS] else ()
+            selected = self._candidates.selector([layers[place] for place in chosen])
         if self.settings.prune:
             matrices = (block for layer in self._candidates.layers for block in layer.blocks if len(block.shape) > 1)
             self._before = {block.name: work.read(block) for block in matrices if selected.holds(block)}
@@ -478,13 +493,15 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         places = {layer.name: place for place, layer in enumerate(self._candidates.layers)}
         means = {name: float(score.mean()) for name, score in scores.items()}
         chosen = {layer.name for layer in self._candidates.top(means, count)}
-        for stack, quota in zip(self._candidates.stacks, self._candidates.quotas(count), strict=True):
-            names = [layer.name for layer in stack]
+        if self.settings.score in OF_ATTENTION:
+            stacks = [[layer.name for layer in stack] for stack in self._candidates.stacks]
             # Only sums over examples can be made noisy, and where no example has a part in them nothing need be.
-            bounded = self.settings.score in OF_ATTENTION and all(attention[name].per_example for name in names)
-            if quota and bounded:
+            noisy = [all(attention[name].per_example for name in names) for names in stacks]
+            quotas = [n if each else 0 for n, each in zip(self._candidates.quotas(count), noisy, strict=True)]
+            for names, quota in compress(zip(stacks, quotas, strict=True), noisy):
                 table = np.stack([scores[name] for name in names], axis=1)  # [examples, layers]
-                chosen = (chosen - {*names}) | {names[place] for place in work.choose(table, quota)}
+                best = {names[place] for place in work.choose(table, quota, picks=sum(quotas))}
+                chosen = (chosen - {*names}) | best
         return sorted(places[name] for name in chosen)
 
     def _tell(self, what: str, by_name: Mapping[str, float]) -> None:

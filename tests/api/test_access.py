@@ -21,6 +21,7 @@ ALLOWED = {
     ("GET", "/v1/runs/x/rounds/1"): {"admin", "orchestrator", "viewer"},
     ("GET", "/v1/runs/x/versions"): {"admin", "orchestrator", "viewer"},
     ("GET", "/v1/runs/x/versions/latest/export"): {"admin", "orchestrator", "viewer"},
+    ("GET", "/v1/runs/x/versions/1/difference"): set(EVERYBODY),
     ("GET", "/v1/runs/x/metrics"): {"admin", "orchestrator", "viewer"},
     ("POST", "/v1/tasks/claim"): {"site"},
     ("GET", "/v1/tasks/x"): set(EVERYBODY),

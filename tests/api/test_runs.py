@@ -44,7 +44,7 @@ def spec(standing: LiveCoordinator) -> dict[str, Any]:
         ({"model": MISSING}, ["/model"], "was not uploaded"),
         ({"version": MISSING}, ["/version"], "was not uploaded"),
         ({"codec": "gzip"}, ["/codec"], "unknown stages"),
-        ({"codec": "zstd+delta"}, ["/codec"], "cannot follow"),
+        ({"codec": "zstd+delta"}, ["/codec"], "comes first"),
         ({"cohort": {"size": 2, "quorum": 3}}, ["/cohort"], "a quorum of 3 cannot come from a cohort of 2"),
         ({"divide": "whim"}, ["/divide"], ""),
         ({"server_optimizer": {"kind": "sgd", "tau": 1}}, ["/server_optimizer/sgd/tau"], "Extra inputs"),

@@ -96,6 +96,12 @@ def test_a_model_without_prompts_is_refused_with_the_command_that_makes_one(meth
 # ---------------------------------------------------------------- pFedDC
 
 
+def test_heads_that_do_not_divide_the_prompts_are_refused_when_the_run_is_made() -> None:
+    with pytest.raises(Unsuited, match=r"width 16 do not divide among 3 heads: set fusion\.heads"):
+        start("pfeddc", BARE, fusion={"heads": 3})
+    start("pfeddc", BARE, fusion={"heads": 3, "kind": "mean"})
+
+
 def test_pfeddc_sends_global_prompts_and_keeps_local_ones_and_the_fusion() -> None:
     work, harvest = trained("pfeddc")
     assert set(harvest.upload) == moved(work, PROMPTED) == PROMPTS

@@ -32,14 +32,16 @@ from shared.methods.contract import (
     begin,
 )
 from shared.methods.safl import Candidates, SAFLSettings, beyond_the_sink, copies_in_training, pruned
-from shared.model import Prompts
+from shared.model import Head, Prompts
 from shared.privacy import Privacy
 from shared.profile import ByHead, LayerAttention, TaskTokens
 from shared.tensors import Array, ArrayTensor, to_array
 from shared.training import Training
-from tests.support.duals import CLASSES, dual
+from shared.update import Change
+from tests.support.duals import CLASSES, dual, pairs
 from tests.support.tasks import CPU, VIT, images
 from worker.blockmap import block_table
+from worker.data import Dataset
 from worker.models import instantiate
 from worker.trainer import Batches, Trainer, seed_everything
 from worker.work import LocalWork, largest
@@ -51,6 +53,10 @@ LAYER_BYTES = layers_of(BLOCKS)[0].nbytes
 ALWAYS = {"classifier.weight", "classifier.bias", "vit.layernorm.weight", "vit.layernorm.bias"}
 ALWAYS_BYTES = sum(block.nbytes for block in BLOCKS if block.name in ALWAYS)
 TRAINING = Training(batch_size=8, learning_rate=0.05)
+T5 = {
+    "model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_decoder_layers": 2,
+    "num_heads": 2, "vocab_size": 30, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 COHORT = [Participant(name, 24) for name in ("a/w", "b/w", "c/w")]
 
 
@@ -110,10 +116,15 @@ class Done:
         return layers_in(self.harvest.upload)
 
 
-def task(at: State | None = None, vault: Mapping[str, Array] | None = None, **settings: Any) -> Done:
+def task(
+    at: State | None = None,
+    vault: Mapping[str, Array] | None = None,
+    worker: Participant | None = None,
+    **settings: Any,
+) -> Done:
     """One worker's task on the six-layer ViT, from the plan to the harvest."""
     half, at = coordinator(**settings), at or state()
-    plan = half.plan(half.start(at), COHORT[:1], Random(3))["a/w"]
+    plan = half.plan(half.start(at), [worker or COHORT[0]], Random(3))["a/w"]
     model = instantiate(SIX, "image-classification", seed=1)
     work = Watched(model, "image-classification", plan, BLOCKS, dict(vault or {}))
     start = {block.name: work.read(block) for block in BLOCKS}
@@ -451,6 +462,15 @@ def test_a_worker_that_missed_the_profile_round_or_is_given_another_k_profiles_a
     assert task(state(1), vault=other, layers=2, profile_every=3).work.looks == ["attention"]
 
 
+def test_a_worker_that_has_no_room_any_more_leaves_its_old_choice_alone_and_keeps_it() -> None:
+    settings = {"layers": 2, "profile_every": 3, "upload_seconds": 1.0}
+    kept = {"safl/chosen": np.array([1, 4])}
+    poor = Participant("a/w", 24, {"upload_bytes_per_second": 1.0})
+    done = task(state(1), vault=kept, worker=poor, **settings)
+    assert (done.layers, done.work.looks) == (set(), [])
+    np.testing.assert_array_equal(done.harvest.keep["safl/chosen"], [1, 4])
+
+
 def test_nothing_is_kept_where_every_round_is_profiled() -> None:
     assert not task(layers=2).harvest.keep
 
@@ -512,7 +532,8 @@ def test_pruned_rows_cost_almost_nothing_on_the_wire() -> None:
     after = before + 1e-4 * rng.normal(size=before.shape).astype(np.float32)
 
     def nbytes(values: Array) -> int:
-        encoded = codecs.encode(codecs.LOSSLESS, ArrayTensor(values), ArrayTensor(before))
+        block = Block(tensor="w", role="mlp", shape=before.shape, dtype="F32")
+        encoded = codecs.encode(codecs.LOSSLESS, Change(block, ArrayTensor(values), ArrayTensor(before)))
         return sum(len(part) for part in encoded)
 
     whole, half = nbytes(after), nbytes(pruned(before, after, 0.5, None))
@@ -652,7 +673,7 @@ def test_a_noisy_choice_is_by_all_of_the_examples_so_that_one_more_only_adds() -
     worker = worker_half(Chosen(name="safl", settings={"layers": 2, "profile_batches": 1}), half.run)
     tables: list[Array] = []
 
-    def choosing(scores: Array, count: int) -> list[int]:
+    def choosing(scores: Array, count: int, _picks: int | None) -> list[int]:
         tables.append(scores)
         return largest(scores, count)
 
@@ -675,7 +696,7 @@ def test_noise_is_for_layers_that_read_examples_and_not_for_those_that_read_the_
     model = instantiate(dual("clip"), "contrastive", seed=1, prompts=prompts)
     blocks, tables = block_table(model), []
 
-    def choosing(scores: Array, count: int) -> list[int]:
+    def choosing(scores: Array, count: int, _picks: int | None) -> list[int]:
         tables.append(scores)
         return largest(scores, count)
 
@@ -691,6 +712,28 @@ def test_noise_is_for_layers_that_read_examples_and_not_for_those_that_read_the_
     [table] = tables
     assert table.shape == (count, model.config.vision_config.num_hidden_layers)
     assert {block.tensor.split("_")[0] for block in blocks if selected.holds(block)} == {"text", "vision"}
+
+
+@pytest.mark.parametrize(("model_type", "layers", "picks"), [("t5", 2, [(1, 2), (1, 2)]), ("clip", 1, [(0, 0)])])
+def test_a_choice_from_several_stacks_is_one_choice(model_type: str, layers: int, picks: list[Any]) -> None:
+    # Both of T5's stacks read examples; of CLIP's one layer the text tower comes first, and none is left for images.
+    head: Head = "seq2seq-lm" if model_type == "t5" else "contrastive"
+    words = torch.arange(2, 26).reshape(4, 6)
+    dataset = Dataset({"input_ids": words, "labels": words}) if model_type == "t5" else pairs("clip", 4)
+    model = instantiate(T5 if model_type == "t5" else dual("clip"), head, seed=1)
+    blocks, told = block_table(model), []
+
+    def choosing(scores: Array, count: int, picks: int | None) -> list[int]:
+        told.append((count, picks))
+        return largest(scores, count)
+
+    facts = RunFacts(blocks, 10, training=TRAINING)
+    chosen = Chosen(name="safl", settings={"layers": layers})
+    plan = coordinator_half(chosen, facts).plan_for(state(), COHORT[0])
+    work = LocalWork(model, head, plan, blocks, choosing=choosing)
+    selected = worker_half(chosen, facts).select(work, Batches(dataset, 4, CPU))
+    assert told == picks
+    assert len({layer.name for layer in layers_of(filter(selected.holds, blocks))}) == layers
 
 
 # ---------------------------------------------------------------- bytes

@@ -163,7 +163,7 @@ def test_a_consensus_is_found_in_a_round_that_sends_no_block(live: LiveCoordinat
 def test_what_is_pruned_crosses_as_next_to_nothing(live: LiveCoordinator, tmp_path: Path) -> None:
     client, sent = live.client(), []
     for settings in ({"layers": 4}, {"layers": 4, "prune": 0.5}):
-        run = begin(client, settings=settings, rounds=1, codec="delta+shuffle+zstd")
+        run = begin(client, settings=settings, rounds=1, codec="bits+shuffle+zstd")
         with sites(live, tmp_path / str(len(sent)), "a") as [site]:
             site.works()
         sent.append(tasks(client, run)[0].upload_bytes)

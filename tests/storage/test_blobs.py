@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,10 @@ import pytest
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
 from shared.blobs import Stored
-from shared.problems import NotFound
+from shared.problems import NotFound, StoreSpoilt
 from shared.tensors import digest_of
 from tests.support.coordinator import until
-from tests.support.storage import NOW, blobs_in
+from tests.support.storage import NOW, blobs_in, migrated
 
 INLINE = 100
 SIZES = pytest.mark.parametrize("size", [0, 1, INLINE, INLINE + 1, 3_000_000])
@@ -132,3 +133,58 @@ def test_reading_a_large_blob_in_small_pieces_is_not_slow(blobs: Blobs) -> None:
         while file.read(4096):
             pass
     assert time.monotonic() - began < 2
+
+
+def test_a_batch_is_safe_at_its_end_and_takes_writers_in_several_threads(blobs: Blobs, database: Database) -> None:
+    def write(size: int) -> Stored:
+        with batch.writer() as writer:
+            writer.write(data_of(size))
+            return writer.finish()
+
+    sizes = [5, 5000, 300_000, 3_000_000, 5000]
+    with blobs.batch() as batch, ThreadPoolExecutor(3) as pool:
+        stored = list(pool.map(write, sizes))
+    with database.transaction() as session:
+        blobs.record(session, NOW, stored)
+    assert [blobs.read(blob.digest) for blob in stored] == [data_of(size) for size in sizes]
+    assert {path.parent.parent.name for path in files(blobs)} == {"blobs"}
+
+
+def test_a_batch_that_breaks_off_leaves_no_unfinished_file(blobs: Blobs) -> None:
+    def broken() -> None:
+        with blobs.batch() as batch:
+            with batch.writer() as writer:
+                writer.write(data_of(5000))
+                writer.finish()
+            with batch.writer() as writer:
+                writer.write(data_of(6000))
+                raise RuntimeError("the source is gone")
+
+    with pytest.raises(RuntimeError, match="the source is gone"):
+        broken()
+    assert list(blobs.staging_dir.iterdir()) == []
+
+
+def test_what_came_before_a_process_is_hashed_once_more_and_what_came_since_is_not(
+    tmp_path: Path, database: Database
+) -> None:
+    early = blobs_in(tmp_path, database, INLINE)
+    old = early.save([data_of(5000)])
+    late = blobs_in(tmp_path, migrated(tmp_path, lambda: NOW + 1), INLINE)
+    beside = blobs_in(tmp_path, migrated(tmp_path, lambda: NOW + 2), INLINE)
+    new = beside.save([data_of(6000)])
+    for path in files(early):
+        path.write_bytes(b"spoilt" + path.read_bytes()[6:])
+    with pytest.raises(StoreSpoilt):
+        late.open(old.digest)
+    with late.open(new.digest) as file:
+        assert file.read(6) == b"spoilt"
+
+
+@pytest.mark.parametrize(("duty", "left"), [("conduct", "put-serve-1"), ("serve", "put-conduct-1")])
+def test_who_sweeps_leaves_what_the_other_may_be_writing(blobs: Blobs, duty: str, left: str) -> None:
+    for name in ("put-serve-1", "put-conduct-1"):
+        (blobs.staging_dir / name).touch()
+    blobs.duty = duty
+    assert blobs.sweep() == 1
+    assert [path.name for path in files(blobs)] == [left]

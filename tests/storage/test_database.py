@@ -39,7 +39,7 @@ def coordinator(folder: Path, *arguments: str, **more: str) -> subprocess.Comple
 def test_a_second_process_on_a_sqlite_file_is_sent_to_postgresql(
     database: Database, tmp_path: Path, duty: str
 ) -> None:
-    database.hold()
+    database.hold(duty)
     refused = coordinator(tmp_path, duty)
     assert refused.returncode == 2
     assert "another coordinator process uses" in refused.stderr
@@ -49,11 +49,14 @@ def test_a_second_process_on_a_sqlite_file_is_sent_to_postgresql(
 
 def test_the_file_is_free_again_when_its_holder_closes_it(database: Database, tmp_path: Path) -> None:
     other = Database(str(database.url))
-    database.hold()
+    database.hold("serve")
     with pytest.raises(DatabaseInUse):
-        other.hold()
+        other.hold("serve")
+    # Another duty is no rival.
+    other.hold("conduct")
+    other.close()
     database.close()
-    other.hold()
+    other.hold("serve")
     other.close()
 
 

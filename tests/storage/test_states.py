@@ -13,6 +13,7 @@ from coordinator.storage.database import Database
 from shared.methods.contract import State
 from shared.states import States, StoredTensor
 from shared.tensors import CHUNK, ArrayTensor, Computed, digest_of
+from shared.wire import Manifest
 from tests.support.storage import NOW, blobs_in
 
 VALUES = np.arange(CHUNK + 7, dtype=np.float32)
@@ -75,3 +76,68 @@ def test_a_pass_that_breaks_off_leaves_no_file(blobs: Blobs) -> None:
     with pytest.raises(RuntimeError, match="the source is gone"):
         States(blobs).store(State(1, {"w": times(2, source), "v": times(3, source)}))
     assert [path for path in blobs.staging_dir.rglob("*") if path.is_file()] == []
+
+
+def test_in_several_threads_the_version_is_the_same(blobs: Blobs) -> None:
+    state = State(1, {f"w{index}": times(index, ArrayTensor(VALUES)) for index in range(8)})
+    assert States(blobs, threads=3).store(state) == States(blobs).store(state)
+
+
+def test_a_fault_in_one_of_several_threads_is_told_and_leaves_no_file(blobs: Blobs) -> None:
+    source = Watched(VALUES)
+    object.__setattr__(source, "breaks", True)
+    sound = {f"w{index}": times(index, ArrayTensor(VALUES)) for index in range(8)}
+    with pytest.raises(RuntimeError, match="the source is gone"):
+        States(blobs, threads=2).store(State(1, {**sound, "broken": times(2, source)}))
+    assert [path for path in blobs.staging_dir.rglob("*") if path.is_file()] == []
+
+
+# ---------------------------------------------------------------- manifests
+
+
+def version(blobs: Blobs, database: Database, values: dict[str, float], before: str | None) -> str:
+    """A version of blocks of one element each; its digest."""
+    model = {name: ArrayTensor(np.array([value], np.float32)) for name, value in values.items()}
+    _, new = States(blobs).store(State(1, model), before)
+    with database.transaction() as session:
+        blobs.record(session, NOW, new)
+    return new[-1].digest
+
+
+def test_a_version_that_changes_little_is_written_as_what_differs_from_its_root(
+    blobs: Blobs, database: Database
+) -> None:
+    values = {f"block.{place}": float(place) for place in range(200)}
+    first = version(blobs, database, values, None)
+    changed = {**values, "block.7": -1.0}
+    second = version(blobs, database, changed, first)
+    third = version(blobs, database, {**changed, "block.8": -2.0}, second)
+    states = States(blobs)
+    # However many versions there are, only the root has to be had beside the latest.
+    assert [states.manifest(digest).root for digest in (first, second, third)] == [None, first, first]
+    assert blobs.size(second) < blobs.size(third) < 0.02 * blobs.size(first)
+    for digest, wanted in ((second, changed), (third, {**changed, "block.8": -2.0})):
+        manifest = States(blobs).manifest(digest)
+        assert {name: blobs.read(blob) for name, blob in manifest.blocks.items()} == {
+            name: np.float32(value).tobytes() for name, value in wanted.items()
+        }
+        assert first in manifest.digests
+
+
+def test_a_version_that_changes_much_is_written_whole_and_is_the_next_root(blobs: Blobs, database: Database) -> None:
+    values = {f"block.{place}": float(place) for place in range(20)}
+    first = version(blobs, database, values, None)
+    moved = {name: value + 1 for name, value in values.items()}
+    second = version(blobs, database, moved, first)
+    third = version(blobs, database, {**moved, "block.0": 9.0}, second)
+    states = States(blobs)
+    assert [states.manifest(digest).root for digest in (second, third)] == [None, second]
+
+
+def test_a_root_that_has_a_root_is_refused(blobs: Blobs, database: Database) -> None:
+    values = {f"block.{place}": float(place) for place in range(20)}
+    first = version(blobs, database, values, None)
+    second = version(blobs, database, {**values, "block.7": -1.0}, first)
+    hostile = blobs.save([Manifest(blocks={}, root=second).document()])
+    with pytest.raises(ValueError, match="has itself a root"):
+        States(blobs).manifest(hostile.digest)

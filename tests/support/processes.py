@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import psutil
 
 from shared.client import Client
 from shared.wire import TokenSpec
@@ -56,17 +57,19 @@ class Process:
     def said(self, text: str) -> bool:
         return text in self.log.read_text(errors="replace")
 
-    def peak_bytes(self) -> int:
-        """The most memory that it has held at any time (VmHWM)."""
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process has held at any time (VmHWM)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
 
 
 class CoordinatorProcess:
     """`coordinator serve` on one port and folder, that can be killed and started again."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, *options: str, **settings: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._options = options
         self.folder = folder
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -96,8 +99,19 @@ class CoordinatorProcess:
             self.process.kill()
 
     def start(self) -> None:
-        self.process = Process(self.folder, "coordinator", ["coordinator", "serve", "--migrate"], self._environment)
+        self.process = Process(
+            self.folder, "coordinator", ["coordinator", "serve", "--migrate", *self._options], self._environment
+        )
         until(self._ready)
+
+    def conductor(self) -> psutil.Process:
+        """The child that moves the rounds, once it does."""
+        found: list[psutil.Process] = until(lambda: psutil.Process(self.process.pid).children())
+        return found[0]
+
+    def beside(self, name: str, *arguments: str) -> Process:
+        """Another process with the same settings."""
+        return Process(self.folder, name, list(arguments), self._environment)
 
     def _ready(self) -> bool:
         assert self.process.popen.poll() is None, self.process.log.read_text()

@@ -29,6 +29,7 @@ from shared.methods.contract import (
     Plan,
     State,
     Tally,
+    Unsuited,
     Work,
     WorkerHalf,
 )
@@ -42,6 +43,7 @@ from tests.support.scripted import Answer, answering
 from worker.agent import Agent, told
 from worker.blockmap import block_table, named_tensors
 from worker.models import instantiate, read_block
+from worker.probabilities import UnknownAttention
 from worker.renewal import Stop
 from worker.settings import Settings
 
@@ -326,6 +328,8 @@ def test_only_texts_of_our_own_are_told_to_the_coordinator() -> None:
     with pytest.raises(ValueError, match="no block matches") as refused:
         named(["x"]).resolve(())
     assert told(refused.value) == ("invalid-plan", str(refused.value))
+    assert told(UnknownAttention("layer 3")) == ("unknown-architecture", "layer 3")
+    assert told(Unsuited("set score to last")) == ("unsuited", "set score to last")
 
 
 def test_two_workers_of_two_sites_make_one_version(coordinator: LiveCoordinator, tmp_path: Path) -> None:

@@ -17,10 +17,12 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from shared.layers import layers_of
 from shared.profile import LayerAttention, TaskTokens
+from tests.support.duals import dual, pairs
 from tests.worker.test_zoo import WORDS, ZOO, Case, Subject, View
 from worker.attention import _Context, _Frame, _located, attention_profile
 from worker.blockmap import block_table
-from worker.models import read_block, write_block
+from worker.forward import forward
+from worker.models import instantiate, read_block, write_block
 from worker.probabilities import CHUNK, UnknownAttention
 
 UNKNOWN = {"longt5": "LocalSelfAttention"}
@@ -321,6 +323,27 @@ def test_padding_of_another_length_than_the_tokens_is_refused() -> None:
     context = _Context(examples=1, ids=torch.tensor([[3, 4, 5]]), mask=torch.tensor([[1, 0]]))
     with pytest.raises(UnknownAttention, match=r"over \[1, 3\] tokens, and padding is told of \[1, 2\]"):
         _located(TaskTokens(), context, (1, 3), _Frame("self", attention, (), {}))
+
+
+def test_patches_that_are_padding_count_no_more_than_words_that_are() -> None:
+    model = instantiate(dual("siglip2"), "contrastive", seed=4)
+    blocks = [block for block in block_table(model) if block.tensor.startswith("vision_model.")]
+    [batch] = pairs("siglip2", 1).batches(None)
+    # Of four patches two are real, and so the image is one of two patches.
+    batch["spatial_shapes"] = torch.tensor([[1, 2]])
+    padded = {**batch, "pixel_attention_mask": torch.tensor([[1, 1, 0, 0]])}
+    patches = ("pixel_values", "pixel_attention_mask")
+    alone = {name: tensor[:, :2] if name in patches else tensor for name, tensor in batch.items()}
+
+    def found(batch: dict[str, Tensor]) -> dict[str, LayerAttention]:
+        return attention_profile(
+            model, blocks, [batch], lambda b: forward(model, "contrastive", b), TaskTokens(where="last")
+        )
+
+    for name, layer in found(alone).items():
+        assert layer.mass[0] > 0
+        np.testing.assert_allclose(found(padded)[name].mass, layer.mass, atol=1e-5)
+        assert found(padded)[name].entropy == pytest.approx(layer.entropy, abs=1e-5)
 
 
 def test_ids_are_for_task_tokens_by_id_only() -> None:

@@ -83,3 +83,12 @@ def test_a_ledger_that_was_rewritten_is_said_to_be_so(config: Path) -> None:
     result = CliRunner().invoke(app, ["ledger", "--config", str(config)])
     assert result.exit_code == 1
     assert "wards.jsonl, line 1: this was changed" in result.stderr
+
+
+def test_a_ledger_that_may_not_be_read_is_told_in_one_line(config: Path) -> None:
+    # A folder in its place fails for every user; a ledger's rights would not stop root, as whom tests may run.
+    file = config.parent / "ledger" / "wards.jsonl"
+    file.mkdir(parents=True)
+    result = CliRunner().invoke(app, ["ledger", "--config", str(config)])
+    assert result.exit_code == 1
+    assert f"{file} cannot be read" in result.stderr.replace("\n", "")

@@ -145,6 +145,7 @@ def test_what_does_not_go_together_is_refused_with_what_would(tmp_path: Path) ->
         ((bert, "--text-prompts", 2), "a bert takes no prompts; those that do are aimv2"),
         ((clip, "--prompt-fusion", "local"), "--prompt-fusion needs --vision-prompts or --text-prompts"),
         ((clip, "--text-prompts", 2, "--prompt-fusion", "local", "--fusion-heads", 5), "divide among 5 heads"),
+        ((clip, "--text-prompts", 2, "--fusion-heads", 4), "--fusion-heads needs --prompt-fusion"),
         ((bert, "--lora-alpha", 2), "--lora-alpha needs --lora-rank"),
         ((bert, "--lora-rank", 2, "--lora-roles", "queries"), "queries"),
     ):

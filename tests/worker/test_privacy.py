@@ -529,8 +529,38 @@ def test_a_noisy_choice_is_paid_for_before_the_data_are_looked_at(tmp_path: Path
     assert len(private.choose(scores, 2)) == 2
     private.check_choice()
     assert len(spent(tmp_path)) == 1
-    private.choose(scores[:, :3], 1)  # of a second stack of layers
+    private.choose(scores[:, :3], 1)
     assert len(spent(tmp_path)) == 2
+
+
+def test_picks_that_are_made_in_several_calls_cost_what_one_choice_does(tmp_path: Path) -> None:
+    private = private_task(tmp_path, privacy=NOISY)
+    list(private.watched(batches()))
+    scores = np.random.default_rng(0).random((40, 6))
+    assert [len(private.choose(scores, count, picks=3)) for count in (2, 0, 1)] == [2, 0, 1]
+    private.check_choice()
+    assert len(spent(tmp_path)) == 1
+    private.choose(scores, 1, picks=3)  # a fourth
+    assert len(spent(tmp_path)) == 2
+
+
+def test_picks_in_several_calls_have_the_noise_of_one_call_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epsilons: list[float] = []
+
+    def noted(sums: Any, count: int, epsilon: float, dice: Any) -> list[int]:
+        epsilons.append(epsilon)
+        return private_top_k(sums, count, epsilon, dice)
+
+    monkeypatch.setattr("worker.privacy.private_top_k", noted)
+    for number, counts in enumerate([(3,), (2, 1)]):
+        private = private_task(tmp_path / str(number), privacy=NOISY)
+        list(private.watched(batches()))
+        for count in counts:
+            private.choose(np.ones((40, 6)), count, picks=3)
+    assert len(epsilons) == 3
+    assert len(set(epsilons)) == 1
 
 
 def test_a_choice_that_goes_past_the_noise_is_refused(tmp_path: Path) -> None:

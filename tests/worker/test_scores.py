@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from shared.blocks import Block
+from tests.support.duals import dual, pairs
 from tests.support.tasks import VIT, images
 from worker.blockmap import block_table
 from worker.forward import forward
@@ -93,6 +94,19 @@ def test_the_classes_of_a_contrastive_model_are_no_examples() -> None:
         for i in range(3)
     ]
     norms = [gradient_norms(model, blocks, [single], loss) for single in singles]
+    for name, trace in found.items():
+        assert trace == pytest.approx(sum(norm[name] ** 2 for norm in norms) / 3, rel=1e-4)
+
+
+def test_what_a_tower_is_told_of_each_image_goes_with_the_image() -> None:
+    model = instantiate(dual("siglip2"), "contrastive", seed=3)
+    blocks, dataset = block_table(model), pairs("siglip2", 3)
+
+    def loss(batch: Mapping[str, Tensor]) -> Tensor:
+        return forward(model, "contrastive", batch).loss
+
+    found = fisher(model, blocks, dataset.batches(None), loss, "contrastive")
+    norms = [gradient_norms(model, blocks, [single], loss) for single in dataset.batches(1)]
     for name, trace in found.items():
         assert trace == pytest.approx(sum(norm[name] ** 2 for norm in norms) / 3, rel=1e-4)
 

@@ -16,9 +16,10 @@ from shared.model import Head
 from shared.wire import Training
 from worker.blockmap import block_table
 from worker.data import Dataset
+from worker.evaluator import evaluate
 from worker.models import instantiate
 from worker.renewal import Stop, Stopped
-from worker.trainer import Trainer, TrainingDiverged, seed_everything
+from worker.trainer import Batches, Trainer, TrainingDiverged, seed_everything
 from worker.work import LocalWork
 
 VIT = {
@@ -177,6 +178,15 @@ def test_sixteen_bit_training_on_the_cpu_keeps_float32_weights(precision: str) -
     assert tallies[0].loss == pytest.approx(tallies[1].loss, rel=0.05)
     assert {parameter.dtype for parameter in rough.model.parameters()} == {torch.float32}
     assert values_of(exact) != values_of(rough)
+
+
+@pytest.mark.parametrize("model_type", ["vit", "beit"])
+def test_weights_of_sixteen_bits_get_pixels_of_as_many(model_type: str) -> None:
+    # A ViT turns pixels into its own type, a BEiT fails at others.
+    work = work_on(model_type=model_type, dtype="bfloat16")
+    assert train(work).loss > 0
+    assert {parameter.dtype for parameter in work.model.parameters()} == {torch.bfloat16}
+    assert evaluate(work.model, work.head, Batches(images(), 8, CPU), lambda: None)["loss"] > 0
 
 
 def test_training_lowers_the_loss() -> None:

@@ -30,7 +30,7 @@ PromptFusion = Annotated[
     Asks | None,
     typer.Option(help="Also make the attention that fuses prompts a part of the run: whose prompts ask in it."),
 ]
-FusionHeads = Annotated[int, typer.Option(min=1, help="The heads of that attention.")]
+FusionHeads = Annotated[int | None, typer.Option(min=1, help="The heads of that attention; 8 if not given.")]
 LoraRank = Annotated[int | None, typer.Option(min=1, help="Put low-rank adapters of this rank into the model.")]
 LoraAlpha = Annotated[
     float | None, typer.Option(help="How much adapters count: alpha / rank. Twice the rank if not given.")
@@ -51,9 +51,12 @@ def caption_ids(caption: str | None, source: str) -> list[int] | None:
 
 
 def prompts_from(
-    vision: int, text: int | None, caption: list[int] | None, asks: Asks | None, heads: int
+    vision: int, text: int | None, caption: list[int] | None, asks: Asks | None, heads: int | None
 ) -> Prompts | None:
-    """Raises ValueError for a caption of another length than the text prompts, or a fusion of no prompts."""
+    """Raises ValueError for a caption of another length than the text prompts, a fusion of no prompts, or heads of
+    no fusion."""
+    if heads is not None and not asks:
+        raise ValueError("--fusion-heads needs --prompt-fusion: a fusion that stays at its site has the run's heads")
     if caption is not None and text is not None and text != len(caption):
         raise ValueError(f"the caption has {len(caption)} tokens: leave --text-prompts out, or say {len(caption)}")
     wanted = text or 0 if caption is None else len(caption)
@@ -61,7 +64,7 @@ def prompts_from(
         if asks:
             raise ValueError("--prompt-fusion needs --vision-prompts or --text-prompts")
         return None
-    return Prompts(vision=vision, text=wanted, fusion=Fusion(asks=asks, heads=heads) if asks else None)
+    return Prompts(vision=vision, text=wanted, fusion=Fusion(asks=asks, heads=heads or 8) if asks else None)
 
 
 def lora_from(rank: int | None, alpha: float | None, roles: str) -> Lora | None:

@@ -22,7 +22,7 @@ def ledger(
 ) -> None:
     """Show what runs have spent of each data set's privacy, and what the site allows.
 
-    Exit code 0: all is well, 1: a ledger cannot be relied on or its cost not be computed here, 2: bad settings.
+    Exit code 0: all is well, 1: a ledger cannot be read, relied on or added up here, 2: bad settings.
     """
     try:
         settings = read_settings(config)
@@ -32,6 +32,9 @@ def ledger(
         raise typer.Exit(BAD_SETTINGS) from fault
     except LedgerError as fault:
         complain(f"{fault}; compare it with a copy before anything more is spent")
+        raise typer.Exit(1) from fault
+    except OSError as fault:
+        complain(f"{fault.filename} cannot be read: {fault.strerror}; only the worker's own user may read a ledger")
         raise typer.Exit(1) from fault
     except ImportError as fault:
         complain(f"what was spent cannot be added up here ({fault}): install tessera[privacy]")

@@ -84,7 +84,7 @@ def init(
     text_prompts: TextPrompts = None,
     text_prompt_from: TextPromptFrom = None,
     prompt_fusion: PromptFusion = None,
-    fusion_heads: FusionHeads = 8,
+    fusion_heads: FusionHeads = None,
     lora_rank: LoraRank = None,
     lora_alpha: LoraAlpha = None,
     lora_roles: LoraRoles = "query,value",

@@ -6,21 +6,32 @@ checked as the coordinator checks them before they count.
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 
 from shared.client import Progress
+from shared.hashing import Sink
 from shared.inspection import Inspector
 from shared.methods.contract import Plan
 from shared.model import Model
 from shared.planning import check_report, dataset_of, evaluation_seed, task_of, training_seed
 from shared.problems import NotFound, Problem
 from shared.states import States
-from shared.wire import Evaluated, Measurement, RunSpec, Submission, Task, TaskKind, TaskState, TaskView, VersionRef
+from shared.wire import (
+    Difference,
+    Evaluated,
+    Measurement,
+    RunSpec,
+    Submission,
+    Task,
+    TaskKind,
+    TaskState,
+    TaskView,
+    VersionRef,
+)
 from worker.simulation.records import Records, Reported
 from worker.simulation.store import PIECE_BYTES, Folder
 
@@ -107,12 +118,16 @@ class LocalCoordinator:
 
     # ------------------------------------------------------------ what workers ask
 
-    def fetch_blob(self, digest: str, file: BinaryIO, progress: Progress | None = None) -> int:
+    def copy_blob(self, digest: str, file: Sink, progress: Progress | None = None) -> None:
         with self._folder.open(digest) as blob:
-            shutil.copyfileobj(blob, file, PIECE_BYTES)
+            while piece := blob.read(PIECE_BYTES):
+                file.write(piece)
         if progress:
             progress(file.tell())
-        return file.tell()
+
+    def difference(self, run_id: str, number: int, since: int) -> Difference | None:
+        """None: what a simulation counts as fetched is blocks as they are."""
+        return None
 
     def put_file(self, path: Path, progress: Progress | None = None) -> str:
         with path.open("rb") as file, self._folder.writer() as writer:

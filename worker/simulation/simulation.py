@@ -83,7 +83,7 @@ class Simulation:
     def _first(self) -> Committed:
         given = self.states.load(self.model, self.states.manifest(self.spec.version), 0)
         state = begun(self.spec, self.model, given)
-        digest = self.spec.version if state == given else self.states.store(state)[1][-1].digest
+        digest = self.spec.version if state == given else self.states.store(state, self.spec.version)[1][-1].digest
         return self._commit(digest, state, ())
 
     def _merge(self, attempts: Sequence[Round]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -86,6 +86,16 @@ class Lent:
         self._note = note
         self._held = set(json.loads(note.read_text())) if note.exists() else set[str]()
         self._fetched: set[str] = set()
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._held
+
+    def path(self, digest: str) -> Path:
+        return self._folder.path(digest)
+
+    def put(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> bool:
+        """It reads where blobs lie, and makes none."""
+        raise NotImplementedError
 
     @contextmanager
     def pinning(self) -> Iterator[None]:

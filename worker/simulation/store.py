@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
@@ -50,6 +50,9 @@ class Folder:
             for piece in pieces:
                 writer.write(piece)
             return writer.finish()
+
+    def batch(self) -> AbstractContextManager[Folder]:
+        return nullcontext(self)
 
     @contextmanager
     def writer(self) -> Iterator[FolderWriter]:

@@ -72,7 +72,8 @@ class Workers:
 
     def _do(self, order: Order, dataset: Dataset, manifest: Manifest) -> None:
         central = order.kind == "evaluate" and not order.held_out
-        home = self.folder / "evaluator" if central else self._home(site_of(order.worker))
+        site = site_of(order.worker)
+        home = self.folder / "evaluator" if central else self._home(site)
         lent = Lent(self.blobs, home / "held.json")
         task = self.coordinator.give(order)
         bench = Workbench(
@@ -85,6 +86,7 @@ class Workers:
             policy=self.policy,
             mappings=self.mappings,
             models=self.models,
+            resources={} if central else self.population.participant(site).resources,
         )
         bench.do(task, lambda: None, Report())
         lent.keep(manifest.digests)

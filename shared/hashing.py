@@ -1,0 +1,39 @@
+"""Bytes hashed as they are written, so that they need not be read again."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+from shared.problems import DigestMismatch
+
+
+class Sink(Protocol):
+    """What bytes are written to: a binary file, say."""
+
+    def write(self, data: bytes | memoryview, /) -> int: ...
+    def tell(self) -> int: ...
+
+
+class Hashing:
+    """A sink that hashes what passes on its way into another."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._found = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        self._found.update(data)
+        return self._sink.write(data)
+
+    def tell(self) -> int:
+        return self._sink.tell()
+
+    @property
+    def digest(self) -> str:
+        return f"sha256:{self._found.hexdigest()}"
+
+    def require(self, digest: str) -> None:
+        """Raises DigestMismatch if what was written has another digest."""
+        if self.digest != digest:
+            raise DigestMismatch(f"the bytes received for {digest} are others", remedy="Fetch it again.")

@@ -1,0 +1,81 @@
+"""Files as memory maps, read without a copy: what reads them computes on the page cache itself.
+
+A disk that fails under a page ends the process (SIGBUS) instead of raising OSError. What is mapped here was hashed
+first, by reading it in the ordinary way, and is never written to again.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+from pathlib import Path
+from typing import BinaryIO
+
+DROPPED_BYTES = 1 << 20
+"""How much is read before its pages are given back: they would count as this process's memory."""
+
+
+def mapped(path: Path) -> mmap.mmap | None:
+    """The file's bytes. Nothing cannot be mapped, so that there is none of an empty file."""
+    with path.open("rb") as file:
+        size = file.seek(0, io.SEEK_END)
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else None
+
+
+class MappedFile(io.RawIOBase):
+    """A mapped file, to be read. What `take` gave stays valid as long as it is held, also after `close`."""
+
+    def __init__(self, found: mmap.mmap | None) -> None:
+        self._map = found
+        self._view = memoryview(found or b"")
+        self._at = 0
+        self._dropped = 0
+
+    def take(self, count: int) -> memoryview:
+        """The next `count` bytes, fewer at the end, and no copy of them."""
+        if self._at - self._dropped >= DROPPED_BYTES:
+            self._drop(self._at - self._at % mmap.PAGESIZE)
+            self._dropped = self._at
+        taken = self._view[self._at : self._at + count]
+        self._at += len(taken)
+        return taken
+
+    def _drop(self, stop: int) -> None:
+        """Gives back all pages up to there, since the kernel brings in more than was asked for. Who still reads one
+        has it brought in again."""
+        if self._map and stop:
+            self._map.madvise(mmap.MADV_DONTNEED, 0, stop)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
+        self._at = max(0, start + offset)
+        self._dropped = self._at
+        return self._at
+
+    def read(self, count: int | None = -1) -> bytes:
+        return bytes(self.take(len(self._view) if count is None or count < 0 else count))
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data = self.take(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._drop(len(self._view))
+        # Unmapped once the last array over it is gone.
+        self._view, self._map = memoryview(b""), None
+        super().close()
+
+
+def taken(file: BinaryIO, count: int) -> bytes | memoryview:
+    """The next `count` bytes of any file, without a copy if it is mapped."""
+    return file.take(count) if isinstance(file, MappedFile) else file.read(count)

@@ -1,0 +1,57 @@
+"""Mapped files: read like any other, and without a copy."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from shared.mapped import MappedFile, mapped, taken
+
+DATA = bytes(range(251)) * 20_000
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_bytes(DATA)
+    return tmp_path / "file"
+
+
+def test_it_reads_and_seeks_like_a_file(path: Path) -> None:
+    with MappedFile(mapped(path)) as file:
+        assert (file.read(5), file.tell()) == (DATA[:5], 5)
+        assert file.seek(-3, io.SEEK_END) == len(DATA) - 3
+        assert (file.read(10), file.read(10)) == (DATA[-3:], b"")
+        file.seek(7)
+        buffer = bytearray(4)
+        assert (file.readinto(memoryview(buffer)), bytes(buffer)) == (4, DATA[7:11])
+        assert file.read() == DATA[11:]
+
+
+def test_what_was_taken_outlives_the_file_even_its_removal(path: Path) -> None:
+    with MappedFile(mapped(path)) as file:
+        first = file.take(3_000_000)
+        path.unlink()
+        assert file.read(2_000_000) == DATA[3_000_000:5_000_000]
+    assert first == DATA[:3_000_000]
+
+
+def test_two_readers_of_one_map_do_not_disturb_each_other(path: Path) -> None:
+    found = mapped(path)
+    with MappedFile(found) as one:
+        one.read(4_000_000)
+        with MappedFile(found) as other:
+            assert other.read() == DATA
+        assert one.read() == DATA[4_000_000:]
+
+
+def test_an_empty_file_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with MappedFile(mapped(tmp_path / "empty")) as file:
+        assert file.read() == b""
+
+
+def test_any_file_is_taken_from(path: Path) -> None:
+    with path.open("rb") as file:
+        assert taken(io.BytesIO(DATA), 4) == taken(file, 4) == DATA[:4]
