@@ -25,7 +25,7 @@ from benchmarks.measuring import OUT, Results
 from benchmarks.methods.drift import drawn, moved
 from benchmarks.payloads import Weights
 from shared.averaging import average
-from shared.blobs import Batch, Stored, Writer
+from shared.blobs import Batch, Stored
 from shared.blocks import Block
 from shared.codecs import LOSSLESS
 from shared.inspection import Inspector
@@ -58,9 +58,6 @@ class InMemory:
         raise NotImplementedError("these are read only")
 
     def batch(self) -> AbstractContextManager[Batch]:
-        raise NotImplementedError("these are read only")
-
-    def writer(self) -> AbstractContextManager[Writer]:
         raise NotImplementedError("these are read only")
 
 
