@@ -29,6 +29,7 @@ def quickly(name: str, out: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.timeout(300)  # five processes that import much, twice
 def test_rounds_are_measured_beside_the_bare_loop_with_the_same_bytes(tmp_path: Path) -> None:
     rows = quickly("rounds", tmp_path)["rows"]
     assert [(row["side"], row["exchange"]) for row in rows] == [
