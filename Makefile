@@ -42,9 +42,10 @@ bench: install ## what rounds, waiting workers and cut uploads cost; half an hou
 	$(BIN)/python -m benchmarks.idle
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.uploads
+	$(BIN)/python -m benchmarks.stages
 
 bench-quick: install ## the same on tiny sizes, in a minute: to see that it works
-	for name in rounds idle growth uploads; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	for name in rounds idle growth uploads stages; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 bench-rivals: install ## rounds beside Flower and NVIDIA FLARE, each installed into an environment of its own
 	$(BIN)/python -m benchmarks.rounds --rivals --sizes 0.01 100 --workers 4 --only full raw

@@ -63,12 +63,18 @@ def _with_descendants(pids: Iterable[int]) -> Iterable[psutil.Process]:
 
 
 def forget_peak(pid: int) -> None:
-    """Lets the kernel count a process's peak from here on."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
+    """Lets the kernel count the peaks of a process and its descendants from here on."""
+    for process in _with_descendants([pid]):
+        Path(f"/proc/{process.pid}/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process has held since its start, or since `forget_peak` (VmHWM)."""
+    """The most memory that a process has held since its start, or since `forget_peak` (VmHWM), and each of its
+    descendants: no less than the most that they held at one time."""
+    return sum(_peak(process.pid) for process in _with_descendants([pid]))
+
+
+def _peak(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
 

@@ -83,8 +83,7 @@ class Weights:
     def blocks(self) -> Iterator[tuple[Block, memoryview]]:
         for block in self.model.blocks:
             # Were they alike to the bit, one blob would do for all.
-            values = self.values + np.float32(block.layer or 0)
-            yield block, as_bytes(values)
+            yield block, as_bytes(np.roll(self.values, block.layer or 0))
 
 
 def make(folder: Path, processes: Processes, size: str) -> ModelFolder:

@@ -15,7 +15,7 @@ from shared.methods.contract import Plan
 from shared.model import Model
 from shared.problems import MAX_FAULTS, Fault, InvalidUpdate
 from shared.states import States
-from shared.tensors import Tensor
+from shared.tensors import PIECE, Tensor
 from shared.update import EncodedTensor, read_update
 from shared.wire import Manifest
 
@@ -68,11 +68,14 @@ def _step_squares(tensor: Tensor, base: Tensor) -> float:
     """The sum of squares of the difference, infinite if it overflows. Raises NotFinite."""
     total = 0.0
     for chunk, start in zip(tensor.chunks(), base.chunks(), strict=True):
-        # float64 overflows on no finite float32, so whatever is not finite here came so.
-        values = chunk.astype(np.float64)
-        if not np.isfinite(values).all():
-            raise NotFinite(f"{int((~np.isfinite(values)).sum())} or more values are NaN or infinite")
-        with np.errstate(over="ignore"):
-            step = values - start.astype(np.float64)
-            total += float(step @ step)
+        for at in range(0, chunk.size, PIECE):
+            values = chunk[at : at + PIECE].astype(np.float64)
+            with np.errstate(over="ignore", invalid="ignore"):
+                step = values - start[at : at + PIECE].astype(np.float64)
+                # Not `step @ step`: BLAS divides it among threads, which spin while they wait for each other.
+                squares = float(np.einsum("i,i", step, step))
+            # What is not finite in the values is not so in the sum either; float64 overflows on no finite float32.
+            if not isfinite(squares) and not np.isfinite(values).all():
+                raise NotFinite(f"{int((~np.isfinite(values)).sum())} or more values are NaN or infinite")
+            total += squares
     return total

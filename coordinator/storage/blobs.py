@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
 
 import obstore
+from anyio import to_thread
 from obstore.store import LocalStore, from_url
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -30,6 +31,9 @@ from shared.mapped import MappedFile, mapped
 from shared.problems import NotFound, StoreSpoilt
 
 PIECE_BYTES = 1 << 18
+
+STREAM_BYTES = 1 << 20
+"""What is read of a local file at a time to be sent: each piece is a trip to a thread."""
 
 ROWS_KEPT = 256
 """Rows of the table that are kept at hand, with small blobs whole: a merge asks for every update once a block."""
@@ -227,6 +231,15 @@ class Blobs:
         """Bytes `start` to `stop` of a blob, piece by piece, as the receiver takes them."""
         if blob.inline is not None:
             yield blob.inline[start:stop]
+        elif self._root:
+            # Read in a thread of ours: the store's own stream takes ten times the processor time over a local file.
+            with (self._root / _key(blob.digest)).open("rb", buffering=0) as file:
+                file.seek(start)
+                while start < stop and (
+                    piece := await to_thread.run_sync(file.read, min(STREAM_BYTES, stop - start))
+                ):
+                    start += len(piece)
+                    yield piece
         elif start < stop:
             options: obstore.GetOptions = {"range": (start, stop)}
             result = await obstore.get_async(self._store, _key(blob.digest), options=options)

@@ -29,6 +29,7 @@ def quickly(name: str, out: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.timeout(300)  # five processes that import much, twice
 def test_rounds_are_measured_beside_the_bare_loop_with_the_same_bytes(tmp_path: Path) -> None:
     rows = quickly("rounds", tmp_path)["rows"]
     assert [(row["side"], row["exchange"]) for row in rows] == [
@@ -59,6 +60,12 @@ def test_a_cut_upload_arrives(tmp_path: Path) -> None:
     (row,) = quickly("uploads", tmp_path)["rows"]
     assert row["cuts"] == 3
     assert row["sent_MB"] >= row["without_MB"] >= 4.0
+
+
+def test_every_stage_of_a_round_takes_time(tmp_path: Path) -> None:
+    rows = quickly("stages", tmp_path)["rows"]
+    assert {row["where"] for row in rows} == {"coordinator", "workers"}
+    assert all(row["cpu_s"] > 0 for row in rows if row["stage"] in ("encode", "inspect: decode", "merge: sum"))
 
 
 def test_a_table_has_every_column_that_a_row_has() -> None:
