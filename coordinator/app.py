@@ -49,6 +49,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     app = FastAPI(title="Tessera", version=VERSION, description=DESCRIPTION, lifespan=lifespan)
     app.state.services = services
     errors.install(app)
-    for module in (runs, tasks, blobs, sites, admin, health):
-        app.include_router(module.router, responses=REFUSALS)
+    routers = (module.router for module in (runs, tasks, blobs, sites, admin, health))
+    for router in (*routers, blobs.listed):
+        app.include_router(router, responses=REFUSALS)
     return app

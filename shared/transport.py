@@ -86,9 +86,11 @@ class Transport:
         return answer
 
     @contextmanager
-    def stream(self, path: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
+    def stream(
+        self, path: str, headers: dict[str, str], *, method: str = "GET", content: str | None = None
+    ) -> Iterator[httpx.Response]:
         """Opens a response whose body is read as it comes; tries one time."""
-        with reaching(), self._http.stream("GET", path, headers=headers) as response:
+        with reaching(), self._http.stream(method, path, headers=headers, content=content) as response:
             if not response.is_success:
                 _require_success(_read_bounded(response))
             yield response

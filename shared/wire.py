@@ -61,6 +61,9 @@ Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), F
 Examples = dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]]
 """How many there are, by data set."""
 
+MOST_WANTED = 4_096
+"""Blobs that one request may ask for."""
+
 LeaseSeconds = Annotated[float, Field(gt=0, le=86400)]
 
 TaskKind = Literal["train", "evaluate"]
@@ -137,6 +140,13 @@ class Manifest(Frozen):
 class VersionRef(Message):
     number: NonNegativeInt
     digest: Digest
+
+
+class Wanted(Message):
+    """Blobs to be read one behind the other, from byte `start` of them all on."""
+
+    digests: tuple[Digest, ...] = Field(min_length=1, max_length=MOST_WANTED)
+    start: NonNegativeInt = Field(default=0, lt=1 << 53)
 
 
 class Difference(Message):

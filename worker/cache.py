@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -30,6 +30,10 @@ NAMES = re.compile(r"sha256-([0-9a-f]{64})")
 Progress = Callable[[int], None]
 Source = Callable[[str, Sink, Progress], object]
 """Writes the blob of a digest to a file, telling of the bytes as they come: `Client.copy_blob`."""
+
+
+Row = Callable[[tuple[str, ...], Sink, Progress], object]
+"""The same for several, one behind the other: `Client.copy_blobs`."""
 
 
 class BlobTooLarge(ValueError):
@@ -78,6 +82,25 @@ class Cache:
         self._bytes.move_to_end(digest)
         os.utime(path)
         return path
+
+    def fetch_all(self, wanted: Mapping[str, int], source: Row, progress: Progress | None = None) -> None:
+        """Fetches what is not here of blobs of these sizes, in bytes, in one go.
+
+        Raises DigestMismatch for bytes that are not the digests', and BlobTooLarge as `fetch` does. What was whole by
+        then stays.
+        """
+        lacking = {digest: nbytes for digest, nbytes in wanted.items() if not self._holds(digest, self._path(digest))}
+        self._pinned.update(wanted)
+        if lacking:
+            self._make_room(sum(lacking.values()))
+            with closing(_Shelving(self, lacking)) as shelving:
+                source(tuple(lacking), shelving, progress or (lambda _: None))
+                shelving.finish()
+
+    def take(self, digest: str, size: int) -> None:
+        """Counts a blob that has come to lie in its place."""
+        self._bytes[digest] = size
+        self._checked.add(digest)
 
     def put(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> bool:
         """Takes a blob that was made here; whether its bytes are those of its name. If not, nothing is kept.
@@ -133,8 +156,7 @@ class Cache:
             hashing.require(digest)
             size = file.tell()
             self._make_room(size)
-        self._bytes[digest] = size
-        self._checked.add(digest)
+        self.take(digest, size)
 
     def _make_room(self, nbytes: int) -> None:
         over = self.total_bytes + nbytes - self._limit_bytes
@@ -145,6 +167,57 @@ class Cache:
             over -= self._bytes.pop(digest)
         if over > 0:
             raise BlobTooLarge(f"the task needs {over} bytes more than cache_bytes ({self._limit_bytes}): raise it")
+
+
+class _Shelving:
+    """Where blobs of known sizes are written to one behind the other: puts each in its place once it is whole."""
+
+    def __init__(self, cache: Cache, sizes: Mapping[str, int]) -> None:
+        self._cache = cache
+        self._left = deque(sizes.items())
+        self._written = 0
+        self._stack = ExitStack()
+        self._hashing: Hashing | None = None
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        view = memoryview(data)
+        while view:
+            if not self._left:
+                raise DigestMismatch("more bytes came than the blobs have", remedy="Fetch them again.")
+            digest, size = self._left[0]
+            if self._hashing is None:
+                path = self._cache.path(digest)
+                self._hashing = Hashing(self._stack.enter_context(written_whole(path, durable=False)))
+            piece = view[: size - self._hashing.tell()]
+            self._hashing.write(piece)
+            self._written += len(piece)
+            view = view[len(piece) :]
+            if self._hashing.tell() == size:
+                self._settle(digest, size)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._written
+
+    def finish(self) -> None:
+        """Raises DigestMismatch if some of the bytes did not come."""
+        if self._left:
+            raise DigestMismatch(f"the bytes ended before those of {self._left[0][0]}", remedy="Fetch them again.")
+
+    def _settle(self, digest: str, size: int) -> None:
+        if self._hashing:
+            self._hashing.require(digest)
+        self._hashing = None
+        self._stack.close()
+        self._cache.take(digest, size)
+        self._left.popleft()
+
+    def close(self) -> None:
+        """What is not whole by now leaves nothing behind."""
+        if self._hashing:
+            unfinished = DigestMismatch("unfinished")
+            with suppress(DigestMismatch):
+                self._stack.__exit__(DigestMismatch, unfinished, None)
 
 
 def _found(folder: Path) -> list[tuple[str, int]]:

@@ -31,7 +31,7 @@ from shared.tensors import Array, ArrayTensor, as_bytes, digest_of, from_bytes, 
 from shared.update import Change, read_update, write_update
 from shared.wire import Difference, Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
 from worker.blockmap import block_table, named_tensors
-from worker.cache import BlobTensor, BlobTooLarge, Cache, Source
+from worker.cache import BlobTensor, BlobTooLarge, Cache, Row, Source
 from worker.data import Dataset
 from worker.evaluator import evaluate
 from worker.feedback import Feedback, without_feedback
@@ -52,7 +52,10 @@ if TYPE_CHECKING:
 class Coordinator(Protocol):
     """What a task asks of its coordinator: a `Client` does so over HTTP, a simulation in the same process."""
 
+    @property
+    def fast_line(self) -> bool: ...
     def copy_blob(self, digest: str, file: Sink, progress: Progress | None = None) -> None: ...
+    def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None: ...
     def difference(self, run_id: str, number: int, since: int) -> Difference | None: ...
     def put_file(self, path: Path, progress: Progress | None = None) -> str: ...
     def submit(self, task_id: str, submission: Submission) -> TaskView: ...
@@ -65,6 +68,7 @@ class Shelf(Protocol):
     def __contains__(self, digest: str) -> bool: ...
     def path(self, digest: str) -> Path: ...
     def put(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> bool: ...
+    def fetch_all(self, wanted: Mapping[str, int], source: Row, progress: Progress | None = None) -> None: ...
     def pinning(self) -> AbstractContextManager[None]: ...
     def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path: ...
 
@@ -280,11 +284,16 @@ class Workbench:
         return _Ready(built, half, work, bases, feedback)
 
     def _blob(self, digest: str, max_bytes: int, check: Check, report: Report) -> Path:
+        received = self._receiving(check, report)
+        return self.shelf.fetch(digest, max_bytes, self.coordinator.copy_blob, received)
+
+    @staticmethod
+    def _receiving(check: Check, report: Report) -> Progress:
         def received(nbytes: int) -> None:
             report.download_bytes += nbytes
             check()
 
-        return self.shelf.fetch(digest, max_bytes, self.coordinator.copy_blob, received)
+        return received
 
     def _model(self, task: Task, document: Model, *, whole: bool) -> Built:
         """The run's model: the last round's, if all of it is about to be overwritten, else a new one.
@@ -334,6 +343,8 @@ class Workbench:
         if odd := sorted(set(manifest.blocks) ^ {block.name for block in built.blocks}):
             raise TaskFailure("invalid-version", f"the version and the model differ in the blocks {odd[:8]}")
         self._catch_up(task, manifest, wanted, built, check, report)
+        sizes = {manifest.blocks[block.name]: block.nbytes for block in wanted}
+        self.shelf.fetch_all(sizes, self.coordinator.copy_blobs, self._receiving(check, report))
         bases: dict[str, BlobTensor] = {}
         for block in wanted:
             path = self._blob(manifest.blocks[block.name], block.nbytes, check, report)
@@ -419,13 +430,15 @@ class Workbench:
 
         changes = ready.feedback.add(_changes(harvest, ready.bases))
         with temporary_file(self.scratch) as (path, file):
-            budget = self._budget(task)
+            budget, lossless = self._budget(task), codecs.parse(task.codec).lossless
             if budget is None:
-                write_update(file, task.codec, changes, task.seed)
+                # What is lossless may as well be sent as it is, where that takes less time.
+                codec = codecs.RAW if lossless and self.coordinator.fast_line else task.codec
+                write_update(file, codec, changes, task.seed)
             else:
                 write_within(file, task.codec, changes, budget, task.seed)
             file.flush()
-            if budget is not None or not codecs.parse(task.codec).lossless:
+            if budget is not None or not lossless:
                 report.numbers["codec_error"] = self._settle(path, changes, ready.feedback, task)
             self._check_egress(path, task.plan.upload.resolve(ready.built.blocks), harvest)
             check()

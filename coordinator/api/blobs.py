@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Request, Response
@@ -17,6 +17,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 
 from coordinator.api.access import Anyone, Serving, allow
+from coordinator.api.reading import BoundedRoute
 from coordinator.metrics import RECEIVED_BYTES, SENT_BYTES
 from coordinator.services import Services
 from coordinator.storage.identity import Principal
@@ -24,8 +25,11 @@ from coordinator.storage.reach import within_reach
 from coordinator.storage.uploads import Upload, Uploads
 from shared.blobs import Stored
 from shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
+from shared.wire import Wanted
 
 router = APIRouter(prefix="/v1", tags=["blobs"])
+listed = APIRouter(prefix="/v1", tags=["blobs"], route_class=BoundedRoute)
+"""What takes JSON, which is held whole and must be bounded."""
 
 DigestPath = Annotated[str, Path(pattern=r"^sha256:[0-9a-f]{64}$")]
 Sender = Annotated[Principal, Depends(allow("site", "orchestrator", "admin"))]
@@ -75,6 +79,45 @@ def get_blob(
         return Response(status_code=status, headers=headers, media_type="application/octet-stream")
     body = _counted(serving, blob, start, stop)
     return StreamingResponse(body, status, headers, media_type="application/octet-stream")
+
+
+@listed.post("/blobs/read", operation_id="readBlobs", response_class=StreamingResponse)
+def read_blobs(wanted: Wanted, serving: Serving, caller: Anyone) -> Response:
+    """Several blobs of runs that the caller has to do with, one behind the other in one answer."""
+    with serving.database.snapshot() as session:
+        reached = within_reach(session, caller, wanted.digests)
+        if beyond := [digest for digest in wanted.digests if digest not in reached]:
+            raise NotFound(f"there is no blob {beyond[0]} within this token's reach")
+        blobs = serving.blobs.find_all(session, wanted.digests)
+    for blob in blobs:
+        serving.blobs.verify(blob)
+    left = sum(blob.size for blob in blobs) - wanted.start
+    if left < 0:
+        raise RangeUnsatisfiable(
+            f"the blobs have {left + wanted.start} bytes together; byte {wanted.start} is beyond"
+        )
+    headers = {"Content-Length": str(left)}
+    return StreamingResponse(_row(serving, blobs, wanted.start), 200, headers, media_type="application/octet-stream")
+
+
+async def _row(serving: Services, blobs: Sequence[Stored], start: int) -> AsyncIterator[bytes]:
+    small = bytearray()
+    for blob in blobs:
+        skipped = min(start, blob.size)
+        start -= skipped
+        if blob.inline is not None:
+            # Not each on its own: a thousand little answers cost more than a large one.
+            small += blob.inline[skipped:]
+            continue
+        if small:
+            SENT_BYTES.inc(len(small))
+            yield bytes(small)
+            small.clear()
+        async for piece in _counted(serving, blob, skipped, blob.size):
+            yield piece
+    if small:
+        SENT_BYTES.inc(len(small))
+        yield bytes(small)
 
 
 async def _counted(serving: Services, blob: Stored, start: int, stop: int) -> AsyncIterator[bytes]:

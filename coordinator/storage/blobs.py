@@ -251,8 +251,19 @@ class Blobs:
         row = session.get(BlobRow, digest)
         if row is None:
             raise NotFound(f"there is no blob {digest}")
+        return self._stored(row)
+
+    def find_all(self, session: Session, digests: Sequence[str]) -> list[Stored]:
+        """Several, in the order given. Raises NotFound."""
+        rows = session.scalars(select(BlobRow).where(BlobRow.digest.in_(set(digests))))
+        found = {row.digest: self._stored(row) for row in rows}
+        if missing := [digest for digest in digests if digest not in found]:
+            raise NotFound(f"there is no blob {missing[0]}")
+        return [found[digest] for digest in digests]
+
+    def _stored(self, row: BlobRow) -> Stored:
         if row.created_at > self.began_at:
-            self._sound.add(digest)
+            self._sound.add(row.digest)
         return Stored(row.digest, row.size, row.inline)
 
     def _look_up(self, digest: str) -> Stored:

@@ -32,6 +32,7 @@ ALLOWED = {
     ("POST", "/v1/tasks/x/release"): {"site"},
     ("GET", f"/v1/blobs/{DIGEST}"): set(EVERYBODY),
     ("HEAD", f"/v1/blobs/{DIGEST}"): set(EVERYBODY),
+    ("POST", "/v1/blobs/read"): set(EVERYBODY),
     ("POST", "/v1/uploads"): {"admin", "orchestrator", "site"},
     ("HEAD", "/v1/uploads/x"): {"admin", "orchestrator", "site"},
     ("PATCH", "/v1/uploads/x"): {"admin", "orchestrator", "site"},

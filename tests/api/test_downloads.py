@@ -95,3 +95,38 @@ def test_an_empty_blob_is_a_blob(http: httpx.Client) -> None:
     answer = get(http, b"")
     assert (answer.status_code, answer.content, answer.headers["Content-Length"]) == (200, b"", "0")
     refused(get(http, b"", Range="bytes=0-"), 416, "range-unsatisfiable")
+
+
+# ---------------------------------------------------------------- several in one go
+
+
+ALL = [digest_of(SMALL), digest_of(LARGE), digest_of(b""), digest_of(SMALL)]
+TOGETHER = SMALL + LARGE + SMALL
+
+
+@pytest.mark.parametrize("start", [0, 1, 99, 100, 101, 256_099, 256_100, len(TOGETHER) - 1, len(TOGETHER)])
+def test_several_blobs_are_read_one_behind_the_other_from_anywhere(http: httpx.Client, start: int) -> None:
+    answer = http.post("/v1/blobs/read", json={"digests": ALL, "start": start})
+    assert (answer.status_code, answer.content) == (200, TOGETHER[start:])
+    assert answer.headers["Content-Length"] == str(len(TOGETHER) - start)
+
+
+def test_from_beyond_the_end_there_is_nothing_to_be_read(http: httpx.Client) -> None:
+    answer = http.post("/v1/blobs/read", json={"digests": ALL, "start": len(TOGETHER) + 1})
+    assert "have 256200 bytes together" in refused(answer, 416, "range-unsatisfiable").detail
+
+
+def test_one_blob_out_of_reach_and_none_is_read(http: httpx.Client, standing: LiveCoordinator) -> None:
+    answer = http.post("/v1/blobs/read", json={"digests": [digest_of(SMALL), digest_of(b"elsewhere")]})
+    assert digest_of(b"elsewhere") in refused(answer, 404, "not-found").detail
+    site = standing.http("site", "a").post("/v1/blobs/read", json={"digests": [digest_of(SMALL)]})
+    refused(site, 404, "not-found")
+
+
+@pytest.mark.parametrize("digests", [[], ["sha256:x"], ["../../etc/passwd"], [digest_of(SMALL)] * 4097])
+def test_what_is_no_list_of_digests_is_refused(http: httpx.Client, digests: list[str]) -> None:
+    refused(http.post("/v1/blobs/read", json={"digests": digests}), 422, "invalid")
+
+
+def test_a_list_longer_than_any_is_not_read(http: httpx.Client) -> None:
+    refused(http.post("/v1/blobs/read", content=b"[" + b" " * (2 << 20)), 413, "too-large")

@@ -15,7 +15,7 @@ import pytest
 from shared.blocks import Block
 from shared.problems import DigestMismatch
 from shared.tensors import CHUNK, digest_of, to_array
-from worker.cache import BlobTensor, BlobTooLarge, Cache
+from worker.cache import BlobTensor, BlobTooLarge, Cache, Progress, Row, Sink
 
 
 class Origin:
@@ -129,3 +129,70 @@ def test_a_blob_tensor_gives_the_blocks_values_chunk_by_chunk(tmp_path: Path, dt
     assert [len(chunk) for chunk in tensor.chunks()] == [CHUNK, CHUNK // 2]
     assert to_array(tensor).tobytes() == values.tobytes()
     assert to_array(tensor).shape == values.shape
+
+
+# ---------------------------------------------------------------- several in one go
+
+
+def pouring(*pieces: bytes) -> Row:
+    def pour(digests: tuple[str, ...], file: Sink, progress: Progress) -> None:
+        for piece in pieces:
+            progress(file.write(piece))
+
+    return pour
+
+
+SIZES = {digest_of(ONE): len(ONE), digest_of(TWO): len(TWO)}
+
+
+@pytest.mark.parametrize("cut", [0, 1, len(ONE) - 1, len(ONE), len(ONE) + 1])
+def test_several_blobs_come_one_behind_the_other_in_pieces_of_any_size(tmp_path: Path, cut: int) -> None:
+    cache, whole = Cache(tmp_path, 100), ONE + TWO
+    cache.fetch_all(SIZES, pouring(whole[:cut], whole[cut:]))
+    for data in (ONE, TWO):
+        assert digest_of(data) in cache
+        assert cache.path(digest_of(data)).read_bytes() == data
+    cache.fetch_all(SIZES, pouring(b"is not asked for again"))
+
+
+def test_only_what_is_not_here_is_asked_for(tmp_path: Path) -> None:
+    cache, asked = Cache(tmp_path, 100), []
+    cache.put(digest_of(ONE), [ONE], 100)
+
+    def source(digests: tuple[str, ...], file: Sink, progress: Progress) -> None:
+        asked.append(digests)
+        file.write(TWO)
+
+    cache.fetch_all(SIZES, source)
+    assert asked == [(digest_of(TWO),)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [
+        ((ONE, TWO + b"x"), "more bytes came"),
+        ((ONE, TWO[:-1]), "the bytes ended before"),
+        ((ONE, bytes(len(TWO))), "are others"),
+        ((ONE,), "the bytes ended before"),
+    ],
+)
+def test_what_is_whole_stays_and_nothing_else_is_seen(tmp_path: Path, pieces: tuple[bytes, ...], says: str) -> None:
+    cache = Cache(tmp_path, 100)
+    with pytest.raises(DigestMismatch, match=says):
+        cache.fetch_all(SIZES, pouring(*pieces))
+    whole = [digest_of(ONE)] + ([digest_of(TWO)] if says == "more bytes came" else [])
+    found = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(path.name for path in found) == sorted(digest.replace(":", "-") for digest in whole)
+    assert all(digest in cache for digest in whole)
+
+
+def test_a_transfer_that_breaks_leaves_nothing_half_written(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, 100)
+
+    def source(digests: tuple[str, ...], file: Sink, progress: Progress) -> None:
+        file.write(ONE + TWO[:1])
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        cache.fetch_all(SIZES, source)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [digest_of(ONE).replace(":", "-")]

@@ -6,6 +6,7 @@ checked as the coordinator checks them before they count.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -117,6 +118,15 @@ class LocalCoordinator:
         return self._measured.pop(order.id)
 
     # ------------------------------------------------------------ what workers ask
+
+    @property
+    def fast_line(self) -> bool:
+        """Not: what is counted is what a run would send over a line that is worth saving."""
+        return False
+
+    def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None:
+        for digest in digests:
+            self.copy_blob(digest, file, progress)
 
     def copy_blob(self, digest: str, file: Sink, progress: Progress | None = None) -> None:
         with self._folder.open(digest) as blob:

@@ -12,7 +12,7 @@ from pathlib import Path
 from shared.client import Progress
 from shared.methods.contract import Participant
 from shared.problems import Invalid
-from worker.cache import BlobTooLarge, Source
+from worker.cache import BlobTooLarge, Row, Source
 from worker.data import Dataset
 from worker.files import written_whole
 from worker.simulation.store import Folder
@@ -96,6 +96,9 @@ class Lent:
     def put(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> bool:
         """It reads where blobs lie, and makes none."""
         raise NotImplementedError
+
+    def fetch_all(self, wanted: Mapping[str, int], source: Row, progress: Progress | None = None) -> None:
+        """Nothing: each is found where it lies."""
 
     @contextmanager
     def pinning(self) -> Iterator[None]:
