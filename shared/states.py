@@ -110,7 +110,11 @@ class States:
         long as it shares half of the blocks."""
         if before is None:
             return None
-        root = self.manifest(before).root or before
+        last = self.manifest(before)
+        if manifest == last.model_copy(update={"root": None}):
+            # The same version, and so the same document.
+            return last.root
+        root = last.root or before
         return root if 2 * len(manifest.changed(self.manifest(root))) <= len(manifest.blocks) else None
 
     # ------------------------------------------------------------ checking what an orchestrator brings

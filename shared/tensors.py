@@ -207,8 +207,8 @@ class Moved(Derived):
     """Its first source less its second, which says by how much: rounded once, to `dtype`."""
 
     @property
-    def step(self) -> Tensor:
-        return self.sources[1]
+    def step(self) -> Derived:
+        return cast("Derived", self.sources[1])
 
     def fill(self, out: Array, parts: Sequence[Array]) -> None:
         start, step = parts
@@ -218,6 +218,14 @@ class Moved(Derived):
             # In what the step is in, for a base of sixteen bits; in float64 where it is asked for unrounded.
             wide = max(step.dtype, out.dtype, key=lambda dtype: dtype.itemsize)
             out[...] = start.astype(wide) - step.astype(wide, copy=False)
+
+
+@dataclass(frozen=True)
+class Replaced(Moved):
+    """Moved all the way to its third source, whose bits it takes: what a single sender sent is not rounded again."""
+
+    def fill(self, out: Array, parts: Sequence[Array]) -> None:
+        out[...] = parts[2]
 
 
 def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
@@ -338,7 +346,10 @@ def mean_step(base: Tensor, senders: Sequence[tuple[float, Tensor]], whole: floa
         raise ValueError(f"shapes differ from {base.shape}: {[tensor.shape for _, tensor in senders]}")
     total = sum(weight for weight, _ in senders) if whole is None else whole
     # Summed with the sign turned and then subtracted, because x - 0.0 is x for every x, while -0.0 + 0.0 is 0.0.
-    return _moved(base, weighted_steps(base, [(-weight / total, tensor) for weight, tensor in senders]))
+    moved = _moved(base, weighted_steps(base, [(-weight / total, tensor) for weight, tensor in senders]))
+    if len(senders) == 1 and senders[0][0] == total and moved.step.sources[1:] == (senders[0][1],):
+        return Replaced(base.shape, base.dtype, (*moved.sources, senders[0][1]))
+    return moved
 
 
 def _moved(base: Tensor, step: Tensor) -> Moved:

@@ -16,6 +16,7 @@ from shared.model import Model
 from shared.wire import Cohort, Manifest, Round, Training
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
+from worker import workbench
 from worker.agent import Agent
 from worker.blockmap import block_table, named_tensors
 from worker.models import instantiate, read_block
@@ -40,6 +41,12 @@ class Finished:
     manifests: list[Manifest]
     rounds: list[Round]
     vault: set[str]
+
+
+@pytest.fixture(autouse=True)
+def _blocks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not made out of differences, so that bytes are those of the blocks."""
+    monkeypatch.setattr(workbench, "LEAST_DIFFERENCE", 1 << 40)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from shared.wire import Cohort, Manifest, Run, TaskView, Training
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
 from tests.support.tapping import Tap
+from worker import workbench
 from worker.agent import Agent
 from worker.blockmap import block_table, named_tensors
 from worker.ledger import LEDGER_FOLDER
@@ -42,8 +43,15 @@ OVERHEAD = 40_000
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCoordinator]:
-    with LiveCoordinator(tmp_path_factory.mktemp("coordinator")) as found:
+    # An update as it is, and not within JSON, so that its bytes can be looked for.
+    with LiveCoordinator(tmp_path_factory.mktemp("coordinator"), submission_bytes=0) as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def _blocks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not made out of differences, so that bytes are those of the blocks."""
+    monkeypatch.setattr(workbench, "LEAST_DIFFERENCE", 1 << 40)
 
 
 @dataclass

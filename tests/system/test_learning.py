@@ -102,8 +102,8 @@ def test_the_frozen_stage_moves_under_15_percent_of_a_full_exchange(
     warm, *frozen = (round_.tasks[0] for round_ in client.rounds(run.id))
     full = demo_vit.model.nbytes
     assert warm.upload_bytes > full
-    # Down and up, over all of stage two: its first round still fetches what the warm-up changed.
-    assert frozen[0].download_bytes > full
+    # Down and up, over all of stage two: its first round still fetches what the warm-up changed, as a difference.
+    assert frozen[0].download_bytes > 0.5 * full
     assert sum(task.download_bytes + task.upload_bytes for task in frozen) < 0.15 * 2 * full * len(frozen)
     # From then on nothing frozen travels, either way.
     assert all(max(task.download_bytes, task.upload_bytes) < 0.1 * full for task in frozen[1:])
