@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,7 +53,6 @@ class Database:
         # With SQLite the database's clock is this machine's; time.time spares a query.
         self._clock = clock or time.time
         self._lock: IO[str] | None = None
-        self._turns = threading.local()
 
     def now(self) -> float:
         """Seconds since 1970 by the clock that judges every deadline."""
@@ -73,13 +71,9 @@ class Database:
         if not self._is_sqlite:
             yield
             return
-        if not hasattr(self._turns, "file"):
-            self._turns.file = Path(f"{self.url.database}.turn").open("a")  # noqa: SIM115 (as long as its thread)
-        fcntl.flock(self._turns.file, fcntl.LOCK_EX)
-        try:
+        with Path(f"{self.url.database}.turn").open("a") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
             yield
-        finally:
-            fcntl.flock(self._turns.file, fcntl.LOCK_UN)
 
     @contextmanager
     def snapshot(self) -> Iterator[Session]:
