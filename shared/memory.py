@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 
 KEPT_BYTES = 64 << 20
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+HEAPS = 2
+"""Of as many threads as there are, each of which would else keep a heap of its own."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def keep_freed_memory() -> None:
@@ -18,3 +20,4 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES // 2)
         mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(_M_ARENA_MAX, HEAPS)
