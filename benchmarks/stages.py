@@ -13,7 +13,7 @@ import io
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,9 @@ class InMemory:
 
     def size(self, digest: str) -> int:
         return len(self._blobs[digest])
+
+    def expect(self, digests: Collection[str]) -> None:
+        """They are here."""
 
     def open(self, digest: str) -> BinaryIO:
         return io.BytesIO(self._blobs[digest])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
@@ -38,6 +38,10 @@ class BlobStore(Protocol):
     """What reads and writes blobs. Reading raises NotFound for a digest that is not there."""
 
     def size(self, digest: str) -> int: ...
+    def expect(self, digests: Collection[str]) -> None:
+        """Is told what will be asked for soon, where it is better asked for at once."""
+        ...
+
     def open(self, digest: str) -> BinaryIO:
         """The blob as a seekable file."""
         ...

@@ -28,6 +28,7 @@ class Inspector:
     def open(self, digest: str, model: Model, manifest: Manifest, plan: Plan) -> dict[str, EncodedTensor]:
         """An update's blocks, lazily decoded, by name. Raises InvalidUpdate if its form is wrong."""
         asked = {block.name: block for block in plan.upload.resolve(model.blocks)}
+        self.blobs.expect({manifest.blocks[name] for name in asked})
         bases = {name: self.states.tensor(block, manifest) for name, block in asked.items()}
         return read_update(partial(self.blobs.open, digest), self.blobs.size(digest), asked, bases)
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import threading
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
@@ -35,8 +37,10 @@ PIECE_BYTES = 1 << 18
 STREAM_BYTES = 1 << 20
 """What is read of a local file at a time to be sent: each piece is a trip to a thread."""
 
-ROWS_KEPT = 256
-"""Rows of the table that are kept at hand, with small blobs whole: a merge asks for every update once a block."""
+ROWS_KEPT = 4_096
+"""Rows of the table that are kept at hand: a merge asks for every update once a block, and for the blocks."""
+ROWS_BYTES = 16 << 20
+"""What the small blobs in them may come to."""
 
 MAPS_KEPT = 64
 """Files of the store that stay mapped, for the same reason. A map costs addresses and a descriptor, and no memory."""
@@ -71,7 +75,7 @@ class Blobs:
         self._sound: set[str] = set()
         self.began_at = database.now()
         # A blob that is there stays as it is, and one that is not is not remembered.
-        self._row = lru_cache(maxsize=ROWS_KEPT)(self._look_up)
+        self._rows = Rows()
         self._map = lru_cache(maxsize=MAPS_KEPT)(mapped)
         self._root = None if "://" in url else Path(url)
         self._store = LocalStore(url, mkdir=True) if self._root else from_url(url)
@@ -266,9 +270,48 @@ class Blobs:
             self._sound.add(row.digest)
         return Stored(row.digest, row.size, row.inline)
 
-    def _look_up(self, digest: str) -> Stored:
-        with self._database.snapshot() as session:
-            return self.find(session, digest)
+    def expect(self, digests: Collection[str]) -> None:
+        """Looks up in one query what will be asked for. What is not there is found missing when it is."""
+        wanted = [digest for digest in digests if digest not in self._rows]
+        if len(wanted) > 1:
+            with self._database.snapshot() as session:
+                for row in session.scalars(select(BlobRow).where(BlobRow.digest.in_(wanted))):
+                    self._rows.keep(self._stored(row))
+
+    def _row(self, digest: str) -> Stored:
+        if (known := self._rows.get(digest)) is None:
+            with self._database.snapshot() as session:
+                known = self.find(session, digest)
+            self._rows.keep(known)
+        return known
+
+
+class Rows:
+    """Blobs that were looked up lately, the latest of them. For any thread."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[str, Stored] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._rows
+
+    def get(self, digest: str) -> Stored | None:
+        with self._lock:
+            if found := self._rows.get(digest):
+                self._rows.move_to_end(digest)
+            return found
+
+    def keep(self, blob: Stored) -> None:
+        with self._lock:
+            if blob.digest in self._rows:
+                return
+            self._rows[blob.digest] = blob
+            self._bytes += len(blob.inline or b"")
+            while len(self._rows) > ROWS_KEPT or self._bytes > ROWS_BYTES:
+                _, last = self._rows.popitem(last=False)
+                self._bytes -= len(last.inline or b"")
 
 
 @lru_cache(maxsize=4)

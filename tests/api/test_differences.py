@@ -95,7 +95,7 @@ def test_another_site_sees_none(coordinator: LiveCoordinator) -> None:
 
 def test_on_a_fast_line_none_is_asked_for(coordinator: LiveCoordinator) -> None:
     run, site = committed(coordinator, 1)
-    site._bytes_per_second = 2 * FAST_LINE
+    site._rates.append(2 * FAST_LINE)
     assert site.difference(run.id, 1, 0) is None
     with coordinator.services.database.snapshot() as session:
         assert not session.scalars(select(DifferenceRow)).all()
@@ -141,7 +141,7 @@ def test_a_worker_makes_what_it_can_and_comes_to_the_same(coordinator: LiveCoord
     made = []
     for name, fast in (("whole", True), ("made", False)):
         bench, worker, run = bench_and_run(coordinator, tmp_path / name)
-        worker.client._bytes_per_second = 2 * FAST_LINE if fast else 0.0
+        worker.client._rates.extend([2 * FAST_LINE] * fast)
         fetched = [do(bench, worker) for _ in range(3)]
         until(lambda run=run: client.run(run.id).state == "completed")
         made.append((client.run(run.id).version.digest, fetched))
