@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help install demo test check fix system bench bench-quick bench-rivals bench-attention migrate image clean
+.PHONY: help install demo test check fix system bench bench-quick bench-results bench-rivals bench-attention migrate image clean
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -43,9 +43,13 @@ bench: install ## what rounds, waiting workers and cut uploads cost; half an hou
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.uploads
 	$(BIN)/python -m benchmarks.stages
+	$(BIN)/python -m benchmarks.compression
+
+bench-results: install ## the methods side by side on small tasks, three seeds each; hours
+	for task in digits docstrings pairs privacy; do $(BIN)/python -m benchmarks.results $$task --csv bench-output/$$task.csv || exit 1; done
 
 bench-quick: install ## the same on tiny sizes, in a minute: to see that it works
-	for name in rounds idle growth uploads stages; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	for name in rounds idle growth uploads stages compression; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 bench-rivals: install ## rounds beside Flower and NVIDIA FLARE, each installed into an environment of its own
 	$(BIN)/python -m benchmarks.rounds --rivals --sizes 0.01 100 --workers 4 --only full raw

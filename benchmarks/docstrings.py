@@ -86,13 +86,18 @@ def docstrings() -> tuple[Dataset, Dataset]:
     return _encoded(tokenizer, train), _encoded(tokenizer, test)
 
 
+def others() -> Dataset:
+    """The other areas, in the same vocabulary."""
+    tokenizer = tokenizer_of([text for text, _ in _split()[0]])
+    return _encoded(tokenizer, passages(OTHERS))
+
+
 def pretrained(folder: Path, seed: int) -> None:
     """Trains the encoder on the other areas and saves it as transformers does, its head of no use here."""
-    tokenizer = tokenizer_of([text for text, _ in _split()[0]])
     torch.manual_seed(seed)
     model = BertForSequenceClassification(BertConfig.from_dict({**BERT, "num_labels": len(OTHERS)}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    whole = _encoded(tokenizer, passages(OTHERS))
+    whole = others()
     dice = torch.Generator().manual_seed(seed)
     for _ in range(PRETRAINING_EPOCHS):
         for batch in whole.batches(32, dice):

@@ -68,6 +68,15 @@ def test_every_stage_of_a_round_takes_time(tmp_path: Path) -> None:
     assert all(row["cpu_s"] > 0 for row in rows if row["stage"] in ("encode", "inspect: decode", "merge: sum"))
 
 
+def test_codecs_are_measured_on_what_training_leaves(tmp_path: Path) -> None:
+    rows = {row["codec"]: row for row in quickly("compression", tmp_path)["rows"]}
+    for row in rows.values():
+        lossless = "delta" not in row["codec"]
+        assert (row["error, AdamW 1e-4"] == 0) == (row["error, SGD 0.1"] == 0) == lossless
+    assert rows["delta+int8"]["ratio, AdamW 1e-4"] > 3.5
+    assert rows["bits+shuffle+zstd"]["ratio, AdamW 1e-4"] > 1.2
+
+
 def test_a_table_has_every_column_that_a_row_has() -> None:
     rows: list[dict[str, Any]] = [{"side": "a", "s": 0.125}, {"side": "long", "MB": 3}]
     assert table(rows).splitlines() == ["side      s  MB", "a     0.125   -", "long      -   3"]
