@@ -71,7 +71,8 @@ def test_every_stage_of_a_round_takes_time(tmp_path: Path) -> None:
 def test_codecs_are_measured_on_what_training_leaves(tmp_path: Path) -> None:
     rows = {row["codec"]: row for row in quickly("compression", tmp_path)["rows"]}
     for row in rows.values():
-        lossless = "delta" not in row["codec"]
+        # Differences themselves arrive as they are; what rounds is to add them.
+        lossless = "delta" not in row["codec"] or row["codec"] == "delta+shuffle+zstd"
         assert (row["error, AdamW 1e-4"] == 0) == (row["error, SGD 0.1"] == 0) == lossless
     assert rows["delta+int8"]["ratio, AdamW 1e-4"] > 3.5
     assert rows["bits+shuffle+zstd"]["ratio, AdamW 1e-4"] > 1.2
