@@ -108,6 +108,11 @@ OTHERWISE = (
 )
 
 
+CODED = (
+    Arm("fedavg, int8", "fedavg", spec={"codec": "delta+int8"}),
+    Arm("fedavg, top 5 % with feedback", "fedavg", spec={"codec": "delta+topk=0.05+shuffle+zstd"}),
+)
+
 ADAPTERS = (
     Arm("lora", "lora", model="lora"),
     Arm("lora, a frozen", "lora", {"freeze_a": True}, model="lora"),
@@ -154,7 +159,15 @@ TASKS = {
     for task in (
         Task(
             "digits",
-            (*GLOBAL, *FROZEN, *WITH_SGD, *PERSONAL, *selecting(0.5, "attention", "random", "last"), ADAPTERS[0]),
+            (
+                *GLOBAL,
+                *CODED,
+                *FROZEN,
+                *WITH_SGD,
+                *PERSONAL,
+                *selecting(0.5, "attention", "random", "last"),
+                ADAPTERS[0],
+            ),
             rounds=12,
             training=ADAMW,
             sites=digit_sites,
