@@ -156,7 +156,10 @@ def serve(port: int, down_bytes: int) -> None:
         await send({"type": "http.response.body", "body": b""})
 
     with np.errstate(all="ignore"):
-        uvicorn.run(app, host="127.0.0.1", port=port, log_config=None, access_log=False, lifespan="off")
+        # Connections stay between turns, however long the other sides' take.
+        config = uvicorn.Config(app, "127.0.0.1", port, log_config=None, access_log=False, lifespan="off")
+        config.timeout_keep_alive = 3600
+        uvicorn.Server(config).run()
 
 
 def _length_of(scope: Message, down_bytes: int) -> tuple[bytes, bytes]:
