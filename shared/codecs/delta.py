@@ -38,8 +38,9 @@ class Delta(Stage):
         return values.astype(layout.dtype, copy=False)
 
     def bound(self, values: Array, base: Array) -> Array:
-        # Each of the two sums is rounded to the precision of what it is kept in.
-        kept = max(float(np.finfo(F32).eps), 2.0 ** -_mantissa(values.dtype))
+        """Each of the two sums is rounded to the precision of what it is kept in. Behind a stage that rounds the
+        differences, `values` may be larger by as much as that stage declares."""
+        kept = max(float(np.finfo(F32).eps), 2.0 ** -_mantissa(base.dtype))
         most: Array = kept * (np.abs(values.astype(np.float64)) + np.abs(base.astype(np.float64)))
         return most + np.finfo(F32).smallest_subnormal
 
