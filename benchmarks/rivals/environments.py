@@ -18,6 +18,7 @@ FOLDER = ROOT / "build" / "rivals"
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "flower": ("flwr==1.41.0", "numpy"),
     "flare": ("nvflare==2.9.0", "numpy", "torch==2.13.0"),
+    "granian": ("granian==2.8.7", "uvloop"),
 }
 
 

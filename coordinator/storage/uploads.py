@@ -10,7 +10,7 @@ import asyncio
 import fcntl
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -90,10 +90,12 @@ class Uploads:
             await self.append(upload, 0, body)
             return
         received = bytearray()
-        async for piece in self._moving(body):
-            received += piece
-            if len(received) > upload.length:
-                raise _longer(upload)
+        async with self._moving() as came:
+            async for piece in body:
+                came(piece)
+                received += piece
+                if len(received) > upload.length:
+                    raise _longer(upload)
         if len(received) < upload.length:
             raise BadRequest(f"{len(received)} bytes came of {upload.length}", remedy="Send the whole blob again.")
         await asyncio.to_thread(self.keep, upload, bytes(received))
@@ -117,12 +119,14 @@ class Uploads:
             received = await asyncio.to_thread(_resume, file, upload, offset)
             pending = bytearray()
             try:
-                async for piece in self._moving(body):
-                    pending += piece
-                    if file.tell() + len(pending) > upload.length:
-                        raise _longer(upload)
-                    if len(pending) >= WRITE_BYTES:
-                        await _to_the_end(_write, file, received, pending)
+                async with self._moving() as came:
+                    async for piece in body:
+                        came(piece)
+                        pending += piece
+                        if file.tell() + len(pending) > upload.length:
+                            raise _longer(upload)
+                        if len(pending) >= WRITE_BYTES:
+                            await _to_the_end(_write, file, received, pending)
             finally:
                 # What has come is kept even when the sender is cut off, so that it need not come again.
                 if file.tell() + len(pending) <= upload.length:
@@ -132,20 +136,25 @@ class Uploads:
                 await asyncio.to_thread(self._finish, upload, received.hexdigest())
             return file.tell()
 
-    async def _moving(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The body, for as long as it moves: a slow sender is waited for, a silent one is not."""
-        pieces = aiter(body)
-        while True:
-            try:
-                piece = await asyncio.wait_for(anext(pieces), self.idle_seconds)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                raise BadRequest(
-                    f"no byte came for {self.idle_seconds:g} s", remedy="Go on with the upload from its offset."
-                ) from None
-            self.received(len(piece))
-            yield piece
+    @asynccontextmanager
+    async def _moving(self) -> AsyncIterator[Callable[[bytes], None]]:
+        """Bytes come in, and it is told of each piece: a slow sender is waited for, a silent one is not."""
+        now = asyncio.get_running_loop().time
+        try:
+            # One deadline that is put off: to wait for each piece on its own costs a task a piece.
+            async with asyncio.timeout(self.idle_seconds) as silence:
+
+                def came(piece: bytes) -> None:
+                    silence.reschedule(now() + self.idle_seconds)
+                    self.received(len(piece))
+
+                yield came
+        except TimeoutError:
+            if not silence.expired():
+                raise
+            raise BadRequest(
+                f"no byte came for {self.idle_seconds:g} s", remedy="Go on with the upload from its offset."
+            ) from None
 
     def _finish(self, upload: Upload, hexadecimal: str) -> None:
         path = self._path(upload)

@@ -1,0 +1,1 @@
+"""Which server moves bulk bytes for least: a benchmark."""
