@@ -1,4 +1,4 @@
-"""`tessera coordinator`: serve, conduct, migrate."""
+"""`tessera coordinator`: serve, conduct, migrate; backup, restore, verify, gc."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -25,15 +26,19 @@ from coordinator.app import GOODBYE_SECONDS, create_app
 from coordinator.bells import CONDUCTOR
 from coordinator.services import Duty, Services, assemble
 from coordinator.settings import Settings
+from coordinator.storage import backup
 from coordinator.storage.blobs import StagingElsewhere
 from coordinator.storage.database import Database, DatabaseInUse, NotAFile, SchemaBehind, alembic_config
 from coordinator.storage.identity import first_token
 from coordinator.supervision import ChildConductor, end_with_parent
 from shared.memory import keep_freed_memory
 from shared.methods import MethodsUnusable, methods
+from shared.problems import Problem
 
 app = typer.Typer(help="Run a coordinator. Settings come from the environment: TESSERA_DATABASE_URL and others.")
 log = structlog.get_logger()
+
+Folder = Annotated[Path, typer.Argument(help="of a backup: its database and blobs")]
 
 
 @app.command()
@@ -92,11 +97,59 @@ def conduct(
     signal.pthread_sigmask(signal.SIG_BLOCK, endings)
     thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
     thread.start()
+    services.housekeeping.start()
     threading.Thread(target=_heed, args=(services,), name="bell", daemon=True).start()
     log.info("coordinator.conducting")
     signal.sigwait(endings)
+    services.housekeeping.end()
     services.conductor.end()
     thread.join(GOODBYE_SECONDS)
+
+
+@app.command()
+def gc() -> None:
+    """Remove at once what is no longer kept, as a conductor does now and again. Safe beside running coordinators."""
+    freed = _stored().housekeeping.retention.collect()
+    typer.echo(
+        f"removed {freed.blobs} blobs of {freed.bytes} bytes, {freed.updates} of them updates, "
+        f"{freed.uploads} unfinished uploads and {freed.strays} stray files; retired {freed.versions} versions"
+    )
+
+
+@app.command()
+def verify() -> None:
+    """Hash every blob, read every version and follow the audit chain; exit code 1 if anything is wrong."""
+    services = _stored()
+    faults = 0
+    for fault in backup.verify(services.database, services.blobs, services.states):
+        faults += 1
+        typer.echo(fault, err=True)
+    typer.echo(f"{faults} faults")
+    raise typer.Exit(1 if faults else 0)
+
+
+@app.command("backup")
+def back_up(folder: Folder) -> None:
+    """Copy every table and blob into a folder, while the coordinator works on. Again into the same one, only what is
+    new is copied."""
+    services = _stored()
+    _copying("backed up", lambda: backup.back_up(services.database, services.blobs, folder))
+
+
+@app.command()
+def restore(folder: Folder) -> None:
+    """Copy a backup into an empty database at head and into the blob store, whatever kinds of these it came from."""
+    services = _stored()
+    _copying("restored", lambda: backup.restore(folder, services.database, services.blobs))
+
+
+def _copying(what: str, work: Callable[[], backup.Copied]) -> None:
+    try:
+        copied = work()
+    except (backup.NoBackup, backup.NotEmpty, Problem, OSError, SQLAlchemyError) as fault:
+        typer.echo(str(fault), err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{what}: {copied.rows} rows, {copied.blobs} new blobs of {copied.bytes} bytes")
 
 
 def _heed(services: Services) -> None:
@@ -138,18 +191,26 @@ def _settings() -> Settings:
 
 def _opened(duty: Duty, *, wait: bool = False) -> Services:
     """The services, with every method at hand and on a database at head that no other process holds for this duty."""
-    logs.configure()
-    keep_freed_memory()
-    settings = _settings()
     try:
         methods()
     except MethodsUnusable as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
+    services = _stored(duty, lambda services: services.database.hold(duty, wait=wait))
+    swept = services.blobs.sweep()
+    log.info("coordinator.opened", database=services.database.url.render_as_string(), swept_files=swept)
+    return services
+
+
+def _stored(duty: Duty = "both", hold: Callable[[Services], None] = lambda _: None) -> Services:
+    """The services on a database at head."""
+    logs.configure()
+    keep_freed_memory()
+    settings = _settings()
     try:
         services = assemble(settings, duty=duty)
         services.database.require_head()
-        services.database.hold(duty, wait=wait)
+        hold(services)
     except (DatabaseInUse, NotAFile, SchemaBehind, StagingElsewhere) as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
@@ -157,8 +218,6 @@ def _opened(duty: Duty, *, wait: bool = False) -> Services:
         reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
         typer.echo(f"the database, blob store or staging folder of the settings cannot be used: {reason}", err=True)
         raise typer.Exit(2) from None
-    swept = services.blobs.sweep()
-    log.info("coordinator.opened", database=services.database.url.render_as_string(), swept_files=swept)
     return services
 
 

@@ -44,7 +44,7 @@ class Differences:
     def _find(self, caller: Principal, run_id: str, number: int, since: int) -> Difference:
         with self.database.snapshot() as session:
             rows = [session.get(VersionRow, (run_id, wanted)) for wanted in (since, number)]
-            digests = [row.digest for row in rows if row]
+            digests = [row.digest for row in rows if row and row.retired_at is None]
             if len(digests) < 2 or within_reach(session, caller, digests) != set(digests):
                 raise NotFound(f"run {run_id} has no versions {since} and {number}")
             if made := session.get(DifferenceRow, (run_id, number, since)):

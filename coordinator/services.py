@@ -14,10 +14,13 @@ from coordinator.bells import Bells
 from coordinator.conductor import Conductor
 from coordinator.differences import Differences
 from coordinator.domain.decide import Patience
+from coordinator.housekeeping import Housekeeping
 from coordinator.presence import Gate, Presence
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
+from coordinator.storage.retention import Retention
+from coordinator.storage.uploads import Uploads
 from shared.aggregation import Aggregation
 from shared.inspection import Inspector
 from shared.states import Settle, States, settle
@@ -39,6 +42,7 @@ class Services:
     conductor: Conductor
     bells: Bells
     attendance: Attendance
+    housekeeping: Housekeeping
     call: Callable[[], None]
     """Something happened: the conductor, in whatever process, is to look at once."""
     wake: Callable[[Sequence[str]], None]
@@ -86,8 +90,21 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         conductor=conductor,
         bells=bells,
         attendance=Attendance(database, presence, gate, bells, tick_seconds=settings.tick_seconds),
+        housekeeping=Housekeeping(_retention(settings, database, blobs, states), settings.housekeeping_seconds),
         call=conductor.call if duty == "both" else bells.call,
         wake=wake,
+    )
+
+
+def _retention(settings: Settings, database: Database, blobs: Blobs, states: States) -> Retention:
+    return Retention(
+        database,
+        blobs,
+        states,
+        Uploads(database, blobs, settings.upload_idle_seconds, lambda _: None),
+        updates_seconds=settings.keep_updates_seconds,
+        unused_seconds=settings.keep_unused_seconds,
+        versions=settings.keep_versions,
     )
 
 

@@ -27,7 +27,9 @@ class Settings(BaseSettings):
     admin_token_file: Path | None = Field(
         default=None, description="where the first admin token is written, instead of being printed"
     )
-    lease_seconds: PositiveFloat = Field(default=60.0, description="how long a task is held without a heartbeat")
+    lease_seconds: PositiveFloat = Field(
+        default=60.0, le=86_400, description="how long a task is held without a heartbeat"
+    )
     longest_wait_seconds: PositiveFloat = Field(default=60.0, description="the longest a claim may wait for a task")
     live_seconds: PositiveFloat = Field(default=90.0, description="how long a silent worker counts as live")
     gather_seconds: NonNegativeFloat = Field(
@@ -56,4 +58,19 @@ class Settings(BaseSettings):
     )
     ray_address: str | None = Field(
         default=None, description="the Ray cluster to merge on; one on this machine is started if none is named"
+    )
+    keep_updates_seconds: PositiveFloat = Field(
+        default=3_600.0, ge=60, description="how long an update is kept after its round has ended"
+    )
+    keep_versions: PositiveInt | None = Field(
+        default=None,
+        description="how many of a run's latest versions are kept, beside its first; all if none is given",
+    )
+    keep_unused_seconds: PositiveFloat = Field(
+        default=86_400.0,
+        ge=3_600,
+        description="how long bytes are kept that nothing refers to, and uploads that nobody goes on with",
+    )
+    housekeeping_seconds: PositiveFloat = Field(
+        default=600.0, description="how often what is no longer kept is removed"
     )

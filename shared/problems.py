@@ -12,6 +12,7 @@ Problem
 |  |- StaleVersion       it was trained from another version
 |  |- OffsetMismatch     an upload goes on from another byte
 |  `- UploadBusy         another request is writing to this upload
+|- Gone 410              it was there, and was removed to make room
 |- PreconditionFailed 412
 |- TooLarge 413
 |- RangeUnsatisfiable 416
@@ -178,6 +179,13 @@ class UploadBusy(Conflict):
     title = "Another request is writing to this upload"
     remedy = "Wait for it to end, ask for the offset with HEAD, and continue from there."
     retryable = True
+
+
+class Gone(Problem):
+    status = 410
+    code = "version-retired"
+    title = "This version is no longer kept"
+    remedy = "Take a later version, or raise keep_versions before it is too late for the next ones."
 
 
 class PreconditionFailed(Problem):

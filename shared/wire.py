@@ -160,6 +160,7 @@ class Version(VersionRef):
     """A version with what its method tells of it: numbers for programs, warnings as sentences for people."""
 
     created_at: datetime
+    retired_at: datetime | None = None
     numbers: dict[str, float] = {}
     warnings: tuple[str, ...] = ()
 

@@ -26,6 +26,7 @@ from shared.planning import begun, check_method, dataset_of, warnings_of
 from shared.problems import (
     Conflict,
     Fault,
+    Gone,
     Invalid,
     NotFound,
     PreconditionFailed,
@@ -194,6 +195,8 @@ def export_version(run_id: str, number: Number, serving: Serving, caller: Viewer
         version = session.get(VersionRow, (run_id, wanted))
         if version is None:
             raise NotFound(f"run {run_id} has no version {number}; the latest is {run.version_number}")
+        if version.retired_at is not None:
+            raise Gone(f"the blocks of version {number} are no longer kept (setting keep_versions)")
         spec, digest = RunSpec.model_validate(run.spec), version.digest
     model = serving.states.model(spec.model)
     export = Export(serving.states.load(model, serving.states.manifest(digest), wanted), model)

@@ -19,7 +19,7 @@ from coordinator.services import Services
 from coordinator.storage import identity, tasks, views
 from coordinator.storage.identity import Principal
 from coordinator.storage.tasks import Held
-from coordinator.storage.uploads import owned
+from coordinator.storage.uploads import hand_in, owned
 from shared.planning import check_report
 from shared.problems import Conflict, Fault, Invalid, InvalidUpdate, Problem, StaleVersion, WorkerFailed
 from shared.wire import PROTOCOL, Claim, Evaluated, Failure, Heartbeat, Lease, Submission, Task, TaskView
@@ -254,7 +254,10 @@ def _accept(
     with serving.database.transaction() as session:
         entry = tasks.held(session, task_id, caller.site_id)
         if not tasks.was_accepted(entry, body):
-            tasks.accept(session, serving.database.now(), caller.actor, entry, body, upload_bytes, numbers)
+            now = serving.database.now()
+            if isinstance(body, Submission):
+                hand_in(session, now, caller.owner, body.update)
+            tasks.accept(session, now, caller.actor, entry, body, upload_bytes, numbers)
     serving.call()
 
 

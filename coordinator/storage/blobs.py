@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
@@ -44,6 +45,8 @@ ROWS_BYTES = 16 << 20
 
 MAPS_KEPT = 64
 """Files of the store that stay mapped, for the same reason. A map costs addresses and a descriptor, and no memory."""
+
+_HEXADECIMAL = re.compile("[0-9a-f]{64}")
 
 FLUSHES = 4
 """Files that are flushed at a time: most of it is waiting for the disk."""
@@ -190,7 +193,44 @@ class Blobs:
         left = {"conduct": conductors, "serve": others}.get(self.duty, conductors | others)
         for path in left:
             path.unlink()
+        for aside in self.staging_dir.glob("gone-*"):
+            # Removing it was cut off before its age was seen. At worst it is a stray, which will be found.
+            if self._root:
+                aside.replace(self._root / _key(aside.name.removeprefix("gone-")))
         return len(left)
+
+    # ------------------------------------------------------------ removing
+
+    def discard(self, digest: str, before: float) -> bool:
+        """Removes the bytes of a blob that is in the table no more, unless they were written since `before`."""
+        self._sound.discard(digest)
+        self._rows.drop(digest)
+        if not self._root:
+            return self._discard_object(_key(digest), before)
+        # It must be looked at where nobody can put another in its place.
+        path, aside = self._root / _key(digest), self.staging_dir / f"gone-{digest.removeprefix('sha256:')}"
+        try:
+            path.replace(aside)
+        except FileNotFoundError:
+            return False
+        if aside.stat().st_mtime >= before:
+            aside.replace(path)
+            return False
+        aside.unlink()
+        return True
+
+    def _discard_object(self, key: str, before: float) -> bool:
+        with suppress(FileNotFoundError):
+            if obstore.head(self._store, key)["last_modified"].timestamp() < before:
+                obstore.delete(self._store, key)
+                return True
+        return False
+
+    def listed(self, before: float, at_a_time: int) -> Iterator[list[str]]:
+        """The digests of all that the store holds and that was written before then, a list at a time."""
+        for objects in obstore.list(self._store, chunk_size=at_a_time):
+            keys = [found["path"] for found in objects if found["last_modified"].timestamp() < before]
+            yield [f"sha256:{name}" for key in keys if _HEXADECIMAL.fullmatch(name := key.rpartition("/")[2])]
 
     # ------------------------------------------------------------ reading
 
@@ -215,8 +255,11 @@ class Blobs:
 
     def verify(self, blob: Stored) -> None:
         """Hashes a blob that was there before this process, the first time that it meets it. Raises StoreSpoilt."""
-        if blob.digest in self._sound:
-            return
+        if blob.digest not in self._sound:
+            self.rehash(blob)
+
+    def rehash(self, blob: Stored) -> None:
+        """Raises StoreSpoilt if the blob is missing, or has other bytes than those of its name."""
         try:
             with self._open(blob) as file:
                 found = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
@@ -270,6 +313,12 @@ class Blobs:
             self._sound.add(row.digest)
         return Stored(row.digest, row.size, row.inline)
 
+    def __contains__(self, blob: Stored) -> bool:
+        """Whether a file of this name and size is in the store, whatever the table says."""
+        with suppress(FileNotFoundError):
+            return int(obstore.head(self._store, _key(blob.digest))["size"]) == blob.size
+        return False
+
     def expect(self, digests: Collection[str]) -> None:
         """Looks up in one query what will be asked for. What is not there is found missing when it is."""
         wanted = [digest for digest in digests if digest not in self._rows]
@@ -296,6 +345,11 @@ class Rows:
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._rows
+
+    def drop(self, digest: str) -> None:
+        with self._lock:
+            if found := self._rows.pop(digest, None):
+                self._bytes -= len(found.inline or b"")
 
     def get(self, digest: str) -> Stored | None:
         with self._lock:

@@ -164,7 +164,7 @@ def central_due(session: Session, run: RunRow, spec: RunSpec, here: Collection[s
     taken = awaited | TaskRow.state.in_(("leased", "accepted")) | (TaskRow.leases >= spec.cohort.task_tries)
     numbers = (
         select(VersionRow.number)
-        .where(VersionRow.run_id == run.id, due)
+        .where(VersionRow.run_id == run.id, due, VersionRow.retired_at.is_(None))
         .where(VersionRow.number.not_in(select(TaskRow.version_number).where(central, taken)))
         .order_by(VersionRow.number)
         .limit(MAX_UNEVALUATED)

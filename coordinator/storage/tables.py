@@ -102,6 +102,8 @@ class VersionRow(Table):
     numbers: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     warnings: Mapped[list[str]] = mapped_column(server_default="[]")
     created_at: Mapped[float]
+    # Since when its blocks are no longer kept, except where another version has them too.
+    retired_at: Mapped[float | None]
 
 
 class RoundRow(Table):
@@ -182,7 +184,7 @@ class TaskRow(Table):
     instance: Mapped[str | None]
     lease_expires_at: Mapped[float | None]
     created_at: Mapped[float]
-    update_digest: Mapped[str | None]
+    update_digest: Mapped[str | None] = mapped_column(index=True)
     upload_bytes: Mapped[int]
     download_bytes: Mapped[int]
     examples: Mapped[int | None]
@@ -231,9 +233,10 @@ class UploadRow(Table):
 
     id: Mapped[str] = mapped_column(primary_key=True)
     owner: Mapped[str]
-    digest: Mapped[str]
+    digest: Mapped[str] = mapped_column(index=True)
     length: Mapped[int]
     complete: Mapped[bool]
+    # When it was announced last, or handed in.
     created_at: Mapped[float]
 
 

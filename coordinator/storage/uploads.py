@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.storage.blobs import Blobs
@@ -54,10 +54,7 @@ class Uploads:
             same = (UploadRow.owner == owner) & (UploadRow.digest == digest)
             row = session.scalars(select(UploadRow).where(same)).one_or_none()
             if row is None:
-                now = self.database.now()
-                row = UploadRow(
-                    id=new_id(), owner=owner, digest=digest, length=length, complete=False, created_at=now
-                )
+                row = UploadRow(id=new_id(), owner=owner, digest=digest, length=length, complete=False)
                 session.add(row)
             elif row.length != length and row.complete:
                 raise BadRequest(f"{digest} has {row.length} bytes, not {length}")
@@ -65,6 +62,8 @@ class Uploads:
                 # One of the announcements is mistaken; the bytes will tell which.
                 row.length = length
                 self._path(_record(row)).unlink(missing_ok=True)
+            # What was announced again is not about to be removed.
+            row.created_at = self.database.now()
             return _record(row)
 
     def find(self, upload_id: str, owner: str) -> Upload:
@@ -74,6 +73,20 @@ class Uploads:
             if row is None or row.owner != owner:
                 raise NotFound(f"there is no upload {upload_id}", remedy="Announce the blob anew.")
             return _record(row)
+
+    def forget(self, upload_id: str, before: float) -> bool:
+        """Removes an unfinished upload, unless it was announced or written to since then."""
+        with self.database.transaction() as session:
+            row = session.get(UploadRow, upload_id)
+            if row is None or row.complete or row.created_at >= before:
+                return False
+            path = self._path(_record(row))
+            if path.exists() and path.stat().st_mtime >= before:
+                return False
+            session.delete(row)
+        # Who is writing to it at this moment finds no such upload at the end, and announces it anew.
+        path.unlink(missing_ok=True)
+        return True
 
     def offset(self, upload: Upload) -> int:
         """How many bytes have arrived."""
@@ -167,7 +180,10 @@ class Uploads:
     def _complete(self, upload: Upload, stored: Stored) -> None:
         with self.database.transaction() as session:
             self.blobs.record(session, self.database.now(), [stored])
-            session.get_one(UploadRow, upload.id).complete = True
+            row = session.get(UploadRow, upload.id)
+            if row is None:
+                raise NotFound(f"upload {upload.id} was removed meanwhile", remedy="Announce the blob anew.")
+            row.complete = True
 
     def _path(self, upload: Upload) -> Path:
         return self.blobs.staging_dir / f"upload-{upload.id}"
@@ -185,8 +201,18 @@ class Uploads:
 
 def owned(session: Session, owner: str, digest: str) -> int | None:
     """The length of a complete upload of this owner, or None."""
-    same = (UploadRow.owner == owner) & (UploadRow.digest == digest) & UploadRow.complete
-    return session.scalar(select(UploadRow.length).where(same))
+    return session.scalar(select(UploadRow.length).where(_finished(owner, digest)))
+
+
+def hand_in(session: Session, now: float, owner: str, digest: str) -> None:
+    """Keeps a complete upload from being removed while what refers to it is entered. Raises NotFound."""
+    touched = update(UploadRow).where(_finished(owner, digest)).values(created_at=now).returning(UploadRow.id)
+    if session.scalar(touched) is None:
+        raise NotFound(f"{digest} was removed before it was handed in", remedy="Upload it again.")
+
+
+def _finished(owner: str, digest: str) -> ColumnElement[bool]:
+    return (UploadRow.owner == owner) & (UploadRow.digest == digest) & UploadRow.complete
 
 
 async def _to_the_end(work: Callable[..., None], *arguments: object) -> None:

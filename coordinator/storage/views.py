@@ -181,6 +181,7 @@ def version_view(row: VersionRow) -> Version:
         number=row.number,
         digest=row.digest,
         created_at=instant(row.created_at),
+        retired_at=maybe_instant(row.retired_at),
         numbers=row.numbers,
         warnings=tuple(row.warnings),
     )
