@@ -137,15 +137,12 @@ def _faulty_versions(session: Session, run: RunRow, blobs: Blobs, states: States
 
 @contextmanager
 def _opened(folder: Path, blob_folder: Path) -> Iterator[tuple[Database, Blobs]]:
-    """A backup's tables at head, and its blobs."""
+    """A backup's tables at head, and its blobs. At the end the tables are one file with all that was written."""
     blob_folder.mkdir(parents=True, exist_ok=True)
     with closing(Database(f"sqlite:///{folder / NAME}")) as database:
         with database.engine.begin() as connection:
             command.upgrade(alembic_config(connection), "head")
         yield database, Blobs(database, str(blob_folder), folder / "staging", 0, PIECE_BYTES)
-        # One file, with all that was written to it.
-        with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            connection.exec_driver_sql("PRAGMA journal_mode=DELETE")
 
 
 @contextmanager

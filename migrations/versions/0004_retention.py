@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    op.add_column("versions", sa.Column("retired_at", sa.Float(), nullable=True))
+    op.add_column("versions", sa.Column("retired_at", sa.Double(), nullable=True))
     op.create_index(op.f("ix_tasks_update_digest"), "tasks", ["update_digest"])
     op.create_index(op.f("ix_uploads_digest"), "uploads", ["digest"])
 
