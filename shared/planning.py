@@ -15,6 +15,7 @@ from shared.methods import Chosen, UnknownMethod, check, coordinator_half
 from shared.methods.contract import Participant, Plan, RunFacts, State, Unsuited, begin
 from shared.model import Model
 from shared.problems import Fault, Invalid, InvalidUpdate, faults_of
+from shared.robust import FEW_SENDERS
 from shared.wire import RunSpec, Task, VersionRef
 
 MAX_WARNINGS = 16
@@ -31,6 +32,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunFacts:
         spec.privacy,
         upload_budget=spec.upload_budget,
         upload_seconds=spec.upload_seconds,
+        robust=spec.robust,
     )
 
 
@@ -136,6 +138,14 @@ def evaluation_seed(spec: RunSpec, version: int) -> int:
 
 
 def warnings_of(spec: RunSpec, model: Model, state: State) -> tuple[str, ...]:
-    """What the method tells people about a version, within bounds."""
-    said = coordinator_half(spec.method, run_facts(spec, model)).warnings(state)
+    """What the run's robust rule and its method tell people about a version, within bounds."""
+    said = [*_of_rule(spec, state), *coordinator_half(spec.method, run_facts(spec, model)).warnings(state)]
     return tuple(sentence[:MAX_WARNING_CHARACTERS] for sentence in said[:MAX_WARNINGS])
+
+
+def _of_rule(spec: RunSpec, state: State) -> list[str]:
+    rule = spec.robust
+    if rule.neutral or not state.numbers.get(FEW_SENDERS):
+        return []
+    few = f"some blocks stayed as they were, sent by fewer than the {rule.least} workers that {rule.rule} takes"
+    return [f"{few}: {FEW_SENDERS} of the version says how many"]
