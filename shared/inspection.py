@@ -19,6 +19,9 @@ from shared.tensors import PIECE, Tensor
 from shared.update import EncodedTensor, read_update
 from shared.wire import Manifest
 
+UPDATE_NORM = "update_norm"
+"""The name of an update's l2 norm among its numbers, which the coordinator measures."""
+
 
 @dataclass(frozen=True)
 class Inspector:
@@ -35,7 +38,7 @@ class Inspector:
     def check(
         self, digest: str, model: Model, manifest: Manifest, plan: Plan, max_norm: float | None
     ) -> Mapping[str, float]:
-        """Reads the whole update and returns what was measured: its `update_norm`.
+        """Reads the whole update and returns what was measured: its norm.
 
         Raises InvalidUpdate naming every block that cannot be decoded or is not finite, or a norm out of bounds.
         """
@@ -58,7 +61,7 @@ class Inspector:
             raise InvalidUpdate("the update is so far from its version that its l2 norm overflows")
         if max_norm is not None and norm > max_norm:
             raise InvalidUpdate(f"the update's l2 norm is {norm:.6g}; this run takes at most {max_norm:.6g}")
-        return {"update_norm": norm}
+        return {UPDATE_NORM: norm}
 
 
 class NotFinite(ValueError):

@@ -137,9 +137,12 @@ def evaluation_seed(spec: RunSpec, version: int) -> int:
     return dice(spec.seed, "evaluate", version)
 
 
-def warnings_of(spec: RunSpec, model: Model, state: State) -> tuple[str, ...]:
-    """What the run's robust rule and its method tell people about a version, within bounds."""
-    said = [*_of_rule(spec, state), *coordinator_half(spec.method, run_facts(spec, model)).warnings(state)]
+def warnings_of(spec: RunSpec, model: Model, state: State, left_out: Sequence[str] = ()) -> tuple[str, ...]:
+    """What people are told about a version, within bounds: whose updates were left out, what the run's robust rule
+    could not do, and what the method has to say."""
+    larger = f"larger than {spec.max_norm_of_median} times the median" if left_out else ""
+    aside = [f"the updates of {', '.join(left_out)} were left out: {larger}"] if left_out else []
+    said = [*aside, *_of_rule(spec, state), *coordinator_half(spec.method, run_facts(spec, model)).warnings(state)]
     return tuple(sentence[:MAX_WARNING_CHARACTERS] for sentence in said[:MAX_WARNINGS])
 
 

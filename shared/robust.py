@@ -180,9 +180,9 @@ class Clipped(ByGram):
     """Norm clipping with a moving centre: v = v + mean(clip(step - v)), from v = 0 (Karimireddy et al. 2021, arXiv
     2012.10333, equation 8, within one round). With `iterations = 1` it is plain norm clipping.
 
-    The radius is the senders' median distance from v unless `norm` gives it. Breakdown point 1/2 with the median, none
-    with a `norm`: v then never moves by more than norm * iterations. It bounds rather than removes: a hostile worker
-    pulls by radius / senders an iteration wherever it likes. The paper proves its rate for up to a tenth of them.
+    The radius is the senders' median distance from v unless `norm` gives it. Breakdown point 1/2 with the median, and
+    none with a `norm`: v then never moves by more than norm * iterations. It bounds rather than removes: a hostile
+    worker pulls by radius / senders an iteration wherever it likes. The paper proves its rate for up to a tenth.
     """
 
     rule: Literal["clip"] = "clip"

@@ -234,6 +234,9 @@ class RunSpec(Frozen):
         default=None, description="an update of more examples weighs as this many"
     )
     max_update_norm: float | None = Field(default=None, gt=0, description="updates of a larger l2 norm are refused")
+    max_norm_of_median: float | None = Field(
+        default=None, gt=1, le=1e6, description="updates of more times the round's median l2 norm are not merged"
+    )
 
     @field_validator("codec")
     @classmethod

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from random import Random
 
-from shared.aggregation import Aggregation
+from shared.aggregation import Aggregation, norm_scores, outlying
 from shared.cli.rounds import Outcome, outcomes, scores_by_version
 from shared.cohort import dice
 from shared.fairness import spreads
@@ -88,11 +88,13 @@ class Simulation:
 
     def _merge(self, attempts: Sequence[Round]) -> None:
         """Commits what the last attempt came to."""
-        found = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
-        accepted = [reported.accepted() for reported in found]
+        reports = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
+        accepted = [reported.accepted() for reported in reports]
         manifest, new = self.aggregation.merge(self.spec, _ref(self.latest), accepted)
         state = self.states.load(self.model, manifest, self.latest.number + 1)
-        self.versions.append(self._commit(new[-1].digest, state, attempts))
+        found = [norm_scores(self.spec, accepted), self.aggregation.scores(self.spec, _ref(self.latest), accepted)]
+        scored = [*attempts[:-1], _scored(attempts[-1], found)]
+        self.versions.append(self._commit(new[-1].digest, state, scored, outlying(self.spec, accepted)))
         updates = self.records.accepted_updates()
         self.records.forget_accepted()
         self.blobs.remove(updates)
@@ -100,13 +102,15 @@ class Simulation:
         if keep != "all" and len(self.versions) > keep:
             self.blobs.remove(self._digests(self.versions[-1 - keep].version) - self._needed())
 
-    def _commit(self, digest: str, state: State, attempts: Sequence[Round]) -> Committed:
+    def _commit(
+        self, digest: str, state: State, attempts: Sequence[Round], left_out: Sequence[str] = ()
+    ) -> Committed:
         version = Version(
             number=state.round,
             digest=digest,
             created_at=datetime.now(UTC),
             numbers=dict(state.numbers),
-            warnings=warnings_of(self.spec, self.model, state),
+            warnings=warnings_of(self.spec, self.model, state, left_out),
         )
         entry = Committed(version=version, attempts=tuple(attempts))
         self.records.commit(entry)
@@ -229,6 +233,19 @@ class Simulation:
 
 def _ref(version: Version) -> VersionRef:
     return VersionRef(number=version.number, digest=version.digest)
+
+
+def _scored(made: Round, found: Sequence[Mapping[str, Mapping[str, float]]]) -> Round:
+    """The round with what was found of each worker's update among its numbers."""
+    tasks = tuple(
+        task.model_copy(
+            update={
+                "numbers": {**task.numbers, **{k: v for one in found for k, v in one.get(task.worker, {}).items()}}
+            }
+        )
+        for task in made.tasks
+    )
+    return made.model_copy(update={"tasks": tasks})
 
 
 def _told(made: Round) -> str:
