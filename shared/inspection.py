@@ -10,13 +10,13 @@ from math import isfinite, sqrt
 import numpy as np
 
 from shared.blobs import BlobStore
-from shared.codecs import CodecError
+from shared.malformed import Malformed
 from shared.methods.contract import Plan
 from shared.model import Model
 from shared.problems import MAX_FAULTS, Fault, InvalidUpdate
 from shared.states import States
 from shared.tensors import PIECE, Tensor
-from shared.update import EncodedTensor, read_update
+from shared.update import EncodedTensor, of_whole, read_update
 from shared.wire import Manifest
 
 UPDATE_NORM = "update_norm"
@@ -44,27 +44,28 @@ class Inspector:
         """
         blocks = self.open(digest, model, manifest, plan)
         if not blocks and plan.upload:
-            raise InvalidUpdate("the update holds no block", remedy="Send at least one of the blocks asked for.")
+            raise of_whole("no-block", "the update holds no block", "Send at least one of the blocks asked for.")
         faults: list[Fault] = []
         squares = 0.0
         for name, tensor in blocks.items():
             try:
                 squares += _step_squares(tensor, tensor.base)
-            except (CodecError, NotFinite) as fault:
-                faults.append(Fault(pointer=name, detail=str(fault)[:300]))
+            except Malformed as fault:
+                faults.append(Fault(pointer=name, detail=str(fault)[:300], code=fault.code))
             if len(faults) >= MAX_FAULTS:
                 break
         if faults:
             raise InvalidUpdate(f"{len(faults)} blocks of the update cannot be used", errors=faults)
         norm = sqrt(squares)
         if not isfinite(norm):
-            raise InvalidUpdate("the update is so far from its version that its l2 norm overflows")
+            raise of_whole("norm-overflow", "the update is so far from its version that its l2 norm overflows")
         if max_norm is not None and norm > max_norm:
-            raise InvalidUpdate(f"the update's l2 norm is {norm:.6g}; this run takes at most {max_norm:.6g}")
+            said = f"the update's l2 norm is {norm:.6g}; this run takes at most {max_norm:.6g}"
+            raise of_whole("norm-limit", said)
         return {UPDATE_NORM: norm}
 
 
-class NotFinite(ValueError):
+class NotFinite(Malformed):
     """A block holds NaN or infinity."""
 
 
@@ -80,6 +81,8 @@ def _step_squares(tensor: Tensor, base: Tensor) -> float:
                 squares = float(np.einsum("i,i", step, step))
             # What is not finite in the values is not so in the sum either; float64 overflows on no finite float32.
             if not isfinite(squares) and not np.isfinite(values).all():
-                raise NotFinite(f"{int((~np.isfinite(values)).sum())} or more values are NaN or infinite")
+                raise NotFinite(
+                    "not-finite", f"{int((~np.isfinite(values)).sum())} or more values are NaN or infinite"
+                )
             total += squares
     return total

@@ -76,7 +76,7 @@ def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, numbers
     try:
         coordinator_half(spec.method, run_facts(spec, model)).check(plan, examples, numbers)
     except ValueError as fault:
-        unusable = Fault(pointer="/numbers", detail=str(fault)[:300])
+        unusable = Fault(pointer="/numbers", detail=str(fault)[:300], code="numbers-unusable")
         raise InvalidUpdate("the method cannot merge the update's numbers", errors=[unusable]) from None
 
 

@@ -134,7 +134,7 @@ class Middle(Derived):
 
 
 def _sorted(rows: list[Array]) -> list[Array]:
-    """The rows sorted element by element, overwriting them: some eight times as fast as to sort along that axis."""
+    """The rows sorted element by element, overwriting them: several times as fast as to sort along that axis."""
     spare = np.empty_like(rows[0])
     with np.errstate(invalid="ignore"):
         for low, high in _network(len(rows)):

@@ -63,9 +63,9 @@ class Simulation:
             attempts = self._attempts(watch)
             if not attempts:
                 return True
-            self._merge(attempts)
+            made = self._merge(attempts)
             found, versions = self._measure(), [entry.version for entry in self.versions[-2:]]
-            watch(outcomes(attempts[-1:], scores_by_version(found), spreads(found), versions)[0])
+            watch(outcomes([made], scores_by_version(found), spreads(found), versions)[0])
         return self.latest.number >= self.spec.rounds
 
     def result(self, folder: Path, *, over: bool) -> Result:
@@ -86,21 +86,23 @@ class Simulation:
         digest = self.spec.version if state == given else self.states.store(state, self.spec.version)[1][-1].digest
         return self._commit(digest, state, ())
 
-    def _merge(self, attempts: Sequence[Round]) -> None:
-        """Commits what the last attempt came to."""
+    def _merge(self, attempts: Sequence[Round]) -> Round:
+        """Commits what the last attempt came to, and returns it with the scores of its updates."""
         reports = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
         accepted = [reported.accepted() for reported in reports]
         manifest, new = self.aggregation.merge(self.spec, _ref(self.latest), accepted)
         state = self.states.load(self.model, manifest, self.latest.number + 1)
         found = [norm_scores(self.spec, accepted), self.aggregation.scores(self.spec, _ref(self.latest), accepted)]
-        scored = [*attempts[:-1], _scored(attempts[-1], found)]
-        self.versions.append(self._commit(new[-1].digest, state, scored, outlying(self.spec, accepted)))
+        made = _scored(attempts[-1], found)
+        aside = outlying(self.spec, accepted)
+        self.versions.append(self._commit(new[-1].digest, state, [*attempts[:-1], made], aside))
         updates = self.records.accepted_updates()
         self.records.forget_accepted()
         self.blobs.remove(updates)
         keep = self.conditions.keep_versions
         if keep != "all" and len(self.versions) > keep:
             self.blobs.remove(self._digests(self.versions[-1 - keep].version) - self._needed())
+        return made
 
     def _commit(
         self, digest: str, state: State, attempts: Sequence[Round], left_out: Sequence[str] = ()
