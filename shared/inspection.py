@@ -49,7 +49,7 @@ class Inspector:
         squares = 0.0
         for name, tensor in blocks.items():
             try:
-                squares += _step_squares(tensor, tensor.base)
+                squares += step_squares(tensor, tensor.base)
             except Malformed as fault:
                 faults.append(Fault(pointer=name, detail=str(fault)[:300], code=fault.code))
             if len(faults) >= MAX_FAULTS:
@@ -69,20 +69,20 @@ class NotFinite(Malformed):
     """A block holds NaN or infinity."""
 
 
-def _step_squares(tensor: Tensor, base: Tensor) -> float:
-    """The sum of squares of the difference, infinite if it overflows. Raises NotFinite."""
+def step_squares(tensor: Tensor, base: Tensor) -> float:
+    """The sum of squares of the difference, infinite if it overflows. Raises NotFinite, and CodecError."""
     total = 0.0
-    for chunk, start in zip(tensor.chunks(), base.chunks(), strict=True):
-        for at in range(0, chunk.size, PIECE):
-            values = chunk[at : at + PIECE].astype(np.float64)
-            with np.errstate(over="ignore", invalid="ignore"):
+    # Decoding is in here too: scales from anywhere overflow what they scale, which is then not finite.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for chunk, start in zip(tensor.chunks(), base.chunks(), strict=True):
+            for at in range(0, chunk.size, PIECE):
+                values = chunk[at : at + PIECE].astype(np.float64)
                 step = values - start[at : at + PIECE].astype(np.float64)
                 # Not `step @ step`: BLAS divides it among threads, which spin while they wait for each other.
                 squares = float(np.einsum("i,i", step, step))
-            # What is not finite in the values is not so in the sum either; float64 overflows on no finite float32.
-            if not isfinite(squares) and not np.isfinite(values).all():
-                raise NotFinite(
-                    "not-finite", f"{int((~np.isfinite(values)).sum())} or more values are NaN or infinite"
-                )
-            total += squares
+                # What is not finite in the values is not so in the sum; float64 overflows on no finite float32.
+                if not isfinite(squares) and not np.isfinite(values).all():
+                    wrong = int((~np.isfinite(values)).sum())
+                    raise NotFinite("not-finite", f"{wrong} or more values are NaN or infinite")
+                total += squares
     return total
