@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help install demo test check fix system bench bench-quick bench-results bench-rivals bench-attention migrate image clean
+.PHONY: help install demo test check fix system fuzz bench bench-quick bench-results bench-rivals bench-attention migrate image clean
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -36,6 +36,9 @@ fix: install ## format and mend what can be mended
 
 system: install ## the tests with real processes and real crashes alone
 	$(BIN)/python -m pytest tests/system
+
+fuzz: install ## a million hostile updates, a quarter of an hour on one core; prints its seed
+	$(BIN)/python -m tests.fuzz --cases $(or $(CASES),1000000) $(if $(SEED),--seed $(SEED))
 
 bench: install ## what rounds, waiting workers and cut uploads cost; half an hour on two cores
 	$(BIN)/python -m benchmarks.rounds

@@ -7,8 +7,9 @@ for each way of sending them. What is measured, each in a process of its own:
 - `merge`: the coordinator's whole merge, with hashes, files and flushes, in as many threads as there are cores.
 
 Speeds are gigabytes of float32 that the updates stand for. Beside them stands what the machine can do: `acc += w * x`
-in float32, in place and in chunks, over arrays in memory, in the same run. Last come the server optimizers, in one
-thread and from memory. Everything is written to `bench-output/merging.json`, too.
+in float32, in place and in chunks, over arrays in memory, in the same run. Last come the server optimizers and the
+robust rules, in one thread and from memory. Everything is written to `bench-output/merging.json`, too. `--only rules`
+measures nothing but the rules.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from alembic import command
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database, alembic_config
 from shared.aggregation import Accepted, Aggregation
+from shared.anomaly import scores
 from shared.blobs import Stored
 from shared.blocks import Block
 from shared.codecs import CodecError
@@ -42,6 +44,8 @@ from shared.memory import keep_freed_memory
 from shared.methods import Chosen
 from shared.methods.contract import CoordinatorHalf, MethodSettings, Plan, RunFacts, State, Update
 from shared.model import Model
+from shared.robust import Clipped, GeometricMedian, Mean, Median, MultiKrum, TrimmedMean
+from shared.robust import Rule as RobustRule
 from shared.server_optimizer import Adagrad, Adam, Momentum, Plain, Rule, Yogi, merge
 from shared.states import States, settle
 from shared.tensors import CHUNK, ArrayTensor, as_bytes, lockstep, related
@@ -49,6 +53,7 @@ from shared.update import Change, write_update
 from shared.wire import Manifest, RunSpec, VersionRef, canonical
 
 OPTIMIZERS: tuple[Rule, ...] = (Plain(), Momentum(learning_rate=0.5, momentum=0.9), Adam(), Yogi(), Adagrad())
+RULES: tuple[RobustRule, ...] = (Mean(), Median(), TrimmedMean(), Clipped(), MultiKrum(), GeometricMedian())
 CODECS = {
     "float32, raw": "raw",
     "float32 differences": "delta",
@@ -294,6 +299,37 @@ def optimizers(mb: float, count: int) -> dict[str, Speed]:
     return {str(each.model_dump()["kind"]): with_optimizer(each, base, sent) for each in OPTIMIZERS}
 
 
+# ---------------------------------------------------------------- robust rules
+
+
+def rules(mb: float, count: int) -> dict[str, Speed]:
+    """One block in memory, by each rule; and the scores of a round, by the median."""
+    rng = np.random.default_rng(0)
+    base, *sent = (
+        ArrayTensor(rng.random(int(mb * 1e6 / 4), dtype=np.float32) * np.float32(0.02)) for _ in range(count + 1)
+    )
+    state, updates = State(0, {"w": base}), [Update(f"{index}/w", 10, {"w": one}) for index, one in enumerate(sent)]
+
+    def merged(rule: RobustRule) -> State:
+        # Anew each time: what a rule finds of its senders it keeps.
+        return CoordinatorHalf(MethodSettings(), RunFacts((), rounds=1, robust=rule)).merge(state, updates)
+
+    def read(rule: RobustRule) -> None:
+        for _ in merged(rule).model["w"].chunks():
+            pass
+
+    gigabytes = len(sent) * base.values.nbytes / 1e9
+    found = {str(rule.model_dump()["rule"]): best(gigabytes, partial(read, rule)) for rule in RULES}
+    scored = best(gigabytes, lambda: scores(state.model, merged(Median()).model, updates))
+    return {**found, "scores": scored}
+
+
+def print_rules(found: dict[str, Speed]) -> None:
+    for name, speed in found.items():
+        times = found["mean"].per_cpu_second / speed.per_cpu_second
+        print(f"robust {name:17} {speed.per_cpu_second:5.2f} GB/CPU s, {times:4.1f} times the mean's CPU")
+
+
 # ---------------------------------------------------------------- the table
 
 
@@ -302,7 +338,12 @@ def main() -> None:
     parser.add_argument("--mb", type=float, default=440, help="size of an update as float32")
     parser.add_argument("--updates", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("bench-output"))
+    parser.add_argument("--only", choices=["rules"])
     asked = parser.parse_args()
+    if asked.only:
+        print(f"{asked.updates} updates of {min(asked.mb, 100):g} MB as float32, one thread, from memory")
+        print_rules(rules(min(asked.mb, 100), asked.updates))
+        return
     torch.set_num_threads(1)
     asked.out.mkdir(parents=True, exist_ok=True)
     print(f"{asked.updates} updates of {asked.mb:g} MB as float32, {CORES} cores")
@@ -325,6 +366,8 @@ def main() -> None:
     for name, speed in steps.items():
         share = speed.per_cpu_second / steps["none"].per_cpu_second
         print(f"server optimizer {name:8} {speed.per_cpu_second:5.2f} GB/CPU s {share:5.0%}")
+    robust = rules(min(asked.mb, 100), asked.updates)
+    print_rules(robust)
     document = {
         "mb": asked.mb,
         "updates": asked.updates,
@@ -332,6 +375,7 @@ def main() -> None:
         "limits": {name: asdict(speed) for name, speed in bounds.items()},
         "rows": [asdict(row) for row in found],
         "optimizers": {name: asdict(speed) for name, speed in steps.items()},
+        "rules": {name: asdict(speed) for name, speed in robust.items()},
     }
     (asked.out / "merging.json").write_text(json.dumps(document, indent=1) + "\n")
 

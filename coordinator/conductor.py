@@ -36,7 +36,7 @@ from coordinator.storage.snapshots import (
 )
 from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run, move_task
-from shared.aggregation import Aggregation
+from shared.aggregation import Aggregation, norm_scores, outlying
 from shared.methods.contract import State
 from shared.model import Model
 from shared.planning import plan_round, warnings_of
@@ -192,7 +192,11 @@ class Conductor:
     def _act(self, run_id: str, action: Action) -> None:
         match action:
             case todo.Merge(round_id):
-                woken = self._merge(run_id, round_id)
+                spec, base = self._base(run_id)
+                self._notify(self._merge(run_id, round_id, spec, base))
+                # Beside the next round, which need not wait for it.
+                self._score(round_id, spec, base)
+                return
             case todo.Open(number):
                 woken = self._open(run_id, number)
             case _:
@@ -275,16 +279,15 @@ class Conductor:
         rounds.offer_evaluation(session, now, run, due, worker)
         return worker.id
 
-    def _merge(self, run_id: str, round_id: str) -> list[str]:
+    def _merge(self, run_id: str, round_id: str, spec: RunSpec, base: VersionRef) -> list[str]:
         """Merges outside of any transaction, then commits version, round and next round in one (invariant I3)."""
-        spec, base = self._base(run_id)
         with self._database.snapshot() as session:
             accepted = rounds.accepted_updates(session, round_id)
         manifest, new = self._aggregation.merge(spec, base, accepted)
         made = VersionRef(number=base.number + 1, digest=new[-1].digest)
         model = self._states.model(spec.model)
         state = self._states.load(model, manifest, made.number)
-        warnings = warnings_of(spec, model, state)
+        warnings = warnings_of(spec, model, state, outlying(spec, accepted))
         with self._database.transaction() as session:
             now = self._database.now()
             self._blobs.record(session, now, new)
@@ -294,6 +297,7 @@ class Conductor:
             round_ = session.get_one(RoundRow, round_id)
             for warning in rounds.commit_round(session, now, run, round_, made, manifest, warnings):
                 log.warning("version.warning", run=run_id, number=made.number, warning=warning)
+            rounds.note_scores(session, round_id, norm_scores(spec, accepted))
             live = live_workers(session, now - self._live_seconds)
             # Before the next round is offered: a site measures its own model as this round left it.
             woken = rounds.offer_at_sites(session, now, run, live)
@@ -310,6 +314,15 @@ class Conductor:
             except Exception:  # noqa: BLE001 (the method cannot plan; what was merged is committed all the same)
                 # The next look fails too, and pauses the run with the reason.
                 return woken
+
+    def _score(self, round_id: str, spec: RunSpec, base: VersionRef) -> None:
+        """Notes how far each worker's update is from what they were merged to. A process that ends before it has
+        done so leaves this round without."""
+        with self._database.snapshot() as session:
+            accepted = rounds.accepted_updates(session, round_id)
+        if found := self._aggregation.scores(spec, base, accepted):
+            with self._database.transaction() as session:
+                rounds.note_scores(session, round_id, found)
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from shared.anomaly import LEFT_OUT, NORM, relative_norms, scores
 from shared.blobs import Stored
-from shared.inspection import Inspector
+from shared.inspection import UPDATE_NORM, Inspector
 from shared.methods import coordinator_half
-from shared.methods.contract import Plan, State, Update
+from shared.methods.contract import CoordinatorHalf, Plan, State, Update
 from shared.planning import run_facts
 from shared.server_optimizer import merge
 from shared.states import States
@@ -41,8 +43,23 @@ class Aggregation:
 
     def next_state(self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]) -> State:
         """The next version, nothing of it computed yet."""
+        half, state, updates = self._round(spec, base, accepted)
+        return merge(half, spec.server_optimizer, state, updates)
+
+    def scores(self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]) -> dict[str, dict[str, float]]:
+        """How far each worker's update is from what the run's robust rule makes of them, by its name. Reads the
+        updates once more; nothing for a run without such a rule."""
+        if spec.robust.neutral:
+            return {}
+        half, state, updates = self._round(spec, base, accepted)
+        return scores(state.model, half.merge(state, updates).model, updates)
+
+    def _round(
+        self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]
+    ) -> tuple[CoordinatorHalf[Any], State, list[Update]]:
         model = self.states.model(spec.model)
         manifest = self.states.manifest(base.digest)
+        aside = outlying(spec, accepted)
         updates = [
             Update(
                 worker=entry.worker,
@@ -51,6 +68,29 @@ class Aggregation:
                 numbers=entry.numbers,
             )
             for entry in sorted(accepted, key=lambda entry: entry.worker)
+            if entry.worker not in aside
         ]
         half = coordinator_half(spec.method, run_facts(spec, model))
-        return merge(half, spec.server_optimizer, self.states.load(model, manifest, base.number), updates)
+        return half, self.states.load(model, manifest, base.number), updates
+
+
+def norm_scores(spec: RunSpec, accepted: Sequence[Accepted]) -> dict[str, dict[str, float]]:
+    """Each worker's norm beside the others', and whether its update is left out for that."""
+    aside = outlying(spec, accepted)
+    return {
+        worker: {NORM: ratio, **({LEFT_OUT: 1.0} if worker in aside else {})}
+        for worker, ratio in _ratios(accepted).items()
+    }
+
+
+def outlying(spec: RunSpec, accepted: Sequence[Accepted]) -> list[str]:
+    """The workers whose updates are larger than the run takes, beside the median of all that were accepted.
+
+    Judged when the round is over: on arrival it would depend on who came first (docs/decisions/0021).
+    """
+    most = spec.max_norm_of_median
+    return sorted(worker for worker, ratio in _ratios(accepted).items() if most is not None and ratio > most)
+
+
+def _ratios(accepted: Sequence[Accepted]) -> dict[str, float]:
+    return relative_norms({one.worker: one.numbers[UPDATE_NORM] for one in accepted if UPDATE_NORM in one.numbers})

@@ -15,10 +15,14 @@ from math import prod
 from typing import Annotated, BinaryIO, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from shared.blocks import Frozen
+from shared.malformed import HeaderKind, Malformed
 
 MAX_HEADER_BYTES = 16 << 20
+PARTS_PER_TENSOR = 16
+"""Braces, brackets and commas that a tensor may have in a header: more than twice of what it needs."""
 DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -33,16 +37,19 @@ DTYPE_BYTES = {
 }
 
 
-class ContainerError(ValueError):
+class ContainerError(Malformed):
     """The bytes are not a well-formed safetensors file."""
+
+
+_Offset = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 
 
 class Entry(Frozen):
     """One tensor: where its bytes lie, counted from the end of the header."""
 
     dtype: str
-    shape: tuple[Annotated[int, Field(ge=0, lt=1 << 48)], ...] = Field(max_length=8)
-    data_offsets: tuple[int, int]
+    shape: tuple[Annotated[int, Field(strict=True, ge=0, lt=1 << 48)], ...] = Field(max_length=8)
+    data_offsets: tuple[_Offset, _Offset]
 
     @property
     def start(self) -> int:
@@ -67,24 +74,39 @@ class Header:
     """Where the data begins in the file, in bytes."""
 
 
-def read_header(file: BinaryIO, file_bytes: int, max_header_bytes: int = MAX_HEADER_BYTES) -> Header:
+def read_header(
+    file: BinaryIO, file_bytes: int, max_header_bytes: int = MAX_HEADER_BYTES, max_tensors: int | None = None
+) -> Header:
     """Reads and checks the header of a file of `file_bytes` bytes. The data must be covered without gap or overlap.
 
+    What it holds meanwhile is a few times the header if `max_tensors` is given, and much more if it is not.
     Raises ContainerError saying what is wrong.
     """
     prefix = file.read(8)
     if len(prefix) < 8:
-        raise ContainerError("shorter than the 8 bytes of a header length")
+        raise ContainerError("header-missing", "shorter than the 8 bytes of a header length")
     (length,) = struct.unpack("<Q", prefix)
     if length > max_header_bytes:
-        raise ContainerError(f"the header claims {length} bytes; at most {max_header_bytes} are read")
+        raise ContainerError(
+            "header-too-long", f"the header claims {length} bytes; at most {max_header_bytes} are read"
+        )
     if 8 + length > file_bytes:
-        raise ContainerError(f"the header claims {length} bytes of a file of {file_bytes}")
-    table = _parse(file.read(length))
+        raise ContainerError("header-beyond-file", f"the header claims {length} bytes of a file of {file_bytes}")
+    raw = file.read(length)
+    if len(raw) < length:
+        raise ContainerError("file-changed", f"the file ends {length - len(raw)} bytes before its header does")
+    if max_tensors is not None and sum(map(raw.count, (b"{", b"[", b","))) > PARTS_PER_TENSOR * (max_tensors + 4):
+        # Before it is parsed: three bytes become an object of seventy.
+        raise ContainerError("too-many-tensors", f"the header has more parts than {max_tensors} tensors need")
+    table = _parse(raw)
+    if max_tensors is not None and len(table) - ("__metadata__" in table) > max_tensors:
+        raise ContainerError(
+            "too-many-tensors", f"the header names {len(table)} tensors; at most {max_tensors} may be"
+        )
     for name in table:
         # Above all no lone surrogates, which cannot be written into any answer.
         if not name.isprintable():
-            raise ContainerError(f"{name[:200]!r} is no name of a tensor")
+            raise ContainerError("bad-name", f"{name[:200]!r} is no name of a tensor")
     metadata = _checked(_METADATA, "__metadata__", table.pop("__metadata__", {}))
     entries = {name: _checked(_ENTRY, name, value) for name, value in table.items()}
     _check_spans(entries, file_bytes - 8 - length)
@@ -95,22 +117,28 @@ def _parse(raw: bytes) -> dict[str, object]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         table = dict(pairs)
         if len(table) < len(pairs):
-            raise ContainerError("the header names a tensor or field twice")
+            raise ContainerError("duplicate-name", "the header names a tensor or field twice")
         return table
 
     try:
         table = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=_no_constant)
     except ContainerError:
         raise
-    except (ValueError, RecursionError) as fault:
-        raise ContainerError(f"the header is not JSON: {fault}") from None
+    except UnicodeDecodeError:
+        raise ContainerError("header-not-utf8", "the header is not JSON: it is not UTF-8") from None
+    except RecursionError:
+        raise ContainerError(
+            "header-too-deep", "the header is not JSON that can be read: it is nested too deep"
+        ) from None
+    except ValueError as fault:
+        raise ContainerError("header-not-json", f"the header is not JSON: {fault}") from None
     if not isinstance(table, dict):
-        raise ContainerError("the header is not a JSON object")
+        raise ContainerError("header-not-object", "the header is not a JSON object")
     return table
 
 
 def _no_constant(text: str) -> object:
-    raise ContainerError(f"the header holds {text}")
+    raise ContainerError("header-constant", f"the header holds {text}")
 
 
 def _checked(kind: TypeAdapter[T], name: str, value: object) -> T:
@@ -118,7 +146,28 @@ def _checked(kind: TypeAdapter[T], name: str, value: object) -> T:
         return kind.validate_python(value)
     except ValidationError as fault:
         first = fault.errors(include_url=False, include_input=False)[0]
-        raise ContainerError(f"{name[:200]!r}: {'.'.join(map(str, first['loc']))} {first['msg']}") from None
+        where = ".".join(map(str, first["loc"]))[:200]
+        raise ContainerError(_kind_of(name, first), f"{name[:200]!r}: {where} {first['msg']}") from None
+
+
+def _kind_of(name: str, fault: ErrorDetails) -> HeaderKind:
+    of_types: dict[str, HeaderKind] = {
+        "missing": "entry-missing-field",
+        "extra_forbidden": "entry-unknown-field",
+        "too_long": "too-many-axes",
+    }
+    of_fields: dict[object, HeaderKind] = {
+        "shape": "bad-shape",
+        "data_offsets": "bad-offsets",
+        "dtype": "bad-dtype",
+    }
+    if name == "__metadata__":
+        return "bad-metadata"
+    if not fault["loc"]:
+        return "bad-entry"
+    of_field = of_fields.get(fault["loc"][0], "bad-entry")
+    whole = len(fault["loc"]) == 1 and not (fault["type"] == "too_long" and of_field != "bad-shape")
+    return of_types.get(fault["type"], of_field) if whole else of_field
 
 
 def _check_spans(entries: Mapping[str, Entry], data_bytes: int) -> None:
@@ -126,14 +175,40 @@ def _check_spans(entries: Mapping[str, Entry], data_bytes: int) -> None:
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         width = DTYPE_BYTES.get(entry.dtype)
         if width is None:
-            raise ContainerError(f"{name[:200]!r} has dtype {entry.dtype!r}, which is not known")
-        if entry.start != end or entry.nbytes != prod(entry.shape) * width:
             raise ContainerError(
-                f"{name[:200]!r} spans {entry.data_offsets}, which leaves a gap or misfits its shape"
+                "unknown-dtype", f"{name[:200]!r} has dtype {entry.dtype[:32]!r}, which is not known"
+            )
+        if kind := _misplaced(entry, end, data_bytes):
+            raise ContainerError(kind, f"{name[:200]!r} spans {entry.data_offsets}: {_MISPLACED[kind]}")
+        if entry.nbytes != prod(entry.shape) * width:
+            raise ContainerError(
+                "shape-misfit",
+                f"{name[:200]!r} spans {entry.data_offsets}, which misfits its shape {list(entry.shape)}",
             )
         end += entry.nbytes
     if end != data_bytes:
-        raise ContainerError(f"the header describes {end} bytes of data; the file has {data_bytes}")
+        raise ContainerError(
+            "bytes-behind-data", f"the header describes {end} bytes of data; the file has {data_bytes}"
+        )
+
+
+_MISPLACED: dict[HeaderKind, str] = {
+    "offsets-reversed": "it ends before it begins",
+    "offsets-beyond-file": "the file ends before that",
+    "offsets-overlap": "another tensor's bytes are there",
+    "offsets-gap": "the bytes before that belong to none",
+}
+
+
+def _misplaced(entry: Entry, end: int, data_bytes: int) -> HeaderKind | None:
+    """What is wrong with a span behind one that ended at `end`, if anything is."""
+    if entry.nbytes < 0:
+        return "offsets-reversed"
+    if entry.data_offsets[1] > data_bytes:
+        return "offsets-beyond-file"
+    if entry.start != end:
+        return "offsets-overlap" if entry.start < end else "offsets-gap"
+    return None
 
 
 Layout = Iterable[tuple[str, str, tuple[int, ...]]]
@@ -159,7 +234,7 @@ def write(
     written = sum(file.write(piece) for piece in data)
     expected = sum(prod(shape) * DTYPE_BYTES[dtype] for _, dtype, shape in tensors)
     if written != expected:
-        raise ContainerError(f"{written} bytes were given for tensors of {expected}")
+        raise ContainerError("shape-misfit", f"{written} bytes were given for tensors of {expected}")
 
 
 def write_streams(

@@ -10,14 +10,17 @@ from math import isfinite, sqrt
 import numpy as np
 
 from shared.blobs import BlobStore
-from shared.codecs import CodecError
+from shared.malformed import Malformed
 from shared.methods.contract import Plan
 from shared.model import Model
 from shared.problems import MAX_FAULTS, Fault, InvalidUpdate
 from shared.states import States
 from shared.tensors import PIECE, Tensor
-from shared.update import EncodedTensor, read_update
+from shared.update import EncodedTensor, of_whole, read_update
 from shared.wire import Manifest
+
+UPDATE_NORM = "update_norm"
+"""The name of an update's l2 norm among its numbers, which the coordinator measures."""
 
 
 @dataclass(frozen=True)
@@ -35,48 +38,51 @@ class Inspector:
     def check(
         self, digest: str, model: Model, manifest: Manifest, plan: Plan, max_norm: float | None
     ) -> Mapping[str, float]:
-        """Reads the whole update and returns what was measured: its `update_norm`.
+        """Reads the whole update and returns what was measured: its norm.
 
         Raises InvalidUpdate naming every block that cannot be decoded or is not finite, or a norm out of bounds.
         """
         blocks = self.open(digest, model, manifest, plan)
         if not blocks and plan.upload:
-            raise InvalidUpdate("the update holds no block", remedy="Send at least one of the blocks asked for.")
+            raise of_whole("no-block", "the update holds no block", "Send at least one of the blocks asked for.")
         faults: list[Fault] = []
         squares = 0.0
         for name, tensor in blocks.items():
             try:
-                squares += _step_squares(tensor, tensor.base)
-            except (CodecError, NotFinite) as fault:
-                faults.append(Fault(pointer=name, detail=str(fault)[:300]))
+                squares += step_squares(tensor, tensor.base)
+            except Malformed as fault:
+                faults.append(Fault(pointer=name, detail=str(fault)[:300], code=fault.code))
             if len(faults) >= MAX_FAULTS:
                 break
         if faults:
             raise InvalidUpdate(f"{len(faults)} blocks of the update cannot be used", errors=faults)
         norm = sqrt(squares)
         if not isfinite(norm):
-            raise InvalidUpdate("the update is so far from its version that its l2 norm overflows")
+            raise of_whole("norm-overflow", "the update is so far from its version that its l2 norm overflows")
         if max_norm is not None and norm > max_norm:
-            raise InvalidUpdate(f"the update's l2 norm is {norm:.6g}; this run takes at most {max_norm:.6g}")
-        return {"update_norm": norm}
+            said = f"the update's l2 norm is {norm:.6g}; this run takes at most {max_norm:.6g}"
+            raise of_whole("norm-limit", said)
+        return {UPDATE_NORM: norm}
 
 
-class NotFinite(ValueError):
+class NotFinite(Malformed):
     """A block holds NaN or infinity."""
 
 
-def _step_squares(tensor: Tensor, base: Tensor) -> float:
-    """The sum of squares of the difference, infinite if it overflows. Raises NotFinite."""
+def step_squares(tensor: Tensor, base: Tensor) -> float:
+    """The sum of squares of the difference, infinite if it overflows. Raises NotFinite, and CodecError."""
     total = 0.0
-    for chunk, start in zip(tensor.chunks(), base.chunks(), strict=True):
-        for at in range(0, chunk.size, PIECE):
-            values = chunk[at : at + PIECE].astype(np.float64)
-            with np.errstate(over="ignore", invalid="ignore"):
+    # Decoding is in here too: scales from anywhere overflow what they scale, which is then not finite.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for chunk, start in zip(tensor.chunks(), base.chunks(), strict=True):
+            for at in range(0, chunk.size, PIECE):
+                values = chunk[at : at + PIECE].astype(np.float64)
                 step = values - start[at : at + PIECE].astype(np.float64)
                 # Not `step @ step`: BLAS divides it among threads, which spin while they wait for each other.
                 squares = float(np.einsum("i,i", step, step))
-            # What is not finite in the values is not so in the sum either; float64 overflows on no finite float32.
-            if not isfinite(squares) and not np.isfinite(values).all():
-                raise NotFinite(f"{int((~np.isfinite(values)).sum())} or more values are NaN or infinite")
-            total += squares
+                # What is not finite in the values is not so in the sum; float64 overflows on no finite float32.
+                if not isfinite(squares) and not np.isfinite(values).all():
+                    wrong = int((~np.isfinite(values)).sum())
+                    raise NotFinite("not-finite", f"{wrong} or more values are NaN or infinite")
+                total += squares
     return total

@@ -15,6 +15,7 @@ from shared.methods import Chosen, UnknownMethod, check, coordinator_half
 from shared.methods.contract import Participant, Plan, RunFacts, State, Unsuited, begin
 from shared.model import Model
 from shared.problems import Fault, Invalid, InvalidUpdate, faults_of
+from shared.robust import FEW_SENDERS
 from shared.wire import RunSpec, Task, VersionRef
 
 MAX_WARNINGS = 16
@@ -31,6 +32,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunFacts:
         spec.privacy,
         upload_budget=spec.upload_budget,
         upload_seconds=spec.upload_seconds,
+        robust=spec.robust,
     )
 
 
@@ -74,7 +76,7 @@ def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, numbers
     try:
         coordinator_half(spec.method, run_facts(spec, model)).check(plan, examples, numbers)
     except ValueError as fault:
-        unusable = Fault(pointer="/numbers", detail=str(fault)[:300])
+        unusable = Fault(pointer="/numbers", detail=str(fault)[:300], code="numbers-unusable")
         raise InvalidUpdate("the method cannot merge the update's numbers", errors=[unusable]) from None
 
 
@@ -135,7 +137,18 @@ def evaluation_seed(spec: RunSpec, version: int) -> int:
     return dice(spec.seed, "evaluate", version)
 
 
-def warnings_of(spec: RunSpec, model: Model, state: State) -> tuple[str, ...]:
-    """What the method tells people about a version, within bounds."""
-    said = coordinator_half(spec.method, run_facts(spec, model)).warnings(state)
+def warnings_of(spec: RunSpec, model: Model, state: State, left_out: Sequence[str] = ()) -> tuple[str, ...]:
+    """What people are told about a version, within bounds: whose updates were left out, what the run's robust rule
+    could not do, and what the method has to say."""
+    larger = f"larger than {spec.max_norm_of_median} times the median" if left_out else ""
+    aside = [f"the updates of {', '.join(left_out)} were left out: {larger}"] if left_out else []
+    said = [*aside, *_of_rule(spec, state), *coordinator_half(spec.method, run_facts(spec, model)).warnings(state)]
     return tuple(sentence[:MAX_WARNING_CHARACTERS] for sentence in said[:MAX_WARNINGS])
+
+
+def _of_rule(spec: RunSpec, state: State) -> list[str]:
+    rule = spec.robust
+    if rule.neutral or not state.numbers.get(FEW_SENDERS):
+        return []
+    few = f"some blocks stayed as they were, sent by fewer than the {rule.least} workers that {rule.rule} takes"
+    return [f"{few}: {FEW_SENDERS} of the version says how many"]

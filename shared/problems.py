@@ -42,10 +42,14 @@ MAX_FAULTS = 50
 
 
 class Fault(Frozen):
-    """One thing wrong: `pointer` is a JSON pointer into the request, or the name of a block or header."""
+    """One thing wrong: `pointer` is a JSON pointer into the request, or the name of a block or header.
+
+    `code` is the kind of wrong where there are kinds: see `shared.malformed`.
+    """
 
     pointer: str
     detail: str
+    code: str = ""
 
 
 class ProblemDocument(Frozen, extra="ignore"):

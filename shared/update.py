@@ -11,13 +11,20 @@ import numpy as np
 from shared import codecs
 from shared.blocks import Block, DType
 from shared.codecs.delta import difference
-from shared.container import ContainerError, Header, read_header, write_streams
+from shared.container import ContainerError, Entry, Header, read_header, write_streams
+from shared.malformed import Kind
 from shared.problems import Fault, InvalidUpdate
 from shared.tensors import CHUNK, Array, Steps, Tensor, chunk_counts
 
 FORMAT = "tessera-update/1"
+WHOLE = "/update"
+"""Points to the update as a whole."""
 _CODEC = "codec:"
 HEADER_BYTES_PER_BLOCK = 2_048
+MAX_HEADER_BYTES = 4 << 20
+"""Room for some ten thousand blocks, and a bound on what reading a hostile header takes."""
+SPARE_TENSORS = 64
+"""So many more than were asked for are named in the refusal; a header with yet more is not looked into."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +120,7 @@ def read_update(
     asked for, unknown codecs, more bytes than a block can need. The values themselves are checked as they are read.
     """
     header = _header(open_file, nbytes, asked)
-    faults = [
-        Fault(pointer=name[:300], detail="this block was not asked for")
-        for name in sorted(set(header.entries) - set(asked))
-    ]
+    faults = [_not_asked(name, asked) for name in sorted(set(header.entries) - set(asked))]
     chosen = {name: header.metadata.get(_CODEC + name, "") for name in header.entries}
     for name in sorted(set(header.entries) & set(asked)):
         faults += _form_faults(name, asked[name], chosen[name], header)
@@ -133,33 +137,52 @@ def read_update(
 def _header(open_file: Callable[[], BinaryIO], nbytes: int, asked: Mapping[str, Block]) -> Header:
     try:
         with open_file() as file:
-            header = read_header(file, nbytes, HEADER_BYTES_PER_BLOCK * (1 + len(asked)))
+            most = min(HEADER_BYTES_PER_BLOCK * (1 + len(asked)), MAX_HEADER_BYTES)
+            header = read_header(file, nbytes, most, len(asked) + SPARE_TENSORS)
     except ContainerError as fault:
-        raise InvalidUpdate(f"the update is not a well-formed safetensors file: {fault}") from None
+        raise of_whole(fault.code, f"the update is not a well-formed safetensors file: {fault}") from None
     if header.metadata.get("format") != FORMAT:
         found = header.metadata.get("format", "none")
-        raise InvalidUpdate(f"the update's format is {found[:64]!r}; this coordinator reads {FORMAT!r}")
+        raise of_whole("unknown-format", f"the update's format is {found[:64]!r}; this coordinator reads {FORMAT!r}")
     return header
 
 
+def of_whole(code: Kind, detail: str, remedy: str | None = None) -> InvalidUpdate:
+    """A refusal of an update for what is wrong with it as a whole."""
+    detail = detail[:1000]
+    return InvalidUpdate(detail, errors=[Fault(pointer=WHOLE, detail=detail[:300], code=code)], remedy=remedy)
+
+
+def _not_asked(name: str, asked: Mapping[str, Block]) -> Fault:
+    of_asked = {block.tensor for block in asked.values()}
+    if name in of_asked or name.partition("#")[0] in of_asked:
+        detail = "this slice was not asked for; another of its tensor was"
+        return Fault(pointer=name[:300], detail=detail, code="slice-not-asked")
+    return Fault(pointer=name[:300], detail="this block was not asked for", code="block-not-asked")
+
+
 def _form_faults(name: str, block: Block, codec: str, header: Header) -> list[Fault]:
-    entry = header.entries[name]
+    wrong = _form_fault(block, codec, header.entries[name])
+    return [Fault(pointer=name, detail=wrong[1][:300], code=wrong[0])] if wrong else []
+
+
+def _form_fault(block: Block, codec: str, entry: Entry) -> tuple[Kind, str] | None:
     if entry.dtype != "U8" or len(entry.shape) != 1:
-        return [Fault(pointer=name, detail=f"an encoded block is a U8 vector, not {entry.dtype} {list(entry.shape)}")]
+        return "not-bytes", f"an encoded block is a U8 vector, not {entry.dtype} {list(entry.shape)}"
+    if not codec:
+        return "codec-missing", "the metadata name no codec for this block"
     try:
         line = codecs.parse(codec).line
+        suited = codecs.suited(codec, block)
+        most = codecs.longest(codec, block)
     except codecs.CodecError as fault:
-        return [Fault(pointer=name, detail=str(fault)[:300])]
-    if codecs.suited(codec, block) != codec:
-        return [Fault(pointer=name, detail=f"{codec} is of no use to a block of shape {list(block.shape)}")]
+        return fault.code, str(fault)
+    if suited != codec:
+        return "codec-unsuited", f"{codec[:64]} is of no use to a block of shape {list(block.shape)}"
     if not line and entry.nbytes != block.nbytes:
         want = f"{block.nbytes} bytes ({block.dtype} {list(block.shape)})"
-        return [Fault(pointer=name, detail=f"{entry.nbytes} bytes were sent for a block of {want}")]
-    if entry.nbytes > codecs.longest(codec, block):
-        return [
-            Fault(
-                pointer=name,
-                detail=f"{entry.nbytes} encoded bytes are more than a block of {block.nbytes} needs",
-            )
-        ]
-    return []
+        kind: Kind = "block-too-short" if entry.nbytes < block.nbytes else "block-too-long"
+        return kind, f"{entry.nbytes} bytes were sent for a block of {want}"
+    if entry.nbytes > most:
+        return "block-too-long", f"{entry.nbytes} encoded bytes are more than a block of {block.nbytes} needs"
+    return None

@@ -34,6 +34,7 @@ from shared.methods import Chosen
 from shared.methods.contract import Plan
 from shared.privacy import Privacy
 from shared.problems import ProblemDocument
+from shared.robust import Mean, Robust
 from shared.server_optimizer import Plain, ServerOptimizer
 from shared.training import Training
 
@@ -228,17 +229,37 @@ class RunSpec(Frozen):
         default=None, description="the most that an update may take on the line that its worker declares"
     )
     divide: Divide = "participants"
+    robust: Robust = Mean()
     server_optimizer: ServerOptimizer = Plain()
     max_examples: PositiveInt | None = Field(
         default=None, description="an update of more examples weighs as this many"
     )
     max_update_norm: float | None = Field(default=None, gt=0, description="updates of a larger l2 norm are refused")
+    max_norm_of_median: float | None = Field(
+        default=None, gt=1, le=1e6, description="updates of more times the round's median l2 norm are not merged"
+    )
 
     @field_validator("codec")
     @classmethod
     def _known_codec(cls, codec: str) -> str:
         codecs.parse(codec)
         return codec
+
+    @model_validator(mode="after")
+    def _rule_can_work(self) -> Self:
+        if self.robust.neutral:
+            return self
+        if self.divide == "inverse-probability":
+            raise ValueError(
+                f"dividing by probabilities is right for means, which {self.robust.rule} is not: divide by "
+                "participants or cohort"
+            )
+        if (reached := self.cohort.quorum) < self.robust.least:
+            raise ValueError(
+                f"{self.robust.rule} takes {self.robust.least} updates a round to bear what it is told to; with a "
+                f"quorum of {reached} there may be fewer: raise cohort.quorum"
+            )
+        return self
 
     @model_validator(mode="after")
     def _private_throughout(self) -> Self:

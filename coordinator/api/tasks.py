@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -20,6 +20,7 @@ from coordinator.storage import identity, tasks, views
 from coordinator.storage.identity import Principal
 from coordinator.storage.tasks import Held
 from coordinator.storage.uploads import hand_in, owned
+from shared.anomaly import PREFIX
 from shared.planning import check_report
 from shared.problems import Conflict, Fault, Invalid, InvalidUpdate, Problem, StaleVersion, WorkerFailed
 from shared.wire import PROTOCOL, Claim, Evaluated, Failure, Heartbeat, Lease, Submission, Task, TaskView
@@ -126,7 +127,9 @@ def get_task(task_id: str, serving: Serving, caller: Anyone) -> TaskView:
     with serving.database.snapshot() as session:
         entry = tasks.held(session, task_id, caller.site_id)
         name = views.worker_name(session, entry.task.worker_id)
-        return views.task_view(entry.task, name, entry.round.number if entry.round else entry.task.version_number)
+        view = views.task_view(entry.task, name, entry.round.number if entry.round else entry.task.version_number)
+    # How to stay below notice is nothing to tell a site, and what it was told once stays the same.
+    return view if caller.site_id is None else view.model_copy(update={"numbers": without_scores(view.numbers)})
 
 
 @router.post("/{task_id}/heartbeat", operation_id="renewLease")
@@ -163,7 +166,7 @@ def submit_update(task_id: str, body: Submission, serving: Serving, caller: Site
         _reject(serving, caller, task_id, body, problem)
         UPDATES_TOTAL.labels(outcome="rejected").inc()
         raise
-    _accept(serving, caller, task_id, body, upload_bytes, {**body.numbers, **measured})
+    _accept(serving, caller, task_id, body, upload_bytes, {**without_scores(body.numbers), **measured})
     UPDATES_TOTAL.labels(outcome="accepted").inc()
     return _view(serving, caller, task_id)
 
@@ -225,6 +228,11 @@ def _taken(serving: Services, caller: Principal, digest: str, data: bytes) -> in
     taking.received(len(data))
     taking.keep(taking.announce(caller.owner, digest, len(data)), data)
     return len(data)
+
+
+def without_scores(numbers: Mapping[str, float]) -> dict[str, float]:
+    """The numbers that the coordinator does not keep for what it finds of an update beside the others."""
+    return {name: value for name, value in numbers.items() if not name.startswith(PREFIX)}
 
 
 def _inspect(serving: Services, entry: Held, body: Submission) -> dict[str, float]:

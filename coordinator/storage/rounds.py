@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import func, select
+from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
 from coordinator.domain.records import Due
@@ -138,17 +138,27 @@ def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -
 
 
 def accepted_updates(session: Session, round_id: str) -> list[Accepted]:
-    rows = session.execute(
+    # An accepted task has a digest and a count: they are written together with that state.
+    return [
+        Accepted(f"{s}/{n}", t.update_digest or "", t.examples or 0, t.numbers, Plan.model_validate(t.plan))
+        for t, n, s in _accepted(session, round_id)
+    ]
+
+
+def _accepted(session: Session, round_id: str) -> Sequence[Row[TaskRow, str, str]]:
+    """The accepted tasks of a round, each with the names of its worker and its site."""
+    return session.execute(
         select(TaskRow, WorkerRow.name, SiteRow.name)
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
         .where(TaskRow.round_id == round_id, TaskRow.state == "accepted")
-    )
-    # An accepted task has a digest and a count: they are written together with that state.
-    return [
-        Accepted(f"{s}/{n}", t.update_digest or "", t.examples or 0, t.numbers, Plan.model_validate(t.plan))
-        for t, n, s in rows
-    ]
+    ).all()
+
+
+def note_scores(session: Session, round_id: str, scores: Mapping[str, Mapping[str, float]]) -> None:
+    """Adds what was found of each worker's update in a round to its numbers."""
+    for task, name, site in _accepted(session, round_id):
+        task.numbers = {**task.numbers, **scores.get(f"{site}/{name}", {})}
 
 
 def add_version(

@@ -19,7 +19,7 @@ from shared.cli.metrics import metrics
 from shared.cli.output import AsJson
 from shared.cli.rounds import Outcome, follow, outcomes, scores_by_version
 from shared.cli.spec import read_spec
-from shared.cli.spreads import number_table, spread_table
+from shared.cli.spreads import number_table, score_table, spread_table
 from shared.cli.upload import upload_model
 from shared.cli.watching import watch_as_json, watch_as_text
 from shared.fairness import spreads
@@ -106,6 +106,9 @@ def show(
     ctx: typer.Context,
     run: Named,
     numbers: Annotated[bool, typer.Option("--numbers", help="Also what the method tells of each version.")] = False,
+    scores: Annotated[
+        bool, typer.Option("--scores", help="Also how far each worker's updates are from the others'.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a run, its rounds, how its sites fare, and what its method warns of."""
@@ -128,6 +131,8 @@ def show(
         tables.append(spread_table(at_sites))
     if numbers:
         tables.append(number_table(versions))
+    if scores:
+        tables.append(score_table(outcome.round for outcome in rounds))
     for table in tables:
         console.print()
         console.print(table)
@@ -140,6 +145,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("state", run.state + (f": {run.reason}" if run.reason else "")),
         ("method", _with_settings(run.spec.method.name, run.spec.method.settings)),
         ("server optimizer", _with_settings(optimizer.kind, optimizer.model_dump(exclude={"kind"}))),
+        ("robust", _with_settings(run.spec.robust.rule, run.spec.robust.model_dump(exclude={"rule"}))),
         ("version", f"{run.version.number} of {run.spec.rounds}"),
         ("dataset", run.spec.dataset),
         ("model", output.size(run.model_bytes) or ""),

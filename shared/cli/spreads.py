@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from rich.table import Table
 
+from shared.anomaly import COSINE, DISTANCE, LEFT_OUT, NORM
 from shared.cli import output
 from shared.fairness import PERSONAL, Spread
-from shared.wire import Version
+from shared.wire import Round, TaskView, Version
 
 SPREAD_COLUMNS = ("version", "at sites", "sites", "mean", "weighted", "worst", "where", "deviation", "worst tenth")
+SCORE_COLUMNS = ("round", "worker", "norm", "distance", "cosine", "")
 NUMBER_COLUMNS = ("version", "number", "value")
 
 # One number tells most of how well a version does; the others are in `tessera run metrics`.
@@ -39,3 +41,28 @@ def _row(number: int, name: str, spread: Spread) -> tuple[object, ...]:
 def number_table(versions: Iterable[Version]) -> Table:
     rows = [(version.number, name, f"{value:.6g}") for version in versions for name, value in version.numbers.items()]
     return output.table(NUMBER_COLUMNS, rows, right=("version", "value"))
+
+
+def score_table(rounds: Iterable[Round]) -> Table:
+    """How far each worker's update is from the others of its round, for those rounds that made a version."""
+    rows = [
+        (
+            round_.number,
+            task.worker,
+            *(_score(task.numbers.get(name)) for name in (NORM, DISTANCE, COSINE)),
+            _aside(task),
+        )
+        for round_ in rounds
+        if round_.state == "committed"
+        for task in round_.tasks
+        if task.state == "accepted"
+    ]
+    return output.table(SCORE_COLUMNS, rows, right=("round", "norm", "distance", "cosine"))
+
+
+def _score(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _aside(task: TaskView) -> str:
+    return "left out" if task.numbers.get(LEFT_OUT) else ""

@@ -85,20 +85,25 @@ def parse(codec: str) -> Codec:
     parts = [part.partition("=") for part in ([] if codec == RAW else codec.split("+"))]
     names = [name for name, _, _ in parts]
     if unknown := [name for name in names if name not in STAGES]:
-        raise CodecError(f"codec {codec!r} has unknown stages {unknown}; there are raw, {', '.join(sorted(STAGES))}")
+        raise CodecError(
+            "codec-unknown",
+            f"codec {codec!r} has unknown stages {unknown}; there are raw, {', '.join(sorted(STAGES))}",
+        )
     if len(set(names)) < len(names):
         # A sender chooses the codec of its blocks: a thousand stages in a row would cost a thousand passes.
-        raise CodecError(f"codec {codec[:64]!r} names a stage twice")
+        raise CodecError("codec-repeated", f"codec {codec[:64]!r} names a stage twice")
     made = [STAGES[name].of(parameter if equals else None) for name, equals, parameter in parts]
     line = tuple(stage for stage in made if isinstance(stage, Stage))
     lowrank = next((stage for stage in made if isinstance(stage, LowRank)), None)
     if behind := [stage.name for stage in line[1:] if stage.reads_base]:
-        raise CodecError(f"stage {behind[0]} comes first")
+        raise CodecError("codec-order", f"stage {behind[0]} comes first")
     if names[:1] != ["delta"] and (rounding := [stage.name for stage in made if not stage.lossless]):
         # Half a percent of a weight is more than it moves in a round.
-        raise CodecError(f"stage {rounding[0]} rounds, and only differences may be rounded: put delta first")
+        raise CodecError(
+            "codec-order", f"stage {rounding[0]} rounds, and only differences may be rounded: put delta first"
+        )
     if lowrank and names.index("lowrank") != 1:
-        raise CodecError("stage lowrank comes second, right behind delta")
+        raise CodecError("codec-order", "stage lowrank comes second, right behind delta")
     _layouts(line, Layout(1, NUMPY_DTYPES["F32"]))
     return Codec(codec, line, lowrank)
 
@@ -255,12 +260,12 @@ def _pieces_of(
             left -= 4
             # Bounded by the chunk, not by the block: what is read is held at once.
             if left >= length > _longest_chunk(line, layouts[0]):
-                raise CodecError(f"a chunk of {count} elements claims {length} bytes")
+                raise CodecError("chunk-too-long", f"a chunk of {count} elements claims {length} bytes")
         piece = np.frombuffer(_exactly(file, length, left), dtype=np.uint8)
         left -= length
         yield layouts, piece
     if left:
-        raise CodecError(f"{left} bytes are left over behind the last chunk")
+        raise CodecError("bytes-left-over", f"{left} bytes are left over behind the last chunk")
 
 
 def _layouts(line: tuple[Stage, ...], layout: Layout) -> list[Layout]:
@@ -272,7 +277,7 @@ def _layouts(line: tuple[Stage, ...], layout: Layout) -> list[Layout]:
     for stage in line:
         if layouts[-1].size < 0:
             # Its decoding would have no bound: what a frame unpacks to is known only from the layout.
-            raise CodecError(f"stage {stage.name} cannot follow one whose size depends on the data")
+            raise CodecError("codec-order", f"stage {stage.name} cannot follow one whose size depends on the data")
         layouts.append(stage.layout(layouts[-1]))
     return layouts
 
@@ -280,19 +285,19 @@ def _layouts(line: tuple[Stage, ...], layout: Layout) -> list[Layout]:
 def _decode_chunk(line: tuple[Stage, ...], layouts: list[Layout], piece: Array, base: Array) -> Array:
     last = layouts[-1]
     if last.size >= 0 and piece.nbytes != last.nbytes:
-        raise CodecError(f"a chunk has {piece.nbytes} bytes, not {last.nbytes}")
+        raise CodecError("chunk-size", f"a chunk has {piece.nbytes} bytes, not {last.nbytes}")
     values = piece.view(last.dtype)
     for stage, layout in zip(reversed(line), reversed(layouts[:-1]), strict=True):
         values = stage.decode(values, layout, base)
         if (values.size, values.dtype) != layout:
-            raise CodecError(f"stage {stage.name} gave {values.size} x {values.dtype}, not {layout}")
+            raise CodecError("stage-size", f"stage {stage.name} gave {values.size} x {values.dtype}, not {layout}")
     return values
 
 
 def _exactly(file: BinaryIO, count: int, left: int) -> bytes | memoryview:
     if count > left:
-        raise CodecError(f"a chunk claims {count} bytes where {left} are left")
+        raise CodecError("chunk-beyond-block", f"a chunk claims {count} bytes where {left} are left")
     data = taken(file, count)
     if len(data) != count:
-        raise CodecError(f"the bytes end {count - len(data)} short")
+        raise CodecError("bytes-missing", f"the bytes end {count - len(data)} short")
     return data

@@ -26,7 +26,7 @@ class Delta(Stage):
 
     def layout(self, layout: Layout) -> Layout:
         if layout.dtype.kind in "iu":
-            raise CodecError("stage delta takes floats; it comes first")
+            raise CodecError("codec-type", "stage delta takes floats; it comes first")
         return Layout(layout.size, F32)
 
     def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:

@@ -20,6 +20,8 @@ from shared.codecs.stage import F32, CodecError
 from shared.tensors import Array, chunk_counts
 
 ITERATIONS = 2
+LARGEST_FACTORS = 1 << 22
+"""Elements of both factors, which are held at once: 16 MiB."""
 HIGHEST_RANK = 128
 """To multiply the factors out costs as many passes over the block, at the coordinator too."""
 
@@ -37,12 +39,12 @@ class LowRank:
     def of(cls, parameter: str | None) -> Self:
         rank = int(parameter) if parameter and parameter.isdecimal() and len(parameter) < 5 else 0
         if not 0 < rank <= HIGHEST_RANK:
-            raise CodecError(f"stage lowrank takes a rank up to {HIGHEST_RANK}, as in lowrank=16")
+            raise CodecError("codec-parameter", f"stage lowrank takes a rank up to {HIGHEST_RANK}, as in lowrank=16")
         return cls(rank)
 
     def pays(self, shape: tuple[int, ...]) -> bool:
-        """Whether the factors of a block of this shape are at most half of it."""
-        return len(shape) > 1 and 2 * self.size(shape) <= prod(shape)
+        """Whether the factors of a block of this shape are at most half of it, and few enough to be held."""
+        return len(shape) > 1 and 2 * self.size(shape) <= prod(shape) and self.size(shape) <= LARGEST_FACTORS
 
     def size(self, shape: tuple[int, ...]) -> int:
         """Elements of both factors."""

@@ -7,13 +7,14 @@ from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 
+from shared.malformed import Malformed
 from shared.tensors import Array, Steps
 
 F32 = np.dtype("<f4")
 U8 = np.dtype(np.uint8)
 
 
-class CodecError(ValueError):
+class CodecError(Malformed):
     """Bytes that are not what their codec says, or a codec that there is not."""
 
 
@@ -44,7 +45,9 @@ class Stage:
     def of(cls, parameter: str | None) -> Self:
         """The stage with what follows its name behind '='. Raises CodecError."""
         if parameter is not None:
-            raise CodecError(f"stage {cls.name} takes no parameter, and was given {parameter[:32]!r}")
+            raise CodecError(
+                "codec-parameter", f"stage {cls.name} takes no parameter, and was given {parameter[:32]!r}"
+            )
         return cls()
 
     @abstractmethod
@@ -73,5 +76,5 @@ class Stage:
 def floats_only(stage: type[Stage], layout: Layout) -> Layout:
     """The layout, if it is one of differences. Raises CodecError."""
     if layout.dtype != F32:
-        raise CodecError(f"stage {stage.name} takes differences as float32: put it right behind delta")
+        raise CodecError("codec-type", f"stage {stage.name} takes differences as float32: put it right behind delta")
     return layout

@@ -37,7 +37,7 @@ class TopK(Stage):
         except ValueError:
             share = 0.0
         if not 0 < share <= LARGEST_SHARE:
-            raise CodecError(f"stage topk takes a share up to {LARGEST_SHARE}, as in topk=0.01")
+            raise CodecError("codec-parameter", f"stage topk takes a share up to {LARGEST_SHARE}, as in topk=0.01")
         return cls(share)
 
     def layout(self, layout: Layout) -> Layout:
@@ -61,7 +61,9 @@ class TopK(Stage):
         within = np.minimum(layout.size - starts, RUN)
         # Within a run they rise; between two they may fall.
         if (places >= within).any() or (np.diff(places + starts) <= 0).any():
-            raise CodecError("the places of the largest differences are not in order, or beyond the end")
+            raise CodecError(
+                "places-invalid", "the places of the largest differences are not in order, or beyond the end"
+            )
         return Sparse(layout.size, places + starts, encoded[half:].view(BF16).astype(F32))
 
     def bound(self, values: Array, base: Array) -> Array:

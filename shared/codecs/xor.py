@@ -19,7 +19,7 @@ class Xor(Stage):
     def layout(self, layout: Layout) -> Layout:
         width = layout.dtype.itemsize
         if width not in UNSIGNED:
-            raise CodecError("stage xor takes numbers of 2, 4 or 8 bytes; it comes first")
+            raise CodecError("codec-type", "stage xor takes numbers of 2, 4 or 8 bytes; it comes first")
         return Layout(layout.size, UNSIGNED[width])
 
     def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:

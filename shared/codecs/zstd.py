@@ -26,16 +26,21 @@ class Zstd(Stage):
         return np.frombuffer(packed, dtype=np.uint8)
 
     def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
-        expected = layout.nbytes
+        expected, data_bytes = layout.nbytes, as_bytes(encoded)
         unpacker = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
         try:
-            with unpacker.stream_reader(as_bytes(encoded), read_across_frames=False) as stream:
+            if zstandard.get_frame_parameters(data_bytes).window_size > MAX_WINDOW_BYTES:
+                raise CodecError("zstd-window", f"a zstd frame wants a window of more than {MAX_WINDOW_BYTES} bytes")
+            # Across frames, so that bytes behind the first are seen: they are more than was asked for, or no frame.
+            with unpacker.stream_reader(data_bytes, read_across_frames=True) as stream:
                 data = stream.read(expected)
                 more = stream.read(1)
         except zstandard.ZstdError as fault:
-            raise CodecError(f"not a zstd frame: {fault}") from None
-        if len(data) != expected or more:
-            raise CodecError(f"a chunk of {expected} bytes unpacks to {'more' if more else len(data)}")
+            raise CodecError("zstd-invalid", f"not a zstd frame: {fault}") from None
+        if more:
+            raise CodecError("zstd-too-much", f"a chunk of {expected} bytes unpacks to more")
+        if len(data) != expected:
+            raise CodecError("zstd-too-little", f"a chunk of {expected} bytes unpacks to {len(data)}")
         return np.frombuffer(data, dtype=layout.dtype)
 
 

@@ -20,6 +20,7 @@ from shared.blocks import EVERYTHING, NOTHING, Block, Frozen, Selector
 from shared.model import Fusion, LocalStart, Modality
 from shared.privacy import Privacy
 from shared.profile import LayerAttention, TaskTokens
+from shared.robust import FEW_SENDERS, Mean, Rule, guarded
 from shared.tensors import Array, Tensor
 from shared.training import Training
 
@@ -100,6 +101,7 @@ class RunFacts:
     """The most bytes of an update. Coarser codecs are taken to keep to it, so a method need not look at it."""
     upload_seconds: float | None = None
     """The most that an update may take on the line that its worker declares. The same holds."""
+    robust: Rule = field(default_factory=Mean)
 
 
 class CoordinatorHalf(Generic[C]):
@@ -128,11 +130,24 @@ class CoordinatorHalf(Generic[C]):
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         """The next state. `updates` come sorted by worker; tensors are lazy and are read block by block."""
+        if not self.run.robust.neutral:
+            blocks = [update.blocks for update in updates]
+            moved, few = guarded(self.run.robust, state.model, blocks, self.run.divide)
+            return replace(state.advanced(moved), numbers={**state.numbers, FEW_SENDERS: float(len(few))})
         senders = [(float(update.examples), update.blocks) for update in updates]
         by_name = {block.name: block for block in self.run.blocks}
         return state.advanced(
             average(state.model, senders, self.run.divide, lambda name: self.inclusion(by_name[name]))
         )
+
+    def guard(self) -> None:
+        """Raises Unsuited if there is a way past the run's robust rule: if anything but the average of `merge` above
+        follows from what workers send. A method that merges in its own way says for itself that there is none."""
+        if type(self).merge is not CoordinatorHalf.merge:
+            raise Unsuited(
+                "the method merges in a way of its own, which no robust rule guards: leave out robust, or choose "
+                "another method"
+            )
 
     def inclusion(self, block: Block) -> float:
         """The probability with which a worker sends the block, for the `inverse-probability` average.
@@ -151,6 +166,8 @@ def begin(half: CoordinatorHalf[Any], first: State) -> State:
     if half.run.divide == "inverse-probability":
         for block in half.run.blocks:
             half.inclusion(block)
+    if not half.run.robust.neutral:
+        half.guard()
     return half.start(first)
 
 

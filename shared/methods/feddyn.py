@@ -34,6 +34,7 @@ from shared.methods.contract import (
     Plan,
     State,
     Tally,
+    Unsuited,
     Update,
     Work,
     WorkerHalf,
@@ -66,6 +67,12 @@ class FedDynCoordinator(CoordinatorHalf[FedDynSettings]):
         mean = fmean(max(1, worker.examples) for worker in cohort)
         relative = {worker.name: max(1, worker.examples) / mean for worker in cohort}
         return {name: Plan(numbers={ALPHA: self.settings.alpha / size}) for name, size in relative.items()}
+
+    def guard(self) -> None:
+        raise Unsuited(
+            "feddyn's drift is a sum of steps, which no robust rule guards: leave out robust, or choose "
+            "another method"
+        )
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         if self.settings.weigh == "equal":

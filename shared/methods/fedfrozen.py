@@ -161,6 +161,9 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
         memory = {**merged.memory, **({} if last is None else {SKETCH: last})}
         return replace(merged, numbers=numbers, memory=memory)
 
+    def guard(self) -> None:
+        """None that moves a block; when a warm-up of `auto` ends, a hostile worker has a say in."""
+
     def _watched(self) -> list[str]:
         return [block.name for block in FROZEN[self.settings.freeze].resolve(self.run.blocks)]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import fsum
+from statistics import median
 
 from shared.blocks import Selector
 from shared.methods.contract import (
@@ -58,9 +59,15 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
         steps = {update.worker: update.numbers[EFFECTIVE_STEPS] for update in updates}
         if len(set(steps.values())) <= 1:
             return super().merge(state, updates)
-        weights = [update.examples for update in updates]
-        mean = fsum(update.examples * steps[update.worker] for update in updates) / fsum(weights)
+        if self.run.robust.neutral:
+            weights = [update.examples for update in updates]
+            mean = fsum(update.examples * steps[update.worker] for update in updates) / fsum(weights)
+        else:
+            mean = median(steps.values())
         return super().merge(state, [_normalized(state, update, mean / steps[update.worker]) for update in updates])
+
+    def guard(self) -> None:
+        """tau_eff, which follows from what workers say of themselves, is then their median."""
 
 
 def _normalized(state: State, update: Update, factor: float) -> Update:

@@ -334,7 +334,7 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         merged = super().merge(state, updates)
-        numbers = dict(state.numbers)
+        numbers = dict(merged.numbers)
         for layer in self._candidates.layers:
             label = self._candidates.labels[layer.name]
             names = {block.name for block in layer.blocks}
@@ -347,6 +347,9 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
                 if told:
                     numbers[measured] = fsum(n * value for n, value in told) / sum(n for n, _ in told)
         return replace(merged, numbers=numbers)
+
+    def guard(self) -> None:
+        """None that moves a block; which layers a consensus chooses, a hostile worker has a say in."""
 
     def inclusion(self, block: Block) -> float:
         settings = self.settings

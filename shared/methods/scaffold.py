@@ -79,6 +79,12 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
         if not 1 <= numbers.get(STEPS, 0.0) <= most:
             raise ValueError(f"{STEPS} is {numbers.get(STEPS)}; {examples} examples allow from 1 to {most}")
 
+    def guard(self) -> None:
+        raise Unsuited(
+            "scaffold's controls are means of steps, which no robust rule guards: leave out robust, or choose "
+            "another method"
+        )
+
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         if self.settings.weigh == "equal":
             updates = [replace(update, examples=1) for update in updates]

@@ -6,19 +6,18 @@ import base64
 import hashlib
 import io
 import itertools
-import re
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
-import zstandard
 from safetensors.numpy import load
+from sqlalchemy import select
 
+from coordinator.storage.tables import BlobRow, RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
 from shared.blocks import NUMPY_DTYPES, Block
 from shared.client import Client
-from shared.codecs import LOSSLESS
 from shared.methods import Chosen
 from shared.model import Model
 from shared.problems import Problem
@@ -26,7 +25,8 @@ from shared.tensors import as_bytes, digest_of
 from shared.wire import Cohort, Failure, Run, Submission, Task
 from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
-from tests.support.updates import container, update_file
+from tests.support.malformed import CORPUS, MAX_NORM
+from tests.support.updates import update_file
 
 MODEL = small_model()
 START = values(MODEL)
@@ -91,91 +91,61 @@ def with_value(value: float) -> bytes:
     return head(array)
 
 
-def frame(piece: bytes) -> bytes:
-    return struct.pack("<I", len(piece)) + piece
-
-
-def zstd(piece: bytes, codec: str = "zstd") -> bytes:
-    return update_file({"head.weight": frame(piece)}, codec=codec)
-
-
-def lying_frame() -> bytes:
-    """A zstd frame that states 32 bytes of content and holds 64 MiB of zeros."""
-    honest = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(64 << 20))
-    # Frame header: magic (4), descriptor, window descriptor. Rewritten as a single segment that claims 32 bytes.
-    return honest[:4] + bytes([0x20, 32]) + honest[6:]
-
-
-ENTRY = {"dtype": "U8", "shape": [32], "data_offsets": [0, 32]}
-META = {"format": "tessera-update/1", "codec:head.weight": "raw"}
 OTHER = "layer.0.qkv.weight#value"
 
-MALFORMED: dict[str, tuple[bytes, str, str | None]] = {
-    # what: (the file, what the problem says, the block that it names)
-    "a name there is not": (update_file({"head.bias": bytes(32)}), "not asked for", "head.bias"),
-    "a frozen block": (update_file({"layer.0.qkv.weight#key": bytes(64)}), "not asked for", "layer.0.qkv.weight#key"),
-    "a whole tensor for its part": (
-        update_file({"layer.0.qkv.weight": bytes(192)}),
-        "not asked",
-        "layer.0.qkv.weight",
-    ),
-    "a name that is a path": (update_file({"../../head.weight": bytes(32)}), "not asked for", "../../head.weight"),
-    "a name with a null": (update_file({"head.weight\0": bytes(32)}), "is no name", None),
-    "a lone surrogate": (update_file({"\ud800": bytes(32)}), "is no name", None),
-    "a smaller shape": (head(HEAD[:1]), "16 bytes were sent for a block of 32 bytes", "head.weight"),
-    "a larger shape": (head(np.ones((3, 4))), "48 bytes were sent for a block of 32 bytes", "head.weight"),
-    "another dtype": (update_file({"head.weight": HEAD.astype(np.float16).tobytes()}), "16 bytes", "head.weight"),
-    "a container dtype": (update_file({"head.weight": HEAD.tobytes()}, dtype="F32"), "a U8 vector", "head.weight"),
-    "nan": (with_value(np.nan), "NaN or infinite", "head.weight"),
-    "infinity": (with_value(-np.inf), "NaN or infinite", "head.weight"),
-    "nothing": (update_file({}), "holds no block", None),
-    "no file": (b"", "not a well-formed safetensors file", None),
-    "a truncated file": (head(HEAD)[:-1], "not a well-formed safetensors file", None),
-    "bytes behind the end": (head(HEAD) + b"x", "not a well-formed safetensors file", None),
-    "a header that is not json": (container(b"{]"), "not JSON", None),
-    "a huge header": (update_file({"head.weight": HEAD.tobytes()}, padding=1 << 20), "are read", None),
-    "a header longer than the file": (struct.pack("<Q", 1 << 62) + b"{}", "claims 4611686018427387904", None),
-    "overlapping offsets": (
-        container(
-            {"__metadata__": META, "head.weight": ENTRY, OTHER: {**ENTRY, "data_offsets": [16, 48]}}, bytes(48)
-        ),
-        "gap or misfits",
-        None,
-    ),
-    "duplicate names": (
-        container(b'{"a": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, "a": {}}', b""),
-        "names a tensor or field twice",
-        None,
-    ),
-    "another format": (update_file({"head.weight": HEAD.tobytes()}, format_="pt"), "format is 'pt'", None),
-    "an unknown codec": (update_file({"head.weight": HEAD.tobytes()}, codec="gzip"), "unknown stages", "head.weight"),
-    "codecs in a wrong row": (zstd(b"x", "zstd+shuffle"), "cannot follow", "head.weight"),
-    "a thousand codecs": (zstd(b"x", "+".join(["shuffle"] * 200)), "names a stage twice", "head.weight"),
-    "zstd in zstd": (zstd(zstandard.compress(zstandard.compress(bytes(32))), "zstd+zstd"), "twice", "head.weight"),
-    "truncated zstd": (zstd(zstandard.compress(HEAD.tobytes())[:-4]), "chunk|zstd", "head.weight"),
-    "no zstd": (zstd(b"not zstd at all"), "not a zstd frame", "head.weight"),
-    "a zstd bomb": (zstd(zstandard.compress(bytes(1 << 20))), "unpacks to more", "head.weight"),
-    "a zstd bomb that claims little": (zstd(lying_frame()[:1000]), "zstd|chunk", "head.weight"),
-    "a chunk that claims too much": (
-        update_file({"head.weight": struct.pack("<I", 2**32 - 1)}, codec="zstd"),
-        "claims 4294967295 bytes where 0 are left",
-        "head.weight",
-    ),
-    "planes of another size": (zstd(bytes(31), "shuffle"), "31 bytes, not 32", "head.weight"),
-    "too many encoded bytes": (
-        update_file({"head.weight": bytes(5000)}, codec=LOSSLESS),
-        "more than a block",
-        "head.weight",
-    ),
-}
+# Of each class of fault one; `tests/shared/test_malformed.py` has every kind.
+OVER_HTTP = (
+    "nothing at all",
+    "a header longer than may be",
+    "a header that is no JSON",
+    "a tensor twice",
+    "more tensors than were asked for",
+    "a lone surrogate",
+    "a negative axis",
+    "overlapping slices",
+    "a slice beyond the file",
+    "another format",
+    "no block",
+    "a name that is a path",
+    "a slice out of range",
+    "floats for bytes",
+    "an unknown codec",
+    "two hundred stages",
+    "a smaller shape",
+    "a larger shape",
+    "a chunk that claims what is not there",
+    "a zstd bomb",
+    "a zstd window of 1 GiB",
+    "a place twice",
+    "NaN",
+    "larger than the run takes",
+)
 
 
-@pytest.mark.parametrize("what", MALFORMED)
-def test_a_malformed_update_is_named_and_the_round_is_unharmed(scene: Scene, what: str) -> None:
-    data, says, block = MALFORMED[what]
+def stored(live: LiveCoordinator, task: Task) -> dict[str, object]:
+    """All rows of a task's run, but for the task itself, and every blob."""
+    rows: dict[str, object] = {}
+    with live.services.database.snapshot() as session:
+        for table in (RunRow, RoundRow, VersionRow, RunBlobRow, TaskRow):
+            key = table.id if table is RunRow else table.run_id  # type: ignore[attr-defined]
+            found = session.scalars(select(table).where(key == task.run)).all()
+            columns = [column.key for column in table.__table__.columns]
+            values_of = [{name: getattr(row, name) for name in columns} for row in found]
+            rows[table.__tablename__] = sorted(str(row) for row in values_of if row.get("id") != task.id)
+        rows["blobs"] = sorted(session.scalars(select(BlobRow.digest)))
+    rows["files"] = sorted(str(path) for path in Path(live.settings.blob_url).rglob("*") if path.is_file())
+    return rows
+
+
+@pytest.mark.parametrize("what", OVER_HTTP)
+def test_a_malformed_update_is_named_and_the_round_is_unharmed(standing: LiveCoordinator, what: str) -> None:
+    scene = scene_on(standing, max_update_norm=MAX_NORM)
+    data, kind = CORPUS[what]
+    scene.bad.client.put_bytes(data)
+    before = stored(standing, scene.task)
     problem = scene.refused(data)
-    assert re.search(says, str(problem))
-    assert [fault.pointer for fault in problem.errors] == ([block] if block else [])
+    assert {fault.code for fault in problem.errors} == {kind}
+    assert stored(standing, scene.task) == before
     view = scene.client.task(scene.task.id)
     assert view.state == "rejected"
     assert view.problem == problem.document()

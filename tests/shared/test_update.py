@@ -59,8 +59,8 @@ def test_blocks_that_were_not_asked_for_are_all_named() -> None:
     with pytest.raises(InvalidUpdate) as caught:
         read(written(frozen))
     assert [(f.pointer, f.detail) for f in caught.value.errors] == [
-        ("layer.0.qkv.weight#key", "this block was not asked for"),
-        ("layer.0.qkv.weight#query", "this block was not asked for"),
+        ("layer.0.qkv.weight#key", "this slice was not asked for; another of its tensor was"),
+        ("layer.0.qkv.weight#query", "this slice was not asked for; another of its tensor was"),
     ]
 
 
@@ -83,7 +83,7 @@ def test_a_file_of_another_form_is_refused_as_a_whole(data: bytes, message: str)
     [
         (update_file({"head.weight": HEAD}, codec="gzip"), "unknown stages"),
         (update_file({"head.weight": HEAD}, codec="zstd+zstd"), "names a stage twice"),
-        (update_file({"head.weight": HEAD}, codec=None), "unknown stages"),
+        (update_file({"head.weight": HEAD}, codec=None), "name no codec"),
         (update_file({"head.weight": HEAD[:-4]}), r"28 bytes were sent for a block of 32 bytes \(F32 \[2, 4\]\)"),
         (update_file({"head.weight": HEAD + bytes(4)}), "36 bytes were sent"),
         (update_file({"head.weight": HEAD}, dtype="F32"), r"a U8 vector, not F32 \[8\]"),

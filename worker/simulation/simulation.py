@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from random import Random
 
-from shared.aggregation import Aggregation
+from shared.aggregation import Aggregation, norm_scores, outlying
 from shared.cli.rounds import Outcome, outcomes, scores_by_version
 from shared.cohort import dice
 from shared.fairness import spreads
@@ -63,9 +63,9 @@ class Simulation:
             attempts = self._attempts(watch)
             if not attempts:
                 return True
-            self._merge(attempts)
+            made = self._merge(attempts)
             found, versions = self._measure(), [entry.version for entry in self.versions[-2:]]
-            watch(outcomes(attempts[-1:], scores_by_version(found), spreads(found), versions)[0])
+            watch(outcomes([made], scores_by_version(found), spreads(found), versions)[0])
         return self.latest.number >= self.spec.rounds
 
     def result(self, folder: Path, *, over: bool) -> Result:
@@ -86,27 +86,33 @@ class Simulation:
         digest = self.spec.version if state == given else self.states.store(state, self.spec.version)[1][-1].digest
         return self._commit(digest, state, ())
 
-    def _merge(self, attempts: Sequence[Round]) -> None:
-        """Commits what the last attempt came to."""
-        found = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
-        accepted = [reported.accepted() for reported in found]
+    def _merge(self, attempts: Sequence[Round]) -> Round:
+        """Commits what the last attempt came to, and returns it with the scores of its updates."""
+        reports = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
+        accepted = [reported.accepted() for reported in reports]
         manifest, new = self.aggregation.merge(self.spec, _ref(self.latest), accepted)
         state = self.states.load(self.model, manifest, self.latest.number + 1)
-        self.versions.append(self._commit(new[-1].digest, state, attempts))
+        found = [norm_scores(self.spec, accepted), self.aggregation.scores(self.spec, _ref(self.latest), accepted)]
+        made = _scored(attempts[-1], found)
+        aside = outlying(self.spec, accepted)
+        self.versions.append(self._commit(new[-1].digest, state, [*attempts[:-1], made], aside))
         updates = self.records.accepted_updates()
         self.records.forget_accepted()
         self.blobs.remove(updates)
         keep = self.conditions.keep_versions
         if keep != "all" and len(self.versions) > keep:
             self.blobs.remove(self._digests(self.versions[-1 - keep].version) - self._needed())
+        return made
 
-    def _commit(self, digest: str, state: State, attempts: Sequence[Round]) -> Committed:
+    def _commit(
+        self, digest: str, state: State, attempts: Sequence[Round], left_out: Sequence[str] = ()
+    ) -> Committed:
         version = Version(
             number=state.round,
             digest=digest,
             created_at=datetime.now(UTC),
             numbers=dict(state.numbers),
-            warnings=warnings_of(self.spec, self.model, state),
+            warnings=warnings_of(self.spec, self.model, state, left_out),
         )
         entry = Committed(version=version, attempts=tuple(attempts))
         self.records.commit(entry)
@@ -229,6 +235,19 @@ class Simulation:
 
 def _ref(version: Version) -> VersionRef:
     return VersionRef(number=version.number, digest=version.digest)
+
+
+def _scored(made: Round, found: Sequence[Mapping[str, Mapping[str, float]]]) -> Round:
+    """The round with what was found of each worker's update among its numbers."""
+    tasks = tuple(
+        task.model_copy(
+            update={
+                "numbers": {**task.numbers, **{k: v for one in found for k, v in one.get(task.worker, {}).items()}}
+            }
+        )
+        for task in made.tasks
+    )
+    return made.model_copy(update={"tasks": tasks})
 
 
 def _told(made: Round) -> str:
