@@ -219,15 +219,23 @@ class Database:
     # ------------------------------------------------------------ schema
 
     def at_head(self) -> bool:
-        with self._reading.connect() as connection:
-            present = MigrationContext.configure(connection).get_current_heads()
-        return set(present) == set(ScriptDirectory.from_config(alembic_config()).get_heads())
+        return set(self._present()) == set(ScriptDirectory.from_config(alembic_config()).get_heads())
+
+    def at_head_or_later(self) -> bool:
+        """Whether the schema is the one that this code needs, or a later one: each step lets the code before it work
+        on, so that a new version can take over from one that runs."""
+        (head,) = ScriptDirectory.from_config(alembic_config()).get_heads()
+        return any(present >= head for present in self._present())
 
     def require_head(self) -> None:
         """Raises SchemaBehind unless the schema is the one that this code needs."""
         if not self.at_head():
             shown = self.url.render_as_string(hide_password=True)
             raise SchemaBehind(f"the schema of {shown} is not at head; run 'tessera coordinator migrate'")
+
+    def _present(self) -> tuple[str, ...]:
+        with self._reading.connect() as connection:
+            return tuple(MigrationContext.configure(connection).get_current_heads())
 
 
 def alembic_config(connection: Connection | None = None) -> Config:

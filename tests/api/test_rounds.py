@@ -6,6 +6,7 @@ import io
 from itertools import pairwise, permutations
 
 import numpy as np
+import pytest
 from safetensors.numpy import load
 
 from shared.methods import Chosen
