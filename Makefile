@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help install demo test check fix system fuzz bench bench-quick bench-results bench-rivals bench-attention migrate image clean
+.PHONY: help install demo test test-postgresql check fix system fuzz bench bench-quick bench-results bench-rivals bench-attention migrate image clean
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -24,6 +24,10 @@ demo: install ## four institutions train one transformer without sharing data
 # Side by side, as many as there are cores and at most four; each computes in one thread.
 test: install ## run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+test-postgresql: install ## the tests of storage, API and processes, all on PostgreSQL
+	TESSERA_TEST_DATABASE=postgresql OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/storage tests/api tests/system \
+	  --numprocesses auto --maxprocesses 4 --dist worksteal
 
 check: install ## format, lint, types; changes nothing
 	$(BIN)/ruff format --check .

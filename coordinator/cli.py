@@ -28,7 +28,15 @@ from coordinator.services import Duty, Services, assemble
 from coordinator.settings import Settings
 from coordinator.storage import backup
 from coordinator.storage.blobs import StagingElsewhere
-from coordinator.storage.database import Database, DatabaseInUse, NotAFile, SchemaBehind, alembic_config
+from coordinator.storage.database import (
+    DATABASE_AWAY,
+    Database,
+    DatabaseInUse,
+    NotAFile,
+    SchemaBehind,
+    UnknownDatabase,
+    alembic_config,
+)
 from coordinator.storage.identity import first_token
 from coordinator.supervision import ChildConductor, end_with_parent
 from shared.memory import keep_freed_memory
@@ -44,9 +52,16 @@ Folder = Annotated[Path, typer.Argument(help="of a backup: its database and blob
 @app.command()
 def migrate() -> None:
     """Bring the database's schema to what this version needs. Safe to repeat."""
-    database = Database(_settings().database_url)
-    with database.engine.begin() as connection:
-        command.upgrade(alembic_config(connection), "head")
+    try:
+        database = Database(_settings().database_url)
+        with database.engine.begin() as connection:
+            command.upgrade(alembic_config(connection), "head")
+    except (NotAFile, UnknownDatabase) as refusal:
+        typer.echo(str(refusal), err=True)
+        raise typer.Exit(2) from None
+    except DATABASE_AWAY as fault:
+        typer.echo(f"the schema was left as it was: {str(fault).splitlines()[0]}", err=True)
+        raise typer.Exit(2) from None
     typer.echo(f"the schema of {database.url.render_as_string(hide_password=True)} is at head", err=True)
 
 
@@ -211,7 +226,7 @@ def _stored(duty: Duty = "both", hold: Callable[[Services], None] = lambda _: No
         services = assemble(settings, duty=duty)
         services.database.require_head()
         hold(services)
-    except (DatabaseInUse, NotAFile, SchemaBehind, StagingElsewhere) as refusal:
+    except (DatabaseInUse, NotAFile, SchemaBehind, StagingElsewhere, UnknownDatabase) as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
     except (OSError, ImportError, ValueError, SQLAlchemyError, BaseError) as fault:

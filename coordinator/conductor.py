@@ -7,10 +7,11 @@ look at the tables says what is still to be done.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import structlog
-from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from coordinator.domain import decide as todo
@@ -20,7 +21,7 @@ from coordinator.domain.records import Due, RunSnapshot
 from coordinator.presence import Presence
 from coordinator.storage import rounds
 from coordinator.storage.blobs import Blobs
-from coordinator.storage.database import Database
+from coordinator.storage.database import DATABASE_AWAY, Database
 from coordinator.storage.identity import note_seen
 from coordinator.storage.rounds import ACTOR
 from coordinator.storage.snapshots import (
@@ -37,7 +38,7 @@ from coordinator.storage.snapshots import (
 from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run, move_task
 from shared.aggregation import Aggregation, norm_scores, outlying
-from shared.methods.contract import State
+from shared.methods.contract import Plan, State
 from shared.model import Model
 from shared.planning import plan_round, warnings_of
 from shared.problems import Conflict
@@ -126,6 +127,7 @@ class Conductor:
 
     def _merge_aside(self, run: RunSnapshot, action: todo.Merge) -> None:
         """Merges in a thread of its own, one round at a time, while leases and deadlines are still looked after.
+        A round that another conductor merges is left to it; should that one fall silent, a later look takes over.
 
         A daemon: a merge that is cut off by the end of the process is done again by the next.
         """
@@ -134,11 +136,15 @@ class Conductor:
 
     def _merge_and_call(self, run: RunSnapshot, action: todo.Merge) -> None:
         try:
-            self._try(run, action)
-        except OperationalError:
+            with self._database.alone(f"merging {run.id}") as alone:
+                if alone:
+                    self._try(run, action)
+        except DATABASE_AWAY:
+            alone = False
             log.exception("conductor.merge_failed", run=run.id)
         finally:
             self._merging.release()
+        if alone:
             self.call()
 
     def _look(self, run_id: str, live: Sequence[Member]) -> RunSnapshot | None:
@@ -163,8 +169,8 @@ class Conductor:
         except (Conflict, IntegrityError) as conflict:
             log.info("conductor.overtaken", run=run_id, action=str(action), detail=str(conflict))
             return False
-        except OperationalError:
-            # The database is away, which is no fault of this run.
+        except DATABASE_AWAY:
+            # No fault of this run. The next tick tries again.
             raise
         except Exception as fault:  # a method is anybody's code, and one that fails must not hold up other runs
             log.exception("conductor.action_failed", run=run_id, action=str(action))
@@ -236,11 +242,17 @@ class Conductor:
         _require(base.number + 1 == number, "the run has moved on")
         model = self._states.model(spec.model)
         state = self._states.load(model, self._states.manifest(base.digest), base.number)
+        willing = eligible(spec, self._live())
+        _require(len(willing) >= spec.cohort.quorum, "too few workers are live")
+        plans = _planned(spec, model, state, willing)
         with self._database.transaction() as session:
             run = session.get_one(RunRow, run_id)
             _require(run.state == "running" and run.version_number == base.number, "the run has moved on")
-            live = live_workers(session, self._database.now() - self._live_seconds)
-            return self._open_in(session, run, spec, model, state, eligible(spec, live))
+            return self._open_in(session, run, willing, plans)
+
+    def _live(self) -> list[Member]:
+        with self._database.snapshot() as session:
+            return live_workers(session, self._database.now() - self._live_seconds)
 
     def _base(self, run_id: str) -> tuple[RunSpec, VersionRef]:
         """A run's spec and latest version."""
@@ -250,12 +262,9 @@ class Conductor:
             return RunSpec.model_validate(run.spec), VersionRef(number=version.number, digest=version.digest)
 
     def _open_in(
-        self, session: Session, run: RunRow, spec: RunSpec, model: Model, state: State, willing: Sequence[Member]
+        self, session: Session, run: RunRow, willing: Sequence[Member], plans: Mapping[str, Plan]
     ) -> list[str]:
         """Opens the next round; a method that plans nothing ends the run. Returns the workers that were asked."""
-        _require(len(willing) >= spec.cohort.quorum, "too few workers are live")
-        # SelectorError for a plan of what is not there pauses the run before any worker hears of it.
-        plans = plan_round(spec, model, state, [worker.participant(spec.dataset) for worker in willing])
         now = self._database.now()
         if not plans:
             move_run(session, now, ACTOR, run.id, "complete", "the method planned nothing more")
@@ -280,14 +289,24 @@ class Conductor:
         return worker.id
 
     def _merge(self, run_id: str, round_id: str, spec: RunSpec, base: VersionRef) -> list[str]:
-        """Merges outside of any transaction, then commits version, round and next round in one (invariant I3)."""
+        """Merges and plans outside of any transaction, then commits version, round and next round in one (I3)."""
         with self._database.snapshot() as session:
+            _require(session.get_one(RoundRow, round_id).state == "merging", "the round was merged already")
             accepted = rounds.accepted_updates(session, round_id)
         manifest, new = self._aggregation.merge(spec, base, accepted)
         made = VersionRef(number=base.number + 1, digest=new[-1].digest)
         model = self._states.model(spec.model)
         state = self._states.load(model, manifest, made.number)
         warnings = warnings_of(spec, model, state, outlying(spec, accepted))
+        live = self._live()
+        willing = eligible(spec, live)
+        # If its cohort is not all here, a later look opens the next round.
+        plans = None
+        if made.number < spec.rounds and len(willing) >= (spec.cohort.size or spec.cohort.quorum):
+            # A method that cannot plan fails at the next look too, which pauses the run with the reason. What was
+            # merged is committed all the same.
+            with suppress(Exception):
+                plans = _planned(spec, model, state, willing)
         with self._database.transaction() as session:
             now = self._database.now()
             self._blobs.record(session, now, new)
@@ -298,22 +317,11 @@ class Conductor:
             for warning in rounds.commit_round(session, now, run, round_, made, manifest, warnings):
                 log.warning("version.warning", run=run_id, number=made.number, warning=warning)
             rounds.note_scores(session, round_id, norm_scores(spec, accepted))
-            live = live_workers(session, now - self._live_seconds)
             # Before the next round is offered: a site measures its own model as this round left it.
             woken = rounds.offer_at_sites(session, now, run, live)
-            willing = eligible(spec, live)
-            wanted = spec.cohort.size or spec.cohort.quorum
-            # If its cohort is not all here, a later look opens the next round.
-            if run.state != "running" or made.number >= spec.rounds or len(willing) < wanted:
+            if run.state != "running" or plans is None:
                 return woken
-            try:
-                with session.begin_nested():
-                    return [*woken, *self._open_in(session, run, spec, model, state, willing)]
-            except SQLAlchemyError:
-                raise
-            except Exception:  # noqa: BLE001 (the method cannot plan; what was merged is committed all the same)
-                # The next look fails too, and pauses the run with the reason.
-                return woken
+            return [*woken, *self._open_in(session, run, willing, plans)]
 
     def _score(self, round_id: str, spec: RunSpec, base: VersionRef) -> None:
         """Notes how far each worker's update is from what they were merged to. A process that ends before it has
@@ -323,6 +331,11 @@ class Conductor:
         if found := self._aggregation.scores(spec, base, accepted):
             with self._database.transaction() as session:
                 rounds.note_scores(session, round_id, found)
+
+
+def _planned(spec: RunSpec, model: Model, state: State, willing: Sequence[Member]) -> Mapping[str, Plan]:
+    """Raises SelectorError for a plan of what is not there, before any worker hears of it."""
+    return plan_round(spec, model, state, [worker.participant(spec.dataset) for worker in willing])
 
 
 def _require(holds: bool, otherwise: str) -> None:

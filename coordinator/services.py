@@ -10,7 +10,7 @@ from functools import partial
 from typing import Literal
 
 from coordinator.attendance import Attendance
-from coordinator.bells import Bells
+from coordinator.bells import Bells, FolderBells, NoticeBells
 from coordinator.conductor import Conductor
 from coordinator.differences import Differences
 from coordinator.domain.decide import Patience
@@ -54,18 +54,18 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
 
     A process that does both tells itself; the others tell each other by bells.
     """
-    database = Database(settings.database_url, clock)
+    database = Database(settings.database_url, clock, connections=settings.database_connections)
     blobs = Blobs(
         database,
         settings.blob_url,
         settings.staging_dir,
         inline_bytes=settings.inline_bytes,
         readahead_bytes=settings.merge_readahead_bytes,
-        duty=duty,
     )
     states = States(blobs, _engine(settings) if duty != "serve" else None)
     inspector = Inspector(blobs, states)
-    presence, gate, bells = Presence(), Gate(), Bells(settings.staging_dir / "bells")
+    presence, gate = Presence(), Gate()
+    bells: Bells = FolderBells(settings.staging_dir / "bells") if database.is_sqlite else NoticeBells(database)
     wake = gate.notify if duty == "both" else bells.wake
     conductor = Conductor(
         database,

@@ -15,6 +15,9 @@ class Settings(BaseSettings):
     database_url: str = Field(
         default="sqlite:///tessera-data/tessera.db", description="where runs, rounds and tasks are kept"
     )
+    database_connections: PositiveInt = Field(
+        default=20, description="connections that one process has to PostgreSQL at most, a few for signals aside"
+    )
     blob_url: str = Field(
         default="tessera-data/blobs", description="where blobs are kept: a folder, or s3://bucket/prefix"
     )

@@ -6,8 +6,12 @@ from alembic import context
 
 from coordinator.storage.tables import Table
 
+connection = context.config.attributes["connection"]
+if connection.dialect.name == "postgresql":
+    # A step over a large table may take its time; what it waits for others is bounded as ever.
+    connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
 context.configure(
-    connection=context.config.attributes["connection"],
+    connection=connection,
     target_metadata=Table.metadata,
     # SQLite cannot alter most of a table in place; batches copy it.
     render_as_batch=True,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support import databases
 from tests.support.coordinator import LiveCoordinator
 
 # How long one example takes says more about what else the machine does than about the code.
@@ -20,6 +21,35 @@ def seeded() -> None:
     # Imported by those that need it, which takes seconds.
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("both_databases"):
+        metafunc.parametrize("database_kind", databases.EACH, indirect=True, scope="module")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("sqlite") and databases.EACH == ("postgresql",):
+            item.add_marker(pytest.mark.skip(reason="is about SQLite"))
+
+
+def pytest_unconfigure() -> None:
+    databases.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def database_kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What tests of the module run on: SQLite unless they are marked or the environment says otherwise."""
+    kind = getattr(request, "param", databases.EACH[0])
+    with databases.running_on(kind):
+        yield kind
+
+
+@pytest.fixture(autouse=True)
+def _databases_end_with_their_test(database_kind: str) -> Iterator[None]:
+    with databases.dropped():
+        yield
 
 
 @pytest.fixture

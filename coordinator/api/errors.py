@@ -8,10 +8,12 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from coordinator.metrics import PROBLEMS_TOTAL
+from coordinator.storage.database import DATABASE_AWAY
 from shared.problems import (
     MAX_FAULTS,
     MEDIA_TYPE,
@@ -22,6 +24,7 @@ from shared.problems import (
     NotFound,
     Problem,
     ServerFault,
+    Unavailable,
     pointer_to,
 )
 
@@ -75,6 +78,19 @@ def _fault(request: Request, fault: Exception) -> Response:
     return respond(ServerFault("the coordinator failed to answer this request; its log says why"))
 
 
+def _away(request: Request, fault: Exception) -> Response:
+    """The database was restarted, or is busy: whoever asks again gets the answer that this was to be."""
+    log.warning("database.away", method=request.method, path=request.url.path, detail=str(fault).partition("\n")[0])
+    return respond(Unavailable("the coordinator's database did not answer in time", retry_after_seconds=1))
+
+
+def _unstorable(request: Request, fault: Exception) -> Response:
+    """PostgreSQL has no text with a NUL in it: nothing is there under such a name, and none can be entered."""
+    if "\0" in request.url.path:
+        return respond(NotFound(f"there is no {request.url.path!r}"))
+    return respond(Invalid("the database cannot hold what the request says; a text with a NUL in it, perhaps"))
+
+
 def page_of(code: str) -> Response:
     """The page that a problem's `type` points to."""
     kind = PROBLEMS.get(code)
@@ -89,5 +105,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientDisconnect, _gone)
+    for kind in DATABASE_AWAY:
+        app.add_exception_handler(kind, _away)
+    app.add_exception_handler(DataError, _unstorable)
     app.add_exception_handler(Exception, _fault)
     app.get("/problems/{code}", include_in_schema=False)(page_of)

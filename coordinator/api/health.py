@@ -19,9 +19,9 @@ def live() -> None:
 
 @router.get("/healthz/ready", operation_id="getReadiness", responses={503: {"model": Readiness}})
 def ready(serving: Serving, response: Response) -> Readiness:
-    """200 while it can do its work: the schema is the right one and the store takes bytes."""
+    """200 while it can do its work: the schema is the right one, or a later one, and the store takes bytes."""
     try:
-        schema = serving.database.at_head()
+        schema = serving.database.at_head_or_later()
     except SQLAlchemyError:
         schema = False
     writable = serving.blobs.writable()

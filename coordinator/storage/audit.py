@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import closing
 from typing import Any
 
 from sqlalchemy import select
@@ -49,12 +50,12 @@ def broken_at(session: Session) -> int | None:
     It cannot tell that entries are missing from the end; who keeps the last digest elsewhere can.
     """
     digest = GENESIS
-    rows = session.scalars(select(AuditRow).order_by(AuditRow.seq).execution_options(yield_per=1000))
-    for number, row in enumerate(rows, start=1):
-        entry = {name: getattr(row, name) for name in _COVERED}
-        if (row.seq, row.previous, row.digest) != (number, digest, link(digest, entry)):
-            return number
-        digest = row.digest
+    with closing(session.scalars(select(AuditRow).order_by(AuditRow.seq).execution_options(yield_per=1000))) as rows:
+        for number, row in enumerate(rows, start=1):
+            entry = {name: getattr(row, name) for name in _COVERED}
+            if (row.seq, row.previous, row.digest) != (number, digest, link(digest, entry)):
+                return number
+            digest = row.digest
     return None
 
 

@@ -28,6 +28,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from coordinator.storage.database import Database
+from coordinator.storage.staging import Unfinished, sweep
 from coordinator.storage.tables import BlobRow
 from shared.blobs import Stored
 from shared.mapped import MappedFile, mapped
@@ -64,15 +65,14 @@ class Blobs:
         staging_dir: Path,
         inline_bytes: int,
         readahead_bytes: int,
-        duty: str = "both",
     ) -> None:
         self._database = database
         self._inline_bytes = inline_bytes
         self._readahead_bytes = readahead_bytes
         self._url = url if "://" in url else Path(url).absolute()
         self.staging_dir = staging_dir.absolute()
-        self.duty = duty
         staging_dir.mkdir(parents=True, exist_ok=True)
+        self.unfinished = Unfinished(self.staging_dir)
         # A disk may have spoilt what an earlier process wrote: each blob is hashed once more before its first use.
         # What came since was hashed as it came, by this process or by one beside it.
         self._sound: set[str] = set()
@@ -90,7 +90,7 @@ class Blobs:
     def __reduce__(self) -> tuple[Any, ...]:
         # To another process, which opens the same database and store once, however many tensors it is sent.
         url = self._database.url.render_as_string(hide_password=False)
-        arguments = (str(self._url), self.staging_dir, self._inline_bytes, self._readahead_bytes, self.duty)
+        arguments = (str(self._url), self.staging_dir, self._inline_bytes, self._readahead_bytes)
         return _reopened, (url, arguments, self.began_at)
 
     # ------------------------------------------------------------ writing
@@ -109,7 +109,7 @@ class Blobs:
     @contextmanager
     def file(self) -> Iterator[BinaryIO]:
         """A seekable file to write and `keep`; what is not kept leaves nothing behind."""
-        path = self.staging_dir / f"put-{uuid.uuid4().hex}"
+        path = self.unfinished.path()
         try:
             with path.open("x+b") as file:
                 yield file
@@ -177,7 +177,7 @@ class Blobs:
         probe = self.staging_dir / f"probe-{uuid.uuid4().hex}"
         try:
             probe.write_bytes(b"probe")
-            probe.unlink()
+            probe.unlink(missing_ok=True)
         except OSError:
             return False
         return True
@@ -185,19 +185,16 @@ class Blobs:
     def sweep(self) -> int:
         """Removes what killed processes left half-written, and returns how many files there were.
 
-        Unfinished uploads stay: their senders may come back for them. So does what a conductor writes, except when it
-        sweeps itself: there is one at a time, and it may be at work.
+        Unfinished uploads stay: their senders may come back for them.
         """
-        conductors = set(self.staging_dir.glob("put-conduct-*"))
-        others = {path for kind in ("put-*", "probe-*") for path in self.staging_dir.glob(kind)} - conductors
-        left = {"conduct": conductors, "serve": others}.get(self.duty, conductors | others)
-        for path in left:
-            path.unlink()
+        for probe in self.staging_dir.glob("probe-*"):
+            probe.unlink(missing_ok=True)
         for aside in self.staging_dir.glob("gone-*"):
             # Removing it was cut off before its age was seen. At worst it is a stray, which will be found.
             if self._root:
-                aside.replace(self._root / _key(aside.name.removeprefix("gone-")))
-        return len(left)
+                with suppress(FileNotFoundError):
+                    aside.replace(self._root / _key(aside.name.removeprefix("gone-")))
+        return sweep(self.staging_dir)
 
     # ------------------------------------------------------------ removing
 
@@ -209,15 +206,13 @@ class Blobs:
             return self._discard_object(_key(digest), before)
         # It must be looked at where nobody can put another in its place.
         path, aside = self._root / _key(digest), self.staging_dir / f"gone-{digest.removeprefix('sha256:')}"
-        try:
+        with suppress(FileNotFoundError):
             path.replace(aside)
-        except FileNotFoundError:
-            return False
-        if aside.stat().st_mtime >= before:
+            if aside.stat().st_mtime < before:
+                aside.unlink()
+                return True
             aside.replace(path)
-            return False
-        aside.unlink()
-        return True
+        return False
 
     def _discard_object(self, key: str, before: float) -> bool:
         with suppress(FileNotFoundError):
@@ -386,8 +381,7 @@ class BlobWriter:
         self._blobs = blobs
         self._batch = batch
         self._inline_bytes = inline_bytes
-        self._path = blobs.staging_dir / f"put-{blobs.duty}-{uuid.uuid4().hex}"
-        self._path_is_ours = True
+        self._path: Path | None = None
         self._head = bytearray()
         self._file: BinaryIO | None = None
         self._size = 0
@@ -399,7 +393,7 @@ class BlobWriter:
     def __exit__(self, *fault: object) -> None:
         if self._file:
             self._file.close()
-        if self._path_is_ours:
+        if self._path:
             self._path.unlink(missing_ok=True)
 
     def write(self, piece: bytes | memoryview) -> None:
@@ -410,6 +404,7 @@ class BlobWriter:
         elif self._size <= self._inline_bytes:
             self._head += piece
         else:
+            self._path = self._blobs.unfinished.path()
             self._file = self._path.open("xb")
             self._file.write(self._head)
             self._file.write(piece)
@@ -418,13 +413,14 @@ class BlobWriter:
     def finish(self) -> Stored:
         """Makes the bytes safe under their digest, or leaves that to the batch. To be entered with `record`."""
         digest = f"sha256:{self._received.hexdigest()}"
-        if not self._file:
+        if not self._file or not self._path:
             return Stored(digest, self._size, bytes(self._head))
         self._file.close()
         if self._batch is None:
             return self._blobs.adopt(self._path, digest, self._size)
         self._batch.take(self._path, digest)
-        self._path_is_ours = False
+        # It is the batch's from here on.
+        self._path = None
         return Stored(digest, self._size)
 
 

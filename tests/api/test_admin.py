@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from itertools import pairwise
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.storage.audit import GENESIS, link
@@ -28,6 +29,16 @@ def test_a_coordinator_whose_store_takes_nothing_is_not_ready(coordinator: LiveC
     answer = coordinator.bare().get("/healthz/ready")
     assert (answer.status_code, answer.json()["ready"], answer.json()["store_writable"]) == (503, False, False)
     assert coordinator.bare().get("/healthz/live").status_code == 204
+
+
+@pytest.mark.parametrize(("schema", "status"), [("0000", 503), ("9999", 200)])
+def test_a_coordinator_stays_ready_while_a_newer_one_takes_over_and_not_without_its_tables(
+    coordinator: LiveCoordinator, schema: str, status: int
+) -> None:
+    with coordinator.services.database.engine.begin() as connection:
+        connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{schema}'")
+    answer = coordinator.bare().get("/healthz/ready")
+    assert (answer.status_code, answer.json()["schema_at_head"]) == (status, status == 200)
 
 
 def test_metrics_are_prometheus_text_and_tell_of_runs_and_workers(coordinator: LiveCoordinator) -> None:

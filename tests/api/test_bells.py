@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.bells import BATCH, CONDUCTOR, LONGEST_ADDRESS, Bells, own_name
+from coordinator.bells import BATCH, CONDUCTOR, LONGEST_ADDRESS, FolderBells, own_name
 
 
 @pytest.fixture(params=["short", "long"])
-def bells(tmp_path: Path, request: pytest.FixtureRequest) -> Bells:
+def bells(tmp_path: Path, request: pytest.FixtureRequest) -> FolderBells:
     # A path may be far longer than the address of a socket.
-    return Bells(tmp_path / "bells" if request.param == "short" else tmp_path / ("long" * LONGEST_ADDRESS)[:200])
+    return FolderBells(
+        tmp_path / "bells" if request.param == "short" else tmp_path / ("long" * LONGEST_ADDRESS)[:200]
+    )
 
 
-def test_the_conductor_hears_that_it_is_called_and_many_calls_are_one(bells: Bells) -> None:
+def test_the_conductor_hears_that_it_is_called_and_many_calls_are_one(bells: FolderBells) -> None:
     heard = []
     with bells.hung_up(CONDUCTOR) as bell:
         for _ in range(1000):
@@ -33,7 +35,7 @@ def test_the_conductor_hears_that_it_is_called_and_many_calls_are_one(bells: Bel
         assert heard == [None]
 
 
-def test_all_who_serve_hear_of_every_worker(bells: Bells) -> None:
+def test_all_who_serve_hear_of_every_worker(bells: FolderBells) -> None:
     workers = [f"{index:032}" for index in range(3 * BATCH + 1)]
     with bells.hung_up(own_name()) as one, bells.hung_up(own_name()) as other:
         bells.wake(workers)
@@ -41,7 +43,7 @@ def test_all_who_serve_hear_of_every_worker(bells: Bells) -> None:
         assert one.rung_for() == []
 
 
-def test_nobody_need_listen(bells: Bells) -> None:
+def test_nobody_need_listen(bells: FolderBells) -> None:
     bells.call()
     bells.wake(["w"])
     bells.wake([])
@@ -50,8 +52,8 @@ def test_nobody_need_listen(bells: Bells) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from coordinator.bells import Bells, own_name
-bell = Bells(Path(sys.argv[1])).hung_up(own_name())
+from coordinator.bells import FolderBells, own_name
+bell = FolderBells(Path(sys.argv[1])).hung_up(own_name())
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -59,12 +61,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_the_bell_of_a_killed_process_is_taken_down(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert len(list(tmp_path.iterdir())) == 1
-    Bells(tmp_path).wake(["w"])
+    FolderBells(tmp_path).wake(["w"])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_bell_that_was_left_behind_can_be_hung_up_again(tmp_path: Path) -> None:
     (tmp_path / CONDUCTOR).touch()
-    with Bells(tmp_path).hung_up(CONDUCTOR) as bell:
-        Bells(tmp_path).call()
+    with FolderBells(tmp_path).hung_up(CONDUCTOR) as bell:
+        FolderBells(tmp_path).call()
         bell.wait()

@@ -11,6 +11,8 @@ from shared.wire import TokenSpec
 from tests.support.coordinator import LiveCoordinator, refused
 from tests.support.federation import small_model, start_run, values
 
+pytestmark = pytest.mark.both_databases
+
 
 def keyed(key: str) -> dict[str, str]:
     return {"Idempotency-Key": key}

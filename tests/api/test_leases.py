@@ -15,6 +15,8 @@ from shared.wire import Cohort, Evaluation, Failure, Run, Task
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
+pytestmark = pytest.mark.both_databases
+
 MODEL = small_model()
 START = values(MODEL)
 

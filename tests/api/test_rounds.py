@@ -6,6 +6,7 @@ import io
 from itertools import pairwise, permutations
 
 import numpy as np
+import pytest
 from safetensors.numpy import load
 
 from shared.methods import Chosen
@@ -13,6 +14,8 @@ from shared.server_optimizer import Momentum, Plain
 from shared.wire import Cohort, Evaluation
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
+
+pytestmark = pytest.mark.both_databases
 
 
 def test_a_round_commits_the_weighted_mean_of_its_updates(coordinator: LiveCoordinator) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from sqlalchemy import update
 
 from coordinator.storage import audit
 from coordinator.storage.database import Database
+from coordinator.storage.tables import AuditRow
 from tests.support.storage import NOW
+
+pytestmark = pytest.mark.both_databases
 
 
 def recorded(database: Database, count: int = 5) -> None:
@@ -36,7 +40,7 @@ def test_an_untouched_chain_holds(database: Database) -> None:
         "UPDATE audit SET subject = 's4' WHERE seq = 3",
         "UPDATE audit SET at = at + 0.000001 WHERE seq = 3",
         "UPDATE audit SET run_id = NULL WHERE seq = 3",
-        "UPDATE audit SET detail = replace(detail, '3', '4') WHERE seq = 3",
+        """UPDATE audit SET detail = '{"detail": 4, "text": "ü"}' WHERE seq = 3""",
         "UPDATE audit SET digest = (SELECT digest FROM audit WHERE seq = 2) WHERE seq = 3",
         "UPDATE audit SET previous = (SELECT digest FROM audit WHERE seq = 1) WHERE seq = 3",
         "DELETE FROM audit WHERE seq = 3",
@@ -57,7 +61,7 @@ def test_an_entry_that_is_forged_with_its_own_digest_breaks_the_next_one(databas
         entry = {"seq": 3, "at": rows.at, "actor": "you", "action": "act", "subject": "s3", "run_id": "r"}
         detail = {"detail": 3, "text": "ü"}
         digest = audit.link(rows.previous, {**entry, "detail": detail})
-        session.connection().exec_driver_sql("UPDATE audit SET actor = 'you', digest = ? WHERE seq = 3", (digest,))
+        session.execute(update(AuditRow).where(AuditRow.seq == 3).values(actor="you", digest=digest))
     assert broken_at(database) == 4
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +15,14 @@ import pytest
 
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
+from coordinator.storage.staging import OWN, sweep
 from shared.blobs import Stored
 from shared.problems import NotFound, StoreSpoilt
 from shared.tensors import digest_of
 from tests.support.coordinator import until
-from tests.support.storage import NOW, blobs_in, migrated
+from tests.support.storage import NOW, blobs_in, unfinished
+
+pytestmark = pytest.mark.both_databases
 
 INLINE = 100
 SIZES = pytest.mark.parametrize("size", [0, 1, INLINE, INLINE + 1, 3_000_000])
@@ -34,8 +38,8 @@ def data_of(size: int) -> bytes:
 
 
 def files(blobs: Blobs) -> list[Path]:
-    root = blobs.staging_dir.parent
-    return [path for folder in ("blobs", "staging") for path in (root / folder).rglob("*") if path.is_file()]
+    stored = [path for path in (blobs.staging_dir.parent / "blobs").rglob("*") if path.is_file()]
+    return [*stored, *unfinished(blobs)]
 
 
 async def streamed(blobs: Blobs, stored: Stored, start: int, stop: int) -> bytes:
@@ -98,7 +102,7 @@ from pathlib import Path
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
 folder = Path(sys.argv[1])
-blobs = Blobs(Database(f"sqlite:///{folder}/test.db"), str(folder / "blobs"), folder / "staging", 100, 1 << 16)
+blobs = Blobs(Database(sys.argv[2]), str(folder / "blobs"), folder / "staging", 100, 1 << 16)
 def endless():
     while True:
         yield bytes(1 << 20)
@@ -107,13 +111,19 @@ blobs.save(endless())
 """
 
 
-def test_a_writer_that_is_killed_midway_leaves_no_blob_and_the_sweep_clears_up(blobs: Blobs, tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)]) as writer:
+def test_a_writer_that_is_killed_midway_leaves_no_blob_and_the_sweep_clears_up(
+    blobs: Blobs, database: Database, tmp_path: Path
+) -> None:
+    url = database.url.render_as_string(hide_password=False)
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), url]) as writer:
         try:
-            until(lambda: any(path.stat().st_size > 1 << 20 for path in blobs.staging_dir.glob("put-*")))
+            until(lambda: any(path.stat().st_size > 1 << 20 for path in blobs.staging_dir.glob("put-*/*")))
+            # Whoever lives keeps what it writes.
+            assert blobs.sweep() == 0
+            assert len(files(blobs)) == 1
         finally:
             writer.send_signal(signal.SIGKILL)
-    assert [path.parent.name for path in files(blobs)] == ["staging"]
+    assert [path.parent.parent.name for path in files(blobs)] == ["staging"]
     upload = blobs.staging_dir / "upload-unfinished"
     upload.write_bytes(b"half")
     assert blobs.sweep() == 1
@@ -162,7 +172,7 @@ def test_a_batch_that_breaks_off_leaves_no_unfinished_file(blobs: Blobs) -> None
 
     with pytest.raises(RuntimeError, match="the source is gone"):
         broken()
-    assert list(blobs.staging_dir.iterdir()) == []
+    assert unfinished(blobs) == []
 
 
 def test_what_came_before_a_process_is_hashed_once_more_and_what_came_since_is_not(
@@ -170,8 +180,9 @@ def test_what_came_before_a_process_is_hashed_once_more_and_what_came_since_is_n
 ) -> None:
     early = blobs_in(tmp_path, database, INLINE)
     old = early.save([data_of(5000)])
-    late = blobs_in(tmp_path, migrated(tmp_path, lambda: NOW + 1), INLINE)
-    beside = blobs_in(tmp_path, migrated(tmp_path, lambda: NOW + 2), INLINE)
+    url = database.url.render_as_string(hide_password=False)
+    late = blobs_in(tmp_path, Database(url, lambda: NOW + 1), INLINE)
+    beside = blobs_in(tmp_path, Database(url, lambda: NOW + 2), INLINE)
     new = beside.save([data_of(6000)])
     for path in files(early):
         path.write_bytes(b"spoilt" + path.read_bytes()[6:])
@@ -181,10 +192,14 @@ def test_what_came_before_a_process_is_hashed_once_more_and_what_came_since_is_n
         assert file.read(6) == b"spoilt"
 
 
-@pytest.mark.parametrize(("duty", "left"), [("conduct", "put-serve-1"), ("serve", "put-conduct-1")])
-def test_who_sweeps_leaves_what_the_other_may_be_writing(blobs: Blobs, duty: str, left: str) -> None:
-    for name in ("put-serve-1", "put-conduct-1"):
-        (blobs.staging_dir / name).touch()
-    blobs.duty = duty
-    assert blobs.sweep() == 1
-    assert [path.name for path in files(blobs)] == [left]
+def test_a_folder_that_nobody_has_locked_yet_is_made_anew(tmp_path: Path) -> None:
+    (tmp_path / f"{OWN}begun").mkdir()
+    assert sweep(tmp_path) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_whose_folder_was_cleaned_away_makes_another(blobs: Blobs) -> None:
+    blobs.save([data_of(5000)])
+    for folder in blobs.staging_dir.iterdir():
+        shutil.rmtree(folder)
+    assert blobs.read(blobs.save([data_of(6000)]).digest) == data_of(6000)

@@ -6,11 +6,15 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
+import pytest
+
 from coordinator.storage import tasks
 from coordinator.storage.database import Database
 from coordinator.storage.tables import TaskRow
 from shared.problems import Conflict
 from tests.support.storage import NOW, add_round, add_run, add_task, add_worker
+
+pytestmark = pytest.mark.both_databases
 
 THREADS, TASKS = 16, 60
 

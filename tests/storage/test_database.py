@@ -1,4 +1,4 @@
-"""One process a SQLite file, the right schema, and migrations that are the tables."""
+"""One process a SQLite file and any number on PostgreSQL, the right schema, and migrations that are the tables."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from sqlalchemy import inspect
 
 from coordinator.storage.database import Database, DatabaseInUse, SchemaBehind, alembic_config
 from coordinator.storage.tables import Table, VersionRow
+from tests.support.databases import empty_in
 from tests.support.storage import add_run, add_task, add_worker
 
 
 def coordinator(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """A command of the coordinator, on the test's database, as a process of its own."""
     settings = {
-        "TESSERA_DATABASE_URL": f"sqlite:///{folder}/test.db",
+        "TESSERA_DATABASE_URL": empty_in(folder),
         "TESSERA_BLOB_URL": str(folder / "blobs"),
         "TESSERA_STAGING_DIR": str(folder / "staging"),
     }
@@ -35,6 +36,7 @@ def coordinator(folder: Path, *arguments: str, **more: str) -> subprocess.Comple
     )
 
 
+@pytest.mark.sqlite
 @pytest.mark.parametrize("duty", ["serve", "conduct"])
 def test_a_second_process_on_a_sqlite_file_is_sent_to_postgresql(
     database: Database, tmp_path: Path, duty: str
@@ -47,6 +49,7 @@ def test_a_second_process_on_a_sqlite_file_is_sent_to_postgresql(
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.sqlite
 def test_the_file_is_free_again_when_its_holder_closes_it(database: Database, tmp_path: Path) -> None:
     other = Database(str(database.url))
     database.hold("serve")
@@ -60,13 +63,14 @@ def test_the_file_is_free_again_when_its_holder_closes_it(database: Database, tm
     other.close()
 
 
+@pytest.mark.both_databases
 def test_a_schema_that_is_behind_is_refused_with_the_command_that_mends_it(tmp_path: Path) -> None:
     refused = coordinator(tmp_path, "serve")
     assert refused.returncode == 2
     assert "run 'tessera coordinator migrate'" in refused.stderr
     assert coordinator(tmp_path, "migrate").returncode == 0
     assert coordinator(tmp_path, "migrate").returncode == 0
-    database = Database(f"sqlite:///{tmp_path}/test.db")
+    database = Database(empty_in(tmp_path))
     database.require_head()
     database.close()
 
@@ -78,12 +82,14 @@ def test_a_schema_from_the_future_is_refused_too(database: Database) -> None:
         database.require_head()
 
 
+@pytest.mark.both_databases
 def test_the_migrations_make_exactly_the_tables_of_the_code(database: Database) -> None:
     with database.engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "render_as_batch": True})
         assert compare_metadata(context, Table.metadata) == []
 
 
+@pytest.mark.both_databases
 def test_the_migrations_can_be_undone_and_done_again(database: Database) -> None:
     with database.engine.begin() as connection:
         command.downgrade(alembic_config(connection), "base")
@@ -117,6 +123,7 @@ def test_methods_that_cannot_be_used_are_named_before_anything_is_served(tmp_pat
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.sqlite
 def test_the_database_is_durable_and_checks_its_references(database: Database) -> None:
     with database.engine.connect() as connection:
         pragmas = {
@@ -127,6 +134,7 @@ def test_the_database_is_durable_and_checks_its_references(database: Database) -
     assert pragmas == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
 
 
+@pytest.mark.both_databases
 def test_what_the_version_before_wrote_is_read_and_what_it_does_not_know_is_left_behind(database: Database) -> None:
     with database.engine.begin() as connection:
         command.downgrade(alembic_config(connection), "0001")
@@ -147,6 +155,7 @@ def test_what_the_version_before_wrote_is_read_and_what_it_does_not_know_is_left
         assert connection.exec_driver_sql("SELECT id FROM tasks").scalars().all() == ["central"]
 
 
+@pytest.mark.both_databases
 def test_of_evaluations_that_the_version_before_asked_for_twice_the_one_that_is_done_stays(
     database: Database,
 ) -> None:
@@ -165,9 +174,8 @@ def test_of_evaluations_that_the_version_before_asked_for_twice_the_one_that_is_
             ("x", "offered", 1),
         ):
             connection.exec_driver_sql(
-                "INSERT INTO tasks VALUES (?, 'run', NULL, ?, 'evaluate', ?, ?, 0, '{}', 1, 1, NULL, NULL, 1000, "
-                "NULL, 0, 0, NULL, '{}', NULL)",
-                (f"{worker}{version}", worker, state, version),
+                f"INSERT INTO tasks VALUES ('{worker}{version}', 'run', NULL, '{worker}', 'evaluate', '{state}', "
+                f"{version}, 0, '{{}}', 1, 1, NULL, NULL, 1000, NULL, 0, 0, NULL, '{{}}', NULL)"
             )
     with database.engine.begin() as connection:
         command.upgrade(alembic_config(connection), "head")

@@ -1,4 +1,4 @@
-"""A real coordinator: uvicorn on a free port, a real SQLite file, a real blob folder."""
+"""A real coordinator: uvicorn on a free port, a real database, a real blob folder."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from coordinator.storage.identity import create_site, issue_token
 from shared.client import Client
 from shared.problems import MEDIA_TYPE, Problem, ProblemDocument
 from shared.wire import TokenRole, TokenSpec
+from tests.support.databases import url_in
 
 WAIT_SECONDS = 20.0
 
@@ -50,7 +51,7 @@ class LiveCoordinator:
     def __init__(self, folder: Path, *, clock: Callable[[], float] | None = None, **settings: Any) -> None:
         quick = {"tick_seconds": 0.05, "gather_seconds": 0, "longest_wait_seconds": 5.0}
         self.settings = Settings(
-            database_url=f"sqlite:///{folder}/tessera.db",
+            database_url=url_in(folder),
             blob_url=str(folder / "blobs"),
             staging_dir=folder / "staging",
             **{**quick, **settings},

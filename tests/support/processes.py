@@ -18,6 +18,7 @@ import psutil
 from shared.client import Client
 from shared.wire import TokenSpec
 from tests.support.coordinator import until
+from tests.support.databases import url_in
 
 
 def free_port() -> int:
@@ -77,7 +78,7 @@ class CoordinatorProcess:
         self._environment = {
             f"TESSERA_{key.upper()}": str(value)
             for key, value in {
-                "database_url": f"sqlite:///{folder}/tessera.db",
+                "database_url": url_in(folder),
                 "blob_url": folder / "blobs",
                 "staging_dir": folder / "staging",
                 "port": self.port,

@@ -1,4 +1,4 @@
-"""A migrated SQLite database and a blob folder, without a server."""
+"""A migrated database and a blob folder, without a server."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from sqlalchemy.orm import Session
 
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database, alembic_config
+from coordinator.storage.staging import LOCK
 from coordinator.storage.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tests.support.databases import url_in
 
 NOW = 1000.0
 
 
 def migrated(folder: Path, clock: Callable[[], float] = lambda: NOW) -> Database:
-    database = Database(f"sqlite:///{folder}/test.db", clock)
+    database = Database(url_in(folder), clock)
     with database.engine.begin() as connection:
         command.upgrade(alembic_config(connection), "head")
     return database
@@ -24,6 +26,11 @@ def migrated(folder: Path, clock: Callable[[], float] = lambda: NOW) -> Database
 
 def blobs_in(folder: Path, database: Database, inline_bytes: int = 100) -> Blobs:
     return Blobs(database, str(folder / "blobs"), folder / "staging", inline_bytes, readahead_bytes=1 << 16)
+
+
+def unfinished(blobs: Blobs) -> list[Path]:
+    """What lies in the staging folder, without its locks."""
+    return [path for path in blobs.staging_dir.rglob("*") if path.is_file() and path.name != LOCK]
 
 
 def add_run(session: Session, run_id: str = "run", state: str = "running") -> RunRow:

@@ -1,0 +1,279 @@
+"""What several processes on one PostgreSQL rely on: turns, one clock, locks that end with who held them, notices."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.exc import DBAPIError
+
+from coordinator.bells import BATCH, CONDUCTOR, NoticeBells, own_name
+from coordinator.storage import database as module
+from coordinator.storage.database import DATABASE_AWAY, Database, UnknownDatabase
+from coordinator.storage.tables import RunRow
+from tests.support import databases
+from tests.support.coordinator import until
+from tests.support.storage import add_run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def database_kind() -> Iterator[str]:
+    """All tests here are about PostgreSQL, except where the environment rules that out."""
+    if databases.CHOSEN == "sqlite":
+        pytest.skip("TESSERA_TEST_DATABASE rules PostgreSQL out")
+    with databases.running_on("postgresql"):
+        yield "postgresql"
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[list[Database]]:
+    """One database, opened by three as by three processes."""
+    opened = [Database(databases.url_in(tmp_path)) for _ in range(3)]
+    yield opened
+    for database in opened:
+        database.close()
+
+
+def restarted(database: Database) -> None:
+    """Ends all other connections to the database, as a restart of the server does."""
+    with database.engine.connect() as connection:
+        connection.exec_driver_sql(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+
+
+def test_writers_of_several_processes_take_turns_and_none_reads_what_another_is_about_to_change(
+    shared: list[Database],
+) -> None:
+    with shared[0].transaction() as session:
+        add_run(session)
+
+    def count(database: Database) -> None:
+        for _ in range(20):
+            with database.transaction() as session:
+                run = session.get_one(RunRow, "run")
+                run.model_bytes += 1
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(count, shared * 2))
+    with shared[0].snapshot() as session:
+        assert session.scalar(select(RunRow.model_bytes)) == 6 * 20
+
+
+def test_a_reader_sees_one_moment_and_writes_nothing(shared: list[Database]) -> None:
+    reading, writing, _ = shared
+    with reading.snapshot() as session:
+        before = session.scalars(select(RunRow.id)).all()
+        with writing.transaction() as other:
+            add_run(other)
+        assert session.scalars(select(RunRow.id)).all() == before == []
+        with pytest.raises(DBAPIError, match="read-only"):
+            session.connection().exec_driver_sql("DELETE FROM runs")
+
+
+def test_a_writer_that_stands_still_loses_its_turn_and_what_it_wrote(
+    shared: list[Database], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "IDLE_SECONDS", 1)
+    paused = Database(databases.url_in(tmp_path))
+    began = time.monotonic()
+
+    def stand_still() -> None:
+        with paused.transaction() as session:
+            add_run(session, "lost")
+            with shared[0].transaction() as other:
+                add_run(other, "kept")
+
+    with pytest.raises(DATABASE_AWAY):
+        stand_still()
+    assert 1 <= time.monotonic() - began < module.TURN_SECONDS
+    with shared[1].snapshot() as session:
+        assert session.scalars(select(RunRow.id)).all() == ["kept"]
+    # The connection that was ended is not handed out again.
+    with paused.transaction() as session:
+        add_run(session, "later")
+    paused.close()
+
+
+def test_whoever_waits_too_long_for_a_turn_is_told_so(
+    shared: list[Database], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "TURN_SECONDS", 1)
+    hasty = Database(databases.url_in(tmp_path))
+    with shared[0].transaction() as session:
+        add_run(session)
+        with pytest.raises(DATABASE_AWAY, match="lock timeout"), hasty.transaction() as waiting:
+            add_run(waiting)
+    hasty.close()
+
+
+def test_a_server_that_was_restarted_is_found_again(shared: list[Database]) -> None:
+    for database in shared:
+        with database.transaction(), database.snapshot():
+            pass
+    restarted(shared[0])
+    for number, database in enumerate(shared):
+        with database.transaction() as session:
+            add_run(session, f"run{number}")
+        assert abs(database.now() - shared[0].now()) < 1
+
+
+def test_the_clock_is_the_server_s_however_wrong_the_machine_s_is(
+    shared: list[Database], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shared[0].engine.connect() as connection:
+        now = float(connection.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())").scalar_one())
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    monkeypatch.setattr(time, "time_ns", lambda: int((now + 3600) * 1e9))
+    assert 0 <= shared[0].now() - now < 2
+    assert abs(shared[0].now() - shared[1].now()) < 0.5
+
+
+def test_the_clock_is_compared_again_and_an_answer_that_was_held_up_counts_for_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    local, asked = [1000.0], []
+
+    def ask() -> float:
+        """The server's clock shows 5,000 more; the first answer takes a minute to be heard of."""
+        asked.append(local[0])
+        answer = 5000.0 + local[0]
+        local[0] += 60.0 if len(asked) == 1 else 0.002
+        return answer
+
+    monkeypatch.setattr(time, "monotonic", lambda: local[0])
+    clock = module._RemoteClock(ask)
+    assert clock() == pytest.approx(5000.0 + local[0], abs=0.002)
+    assert len(asked) == 2
+    local[0] += module.CLOCK_SECONDS - 1
+    clock()
+    assert len(asked) == 2
+    local[0] += 2
+    clock()
+    assert len(asked) == 3
+
+
+def test_one_process_alone_is_at_a_piece_of_work_and_another_when_it_has_ended(shared: list[Database]) -> None:
+    one, other, _ = shared
+    with one.alone("merging a") as first, other.alone("merging a") as second, other.alone("merging b") as elsewhere:
+        assert (first, second, elsewhere) == (True, False, True)
+    with other.alone("merging a") as again:
+        assert again
+
+
+WORKING = """
+import sys, time
+from coordinator.storage.database import Database
+with Database(sys.argv[1]).alone("merging") as alone:
+    print(alone, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "paused"])
+def test_the_work_of_a_process_that_is_killed_or_paused_is_another_s(
+    shared: list[Database], sent: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "working.py"
+    script.write_text(f"from coordinator.storage import database\ndatabase.DUTY_SECONDS = 2\n{WORKING}")
+    command = [sys.executable, str(script), databases.url_in(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "True\n"
+            # Longer than PostgreSQL keeps the lock of who is silent.
+            time.sleep(2.5)
+            assert not free(shared[0])
+            os.kill(process.pid, sent)
+            until(lambda: free(shared[0]), seconds=15)
+        finally:
+            process.kill()
+
+
+def free(database: Database) -> bool:
+    with database.alone("merging") as alone:
+        return alone
+
+
+def test_all_who_serve_and_all_who_conduct_hear_what_is_rung_anywhere(shared: list[Database]) -> None:
+    workers = [f"{index:032}" for index in range(2 * BATCH + 1)]
+    bells = [NoticeBells(database) for database in shared]
+    with (
+        bells[0].hung_up(own_name()) as serving,
+        bells[1].hung_up(own_name()) as other,
+        bells[1].hung_up(CONDUCTOR) as conducting,
+        bells[2].hung_up(CONDUCTOR) as second,
+    ):
+        # Each is told once that it listens now.
+        for bell in (serving, other):
+            assert bell.socket.recv(1 << 16) == b"[]"
+        conducting.wait()
+        second.wait()
+        bells[2].wake(workers)
+        for bell in (serving, other):
+            heard: list[str] = []
+            while len(heard) < len(workers):
+                heard += json.loads(bell.socket.recv(1 << 16))
+            assert heard == workers
+        bells[0].call()
+        conducting.wait()
+        second.wait()
+
+
+def test_after_the_server_was_restarted_bells_are_heard_again(shared: list[Database]) -> None:
+    bells = NoticeBells(shared[0])
+    with bells.hung_up(CONDUCTOR) as bell:
+        bell.wait()
+        restarted(shared[1])
+        # What may have been missed counts as a ring.
+        bell.wait()
+        bells.call()
+        bell.wait()
+
+
+def test_a_bell_that_cannot_be_rung_is_no_failure(shared: list[Database]) -> None:
+    nowhere = Database("postgresql://nobody@127.0.0.1:1/none")
+    NoticeBells(nowhere).call()
+    NoticeBells(nowhere).wake(["w"])
+    nowhere.close()
+
+
+def test_a_database_of_another_kind_is_refused() -> None:
+    with pytest.raises(UnknownDatabase, match="in SQLite or PostgreSQL, and not in mysql"):
+        Database("mysql://root@127.0.0.1/tessera")
+
+
+def test_waiting_writers_of_one_process_wait_with_one_connection(tmp_path: Path, shared: list[Database]) -> None:
+    narrow = Database(databases.url_in(tmp_path), connections=2)
+    done: list[int] = []
+
+    def write(number: int) -> None:
+        with narrow.transaction() as session, narrow.snapshot() as reader:
+            session.scalars(select(RunRow.id)).all()
+            reader.scalars(select(RunRow.id)).all()
+            done.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(30)]
+    with shared[0].transaction() as session:
+        add_run(session)
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        with narrow.snapshot() as reader:
+            reader.scalars(select(RunRow.id)).all()
+        assert done == []
+    for thread in threads:
+        thread.join()
+    assert sorted(done) == list(range(30))
+    narrow.close()
