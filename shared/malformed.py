@@ -85,3 +85,7 @@ class Malformed(ValueError):
     def __init__(self, code: Kind, detail: str) -> None:
         super().__init__(detail)
         self.code: Kind = code
+
+    def __reduce__(self) -> tuple[type[Malformed], tuple[Kind, str]]:
+        """So that it can be raised in another process than it arose in."""
+        return type(self), (self.code, str(self))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 
 from shared.blocks import Selector
-from shared.inspection import Inspector
+from shared.codecs import CodecError
+from shared.container import ContainerError
+from shared.inspection import Inspector, NotFinite
 from shared.malformed import KINDS, ContentKind, FormKind, HeaderKind
 from shared.methods.contract import Plan
 from shared.problems import InvalidUpdate
@@ -72,6 +75,12 @@ def test_the_corpus_has_every_kind_that_a_file_alone_can_have() -> None:
     found = {kind for _, kind in CORPUS.values()}
     assert set(KINDS) - found == ELSEWHERE
     assert len(found) >= 40
+
+
+def test_a_refusal_comes_from_another_process_as_it_was() -> None:
+    for kind in (CodecError, ContainerError, NotFinite):
+        back = copy.copy(kind("zstd-window", "too wide"))
+        assert (type(back), back.code, str(back)) == (kind, "zstd-window", "too wide")
 
 
 def test_every_code_is_described() -> None:

@@ -17,6 +17,7 @@ from shared.blocks import Block
 from shared.inspection import Inspector
 from shared.methods.contract import CoordinatorHalf, MethodSettings, Plan, RunFacts, Update
 from shared.model import Model
+from shared.robust import GeometricMedian, Mean, Median, Rule
 from shared.server_optimizer import Adam, merge
 from shared.states import States, settle
 from shared.tensors import CHUNK, ArrayTensor, as_bytes
@@ -44,7 +45,10 @@ def path() -> str:
     return os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 
 
-def test_the_version_is_that_of_one_process_bit_for_bit(cluster: Any, tmp_path: Path, database: Database) -> None:
+@pytest.mark.parametrize("rule", [Mean(), Median(), GeometricMedian()], ids=lambda rule: rule.rule)
+def test_the_version_is_that_of_one_process_bit_for_bit(
+    cluster: Any, tmp_path: Path, database: Database, rule: Rule
+) -> None:
     blobs = blobs_in(tmp_path, database)
     blocks = tuple(
         Block(tensor=f"w{index}", role="mlp", layer=0, shape=(CHUNK // 2 + index, 3), dtype="F32")
@@ -63,7 +67,7 @@ def test_the_version_is_that_of_one_process_bit_for_bit(cluster: Any, tmp_path: 
             Update(f"site/{index}", 10 + index, inspector.open(digest, model, manifest, Plan()))
             for index, digest in enumerate(updates)
         ]
-        half = CoordinatorHalf(MethodSettings(), RunFacts(blocks, rounds=1))
+        half = CoordinatorHalf(MethodSettings(), RunFacts(blocks, rounds=1, robust=rule))
         return states.store(merge(half, Adam(), states.load(model, manifest, 0), received))
 
     found, new = next_version(States(blobs, cluster))

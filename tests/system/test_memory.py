@@ -10,6 +10,8 @@ import pytest
 
 from shared.blocks import Block
 from shared.model import Model
+from shared.robust import Clipped, Mean, Median
+from shared.robust import Rule as RobustRule
 from shared.server_optimizer import Adam, Plain, Rule
 from shared.tensors import ArrayTensor
 from shared.update import Change, write_update
@@ -23,17 +25,21 @@ UPDATE_BYTES = 100_000_000
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "moved"),
+    ("optimizer", "robust", "moved"),
     [
         # (0 + 1 + ... + 7) / 8 = 3.5
-        (Plain(), 3.5),
+        (Plain(), Mean(), 3.5),
         # m = 0.1 * 3.5 and v = 0.99 * 1e-6 + 0.01 * 3.5^2 = 0.122501; 0.1 * 0.35 / (0.3500014 + 0.001) = 0.0997147
-        (Adam(learning_rate=0.1), 0.0997147),
+        (Adam(learning_rate=0.1), Mean(), 0.0997147),
+        # Halfway between 3 and 4.
+        (Plain(), Median(), 3.5),
+        # The median distance from zero is that of 3.5: (0 + 1 + 2 + 3 + 4 * 3.5) / 8 = 2.5
+        (Plain(), Clipped(iterations=1), 2.5),
     ],
-    ids=["mean", "adam"],
+    ids=["mean", "adam", "median", "clip"],
 )
 def test_merging_eight_updates_of_100_mb_takes_under_300_mib(
-    live: CoordinatorProcess, optimizer: Rule, moved: float
+    live: CoordinatorProcess, optimizer: Rule, robust: RobustRule, moved: float
 ) -> None:
     # One block of the whole size, which is the worst case.
     block = Block(tensor="weight", role="mlp", layer=0, shape=(UPDATE_BYTES // 4,), dtype="F32")
@@ -41,7 +47,9 @@ def test_merging_eight_updates_of_100_mb_takes_under_300_mib(
     start = np.zeros(block.shape, np.float32)
     client = live.admin()
     cohort = Cohort(size=8, quorum=8)
-    run = start_run(client, model, {"weight": start}, cohort=cohort, codec="raw", server_optimizer=optimizer)
+    run = start_run(
+        client, model, {"weight": start}, cohort=cohort, codec="raw", server_optimizer=optimizer, robust=robust
+    )
     workers = [ScriptedWorker(live.site(f"s{index}")) for index in range(8)]
     for worker in workers:
         worker.enrol()

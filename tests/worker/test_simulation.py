@@ -425,3 +425,17 @@ def test_a_spec_that_makes_no_run_is_refused(model: Weights, wanted: dict[str, A
 def test_a_federation_needs_a_site(model: Weights) -> None:
     with refusing("invalid", "needs a site"):
         simulate(spec(), model, {})
+
+
+def test_a_robust_run_scores_its_updates(model: Weights) -> None:
+    wanted = spec(rounds=2, robust={"rule": "median"}, cohort={"quorum": 3})
+    told: list[Outcome] = []
+    result = simulate(wanted, model, SITES, watch=told.append)
+    for made in result.rounds:
+        scores = {task.worker.partition("/")[0]: task.numbers for task in made.tasks}
+        assert set(scores) == set(NAMES)
+        assert all({"anomaly.norm", "anomaly.distance", "anomaly.cosine"} <= set(found) for found in scores.values())
+        # Honest sites: each goes somewhat the way of the median, and none is many times as far off as the others.
+        assert all(found["anomaly.cosine"] > 0 for found in scores.values())
+        assert all(0.2 < found["anomaly.distance"] < 5 for found in scores.values())
+    assert [outcome.round for outcome in told] == list(result.rounds)
