@@ -28,8 +28,6 @@ from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.updates import container, update_file
 
-pytestmark = pytest.mark.both_databases
-
 MODEL = small_model()
 START = values(MODEL)
 HEAD = START["head.weight"]
