@@ -20,8 +20,6 @@ from shared.wire import Claim
 from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
-pytestmark = pytest.mark.both_databases
-
 
 def test_a_run_that_cannot_be_read_pauses_and_the_others_go_on(coordinator: LiveCoordinator) -> None:
     client, model = coordinator.client(), small_model()

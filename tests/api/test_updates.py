@@ -28,8 +28,6 @@ from tests.support.federation import ScriptedWorker, small_model, start_run, val
 from tests.support.malformed import CORPUS, MAX_NORM
 from tests.support.updates import update_file
 
-pytestmark = pytest.mark.both_databases
-
 MODEL = small_model()
 START = values(MODEL)
 HEAD = START["head.weight"]

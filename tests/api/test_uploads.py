@@ -15,8 +15,6 @@ import pytest
 from shared.tensors import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
 
-pytestmark = pytest.mark.both_databases
-
 PART = {"Content-Type": "application/partial-upload"}
 SMALL, LARGE = b"some bytes", bytes(range(256)) * 12_000
 """LARGE has 3,072,000 bytes: more than is ever kept in the database or sent in one request."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -181,15 +182,15 @@ def test_what_came_before_a_process_is_hashed_once_more_and_what_came_since_is_n
     early = blobs_in(tmp_path, database, INLINE)
     old = early.save([data_of(5000)])
     url = database.url.render_as_string(hide_password=False)
-    late = blobs_in(tmp_path, Database(url, lambda: NOW + 1), INLINE)
-    beside = blobs_in(tmp_path, Database(url, lambda: NOW + 2), INLINE)
-    new = beside.save([data_of(6000)])
-    for path in files(early):
-        path.write_bytes(b"spoilt" + path.read_bytes()[6:])
-    with pytest.raises(StoreSpoilt):
-        late.open(old.digest)
-    with late.open(new.digest) as file:
-        assert file.read(6) == b"spoilt"
+    with closing(Database(url, lambda: NOW + 1)) as at_one, closing(Database(url, lambda: NOW + 2)) as at_two:
+        late, beside = blobs_in(tmp_path, at_one, INLINE), blobs_in(tmp_path, at_two, INLINE)
+        new = beside.save([data_of(6000)])
+        for path in files(early):
+            path.write_bytes(b"spoilt" + path.read_bytes()[6:])
+        with pytest.raises(StoreSpoilt):
+            late.open(old.digest)
+        with late.open(new.digest) as file:
+            assert file.read(6) == b"spoilt"
 
 
 def test_a_folder_that_nobody_has_locked_yet_is_made_anew(tmp_path: Path) -> None:
