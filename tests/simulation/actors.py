@@ -66,6 +66,11 @@ def step_of(seed: int, shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+def kept_of(task: str, token: int) -> dict[str, np.ndarray]:
+    """What a worker keeps of a task: which it was."""
+    return {"task": np.frombuffer(task.encode(), dtype=np.uint8), "token": np.array([token])}
+
+
 @dataclass
 class Manners:
     """What a worker does that it should not, and how often: chances."""
@@ -83,7 +88,7 @@ class Manners:
     goes_on: float = 0.5
     """Though its lease is gone."""
     dies: float = 0.02
-    twin: float = 0.04
+    twin: float = 0.15
     """A second process starts under the same name, while the first lives."""
 
 
@@ -101,26 +106,29 @@ class Worker:
     codec_inline: bool
     manners: Manners
     evaluates: bool = False
-    vault: Vault = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.vault = Vault(self.world.folder / "vaults" / self.site, durable=False)
+    vaults: list[Vault] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return f"{self.site}/w"
 
     def start(self, after: float = 0.0) -> None:
-        process = Process(self.name)
-        instance = uuid.uuid4().hex
-        self.world.schedule.spawn(process, "worker", lambda: self._live(process, instance), after)
+        """A process on a machine of its own, with a vault of its own, which its successors inherit."""
+        vault = Vault(self.world.folder / "vaults" / f"{self.site}-{len(self.vaults)}", durable=False)
+        self.vaults.append(vault)
+        self._begin(vault, after)
 
-    def _live(self, process: Process, instance: str) -> None:
+    def _begin(self, vault: Vault, after: float = 0.0) -> None:
+        process = Process(self.name, revive=lambda: self._begin(vault))
+        instance = uuid.uuid4().hex
+        self.world.schedule.spawn(process, "worker", lambda: self._live(process, vault, instance), after)
+
+    def _live(self, process: Process, vault: Vault, instance: str) -> None:
         schedule = self.world.schedule
         dice = schedule.dice
         while True:
             try:
-                self.vault.settle(lambda task: self._patiently("task", lambda s: tasks_api.get_task(task, s, self._me)))
+                vault.settle(lambda task: self._patiently("task", lambda s: tasks_api.get_task(task, s, self._me)))
                 break
             except Problem:
                 schedule.sleep(POLL_SECONDS)
@@ -135,11 +143,10 @@ class Worker:
             if dice.random() < self.manners.twin:
                 self.start(after=dice.uniform(0, 20))
             if dice.random() < self.manners.dies:
-                self.start(after=dice.uniform(0, 40))
                 schedule.kill(process)
                 return
             try:
-                self._do(task)
+                self._do(task, vault)
             except (Problem, Broken):
                 schedule.sleep(1)
 
@@ -184,10 +191,10 @@ class Worker:
 
     # ------------------------------------------------------------ one task
 
-    def _do(self, task: Task) -> None:
+    def _do(self, task: Task, vault: Vault) -> None:
         schedule, dice, manners = self.world.schedule, self.world.schedule.dice, self.manners
         for _ in range(dice.randrange(4)):
-            schedule.sleep(dice.uniform(0, 25))
+            schedule.sleep(dice.uniform(0, 40))
             try:
                 self._call("heartbeat", self._heartbeat(task))
             except Conflict:
@@ -208,19 +215,18 @@ class Worker:
                 task, "evaluate", lambda s: tasks_api.submit_evaluation(task.id, found, s, self._me), version=found.version
             )
         else:
-            self._train(task)
+            self._train(task, vault)
 
     def _heartbeat(self, task: Task) -> Callable[[Services], Any]:
         return lambda serving: tasks_api.heartbeat(task.id, Heartbeat(token=task.token), serving, self._me)
 
-    def _train(self, task: Task) -> None:
+    def _train(self, task: Task, vault: Vault) -> None:
         dice, manners = self.world.schedule.dice, self.manners
         base = self._patiently("fetch", lambda serving: fetched(serving, task.version.digest))
         spoilt = dice.random() < manners.spoils
         data = written(task, base, spoilt=spoilt)
         digest = digest_of(data)
-        keep = {"seed": np.array([task.seed], dtype=np.int64)}
-        staged = self.vault.stage(task.run, task.id, task.token, keep)
+        staged = vault.stage(task.run, task.id, task.token, kept_of(task.id, task.token))
         sent = bytearray(data)
         if dice.random() < manners.garbles:
             sent[len(sent) // 2] ^= 1

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -107,11 +108,10 @@ class Federation:
             },
             **({"evaluation": {"sites": True}} if evaluates else {}),
         }
-        with self.world.virtual():
-            self.workers = [
-                Worker(self.world, site, examples[site], self.log, dice.random() < 0.5, manners, evaluates)
-                for site in SITES[:count]
-            ]
+        self.workers = [
+            Worker(self.world, site, examples[site], self.log, dice.random() < 0.5, manners, evaluates)
+            for site in SITES[:count]
+        ]
         self.orchestrator = Orchestrator(self.world, spec, self.log, dice.randrange(4), cancels=0.15)
         self.watch = Watch(self.world, examples)
         self.intruder = Intruder(self.world, self._known)
@@ -199,12 +199,19 @@ class Federation:
         services = next(replica.services for replica in self.world.replicas if replica.services)
         if findings := check(self.log.lines, services.database, services.blobs):
             raise Violated(f"history: {findings[0].kind}: {findings[0].detail}")
-        accepted = {row["seed"] for row in self.watch.rows("tasks").values() if row["state"] == "accepted"}
         for worker in self.workers:
-            for run in self.watch.rows("runs"):
-                kept = worker.vault.load(run)
-                if kept and int(kept["seed"][0]) not in accepted:
-                    raise Violated(f"vault: {worker.name} keeps what came of an update that was not accepted")
+            for vault in worker.vaults:
+                for run in self.watch.rows("runs"):
+                    self._judge_kept(worker, vault.load(run))
+
+    def _judge_kept(self, worker: Worker, kept: dict[str, Any]) -> None:
+        if not kept:
+            return
+        task, token = kept["task"].tobytes().decode(), int(kept["token"][0])
+        row = self.watch.rows("tasks")[task]
+        if (row["state"], row["token"]) != ("accepted", token):
+            state = f"{row['state']} under token {row['token']}"
+            raise Violated(f"vault: {worker.name} keeps what came of task {task} under token {token}, which is {state}")
 
 
 def simulate(

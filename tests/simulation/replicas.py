@@ -54,10 +54,6 @@ class Disk:
         else:
             self._flushed.add(path.stat().st_ino)
 
-    def renamed(self, target: Path) -> None:
-        """The new name is not safe until its folder is flushed, even where there was one like it."""
-        self._names.discard(target)
-
     def cut(self, chance: Callable[[], bool]) -> None:
         """Without power. What was not flushed may be there all the same, as disks are."""
         files = sorted(path for folder in (self._blobs, self._staging) for path in folder.rglob("*") if path.is_file())
@@ -207,6 +203,9 @@ class World:
     def _crashed(self, process: Process) -> None:
         replica = next((one for one in self.replicas if one.process is process), None)
         if replica is None:
+            if process.revive:
+                delay = self.schedule.dice.uniform(0, 4 * RESTART_SECONDS)
+                self.schedule.spawn(Process("machine"), "start", process.revive, after=delay)
             return
         schedule = self.schedule
         power_cut = schedule.dice.random() < schedule.faults.power_cut
@@ -314,7 +313,6 @@ class World:
         def renamed(path: Path, target: Path) -> Path:
             schedule.point("rename")
             made = replace(path, target)
-            disk.renamed(Path(target))
             schedule.point("renamed")
             return made
 

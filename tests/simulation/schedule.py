@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from random import Random
 
 from greenlet import getcurrent, greenlet
@@ -25,6 +25,8 @@ class Process:
     """What dies at once: a coordinator or a worker, from its start to its end."""
 
     name: str
+    revive: Callable[[], object] | None = None
+    """Starts its successor."""
     alive: bool = True
 
 
@@ -52,11 +54,14 @@ class Faults:
     crash: float = 0.004
     power_cut: float = 0.4
     """Of the crashes of a coordinator."""
+    stalled: float = 0.03
+    """At a point: the machine is busy elsewhere, and the world goes on."""
+    longest_stall: float = 15.0
     jump: float = 0.0005
     longest_jump: float = 40.0
 
 
-NONE = Faults(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+NONE = Faults(*(0.0,) * len(fields(Faults)))
 
 
 class Schedule:
@@ -169,4 +174,5 @@ class Schedule:
             self.kill(fiber.process)
             raise Crash
         if turn and not self.writing:
-            self.sleep(0)
+            stalled = self.dice.random() < self.faults.stalled
+            self.sleep(self.dice.uniform(0, self.faults.longest_stall) if stalled else 0)
