@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import structlog
@@ -20,7 +21,7 @@ from tests.simulation.actors import POLITE, Intruder, Manners, Orchestrator, Wor
 from tests.simulation.invariants import Violated, Watch
 from tests.simulation.replicas import World
 from tests.simulation.schedule import NONE, Faults, Schedule
-from tests.support.histories import Log, check
+from tests.support.histories import Log
 from tests.support.storage import migrated
 
 SITES = ("a", "b", "c", "d")
@@ -68,54 +69,105 @@ def workplace() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-class Federation:
-    """Everybody who takes part, put together by the dice of one seed."""
+@dataclass(frozen=True)
+class Shape:
+    """Who takes part in what."""
 
-    def __init__(self, seed: int, folder: Path, faults: Faults, manners: Manners) -> None:
-        self.seed = seed
-        self.schedule = Schedule(seed, faults)
-        dice = self.schedule.dice
-        count = dice.choice((2, 3, 4))
-        quorum = dice.randint(1, count)
-        size = dice.choice((None, count, max(quorum, count - 1)))
-        enough = dice.choice((None, None, quorum))
-        settings = {
-            "inline_bytes": dice.choice((8, 200, 65_536)),
+    workers: int
+    replicas: int = 1
+    rounds: int = 2
+    quorum: int | None = None
+    """All workers if left out."""
+    size: int | None = None
+    enough: int | None = None
+    tries: int = 20
+    task_tries: int = 100
+    evaluates: bool = False
+    codec: str = "bits+shuffle+zstd"
+    server_optimizer: Mapping[str, Any] = field(default_factory=lambda: {"kind": "none"})
+    inline_bytes: int = 200
+    inline_updates: tuple[bool, ...] = (False,) * len(SITES)
+    """Whose updates come with their submission."""
+    gather_seconds: float = 0.0
+    tick_seconds: float = 1.0
+    whims: int = 0
+    """How often the orchestrator interferes."""
+
+    @classmethod
+    def drawn(cls, dice: Random) -> Shape:
+        workers = dice.choice((2, 3, 4))
+        quorum = dice.randint(1, workers)
+        return cls(
+            workers=workers,
+            replicas=dice.choice((1, 2)),
+            rounds=dice.randint(2, 4),
+            quorum=quorum,
+            size=dice.choice((None, workers, max(quorum, workers - 1))),
+            enough=dice.choice((None, None, quorum)),
+            tries=dice.choice((2, 20)),
+            task_tries=dice.choice((1, 3)),
+            evaluates=dice.random() < 0.4,
+            codec=dice.choice(("raw", "bits+shuffle+zstd")),
+            inline_bytes=dice.choice((8, 200, 65_536)),
+            inline_updates=tuple(dice.random() < 0.5 for _ in SITES),
+            gather_seconds=dice.choice((0.0, 10.0)),
+            tick_seconds=dice.choice((1.0, 5.0)),
+            whims=dice.randrange(4),
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "inline_bytes": self.inline_bytes,
             "lease_seconds": 30.0,
             "live_seconds": 45.0,
-            "gather_seconds": dice.choice((0.0, 10.0)),
-            "tick_seconds": dice.choice((1.0, 5.0)),
+            "gather_seconds": self.gather_seconds,
+            "tick_seconds": self.tick_seconds,
             "evaluation_seconds": 100.0,
         }
-        self.world = World(self.schedule, folder, template(), settings)
-        examples = {site: 10 + 7 * place for place, site in enumerate(SITES)}
-        self.log = Log(clock=lambda: self.schedule.at)
-        evaluates = dice.random() < 0.4
-        spec = {
+
+    def spec(self, seed: int) -> dict[str, Any]:
+        return {
             "name": "simulated",
             "method": Chosen(name="fedavg"),
             "dataset": "data",
-            "rounds": dice.randint(2, 4),
-            "seed": dice.randrange(1 << 30),
-            "codec": dice.choice(("raw", "bits+shuffle+zstd")),
+            "rounds": self.rounds,
+            "seed": seed,
+            "codec": self.codec,
+            "server_optimizer": self.server_optimizer,
             "cohort": {
-                "size": size,
-                "quorum": quorum,
-                "enough": enough,
+                "size": self.size,
+                "quorum": self.quorum or self.workers,
+                "enough": self.enough,
                 "deadline_seconds": 150.0,
-                "tries": dice.choice((2, 20)),
-                "task_tries": dice.choice((1, 3)),
+                "tries": self.tries,
+                "task_tries": self.task_tries,
             },
-            **({"evaluation": {"sites": True}} if evaluates else {}),
+            **({"evaluation": {"sites": True}} if self.evaluates else {}),
         }
+
+
+class Federation:
+    """Everybody who takes part, put together by the dice of one seed unless a shape is given."""
+
+    def __init__(
+        self, seed: int, folder: Path, faults: Faults, manners: Manners, shape: Shape | None = None
+    ) -> None:
+        self.seed = seed
+        self.schedule = Schedule(seed, faults)
+        dice = self.schedule.dice
+        self.shape = shape = shape or Shape.drawn(dice)
+        self.world = World(self.schedule, folder, template(), shape.settings)
+        self.log = Log(clock=lambda: self.schedule.at)
+        examples = {site: 10 + 7 * place for place, site in enumerate(SITES)}
         self.workers = [
-            Worker(self.world, site, examples[site], self.log, dice.random() < 0.5, manners, evaluates)
-            for site in SITES[:count]
+            Worker(self.world, site, examples[site], self.log, inline, manners, shape.evaluates)
+            for site, inline in zip(SITES[: shape.workers], shape.inline_updates, strict=False)
         ]
-        self.orchestrator = Orchestrator(self.world, spec, self.log, dice.randrange(4), cancels=0.15)
+        spec = shape.spec(dice.randrange(1 << 30))
+        self.orchestrator = Orchestrator(self.world, spec, self.log, shape.whims, cancels=0.15)
         self.watch = Watch(self.world, examples)
         self.intruder = Intruder(self.world, self._known)
-        self.replicas = dice.choice((1, 2))
         for name in ("after_request", "after_report", "after_step", "after_start"):
             setattr(self.world, name, getattr(self.watch, name))
 
@@ -127,8 +179,9 @@ class Federation:
         try:
             with self.world.virtual():
                 self._begin()
-                self._weather(storm_steps, lambda: self._over() and self.orchestrator.settled)
-                self._calm()
+                if storm_steps:
+                    self._weather(storm_steps, lambda: self._over() and self.orchestrator.settled)
+                    self._calm()
                 self._weather(calm_steps, self._over)
                 if not self._over():
                     raise Violated(f"I14: after {calm_steps} calm steps the run is {self._state()}")
@@ -162,7 +215,7 @@ class Federation:
                 replica.services.database.close()
 
     def _begin(self) -> None:
-        self.world.start(self.replicas)
+        self.world.start(self.shape.replicas)
         for worker in self.workers:
             worker.start(after=self.schedule.dice.uniform(0, 10))
         self.orchestrator.start()
@@ -174,7 +227,7 @@ class Federation:
             if self.intruder.admitted:
                 raise Violated(f"sites: {self.intruder.admitted[0]}")
             if self.schedule.steps % 50 == 0:
-                if self.schedule.faults is NONE and self._state() == "paused":
+                if self.orchestrator.settled and self._state() == "paused":
                     self.orchestrator.resume()
                 if ended():
                     return
@@ -196,8 +249,7 @@ class Federation:
         """Once all is over: what everybody remembers agrees with the tables."""
         if (runs := len(self.watch.rows("runs"))) != 1:
             raise Violated(f"I13: one wish made {runs} runs")
-        services = next(replica.services for replica in self.world.replicas if replica.services)
-        if findings := check(self.log.lines, services.database, services.blobs):
+        if findings := self.watch.findings(self.log):
             raise Violated(f"history: {findings[0].kind}: {findings[0].detail}")
         for worker in self.workers:
             for vault in worker.vaults:

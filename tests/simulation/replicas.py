@@ -154,7 +154,8 @@ class World:
         settings = Settings(
             database_url=f"sqlite:///{self.folder}/tessera.db",
             blob_url=str(self.folder / "blobs"),
-            staging_dir=self.folder / "staging",
+            # As on machines of their own: what starts sweeps its staging folder.
+            staging_dir=self.folder / "staging" / replica.name,
             **self.settings,
         )
         replica.services = services = assemble(settings, self.schedule.now)

@@ -80,6 +80,7 @@ class Schedule:
         self.crash_at: int | None = None
         """The point, counted from 1, at which its process dies, whatever the dice say."""
         self.on_crash: Callable[[Process], None] = lambda process: None
+        self.on_point: Callable[[str], None] = lambda what: None
         self.writing = False
         """Within a transaction that writes there is no other: nobody else gets a turn."""
         self.fibers: list[Fiber] = []
@@ -170,6 +171,7 @@ class Schedule:
             raise Crash
         fiber.label = what
         self.points += 1
+        self.on_point(what)
         if self.points == self.crash_at or self.dice.random() < self.faults.crash:
             self.kill(fiber.process)
             raise Crash
