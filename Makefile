@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help install demo test check fix system bench bench-quick bench-results bench-rivals bench-attention migrate image clean
+.PHONY: help install demo test check fix system simulation bench bench-quick bench-results bench-rivals bench-attention migrate image clean
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -36,6 +36,11 @@ fix: install ## format and mend what can be mended
 
 system: install ## the tests with real processes and real crashes alone
 	$(BIN)/python -m pytest tests/system
+
+simulation: install ## a federation on one seed after the other; STEPS=, SEED=, HOURS= say how long
+	$(BIN)/python -m tests.simulation --seed $(or $(SEED),0) $(if $(HOURS),--hours $(HOURS),--steps $(or $(STEPS),1000000))
+	$(BIN)/python -m tests.simulation --rules --seed $(or $(SEED),0) --steps 100000000
+	$(BIN)/python -m tests.simulation --crash-points
 
 bench: install ## what rounds, waiting workers and cut uploads cost; half an hour on two cores
 	$(BIN)/python -m benchmarks.rounds

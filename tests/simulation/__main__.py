@@ -1,8 +1,9 @@
 """Federations on one seed after the other, until one breaks an invariant or the time is over.
 
-    python -m tests.simulation --seed 0 --federations 1000
-    python -m tests.simulation --hours 3
-    python -m tests.simulation --crash-points
+python -m tests.simulation --seed 0 --federations 1000
+python -m tests.simulation --hours 3
+python -m tests.simulation --crash-points
+python -m tests.simulation --rules --steps 100000000
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ import traceback
 from tests.simulation.crash_points import SHAPES, killed, undisturbed
 from tests.simulation.federation import simulate
 from tests.simulation.invariants import Violated
+from tests.simulation.rules import rehearse
+
+RULES_STEPS = 125_000
+"""Events of the rules on one seed."""
 
 
 def federations(seed: int, count: int | None, steps: int | None, hours: float | None) -> int:
@@ -47,8 +52,27 @@ def crash_points(every: int) -> int:
                 if (found := killed(shape, point, power_cut=power_cut)).digest != calm.digest:
                     print(f"{name}: killed at point {point}, the round ended with {found.digest}, not {calm.digest}")
                     return 1
-        print(f"{name}: {len(points)} points, every {every}. killed and cut off from power: {calm.digest[:19]}", flush=True)
+        print(
+            f"{name}: {len(points)} points, every {every}. killed and cut off from power: {calm.digest[:19]}",
+            flush=True,
+        )
     print(f"{count} crashes: each round ended with the same bits")
+    return 0
+
+
+def rules(seed: int, steps: int) -> int:
+    began_at, done = time.monotonic(), 0
+    for number in itertools.count():
+        if done >= steps:
+            break
+        try:
+            runs = rehearse(seed + number, RULES_STEPS)
+        except Violated:
+            traceback.print_exc(limit=0)
+            return 1
+        done += runs.steps
+        print(f"seed {seed + number}: {runs.steps} events, {runs.runs} runs, {runs.ended}", flush=True)
+    print(f"{done} events, {done / (time.monotonic() - began_at):.0f} a second: no invariant was broken")
     return 0
 
 
@@ -60,7 +84,10 @@ if __name__ == "__main__":
     parser.add_argument("--hours", type=float, help="ends after so long")
     parser.add_argument("--crash-points", action="store_true", help="kills one round at every point instead")
     parser.add_argument("--every", type=int, default=1, help="of the crash points, every n-th")
+    parser.add_argument("--rules", action="store_true", help="the pure rules alone, on records in memory")
     wanted = parser.parse_args()
+    if wanted.rules:
+        sys.exit(rules(wanted.seed, wanted.steps or RULES_STEPS))
     if wanted.crash_points:
         sys.exit(crash_points(wanted.every))
     sys.exit(federations(wanted.seed, wanted.federations, wanted.steps, wanted.hours))

@@ -212,7 +212,10 @@ class Worker:
         elif task.kind == "evaluate":
             found = Evaluated(token=task.token, version=task.version.digest, examples=5, numbers={"accuracy": 0.5})
             self._report(
-                task, "evaluate", lambda s: tasks_api.submit_evaluation(task.id, found, s, self._me), version=found.version
+                task,
+                "evaluate",
+                lambda s: tasks_api.submit_evaluation(task.id, found, s, self._me),
+                version=found.version,
             )
         else:
             self._train(task, vault)

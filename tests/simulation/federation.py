@@ -150,9 +150,7 @@ class Shape:
 class Federation:
     """Everybody who takes part, put together by the dice of one seed unless a shape is given."""
 
-    def __init__(
-        self, seed: int, folder: Path, faults: Faults, manners: Manners, shape: Shape | None = None
-    ) -> None:
+    def __init__(self, seed: int, folder: Path, faults: Faults, manners: Manners, shape: Shape | None = None) -> None:
         self.seed = seed
         self.schedule = Schedule(seed, faults)
         dice = self.schedule.dice
@@ -187,7 +185,9 @@ class Federation:
                     raise Violated(f"I14: after {calm_steps} calm steps the run is {self._state()}")
             self._judge()
         except Violated as fault:
-            fault.add_note(f"seed {self.seed}, step {self.schedule.steps}; again: python -m tests.simulation --seed {self.seed} --federations 1")
+            fault.add_note(
+                f"seed {self.seed}, step {self.schedule.steps}; again: python -m tests.simulation --seed {self.seed} --federations 1"
+            )
             raise
         run = next(iter(self.watch.rows("runs").values()))
         last = max(self.watch.rows("versions").values(), key=lambda row: row["number"])
@@ -263,7 +263,9 @@ class Federation:
         row = self.watch.rows("tasks")[task]
         if (row["state"], row["token"]) != ("accepted", token):
             state = f"{row['state']} under token {row['token']}"
-            raise Violated(f"vault: {worker.name} keeps what came of task {task} under token {token}, which is {state}")
+            raise Violated(
+                f"vault: {worker.name} keeps what came of task {task} under token {token}, which is {state}"
+            )
 
 
 def simulate(

@@ -113,7 +113,11 @@ class Watch:
         self._tables = now
         for table in ("runs", "rounds", "tasks"):
             for key, row in now[table].items():
-                _hold(self._states.get(key) == row["state"], "I15", f"{table[:-1]} {key} is {row['state']}, by the audit {self._states.get(key)}")
+                _hold(
+                    self._states.get(key) == row["state"],
+                    "I15",
+                    f"{table[:-1]} {key} is {row['state']}, by the audit {self._states.get(key)}",
+                )
         self._rounds(now, before)
         self._tasks(now, before)
         self._versions(now, before, new)
@@ -161,13 +165,25 @@ class Watch:
             self._states[subject] = LEGAL[kind][event][at]
         token = entry["detail"].get("token")
         if action == "task.lease":
-            _hold(token == self._tokens[subject] + 1, "I4", f"lease of {subject} under token {token} after {self._tokens[subject]}")
+            _hold(
+                token == self._tokens[subject] + 1,
+                "I4",
+                f"lease of {subject} under token {token} after {self._tokens[subject]}",
+            )
             self._tokens[subject] = token
         elif kind == "task" and event in LEGAL["task"]:
-            _hold(token == self._tokens[subject], "I4", f"{action} of {subject} under token {token}, not {self._tokens[subject]}")
+            _hold(
+                token == self._tokens[subject],
+                "I4",
+                f"{action} of {subject} under token {token}, not {self._tokens[subject]}",
+            )
         if action == "task.lapse":
             expires_at = before["tasks"][subject]["lease_expires_at"]
-            _hold(expires_at <= entry["at"] + 1e-5, "I12", f"task {subject} lapsed {expires_at - entry['at']:.3f} s too early")
+            _hold(
+                expires_at <= entry["at"] + 1e-5,
+                "I12",
+                f"task {subject} lapsed {expires_at - entry['at']:.3f} s too early",
+            )
 
     def _rounds(self, now: dict[str, Rows], before: dict[str, Rows]) -> None:
         live: dict[str, str] = {}
@@ -177,22 +193,38 @@ class Watch:
             tasks = [task for task in now["tasks"].values() if task["round_id"] == key]
             accepted = [task for task in tasks if task["state"] == "accepted"]
             if row["state"] in ("open", "merging"):
-                _hold(row["run_id"] not in live, "one live round", f"rounds {live.get(row['run_id'])} and {key} are both live")
-                _hold(row["number"] == run["version_number"] + 1, "I3", f"round {row['number']} lives at version {run['version_number']}")
+                _hold(
+                    row["run_id"] not in live,
+                    "one live round",
+                    f"rounds {live.get(row['run_id'])} and {key} are both live",
+                )
+                _hold(
+                    row["number"] == run["version_number"] + 1,
+                    "I3",
+                    f"round {row['number']} lives at version {run['version_number']}",
+                )
                 live[row["run_id"]] = key
             if row["state"] != "open":
                 waiting = [task["state"] for task in tasks if task["state"] in ("offered", "leased", "lapsed")]
                 _hold(not waiting, "states", f"round {key} is {row['state']}, and has tasks that are {waiting}")
             if row["state"] in ("merging", "committed"):
                 quorum = spec["cohort"]["quorum"]
-                _hold(len(accepted) >= quorum, "quorum", f"round {key} is {row['state']} with {len(accepted)} of {quorum}")
+                _hold(
+                    len(accepted) >= quorum,
+                    "quorum",
+                    f"round {key} is {row['state']} with {len(accepted)} of {quorum}",
+                )
             workers = [task["worker_id"] for task in tasks]
             _hold(len(set(workers)) == len(workers), "I1", f"a worker has several tasks in round {key}")
             if key not in before["rounds"]:
                 live_since = row["opened_at"] - self.world.settings["live_seconds"]
                 for task in tasks:
                     seen = now["workers"][task["worker_id"]]["last_seen_at"]
-                    _hold(seen >= live_since, "presence", f"a worker was asked that was last heard of {row['opened_at'] - seen:.0f} s ago")
+                    _hold(
+                        seen >= live_since,
+                        "presence",
+                        f"a worker was asked that was last heard of {row['opened_at'] - seen:.0f} s ago",
+                    )
 
     def _tasks(self, now: dict[str, Rows], before: dict[str, Rows]) -> None:
         for key, old in before["tasks"].items():
@@ -203,7 +235,9 @@ class Watch:
                 _hold(False, "states", f"task {key}, which was {old['state']}, changed")
             if new["state"] == "accepted" and new["round_id"]:
                 round_ = before["rounds"][new["round_id"]]
-                _hold(round_["state"] == "open", "I13", f"task {key} was accepted when its round was {round_['state']}")
+                _hold(
+                    round_["state"] == "open", "I13", f"task {key} was accepted when its round was {round_['state']}"
+                )
                 site = now["workers"][new["worker_id"]]["site_id"]
                 _hold(new["examples"] <= self.examples[site], "I10", f"task {key} counts {new['examples']} examples")
 
@@ -212,9 +246,19 @@ class Watch:
         for row in now["versions"].values():
             numbers.setdefault(row["run_id"], []).append(row["number"])
         for run, row in now["runs"].items():
-            _hold(sorted(numbers[run]) == list(range(row["version_number"] + 1)), "I3", f"run {run} at {row['version_number']} has versions {numbers[run]}")
-            committed = sorted(r["number"] for r in now["rounds"].values() if r["run_id"] == run and r["state"] == "committed")
-            _hold(committed == list(range(1, row["version_number"] + 1)), "I3", f"run {run} at {row['version_number']} has committed rounds {committed}")
+            _hold(
+                sorted(numbers[run]) == list(range(row["version_number"] + 1)),
+                "I3",
+                f"run {run} at {row['version_number']} has versions {numbers[run]}",
+            )
+            committed = sorted(
+                r["number"] for r in now["rounds"].values() if r["run_id"] == run and r["state"] == "committed"
+            )
+            _hold(
+                committed == list(range(1, row["version_number"] + 1)),
+                "I3",
+                f"run {run} at {row['version_number']} has committed rounds {committed}",
+            )
         for key, old in before["versions"].items():
             _hold(now["versions"].get(key) == old, "I2", f"version {old['number']} changed")
         for key, row in now["rounds"].items():
@@ -288,7 +332,11 @@ class Watch:
             _hold(not same, "I13", f"a repeated report on {task} was refused: {problem.code}")
             return
         before = self.promised.setdefault(task, (token, update))
-        _hold(before == (token, update), "I1", f"task {task} was accepted for two reports: {before} and {(token, update)}")
+        _hold(
+            before == (token, update),
+            "I1",
+            f"task {task} was accepted for two reports: {before} and {(token, update)}",
+        )
         self._kept(self._tables, task, token, update)
 
     def _kept(self, now: dict[str, Rows], task: str, token: int, update: str | None) -> None:
@@ -300,11 +348,24 @@ class Watch:
 
     def after_step(self, began_at: float) -> None:
         """A look of the conductor that began at a time has dealt with all that was due then (I14)."""
-        for row in self._db.execute("SELECT t.id, t.lease_expires_at AS until FROM tasks t JOIN rounds r ON r.id = t.round_id WHERE t.state = 'leased' AND r.state = 'open'"):
-            _hold(row["until"] > began_at, "I14", f"the lease of {row['id']} ran out {began_at - row['until']:.1f} s before a look, and lasts")
+        for row in self._db.execute(
+            "SELECT t.id, t.lease_expires_at AS until FROM tasks t JOIN rounds r ON r.id = t.round_id WHERE t.state = 'leased' AND r.state = 'open'"
+        ):
+            _hold(
+                row["until"] > began_at,
+                "I14",
+                f"the lease of {row['id']} ran out {began_at - row['until']:.1f} s before a look, and lasts",
+            )
         for row in self._db.execute("SELECT id, deadline_at FROM rounds WHERE state = 'open'"):
-            _hold(row["deadline_at"] > began_at, "I14", f"the deadline of round {row['id']} passed before a look, and it is open")
-        for row in self._db.execute("SELECT r.id, u.state FROM rounds r JOIN runs u ON u.id = r.run_id WHERE r.state IN ('open', 'merging') AND u.state IN ('cancelled', 'completed', 'failed') AND u.updated_at < ?", (began_at,)):
+            _hold(
+                row["deadline_at"] > began_at,
+                "I14",
+                f"the deadline of round {row['id']} passed before a look, and it is open",
+            )
+        for row in self._db.execute(
+            "SELECT r.id, u.state FROM rounds r JOIN runs u ON u.id = r.run_id WHERE r.state IN ('open', 'merging') AND u.state IN ('cancelled', 'completed', 'failed') AND u.updated_at < ?",
+            (began_at,),
+        ):
             _hold(False, "I14", f"round {row['id']} lives, and its run is {row['state']}")
 
 

@@ -122,7 +122,9 @@ def in_two_transactions(session: Any, now: float, run: Any, round_: Any, version
 def leaking(session: Any, round_id: str) -> Any:
     """With what earlier attempts at the round had accepted."""
     row = session.get_one(RoundRow, round_id)
-    attempts = session.scalars(select(RoundRow.id).where(RoundRow.run_id == row.run_id, RoundRow.number == row.number))
+    attempts = session.scalars(
+        select(RoundRow.id).where(RoundRow.run_id == row.run_id, RoundRow.number == row.number)
+    )
     return list({one.worker: one for attempt in attempts for one in ACCEPTED(session, attempt)}.values())
 
 
@@ -247,14 +249,18 @@ FAULTS: dict[str, Fault] = {
         ((uploads.Uploads, "_finish", unverified), (uploads.Uploads, "keep", taken_as_they_are))
     ),
     "the vault keeps before the submission is accepted": Fault(((vault.Vault, "stage", kept_at_once),)),
-    "whoever was ever here is present": Fault(((conductor, "live_workers", lambda session, since: LIVE(session, 0)),)),
+    "whoever was ever here is present": Fault(
+        ((conductor, "live_workers", lambda session, since: LIVE(session, 0)),)
+    ),
     "a lapse is not audited": Fault(((transitions.audit, "record", unaudited),)),
     "the tasks of a closed round live on": Fault(((rounds, "cancel_tasks", lambda *arguments: None),)),
     "a round never reaches its deadline": Fault(((decide, "_round", endless),)),
     "a site reaches the tasks of others": Fault(((tasks, "held", of_any_site),)),
     "what is not finite is taken": Fault(((inspection.Inspector, "check", lambda *arguments: {}),)),
     "the sweep takes blobs that are being made": Fault(((blobs.Blobs, "sweep", everything_swept),)),
-    "a report on another version, or of any weight, is taken": Fault(((tasks_api, "_require_report", unchecked_report),)),
+    "a report on another version, or of any weight, is taken": Fault(
+        ((tasks_api, "_require_report", unchecked_report),)
+    ),
     "a refused report leaves a trace": Fault(((tasks, "accept", writes_first),)),
 }
 

@@ -56,7 +56,9 @@ class Disk:
 
     def cut(self, chance: Callable[[], bool]) -> None:
         """Without power. What was not flushed may be there all the same, as disks are."""
-        files = sorted(path for folder in (self._blobs, self._staging) for path in folder.rglob("*") if path.is_file())
+        files = sorted(
+            path for folder in (self._blobs, self._staging) for path in folder.rglob("*") if path.is_file()
+        )
         for path in files:
             if not self._named(path) and chance():
                 os.unlink(path)  # noqa: PTH108 (Path.unlink is a dying process's, and does nothing)

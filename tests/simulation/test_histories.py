@@ -100,11 +100,16 @@ SPOILT: dict[str, tuple[Any, set[str]]] = {
         {"lost", "wrong-version"},
     ),
     "an update counts twice as much": (
-        update(TaskRow).values(examples=99).where(TaskRow.worker_id == select(func.min(WorkerRow.id)).scalar_subquery()),
+        update(TaskRow)
+        .values(examples=99)
+        .where(TaskRow.worker_id == select(func.min(WorkerRow.id)).scalar_subquery()),
         {"wrong-version"},
     ),
     "an update is in the wrong round": (update(TaskRow).values(version_number=0), {"wrong-round"}),
-    "a version is another": (update(VersionRow).values(digest=FIRST).where(VersionRow.number == 2), {"wrong-version"}),
+    "a version is another": (
+        update(VersionRow).values(digest=FIRST).where(VersionRow.number == 2),
+        {"wrong-version"},
+    ),
     "the chain was changed": (update(AuditRow).values(actor="nobody").where(AuditRow.seq == 3), {"broken-chain"}),
 }
 

@@ -119,7 +119,10 @@ class RecordingClient(Client):
     def submit(self, task_id: str, submission: Submission) -> TaskView:
         about = {"task": task_id, "token": submission.token, "version": submission.version}
         return self._noted(
-            "submit", lambda: super(RecordingClient, self).submit(task_id, submission), update=submission.update, **about
+            "submit",
+            lambda: super(RecordingClient, self).submit(task_id, submission),
+            update=submission.update,
+            **about,
         )
 
     def submit_evaluation(self, task_id: str, evaluated: Evaluated) -> TaskView:
@@ -220,7 +223,9 @@ def _acknowledged(
                     yield Finding("lost", f"run {question['run']} was cancelled and is not")
     for task, reports in accepted.items():
         if len(reports) > 1:
-            yield Finding("twice", f"task {task} was told 'accepted' for {len(reports)} reports: {sorted(map(str, reports))}")
+            yield Finding(
+                "twice", f"task {task} was told 'accepted' for {len(reports)} reports: {sorted(map(str, reports))}"
+            )
     for key, runs in made.items():
         if len(runs) > 1:
             yield Finding("twice", f"the key {key} made {len(runs)} runs")
@@ -285,7 +290,9 @@ def misfit(session: Session, blobs: Blobs, round_id: str) -> str | None:
     wanted = NEXT_STATE(aggregation, spec, ref, accepted)
     found = states.manifest(made.digest).blocks
     wrong = [
-        name for name, tensor in wanted.model.items() if digest_of(bytes(as_bytes(to_array(tensor)))) != found.get(name)
+        name
+        for name, tensor in wanted.model.items()
+        if digest_of(bytes(as_bytes(to_array(tensor)))) != found.get(name)
     ]
     if wrong:
         who = [entry.worker for entry in accepted]
@@ -296,6 +303,3 @@ def misfit(session: Session, blobs: Blobs, round_id: str) -> str | None:
 def _chain(session: Session) -> Iterator[Finding]:
     if (entry := audit.broken_at(session)) is not None:
         yield Finding("broken-chain", f"audit entry {entry} is not what was chained there")
-
-
-
