@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import io
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -312,11 +312,9 @@ class Worker:
                 raise
             return taking.find(upload_id, self._me.owner).complete
 
-        try:
+        # What was garbled on its way is thrown away, and the submission is refused for want of it.
+        with suppress(DigestMismatch):
             self._patiently("append", attempt)
-        except DigestMismatch:
-            # It was thrown away, and a worker sends it once more: not garbled again.
-            pass
 
 
 def fetched(serving: Services, version: str) -> dict[str, np.ndarray]:

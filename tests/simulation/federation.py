@@ -181,13 +181,10 @@ class Federation:
                     self._weather(storm_steps, lambda: self._over() and self.orchestrator.settled)
                     self._calm()
                 self._weather(calm_steps, self._over)
-                if not self._over():
-                    raise Violated(f"I14: after {calm_steps} calm steps the run is {self._state()}")
-            self._judge()
+            self._judge(calm_steps)
         except Violated as fault:
-            fault.add_note(
-                f"seed {self.seed}, step {self.schedule.steps}; again: python -m tests.simulation --seed {self.seed} --federations 1"
-            )
+            again = f"python -m tests.simulation --seed {self.seed} --federations 1"
+            fault.add_note(f"seed {self.seed}, step {self.schedule.steps}; again: {again}")
             raise
         run = next(iter(self.watch.rows("runs").values()))
         last = max(self.watch.rows("versions").values(), key=lambda row: row["number"])
@@ -245,8 +242,10 @@ class Federation:
     def _over(self) -> bool:
         return self._state() in ("completed", "cancelled", "failed")
 
-    def _judge(self) -> None:
+    def _judge(self, calm_steps: int) -> None:
         """Once all is over: what everybody remembers agrees with the tables."""
+        if not self._over():
+            raise Violated(f"I14: after {calm_steps} calm steps the run is {self._state()}")
         if (runs := len(self.watch.rows("runs"))) != 1:
             raise Violated(f"I13: one wish made {runs} runs")
         if findings := self.watch.findings(self.log):

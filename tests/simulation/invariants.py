@@ -11,7 +11,6 @@ import json
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +52,12 @@ LEGAL = {
 FIRST = {"run.create": "running", "round.open": "open", "task.evaluate": "offered"}
 
 Rows = dict[str, sqlite3.Row]
+
+LEASED = """SELECT tasks.id, lease_expires_at FROM tasks JOIN rounds ON rounds.id = round_id
+    WHERE tasks.state = 'leased' AND rounds.state = 'open'"""
+LEFT_OVER = """SELECT rounds.id, runs.state FROM rounds JOIN runs ON runs.id = run_id
+    WHERE rounds.state IN ('open', 'merging') AND runs.state IN ('cancelled', 'completed', 'failed')
+    AND updated_at < ?"""
 
 
 class Violated(AssertionError):
@@ -348,24 +353,15 @@ class Watch:
 
     def after_step(self, began_at: float) -> None:
         """A look of the conductor that began at a time has dealt with all that was due then (I14)."""
-        for row in self._db.execute(
-            "SELECT t.id, t.lease_expires_at AS until FROM tasks t JOIN rounds r ON r.id = t.round_id WHERE t.state = 'leased' AND r.state = 'open'"
-        ):
-            _hold(
-                row["until"] > began_at,
-                "I14",
-                f"the lease of {row['id']} ran out {began_at - row['until']:.1f} s before a look, and lasts",
-            )
+        for row in self._db.execute(LEASED):
+            late = began_at - row["lease_expires_at"]
+            _hold(late < 0, "I14", f"the lease of {row['id']} ran out {late:.1f} s before a look, and lasts")
         for row in self._db.execute("SELECT id, deadline_at FROM rounds WHERE state = 'open'"):
+            late = began_at - row["deadline_at"]
             _hold(
-                row["deadline_at"] > began_at,
-                "I14",
-                f"the deadline of round {row['id']} passed before a look, and it is open",
+                late < 0, "I14", f"the deadline of round {row['id']} was {late:.1f} s before a look, and it is open"
             )
-        for row in self._db.execute(
-            "SELECT r.id, u.state FROM rounds r JOIN runs u ON u.id = r.run_id WHERE r.state IN ('open', 'merging') AND u.state IN ('cancelled', 'completed', 'failed') AND u.updated_at < ?",
-            (began_at,),
-        ):
+        for row in self._db.execute(LEFT_OVER, (began_at,)):
             _hold(False, "I14", f"round {row['id']} lives, and its run is {row['state']}")
 
 

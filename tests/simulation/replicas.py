@@ -233,7 +233,7 @@ class World:
     # ------------------------------------------------------------ network
 
     def call(self, caller: str, label: str, request: Callable[[Services], Any]) -> Any:
-        """What the request answers. Raises the problem that it is refused with, and Unreachable if no answer comes."""
+        """What the request answers. Raises the problem that refuses it, and Unreachable if no answer comes."""
         schedule, dice, faults = self.schedule, self.schedule.dice, self.schedule.faults
         if dice.random() < faults.partitioned:
             self.cut_off[caller] = schedule.at + dice.uniform(1, 60)

@@ -133,11 +133,7 @@ class Rules:
         elif chance < 0.9 and self.held:
             self._work(random.choice(self.held), storm=storm)
         elif self.post:
-            place = random.randrange(len(self.post))
-            # Repeated, lost, or in another order than sent.
-            message = self.post[place] if storm and random.random() < 0.2 else self.post.pop(place)
-            if not storm or random.random() > 0.1:
-                message()
+            self._deliver(storm=storm)
         elif storm and random.random() < 0.02:
             self._whim()
         if storm and random.random() < 0.002:
@@ -146,12 +142,22 @@ class Rules:
             self.post.clear()
             self.held = [one for one in self.held if random.random() < 0.5]
         self._check()
+        self._go_on(storm=storm)
+
+    def _go_on(self, *, storm: bool) -> None:
         if self.run.state not in LIVE_RUN and self.run.live is None:
             self.ended[self.run.state] += 1
             self._begin()
         elif self.run.state == "paused" and not storm:
             move(self.run, RUN, "run", "resume")
             self.run.resumed_at = self.now
+
+    def _deliver(self, *, storm: bool) -> None:
+        """One message: in another order than sent, and in a storm repeated or lost."""
+        place = self.random.randrange(len(self.post))
+        message = self.post[place] if storm and self.random.random() < 0.2 else self.post.pop(place)
+        if not storm or self.random.random() > 0.1:
+            message()
 
     def _latest(self) -> tuple[RunSnapshot, float]:
         self.looks.clear()
@@ -211,29 +217,36 @@ class Rules:
             case todo.Abandon(round_id, _):
                 self._end(self._round(round_id), "abandon")
             case todo.Merge(round_id):
-                round_ = self._round(round_id)
-                if run.state not in LIVE_RUN or round_.number != len(run.versions):
-                    raise Overtaken
-                move(round_, ROUND, "round", "commit")
-                round_.closed_at = self.now
-                reports = frozenset((t.worker, t.round) for t in round_.tasks if t.state == "accepted")
-                run.versions.append(reports)
-                if len(reports) < run.cohort.quorum:
-                    raise Violated(f"quorum: {len(reports)} of {run.cohort.quorum} updates were merged")
+                self._merge(self._round(round_id))
             case todo.Open(number):
-                here = [worker for worker, at in self.seen.items() if at >= self.now - LIVE]
-                if run.live or run.state != "running" or number != len(run.versions) or len(here) < run.cohort.quorum:
-                    raise Overtaken
-                chosen = choose(here, run.cohort.size, Random(dice(run.seed, "cohort", number)))
-                id_ = f"{self.runs}-{len(run.attempts)}"
-                tasks = [Task(f"{id_}-{worker}", worker, number) for worker in chosen]
-                run.attempts.append(Round(id_, number, self.now, self.now + run.cohort.deadline_seconds, tasks))
+                self._open(number)
             case todo.Pause(_):
                 move(run, RUN, "run", "pause")
             case todo.Complete():
                 move(run, RUN, "run", "complete")
             case _:
                 raise Violated(f"decide: {action} without evaluations")
+
+    def _merge(self, round_: Round) -> None:
+        run = self.run
+        if run.state not in LIVE_RUN or round_.number != len(run.versions):
+            raise Overtaken
+        move(round_, ROUND, "round", "commit")
+        round_.closed_at = self.now
+        reports = frozenset((task.worker, task.round) for task in round_.tasks if task.state == "accepted")
+        run.versions.append(reports)
+        if len(reports) < run.cohort.quorum:
+            raise Violated(f"quorum: {len(reports)} of {run.cohort.quorum} updates were merged")
+
+    def _open(self, number: int) -> None:
+        run = self.run
+        here = [worker for worker, at in self.seen.items() if at >= self.now - LIVE]
+        if run.live or run.state != "running" or number != len(run.versions) or len(here) < run.cohort.quorum:
+            raise Overtaken
+        chosen = choose(here, run.cohort.size, Random(dice(run.seed, "cohort", number)))
+        name = f"{self.runs}-{len(run.attempts)}"
+        tasks = [Task(f"{name}-{worker}", worker, number) for worker in chosen]
+        run.attempts.append(Round(name, number, self.now, self.now + run.cohort.deadline_seconds, tasks))
 
     def _end(self, round_: Round, event: str) -> None:
         move(round_, ROUND, "round", event)

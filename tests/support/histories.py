@@ -13,10 +13,11 @@ one asker did. `RecordingClient` writes a history of real HTTP; `check` judges h
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,39 +197,41 @@ def _joined(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[Any, Mapping[str, 
 def _acknowledged(
     session: Session, asked: Mapping[Any, Mapping[str, Any]], told: Mapping[Any, Mapping[str, Any]]
 ) -> Iterator[Finding]:
-    accepted: defaultdict[str, set[tuple[int, str | None]]] = defaultdict(set)
-    since: dict[tuple[str, str, int, str | None], Any] = {}
+    answers = [(asked[number], line["told"], line["at"]) for number, line in told.items()]
+    reports = [one for one in answers if one[0]["did"] in ("submit", "evaluate")]
+    yield from _reports(session, reports)
     made: defaultdict[str, set[str]] = defaultdict(set)
-    for number, answer in told.items():
-        question, said_ = asked[number], answer["told"]
-        match question["did"]:
-            case "submit" | "evaluate":
-                report = (question["task"], question["token"], question.get("update"))
-                who = (question["who"], *report)
-                if said_.get("state") == "accepted":
-                    accepted[question["task"]].add(report[1:])
-                    since.setdefault(who, answer["at"])
-                    yield from _kept(session, question)
-                elif "problem" in said_ and question["at"] >= since.get(who, float("inf")):
-                    detail = f"{who[0]}'s report on task {report[0]} was accepted, then {said_['problem']}"
-                    yield Finding("contradiction", detail)
-            case "create" if "id" in said_:
-                if question.get("key"):
-                    made[question["key"]].add(said_["id"])
-                if session.get(RunRow, said_["id"]) is None:
-                    yield Finding("lost", f"run {said_['id']} was created and is not there")
-            case "patch" if said_.get("state") == "cancelled":
-                run = session.get(RunRow, question["run"])
-                if run is None or run.state != "cancelled":
-                    yield Finding("lost", f"run {question['run']} was cancelled and is not")
-    for task, reports in accepted.items():
-        if len(reports) > 1:
-            yield Finding(
-                "twice", f"task {task} was told 'accepted' for {len(reports)} reports: {sorted(map(str, reports))}"
-            )
+    for question, answer, _ in answers:
+        if question["did"] == "create" and "id" in answer:
+            made[question.get("key") or answer["id"]].add(answer["id"])
+            if session.get(RunRow, answer["id"]) is None:
+                yield Finding("lost", f"run {answer['id']} was created and is not there")
+        if question["did"] == "patch" and answer.get("state") == "cancelled":
+            run = session.get(RunRow, question["run"])
+            if run is None or run.state != "cancelled":
+                yield Finding("lost", f"run {question['run']} was cancelled and is not")
     for key, runs in made.items():
         if len(runs) > 1:
             yield Finding("twice", f"the key {key} made {len(runs)} runs")
+
+
+def _reports(
+    session: Session, answers: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], float]]
+) -> Iterator[Finding]:
+    accepted: defaultdict[str, set[tuple[int, str | None]]] = defaultdict(set)
+    since: dict[tuple[str, str, int, str | None], float] = {}
+    for question, answer, at in answers:
+        task, report = question["task"], (question["token"], question.get("update"))
+        who = (question["who"], task, *report)
+        if answer.get("state") == "accepted":
+            accepted[task].add(report)
+            since.setdefault(who, at)
+            yield from _kept(session, question)
+        elif "problem" in answer and question["at"] >= since.get(who, math.inf):
+            yield Finding("contradiction", f"{who[0]}'s report on task {task} was accepted, then {answer['problem']}")
+    for task, several in accepted.items():
+        if len(several) > 1:
+            yield Finding("twice", f"task {task} was told 'accepted' for {sorted(map(str, several))}")
 
 
 def _kept(session: Session, question: Mapping[str, Any]) -> Iterator[Finding]:
