@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +28,7 @@ from coordinator.domain.lifecycle import Move
 from coordinator.storage.tables import AuditRow, RoundRow, TaskRow
 from tests.simulation.federation import Violated, simulate
 from tests.simulation.replicas import World
+from tests.simulation.schedule import Crash, Schedule
 
 Change = tuple[Any, str, Any]
 
@@ -67,7 +68,7 @@ def any_state(state: str, round_state: str | None, shown: int, token: int) -> An
 
 def acknowledged_first(serving: Any, caller: Any, task_id: str, body: Any, upload_bytes: int, numbers: Any) -> None:
     """Answers, and writes a moment later."""
-    schedule = serving.database.now.__self__._clock.__self__
+    schedule = SCHEDULES[-1]
 
     def later() -> None:
         schedule.sleep(0.5)
@@ -113,6 +114,10 @@ def in_two_transactions(session: Any, now: float, run: Any, round_: Any, version
     session.flush()
     session.connection().exec_driver_sql("COMMIT")
     session.connection().exec_driver_sql("BEGIN IMMEDIATE")
+    schedule = SCHEDULES[-1]
+    if schedule.current and schedule.dice.random() < 0.3:
+        schedule.kill(schedule.current.process)
+        raise Crash
     rounds.move_round(session, now, rounds.ACTOR, round_, "commit", round_.reason)
     run.version_number, run.revision, run.updated_at = version.number, run.revision + 1, now
     session.flush()
@@ -265,23 +270,28 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+SCHEDULES: list[Schedule] = []
+"""Of the federations so far that a fault was planted in: some faults need to know whose turn it is."""
+
+
 @contextmanager
 def planted(fault: Fault) -> Iterator[None]:
     with ExitStack() as stack:
         for where, name, what in fault.changes:
             # A module that has no name of its own for a builtin gets one.
             stack.enter_context(patch.object(where, name, what, create=name == "sorted"))
-        if fault.without:
-            started = World.__post_init__
+        started = World.__post_init__
 
-            def without_index(world: World) -> None:
-                started(world)
-                with sqlite3.connect(world.folder / "tessera.db") as raw:
+        def noted(world: World) -> None:
+            started(world)
+            SCHEDULES.append(world.schedule)
+            if fault.without:
+                with closing(sqlite3.connect(world.folder / "tessera.db")) as raw:
                     raw.execute(f"DROP INDEX {fault.without}")
-                raw.close()
 
-            stack.enter_context(patch.object(World, "__post_init__", without_index))
+        stack.enter_context(patch.object(World, "__post_init__", noted))
         yield
+        SCHEDULES.clear()
 
 
 @dataclass(frozen=True)

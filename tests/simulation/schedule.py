@@ -54,7 +54,7 @@ class Faults:
     crash: float = 0.004
     power_cut: float = 0.4
     """Of the crashes of a coordinator."""
-    stalled: float = 0.03
+    stalled: float = 0.08
     """At a point: the machine is busy elsewhere, and the world goes on."""
     longest_stall: float = 15.0
     jump: float = 0.0005
