@@ -8,9 +8,19 @@ from tests.simulation.crash_points import SHAPES, killed, undisturbed
 from tests.simulation.federation import simulate
 from tests.simulation.planted import FAULTS, hunt
 
-SEEDS = 12
+SEEDS = 8
 CRASHES = 8
 """Points of each shape at which something is killed; `make simulation` takes all of them."""
+
+FIRST = {
+    "the token is not checked": 5,
+    "no index keeps a run to one live round": 3,
+    "a folder is not flushed after a rename": 1,
+    "a write does not look at the state it starts from": 12,
+    "a file is not flushed before its rename": 1,
+    "a blob is in the table before it has its name": 3,
+}
+"""The seed of 40 that shows a fault, where it is not 0: only to spare time, for another change may show it by another."""
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -26,10 +36,11 @@ def test_other_seeds_are_other_federations() -> None:
     assert simulate(1).trace != simulate(2).trace
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str) -> None:
-    assert hunt(name, range(40)), f"the simulation does not find that {name}"
+    first = FIRST.get(name, 0)
+    assert hunt(name, [*range(first, 40), *range(first)]), f"the simulation does not find that {name}"
 
 
 @pytest.mark.parametrize("name", SHAPES)
