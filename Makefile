@@ -4,7 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help install demo test test-postgresql check fix system fuzz bench bench-quick bench-results bench-rivals bench-attention migrate image clean
+.PHONY: help install demo test test-postgresql check fix system fuzz \
+  bench bench-quick bench-results bench-rivals bench-attention simulation migrate image clean
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -40,6 +41,11 @@ fix: install ## format and mend what can be mended
 
 system: install ## the tests with real processes and real crashes alone
 	$(BIN)/python -m pytest tests/system
+
+simulation: install ## a federation on one seed after the other; STEPS=, SEED=, HOURS= say how long
+	$(BIN)/python -m tests.simulation --seed $(or $(SEED),0) $(if $(HOURS),--hours $(HOURS),--steps $(or $(STEPS),1000000))
+	$(BIN)/python -m tests.simulation --rules --seed $(or $(SEED),0) --steps 100000000
+	$(BIN)/python -m tests.simulation --crash-points
 
 fuzz: install ## a million hostile updates, a quarter of an hour on one core; prints its seed
 	$(BIN)/python -m tests.fuzz --cases $(or $(CASES),1000000) $(if $(SEED),--seed $(SEED))

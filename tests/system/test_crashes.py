@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from coordinator.storage.blobs import Blobs
+from coordinator.storage.database import Database
 from shared.cli.upload import upload_model
 from shared.client import Client
 from shared.methods import Chosen
@@ -18,6 +21,7 @@ from shared.problems import RoundClosed
 from shared.wire import Cohort, Run, RunSpec, Training
 from tests.support.coordinator import until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.histories import Finding, Log, RecordingClient, check, read
 from tests.support.processes import CoordinatorProcess, Process, start_worker, worker_process
 
 Keep = Callable[[Process], Process]
@@ -47,11 +51,15 @@ def digits_run(client: Client, vit: ModelFolder, rounds: int, **cohort: object) 
     )
 
 
-def test_an_accepted_update_survives_the_coordinator(patient: CoordinatorProcess) -> None:
+def test_an_accepted_update_survives_the_coordinator(patient: CoordinatorProcess, tmp_path: Path) -> None:
     client, model = patient.admin(), small_model()
+    logs = {site: Log(path=tmp_path / f"{site}.jsonl") for site in "ab"}
     start = values(model)
     run = start_run(client, model, start, cohort=Cohort(size=2, quorum=2))
-    first, second = ScriptedWorker(patient.site("a")), ScriptedWorker(patient.site("b"))
+    first, second = (
+        ScriptedWorker(RecordingClient(patient.url, patient.site_token(site), log, f"{site}/w", patience_seconds=30))
+        for site, log in logs.items()
+    )
     first.enrol()
     second.enrol()
     first.train(first.take(), step=1.0)
@@ -66,6 +74,19 @@ def test_an_accepted_update_survives_the_coordinator(patient: CoordinatorProcess
     client.export(run.id, file)
     # Both count: (1 + 3) / 2 = 2
     np.testing.assert_allclose(load(file.getvalue())["head.weight"], start["head.weight"] + 2.0, rtol=1e-6)
+    assert findings(patient, read(log.path for log in logs.values() if log.path)) == []
+    for worker in (first, second):
+        worker.client.close()
+
+
+def findings(coordinator: CoordinatorProcess, lines: list[dict[str, Any]]) -> list[Finding]:
+    """What is wrong with the histories, or with what the coordinator left on its disk."""
+    folder = coordinator.folder
+    database = Database(f"sqlite:///{folder}/tessera.db")
+    try:
+        return check(lines, database, Blobs(database, str(folder / "blobs"), folder / "eyes", 65_536, 1 << 18))
+    finally:
+        database.close()
 
 
 def final_version(folder: Path, vit: ModelFolder, running: Keep, *, disturbed: bool) -> str:
@@ -79,6 +100,8 @@ def final_version(folder: Path, vit: ModelFolder, running: Keep, *, disturbed: b
         until(lambda: ended(client, run), seconds=100)
         for worker in workers:
             worker.kill()
+        # Real workers keep no history, but each version must be the merge of what its round accepted.
+        assert findings(coordinator, []) == []
         return client.run(run.id).version.digest
 
 

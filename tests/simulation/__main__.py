@@ -1,0 +1,93 @@
+"""Federations on one seed after the other, until one breaks an invariant or the time is over.
+
+python -m tests.simulation --seed 0 --federations 1000
+python -m tests.simulation --hours 3
+python -m tests.simulation --crash-points
+python -m tests.simulation --rules --steps 100000000
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+import traceback
+
+from tests.simulation.crash_points import SHAPES, killed, undisturbed
+from tests.simulation.federation import simulate
+from tests.simulation.invariants import Violated
+from tests.simulation.rules import rehearse
+
+RULES_STEPS = 125_000
+"""Events of the rules on one seed."""
+
+
+def federations(seed: int, count: int | None, steps: int | None, hours: float | None) -> int:
+    began_at, done = time.monotonic(), 0
+    for number in itertools.count():
+        over = hours is not None and time.monotonic() - began_at > hours * 3600
+        if number == count or (steps is not None and done >= steps) or over:
+            break
+        try:
+            outcome = simulate(seed + number)
+        except Violated:
+            traceback.print_exc(limit=0)
+            return 1
+        done += outcome.steps
+        print(f"seed {outcome.seed}: {outcome.steps} steps, {outcome.changes} changes, {outcome.versions} versions, "
+              f"{outcome.state}, trace {outcome.trace}", flush=True)  # fmt: skip
+    seconds = time.monotonic() - began_at
+    print(f"{number} federations, {done} steps, {done / seconds:.0f} a second: no invariant was broken")
+    return 0
+
+
+def crash_points(every: int) -> int:
+    count = 0
+    for name, shape in SHAPES.items():
+        calm, points = undisturbed(shape)
+        for point in points[::every]:
+            for power_cut in (False, True):
+                count += 1
+                if (found := killed(shape, point, power_cut=power_cut)).digest != calm.digest:
+                    print(f"{name}: killed at point {point}, the round ended with {found.digest}, not {calm.digest}")
+                    return 1
+        print(
+            f"{name}: {len(points)} points, every {every}. killed and cut off from power: {calm.digest[:19]}",
+            flush=True,
+        )
+    print(f"{count} crashes: each round ended with the same bits")
+    return 0
+
+
+def rules(seed: int, steps: int) -> int:
+    began_at, done = time.monotonic(), 0
+    for number in itertools.count():
+        if done >= steps:
+            break
+        try:
+            runs = rehearse(seed + number, RULES_STEPS)
+        except Violated:
+            traceback.print_exc(limit=0)
+            return 1
+        done += runs.steps
+        print(f"seed {seed + number}: {runs.steps} events, {runs.runs} runs, {runs.ended}", flush=True)
+    print(f"{done} events, {done / (time.monotonic() - began_at):.0f} a second: no invariant was broken")
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--federations", type=int, help="how many seeds")
+    parser.add_argument("--steps", type=int, help="ends after so many steps")
+    parser.add_argument("--hours", type=float, help="ends after so long")
+    parser.add_argument("--crash-points", action="store_true", help="kills one round at every point instead")
+    parser.add_argument("--every", type=int, default=1, help="of the crash points, every n-th")
+    parser.add_argument("--rules", action="store_true", help="the pure rules alone, on records in memory")
+    wanted = parser.parse_args()
+    if wanted.rules:
+        sys.exit(rules(wanted.seed, wanted.steps or RULES_STEPS))
+    if wanted.crash_points:
+        sys.exit(crash_points(wanted.every))
+    sys.exit(federations(wanted.seed, wanted.federations, wanted.steps, wanted.hours))

@@ -1,0 +1,41 @@
+"""Whole federations on fixed seeds: the real storage, handlers and conductor, and everything that may go wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.crash_points import SHAPES, killed, undisturbed
+from tests.simulation.federation import simulate
+from tests.simulation.planted import FAULTS, hunt
+
+SEEDS = 12
+CRASHES = 8
+"""Points of each shape at which something is killed; `make simulation` takes all of them."""
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_no_invariant_is_broken(seed: int) -> None:
+    assert simulate(seed).state in ("completed", "cancelled", "failed")
+
+
+def test_a_seed_tells_everything() -> None:
+    assert simulate(1) == simulate(1)
+
+
+def test_other_seeds_are_other_federations() -> None:
+    assert simulate(1).trace != simulate(2).trace
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str) -> None:
+    assert hunt(name, range(40)), f"the simulation does not find that {name}"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_round_that_is_killed_anywhere_ends_with_the_same_bits(name: str) -> None:
+    calm, points = undisturbed(SHAPES[name])
+    assert calm.state == "completed"
+    for number, point in enumerate(points[3 :: len(points) // CRASHES]):
+        found = killed(SHAPES[name], point, power_cut=number % 2 == 0)
+        assert (found.state, found.digest) == ("completed", calm.digest), f"killed at point {point}"
