@@ -100,10 +100,14 @@ class CoordinatorProcess:
             self.process.kill()
 
     def start(self) -> None:
+        """Returns once it is ready."""
+        self.launch()
+        until(self._ready)
+
+    def launch(self) -> None:
         self.process = Process(
             self.folder, "coordinator", ["coordinator", "serve", "--migrate", *self._options], self._environment
         )
-        until(self._ready)
 
     def conductor(self) -> psutil.Process:
         """The child that moves the rounds, once it does."""

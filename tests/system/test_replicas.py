@@ -3,13 +3,11 @@ one coordinator on SQLite (invariants I5, I6 and I7)."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from shared.client import Client
@@ -19,32 +17,16 @@ from tests.support import databases
 from tests.support.coordinator import until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.processes import CoordinatorProcess, Process
+from tests.support.turns import by_turns
 
 WORKERS, COHORT, ROUNDS = 8, 5, 6
 
 Keep = Callable[[Process], Process]
 
 
-class ByTurns(httpx.BaseTransport):
-    """What a proxy without sticky sessions does: each request goes to the next server."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._next = itertools.cycle([httpx.URL(url) for url in urls])
-        self._transport = httpx.HTTPTransport()
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        url = next(self._next)
-        request.url = request.url.copy_with(host=url.host, port=url.port)
-        return self._transport.handle_request(request)
-
-    def close(self) -> None:
-        self._transport.close()
-
-
 @contextmanager
 def client_of(urls: Sequence[str], token: str) -> Iterator[Client]:
-    client = Client(urls[0], token, patience_seconds=60)
-    client._transport._http._transport = ByTurns(urls)
+    client = by_turns(Client(urls[0], token, patience_seconds=60), urls)
     yield client
     client.close()
 
