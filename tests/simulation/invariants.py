@@ -132,7 +132,7 @@ class Watch:
     def _read(self) -> dict[str, Rows]:
         keys = {"runs": "id", "rounds": "id", "tasks": "id", "versions": "rowid", "workers": "id"}
         return {
-            table: {str(row[0]): row for row in self._db.execute(f"SELECT {key}, * FROM {table}")}  # noqa: S608 (ours)
+            table: {str(row[0]): row for row in self._db.execute(f"SELECT {key}, * FROM {table}")}
             for table, key in keys.items()
         }
 

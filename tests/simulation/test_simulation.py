@@ -20,7 +20,7 @@ FIRST = {
     "a file is not flushed before its rename": 1,
     "a blob is in the table before it has its name": 3,
 }
-"""The seed of 40 that shows a fault, where it is not 0: only to spare time, for another change may show it by another."""
+"""The seed of 40 that shows a fault, where it is not 0. Only to spare time: after a change another may show it."""
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
