@@ -219,18 +219,20 @@ class Agent:
 
 
 class Outage:
-    """A coordinator that gives no answer to work with: waits longer and longer, and says so once a minute."""
+    """A coordinator that gives no answer to work with: waits longer and longer, and says so once a minute, or when it
+    is for another reason."""
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
         self._log = structlog.get_logger("worker")
         self._pause_seconds = 1.0
         self._said_at: float | None = None
+        self._said = ""
 
     def wait(self, problem: Problem) -> None:
         now = time.monotonic()
-        if self._said_at is None or now - self._said_at >= COMPLAINT_SECONDS:
-            self._said_at = now
+        if self._said_at is None or str(problem) != self._said or now - self._said_at >= COMPLAINT_SECONDS:
+            self._said_at, self._said = now, str(problem)
             faults = [str(fault) for fault in problem.errors]
             self._log.warning("coordinator-away", reason=problem.code, detail=problem.detail, errors=faults)
         asked = min(problem.retry_after_seconds or 0, LONGEST_WAIT_SECONDS)

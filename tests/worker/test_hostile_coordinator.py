@@ -775,6 +775,7 @@ def test_it_is_refused_by_a_rule_and_nothing_leaves(
     before, failed, asked = scene.kept(), len(scene.tasks("failed")), len(hostile.asked)
     lies = case.of(scene)
     scene.stop.asked.clear()
+    scene.agent._outage.over()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of what follows
     resident = peak_bytes(os.getpid())
 
