@@ -269,7 +269,7 @@ CASES = [
     ),
     Case(
         "all blocks of a site that sends values only",
-        "policy-violation: may_send: .*query",
+        "policy-violation: may_send: these blocks may not leave",
         says(plan={"upload": {"exclude": [{"names": ["*embed*"]}]}}),
         at="values",
     ),
@@ -360,7 +360,7 @@ CASES = [
     ),
     Case(
         "a block under the vault's own prefix",
-        "model-mismatch: feedback/rest/x: missing",
+        "model-mismatch: .*feedback/rest/x: missing",
         lambda scene: scene.extra_block("feedback/rest/x"),
     ),
     Case("a block whose name is a path", "model-mismatch: .*escaped: missing", lambda scene: scene.extra_block(PATH)),
@@ -470,17 +470,6 @@ CASES = [
         "invalid-plan: the version holds no memory",
         says(plan={"memory": ["secrets*"]}),
     ),
-    Case(
-        "a document without end",
-        "too-large: ",
-        lies=lambda scene: [
-            claiming(lambda task: {**task, **scene.document(b"{}")}),
-            answering(
-                ("GET", "sha256:" + hashlib.sha256(b"{}").hexdigest()),
-                lambda: Answered(body=endless(bytes(MIB), 2000)),
-            ),
-        ],
-    ),
     # ---------------------------------------------------------------- training
     Case(
         "more epochs than the site allows",
@@ -498,7 +487,7 @@ CASES = [
     Case(
         "a batch of everything",
         "policy-violation: max_batch: a batch of 144",
-        says(training={"batch_size": 10**12}),
+        says(**OTHER_RUN, training={"batch_size": 10**12}),
         at="strict",
     ),
     garbled("a learning rate that is no number", "/training/learning_rate", training={"learning_rate": float("nan")}),
