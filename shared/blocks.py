@@ -31,6 +31,9 @@ NUMPY_DTYPES: dict[DType, np.dtype] = {
 
 MAX_BLOCKS = 65_536
 
+MAX_PATTERNS = 16_384
+"""The most names in a selector: each is compared with each block, which for more would take minutes."""
+
 
 class Frozen(BaseModel):
     """A value: immutable, with no unknown fields, and no number that JSON cannot carry."""
@@ -125,6 +128,13 @@ class Selector(Frozen):
 
     include: tuple[Match, ...] = (Match(),)
     exclude: tuple[Match, ...] = ()
+
+    @model_validator(mode="after")
+    def _soon_resolved(self) -> Self:
+        conditions = (*self.include, *self.exclude)
+        if len(conditions) + sum(len(match.names or ()) for match in conditions) > MAX_PATTERNS:
+            raise ValueError(f"a selector has at most {MAX_PATTERNS} conditions and names")
+        return self
 
     def holds(self, block: Block) -> bool:
         return any(match.holds(block) for match in self.include) and not any(

@@ -416,7 +416,8 @@ def _read(kind: type[T], content: bytes) -> T:
 
 
 def _pour(response: httpx.Response, file: Sink, progress: Progress | None) -> None:
-    for piece in response.iter_raw(PIECE_BYTES):
+    # As the bytes come: what would be gathered into larger pieces first could keep `progress` waiting for hours.
+    for piece in response.iter_raw():
         file.write(piece)
         if progress:
             progress(len(piece))

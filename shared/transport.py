@@ -28,7 +28,12 @@ T = TypeVar("T")
 
 LONGEST_PAUSE_SECONDS = 15.0
 MAX_ANSWER_BYTES = 64 << 20
+
 ANSWER_SECONDS = 60.0
+"""How long is waited for an answer to begin, or to go on."""
+
+WHOLE_ANSWER = 10
+"""How many times as long an answer that is held whole may take to its end, though it goes on all the while."""
 
 
 class Unreachable(Unavailable):
@@ -63,6 +68,7 @@ class Transport:
         sleep: Callable[[float], None] = time.sleep,
         verify: bool | ssl.SSLContext = True,
         answer_seconds: float = ANSWER_SECONDS,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         # Not compressed, so that no answer can grow in this process beyond what was sent.
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
@@ -70,6 +76,8 @@ class Transport:
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=verify)
         self._patience_seconds = patience_seconds
         self._sleep = sleep
+        self._whole_seconds = WHOLE_ANSWER * answer_seconds
+        self._max_answer_bytes = max_answer_bytes
 
     def close(self) -> None:
         self._http.close()
@@ -81,7 +89,7 @@ class Transport:
     def once(self, method: str, path: str, **options: Any) -> Answer:
         """Sends a request one time. Raises Problem for a refusal and Unreachable if no answer came."""
         with reaching(), self._http.stream(method, path, **options) as response:
-            answer = _read_bounded(response)
+            answer = self._read(response)
         _require_success(answer)
         return answer
 
@@ -92,8 +100,20 @@ class Transport:
         """Opens a response whose body is read as it comes; tries one time."""
         with reaching(), self._http.stream(method, path, headers=headers, content=content) as response:
             if not response.is_success:
-                _require_success(_read_bounded(response))
+                _require_success(self._read(response))
             yield response
+
+    def _read(self, response: httpx.Response) -> Answer:
+        """Reads an answer, as far as any answer of the API can be long, in bytes and in time."""
+        content = bytearray()
+        give_up_at = time.monotonic() + self._whole_seconds
+        for piece in response.iter_raw():
+            content += piece
+            if len(content) > self._max_answer_bytes:
+                raise NotUnderstood(f"the answer is longer than {self._max_answer_bytes} bytes")
+            if time.monotonic() > give_up_at:
+                raise NotUnderstood(f"the answer has not ended after {self._whole_seconds:g} s")
+        return Answer(response.status_code, response.headers, bytes(content))
 
     def patiently(self, attempt: Callable[[], T], moved: Callable[[], int] = lambda: 0) -> T:
         """Runs `attempt` until it ends in anything but a retryable problem, or patience runs out.
@@ -124,16 +144,6 @@ class Answer:
     status_code: int
     headers: httpx.Headers
     content: bytes
-
-
-def _read_bounded(response: httpx.Response) -> Answer:
-    """Reads an answer, as far as any answer of the API can be long."""
-    content = bytearray()
-    for piece in response.iter_raw():
-        content += piece
-        if len(content) > MAX_ANSWER_BYTES:
-            raise NotUnderstood(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
-    return Answer(response.status_code, response.headers, bytes(content))
 
 
 def _require_success(answer: Answer) -> None:

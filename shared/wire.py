@@ -45,6 +45,9 @@ Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """A name that people give: letters, digits, dot, dash and underscore."""
 
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")]
+"""What a coordinator calls a run or a task. Workers name files after them, so it can be nothing but a name."""
+
 LARGEST_NUMBER = 1e100
 """Far above what anything is measured at, and with room for the sums and squares of those who read it."""
 
@@ -64,6 +67,10 @@ Examples = dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]]
 
 MOST_WANTED = 4_096
 """Blobs that one request may ask for."""
+
+Rounds = Annotated[int, Field(gt=0, le=1_000_000)]
+
+Seed = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 LeaseSeconds = Annotated[float, Field(gt=0, le=86400)]
 
@@ -90,7 +97,7 @@ def canonical(value: BaseModel) -> bytes:
 
 class MemoryEntry(Frozen):
     digest: Digest
-    shape: tuple[PositiveInt, ...]
+    shape: tuple[PositiveInt, ...] = Field(max_length=8)
     dtype: DType
 
     @property
@@ -215,8 +222,8 @@ class RunSpec(Frozen):
     model: Digest
     version: Digest
     dataset: Label = Field(description="what sites call the data to train on")
-    rounds: PositiveInt = Field(le=1_000_000)
-    seed: NonNegativeInt = Field(default=0, lt=1 << 53)
+    rounds: Rounds
+    seed: Seed = 0
     cohort: Cohort = Cohort()
     training: Training = Training()
     privacy: Privacy | None = Field(default=None, description="differential privacy of what each worker trains on")
@@ -363,17 +370,17 @@ class Claim(Message):
 class Task(Message):
     """What one worker is asked to do in one round. Only who shows `token` may report on it."""
 
-    id: str
-    token: int
+    id: Identifier
+    token: Annotated[int, Field(ge=0, lt=1 << 53)]
     kind: TaskKind
-    run: str
-    run_name: str
-    round: int
-    rounds: int
-    seed: int
+    run: Identifier
+    run_name: Label
+    round: NonNegativeInt
+    rounds: Rounds
+    seed: Seed
     method: Chosen
     plan: Plan
-    dataset: str
+    dataset: Label
     held_out: bool = False
     """Whether to evaluate on what the worker holds out of the data set, rather than on the data set."""
     training: Training
@@ -387,6 +394,14 @@ class Task(Message):
     inline_bytes: NonNegativeInt = 0
     """An update of so many bytes may come with its submission."""
     lease_seconds: LeaseSeconds
+
+    @model_validator(mode="after")
+    def _within_the_run(self) -> Self:
+        if self.round > self.rounds:
+            raise ValueError(f"there is no round {self.round} in a run of {self.rounds}")
+        if self.held_out and self.kind != "evaluate":
+            raise ValueError("nothing trains on what is held out")
+        return self
 
 
 class Heartbeat(Message):

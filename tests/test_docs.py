@@ -95,6 +95,19 @@ def test_every_link_between_documents_leads_somewhere() -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def test_every_test_that_the_threat_model_names_is_there() -> None:
+    document = text("docs/threat-model.md")
+    named = set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", document))
+    assert len(named) > 20
+    gone = [f"{file}::{test}" for file, test in named if test and f"def {test}(" not in text(file)]
+    assert gone == []
+    rows = [
+        row for row in document.splitlines() if row.startswith("| ") and row.count("|") == 4 and "threat" not in row
+    ]
+    # The first table, of actors, has no tests; of the others each row has, or has the row above's.
+    assert [row for row in rows if "tests/" not in row and "the same" not in row and "trusted" not in row][8:] == []
+
+
 def test_every_decision_is_in_the_index() -> None:
     index = text("docs/decisions/README.md")
     assert [p.name for p in sorted((DOCS / "decisions").glob("0*.md")) if p.name not in index] == []

@@ -48,6 +48,12 @@ SHORTEST_POLL_SECONDS = 1.0
 GIVE_BACK_SECONDS = 3.0
 """How long a worker that is asked to stop waits for the coordinator to take its task back."""
 
+LONGEST_WAIT_SECONDS = 600.0
+"""The longest that a coordinator may send a worker away for at a time: who is told 'in a year' asks again."""
+
+MAX_ANSWER_BYTES = 4 << 20
+"""Far above any task, which has names but no values. Read, it may take tens of times as much."""
+
 ALIVE_FILE = "alive"
 """Touched at every claim and heartbeat, so that what watches the process can tell that it lives from its age."""
 
@@ -86,10 +92,11 @@ class Agent:
         self._stop = stop
         # One for all clients: to read the certificates takes longer than a small round.
         verify = httpx.create_ssl_context()
-        self._client = Client(settings.url, token, sleep=stop.sleep, verify=verify)
+        bounded = partial(Client, settings.url, token, verify=verify, max_answer_bytes=MAX_ANSWER_BYTES)
+        self._client = bounded(sleep=stop.sleep)
         # For claims and heartbeats, which other threads make and may be left behind in: each has a client of its own,
         # which tries once and leaves it to whoever asked to decide what then.
-        self._connect = partial(Client, settings.url, token, patience_seconds=0, verify=verify)
+        self._connect = partial(bounded, patience_seconds=0)
         self._poll_seconds = settings.poll_seconds
         self._policy = settings.policy
         self._alive = settings.state_dir / ALIVE_FILE
@@ -177,7 +184,9 @@ class Agent:
         def check() -> None:
             self._stop.check()
             renewal.check()
+            self._policy.check_duration(time.monotonic() - began_at)
 
+        began_at = time.monotonic()
         longest = self._policy.max_lease_seconds
         with self._connect() as client, Renewal(heartbeat, task.lease_seconds, longest) as renewal:
             self._bench.do(task, check, report)
@@ -210,20 +219,24 @@ class Agent:
 
 
 class Outage:
-    """A coordinator that gives no answer to work with: waits longer and longer, and says so once a minute."""
+    """A coordinator that gives no answer to work with: waits longer and longer, and says so once a minute, or when it
+    is for another reason."""
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
         self._log = structlog.get_logger("worker")
         self._pause_seconds = 1.0
         self._said_at: float | None = None
+        self._said = ""
 
     def wait(self, problem: Problem) -> None:
         now = time.monotonic()
-        if self._said_at is None or now - self._said_at >= COMPLAINT_SECONDS:
-            self._said_at = now
-            self._log.warning("coordinator-away", reason=problem.code, detail=problem.detail)
-        self._stop.sleep(max(self._pause_seconds, problem.retry_after_seconds or 0))
+        if self._said_at is None or str(problem) != self._said or now - self._said_at >= COMPLAINT_SECONDS:
+            self._said_at, self._said = now, str(problem)
+            faults = [str(fault) for fault in problem.errors]
+            self._log.warning("coordinator-away", reason=problem.code, detail=problem.detail, errors=faults)
+        asked = min(problem.retry_after_seconds or 0, LONGEST_WAIT_SECONDS)
+        self._stop.sleep(max(self._pause_seconds, asked))
         self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
 
     def over(self) -> None:

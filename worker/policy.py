@@ -46,11 +46,16 @@ class Policy(Frozen):
 
     methods: tuple[str, ...] | None = Field(default=None, description="methods allowed; all installed if left out")
     datasets: tuple[Label, ...] | None = Field(default=None, description="data sets that runs may use")
+    models: tuple[str, ...] | None = Field(default=None, description="transformers' model types that runs may use")
     may_send: Selector = Field(default=EVERYTHING, description="blocks that may leave")
     never_send: tuple[str, ...] = Field(
         default=(), description="names of blocks that never leave, as shell patterns; stronger than may_send"
     )
     max_epochs: PositiveInt = Field(default=100, description="passes over the data in one task, over all phases")
+    max_batch: PositiveInt = Field(default=65_536, description="examples in one batch")
+    max_tries: PositiveInt = Field(default=10, description="updates of one round that one worker hands in")
+    max_task_seconds: PositiveFloat = Field(default=7 * 86400.0, description="however often its lease is renewed")
+    min_measured: PositiveInt = Field(default=1, description="fewest examples that a version is measured on")
     max_model_bytes: PositiveInt = 64 * GIB
     max_upload_bytes: PositiveInt = 16 * GIB
     max_lease_seconds: PositiveFloat = 3600.0
@@ -69,7 +74,7 @@ class Policy(Frozen):
         if task.kind not in kinds:
             raise PolicyViolation("kinds", f"this worker does not {task.kind}")
         if not self.allows_method(task.method.name):
-            raise PolicyViolation("methods", f"the method {task.method.name!r} is not allowed here")
+            raise PolicyViolation("methods", f"the method {task.method.name[:80]!r} is not allowed here")
         if not self.allows_dataset(task.dataset):
             raise PolicyViolation("datasets", f"runs may not use the data set {task.dataset!r}")
         if task.kind == "train":
@@ -83,6 +88,28 @@ class Policy(Frozen):
     def check_epochs(self, epochs: int) -> None:
         if epochs > self.max_epochs:
             raise PolicyViolation("max_epochs", f"{epochs} epochs are more than the {self.max_epochs} allowed")
+
+    def check_batch(self, size: int | None, examples: int) -> None:
+        """Judges the batches that so many examples make; all in one if `size` is None. Raises PolicyViolation."""
+        if (largest := min(size or examples, examples)) > self.max_batch:
+            raise PolicyViolation("max_batch", f"a batch of {largest} is more than the {self.max_batch} allowed")
+
+    def check_measured(self, examples: int) -> None:
+        if examples < self.min_measured:
+            raise PolicyViolation(
+                "min_measured",
+                f"figures of {examples} examples tell too much of each; {self.min_measured} are wanted",
+            )
+
+    def check_duration(self, seconds: float) -> None:
+        if seconds > self.max_task_seconds:
+            raise PolicyViolation(
+                "max_task_seconds", f"the task takes longer than the {self.max_task_seconds:g} s allowed"
+            )
+
+    def check_model_type(self, model_type: str) -> None:
+        if self.models is not None and model_type not in self.models:
+            raise PolicyViolation("models", f"the model type {model_type[:80]!r} is not allowed here")
 
     def check_model(self, nbytes: int) -> None:
         if nbytes > self.max_model_bytes:

@@ -27,6 +27,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings import SettingsError as SourceError
 
 from shared.wire import Label, Resources, TaskKind
+from worker.contributions import RUNS_FOLDER, Contributions
 from worker.data import DataError, Dataset, Part, load
 from worker.layouts import MappingError, MappingFile, read_mapping
 from worker.ledger import LEDGER_FOLDER, Ledger
@@ -116,6 +117,9 @@ class Settings(DataSettings):
     ledger_dir: Path | None = Field(
         default=None, description="where the ledgers of privacy are; in state_dir if unset"
     )
+    runs_dir: Path | None = Field(
+        default=None, description="where it is written down what runs have shown; in state_dir if unset"
+    )
     log: Literal["auto", "console", "json"] = "auto"
 
     @model_validator(mode="after")
@@ -202,6 +206,11 @@ def allowances_of(settings: Settings) -> dict[str, Allowance]:
 def ledger_of(settings: Settings) -> Ledger:
     """Where this worker writes down what runs spend of its data sets' privacy."""
     return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER)
+
+
+def contributions_of(settings: Settings) -> Contributions:
+    """Where this worker writes down what runs have shown of themselves."""
+    return Contributions(settings.runs_dir or settings.state_dir / RUNS_FOLDER, settings.name)
 
 
 def mappings_of(files: Iterable[Path]) -> dict[str, MappingFile]:

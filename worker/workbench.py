@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+import numpy as np
 import structlog
 import torch
+from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from shared import codecs
@@ -20,18 +22,21 @@ from shared.blocks import Block
 from shared.client import Client, Progress
 from shared.codecs import CodecError
 from shared.container import read_header
+from shared.documents import check_document
 from shared.fairness import PERSONAL
 from shared.fitting import write_within
 from shared.hashing import Sink
+from shared.methods import check as check_method
 from shared.methods import worker_half
 from shared.methods.contract import Harvest, RunFacts, Tally, WorkerHalf
 from shared.model import MAX_DOCUMENT_BYTES, Model
-from shared.problems import InvalidUpdate, Problem
-from shared.tensors import Array, ArrayTensor, as_bytes, digest_of, from_bytes, to_array
+from shared.problems import InvalidUpdate, Problem, faults_of
+from shared.tensors import CHUNK, Array, ArrayTensor, as_bytes, digest_of, from_bytes, to_array
 from shared.update import Change, read_update, write_update
 from shared.wire import Difference, Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
 from worker.blockmap import block_table, named_tensors
 from worker.cache import BlobTensor, BlobTooLarge, Cache, Row, Source
+from worker.contributions import Contributions
 from worker.data import Dataset
 from worker.evaluator import evaluate
 from worker.feedback import Feedback, without_feedback
@@ -39,8 +44,16 @@ from worker.files import sweep, temporary_file
 from worker.layouts import MappingFile
 from worker.ledger import LEDGER_FOLDER, Ledger
 from worker.models import build, write_block
-from worker.policy import Allowance, Policy
-from worker.settings import Settings, allowances_of, datasets_of, device_of, ledger_of, mappings_of
+from worker.policy import Allowance, Policy, PolicyViolation
+from worker.settings import (
+    Settings,
+    allowances_of,
+    contributions_of,
+    datasets_of,
+    device_of,
+    ledger_of,
+    mappings_of,
+)
 from worker.trainer import Batches, Check, Trainer, epochs_of, seed_everything
 from worker.vault import Vault
 from worker.work import LocalWork
@@ -75,6 +88,10 @@ class Shelf(Protocol):
 
 LEAST_DIFFERENCE = 1 << 16
 """Fewer bytes of blocks are not worth asking what a difference would take."""
+
+
+MOST_INLINE = 1 << 20
+"""No update of more bytes goes along with its submission, whatever a task allows: there it is held several times."""
 
 
 class TaskFailure(ValueError):
@@ -187,6 +204,8 @@ class Workbench:
     """What a task may spend."""
     ledger: Ledger | None = None
     """Where privacy is written down; in `scratch` if None."""
+    contributions: Contributions | None = None
+    """Where it is written down what runs have shown; nowhere if None, as for a coordinator of one's own."""
 
     @classmethod
     def of(cls, client: Client, settings: Settings) -> Self:
@@ -206,6 +225,7 @@ class Workbench:
             allowances=allowances_of(settings),
             resources={str(name): most for name, most in settings.resources.items()},
             ledger=ledger_of(settings),
+            contributions=contributions_of(settings),
         )
 
     def do(self, task: Task, check: Check, report: Report) -> None:
@@ -215,10 +235,14 @@ class Workbench:
         refuses, whatever `check` raises to end the task early, and other exceptions for a task that cannot be done.
         """
         self.policy.check_task(task, self.kinds)
+        if self.contributions:
+            self.contributions.check(task, self.policy.max_tries)
+        _check_method(task)
         codecs.parse(task.codec)
         dataset = self.datasets.get(task.dataset)
         if dataset is None:
             raise TaskFailure("unknown-dataset", f"there is no data set {task.dataset!r} here")
+        self.policy.check_batch(task.training.batch_size, dataset.examples)
         if allowance := self.allowances.get(task.dataset):
             allowance.check(task)
         private = self._private(task, dataset) if task.kind == "train" else None
@@ -253,18 +277,26 @@ class Workbench:
         """The version as it is, in a model; what the site keeps is at hand, and not yet in it."""
 
         def document_of(digest: str) -> bytes:
-            return self._blob(digest, MAX_DOCUMENT_BYTES, check, report).read_bytes()
+            raw = self._blob(digest, MAX_DOCUMENT_BYTES, check, report).read_bytes()
+            check_document(raw)
+            return raw
 
-        document = Model.model_validate_json(document_of(task.model))
+        with _failing_as("invalid-model"):
+            document = Model.model_validate_json(document_of(task.model))
+        self.policy.check_model_type(str(document.config["model_type"]))
         self.policy.check_model(document.nbytes)
         fetched = {block.name for block in task.plan.fetch.resolve(document.blocks)}
         built = self._model(task, document, whole=len(fetched) == len(document.blocks))
-        manifest = Manifest.read(document_of(task.version.digest), document_of)
+        with _failing_as("invalid-version"):
+            manifest = Manifest.read(document_of(task.version.digest), document_of)
         wanted = [block for block in built.blocks if block.name in fetched]
         bases = self._fetch(task, manifest, wanted, built, check, report)
         tensors = named_tensors(built.model)
         for base in bases.values():
-            write_block(tensors, base.block, to_array(base))
+            check()
+            values = to_array(base)
+            _require_finite(base.block.name, values)
+            write_block(tensors, base.block, values)
         seed_everything(task.seed)
         facts = RunFacts(
             built.blocks,
@@ -335,6 +367,7 @@ class Workbench:
             if len(raw) != entry.nbytes:
                 raise TaskFailure("invalid-version", f"the blob of the memory {name} has not {entry.nbytes} bytes")
             found[name] = from_bytes(raw, entry.dtype).reshape(entry.shape)
+            _require_finite(name, found[name])
         return found
 
     def _fetch(
@@ -383,12 +416,15 @@ class Workbench:
             bases = {name: BlobTensor(self.shelf.path(before[name]), block) for name, block in asked.items()}
             try:
                 tensors = read_update(lambda: path.open("rb"), path.stat().st_size, asked, bases)
+                made = True
                 for block in lacking:
                     check()
                     pieces = map(as_bytes, tensors[block.name].chunks())
-                    self.shelf.put(manifest.blocks[block.name], pieces, block.nbytes)
+                    made = self.shelf.put(manifest.blocks[block.name], pieces, block.nbytes) and made
             except (InvalidUpdate, CodecError, KeyError):
-                structlog.get_logger("worker").warning("difference-unusable", run=task.run_name, round=task.round)
+                made = False
+        if not made:
+            structlog.get_logger("worker").warning("difference-unusable", run=task.run_name, round=task.round)
 
     # ------------------------------------------------------------ train and hand in
 
@@ -442,7 +478,8 @@ class Workbench:
                 report.numbers["codec_error"] = self._settle(path, changes, ready.feedback, task)
             self._check_egress(path, task.plan.upload.resolve(ready.built.blocks), harvest)
             check()
-            if path.stat().st_size > task.inline_bytes:
+            self._remember(task)
+            if path.stat().st_size > min(task.inline_bytes, MOST_INLINE):
                 return _Update(self.coordinator.put_file(path, sent))
             data = path.read_bytes()
             sent(len(data))
@@ -468,6 +505,11 @@ class Workbench:
         with path.open("rb") as file:
             header = read_header(file, nbytes)
         self.policy.check_egress(header.entries, nbytes, asked, harvest.keep)
+
+    def _remember(self, task: Task) -> None:
+        """Writes down what the task shows of its run, right before its result leaves. Raises PolicyViolation."""
+        if self.contributions:
+            self.contributions.add(task, self.policy.max_tries)
 
     def _submit(self, task: Task, update: _Update, keep: Mapping[str, Array], tally: Tally, report: Report) -> None:
         submission = Submission(
@@ -499,6 +541,7 @@ class Workbench:
         measured = dataset.held_out if task.held_out else dataset
         if measured is None:
             raise TaskFailure("nothing-held-out", f"nothing of the data set {task.dataset!r} is held out here")
+        self.policy.check_measured(measured.examples)
         report.examples = measured.examples
         batches = Batches(measured, task.training.batch_size, self.device)
         report.numbers = evaluate(ready.work.model, ready.work.head, batches, check)
@@ -513,6 +556,7 @@ class Workbench:
             numbers=report.numbers,
             download_bytes=report.download_bytes,
         )
+        self._remember(task)
         self.coordinator.submit_evaluation(task.id, evaluated)
 
     def _personalise(self, task: Task, ready: _Ready, dataset: Dataset, check: Check) -> bool:
@@ -530,6 +574,38 @@ class Workbench:
         # A vault may also hold what only steers training; and what is added to the model of a site that has never
         # trained is no model of its own.
         return bool(work.vault) and (bool(work.private) or ready.is_changed())
+
+
+def _check_method(task: Task) -> None:
+    """Raises UnknownMethod, or TaskFailure for settings that the method does not take."""
+    try:
+        check_method(task.method)
+    except ValidationError as refusal:
+        raise TaskFailure("invalid-method", f"the settings of {task.method.name!r}: {_faults(refusal)}") from None
+
+
+@contextmanager
+def _failing_as(code: str) -> Iterator[None]:
+    """Within it, a document that is none of what it should be is the task's failure."""
+    try:
+        yield
+    except ValidationError as refusal:
+        raise TaskFailure(code, _faults(refusal)) from None
+    except (PolicyViolation, TaskFailure, BlobTooLarge):
+        raise
+    except ValueError as fault:
+        raise TaskFailure(code, str(fault)[:300]) from None
+
+
+def _faults(refusal: ValidationError) -> str:
+    return "; ".join(f"{fault.pointer}: {fault.detail}" for fault in faults_of(refusal)[:8])
+
+
+def _require_finite(name: str, values: Array) -> None:
+    """Refuses what would make every loss NaN before it is paid for with anybody's privacy. Raises TaskFailure."""
+    flat = values.reshape(-1)
+    if not all(np.isfinite(flat[start : start + CHUNK]).all() for start in range(0, flat.size, CHUNK)):
+        raise TaskFailure("invalid-version", f"{name} holds values that are NaN or infinite")
 
 
 def _changes(harvest: Harvest, bases: Mapping[str, BlobTensor]) -> list[Change]:

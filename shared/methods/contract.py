@@ -42,7 +42,7 @@ C = TypeVar("C", bound=MethodSettings)
 class Plan(Frozen):
     """What a round asks of one worker."""
 
-    stage: str = Field(default="train", max_length=64)
+    stage: str = Field(default="train", pattern=r"^[ -~]{0,64}$")
     """What the round is called where people read it."""
     fetch: Selector = EVERYTHING
     train: Selector = EVERYTHING

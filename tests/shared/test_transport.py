@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from typing import Any
 
 import pytest
 
 from shared.problems import PROBLEMS, NotFound, ServerFault, TooManyRequests, Unavailable
-from shared.transport import Transport, Unreachable
+from shared.transport import WHOLE_ANSWER, NotUnderstood, Transport, Unreachable
 from tests.support.scripted import Answer, answering
 
 PROBLEM = {"Content-Type": "application/problem+json"}
@@ -119,3 +121,36 @@ def test_an_answer_that_is_no_problem_document_is_told_by_its_status(answer: Ans
         with pytest.raises(kind):
             http.once("GET", "/x")
         http.close()
+
+
+def test_an_answer_that_trickles_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def trickle() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+                try:
+                    while True:
+                        connection.sendall(b" ")
+                        time.sleep(0.02)
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        patient = transport(f"http://127.0.0.1:{server.getsockname()[1]}", [], answer_seconds=0.1)
+        began_at = time.monotonic()
+        with pytest.raises(NotUnderstood, match="has not ended after 1 s"):
+            patient.request("GET", "/version")
+        assert time.monotonic() - began_at >= WHOLE_ANSWER * 0.1
+        patient.close()
+        thread.join()
+
+
+def test_an_answer_is_as_long_as_its_reader_allows() -> None:
+    with answering(Answer(body=b"x" * 101)) as (url, _):
+        brief = transport(url, [], max_answer_bytes=100)
+        with pytest.raises(NotUnderstood, match="longer than 100 bytes"):
+            brief.request("GET", "/version")
+        brief.close()

@@ -26,7 +26,7 @@ from shared.problems import MEDIA_TYPE, Problem, ProblemDocument
 from shared.wire import TokenRole, TokenSpec
 from tests.support.databases import url_in
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 6.0
 
 # The default renders a traceback with all local values, which takes seconds.
 structlog.configure([structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)])
@@ -67,7 +67,7 @@ class LiveCoordinator:
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(create_app(self.services), log_level="error", timeout_graceful_shutdown=5)
+        config = uvicorn.Config(self.app(), log_level="error", timeout_graceful_shutdown=5)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
         self._thread.start()
@@ -81,6 +81,9 @@ class LiveCoordinator:
         self._socket.close()
         for client in self._clients:
             client.close()
+
+    def app(self) -> Any:
+        return create_app(self.services)
 
     def token(self, role: TokenRole, site: str | None = None) -> str:
         """A new token, straight from the tables; a site is made if it is missing."""

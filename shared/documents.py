@@ -1,0 +1,28 @@
+"""What is looked at in a JSON document from a peer before its values are made."""
+
+from __future__ import annotations
+
+import json
+
+MAX_VALUES = 1 << 22
+"""Far above what a model of the most blocks takes. Each value may take tens of times its bytes once it is read."""
+
+
+def check_document(raw: bytes) -> None:
+    """Refuses a document that would grow out of all proportion, or that says two things under one name.
+
+    Raises ValueError.
+    """
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MAX_VALUES:
+        raise ValueError(f"a document of more than {MAX_VALUES} values")
+    try:
+        json.loads(raw, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("a document nested too deep") from None
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a document that names something twice")
+    return table

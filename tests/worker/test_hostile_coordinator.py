@@ -1,0 +1,790 @@
+"""What a coordinator that somebody has taken over may try, a row each: a worker refuses it by a rule that it names in
+its log and tells, sends no byte of a tensor, keeps what it kept, and goes on with the next honest task."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from shared.methods import Chosen
+from shared.model import Model
+from shared.problems import MEDIA_TYPE, TaskCancelled
+from shared.wire import Cohort, Run, TaskView, Training
+from tests.support.coordinator import until
+from tests.support.federation import start_run
+from tests.support.captured import (
+    CLAIM,
+    HEARTBEAT,
+    Answered,
+    HostileCoordinator,
+    Lie,
+    answering,
+    claiming,
+    endless,
+)
+from tests.support.processes import peak_bytes
+from worker.agent import LONGEST_WAIT_SECONDS, Agent
+from worker.blockmap import block_table, named_tensors
+from worker.models import instantiate, read_block
+from worker.renewal import Stop
+from worker.settings import Settings
+
+MIB = 1 << 20
+VIT: dict[str, Any] = {
+    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_dropout_prob": 0.0,
+}  # fmt: skip
+BERT = {
+    "model_type": "bert", "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "intermediate_size": 8, "max_position_embeddings": 8,
+}  # fmt: skip
+KEEPS_HEAD = Chosen(name="fedper")
+SENDS_VALUES = Chosen(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"})
+PRIVACY = {"epsilon": 4.0, "delta": 1e-5, "clip_norm": 1.0}
+BUDGET = {"epsilon": 8.0, "delta": 1e-5}
+OTHER_RUN = {"run": "0" * 32}
+"""Makes a task one of a run that the worker has never heard of, whose terms it cannot know."""
+
+MOST_MEMORY = 400 * MIB
+"""More than this no lie may make the process grow by, of which the coordinator's side is a part."""
+
+
+class Hasty(Stop):
+    """Waits for nothing, and remembers how long it was to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.asked.append(seconds)
+        super().sleep(min(seconds, 0.02))
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a site says, and what run it takes part in."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    source: dict[str, Any] = field(default_factory=dict)
+    spec: dict[str, Any] = field(default_factory=dict)
+
+
+SITES = {
+    "open": Site(),
+    "strict": Site(
+        {
+            "policy": {
+                "models": ["vit"], "methods": ["fedper"], "datasets": ["digits"], "max_batch": 64, "max_tries": 1,
+                "max_task_seconds": 4, "min_measured": 50,
+            },
+        }
+    ),
+    "values": Site(
+        {
+            "policy": {"may_send": {"include": [{"roles": ["value"]}]}, "never_send": ["*embed*"]},
+            "kinds": ("train",),
+        },
+        spec={"method": SENDS_VALUES},
+    ),
+    "private": Site(spec={"privacy": PRIVACY}),
+    "budget": Site(source={"privacy": BUDGET}, spec={"privacy": PRIVACY}),
+}  # fmt: skip
+"""Five sites: one that allows whatever it can, one that allows what it needs, and so on."""
+
+HONEST_ROUNDS = 2
+
+
+class Scene:
+    """A worker of a site, and a run that it has taken part in."""
+
+    def __init__(self, coordinator: HostileCoordinator, folder: Path, name: str) -> None:
+        self.coordinator, self.client = coordinator, coordinator.client()
+        self.around = folder
+        self.state = folder / "state"
+        site = SITES[name]
+        self.stop = Hasty()
+        digits = {"kind": "digits", "part": {"scheme": "iid", "count": 8, "index": 0}, "held_out": 0.2}
+        sets: Any = {"digits": {**digits, **site.source}, "clinic": digits}
+        settings = Settings(
+            url=coordinator.url, token=coordinator.token("site", name), name="w", state_dir=self.state,
+            datasets=sets, threads=1, poll_seconds=0, **site.settings,
+        )  # fmt: skip
+        self.agent = Agent(settings, self.stop)
+        model = instantiate(VIT, "image-classification", seed=1)
+        self.model = Model(config=VIT, head="image-classification", blocks=block_table(model))
+        start = {block.name: read_block(named_tensors(model), block) for block in self.model.blocks}
+        given = {
+            "dataset": "digits", "rounds": 20, "training": Training(batch_size=64, learning_rate=0.01),
+            "cohort": Cohort(tries=100, sites=(name,)), "method": KEEPS_HEAD,
+        }  # fmt: skip
+        self.run: Run = start_run(self.client, self.model, start, **{"name": name, **given, **site.spec})
+        for _ in range(HONEST_ROUNDS):
+            self.does_an_honest_task()
+
+    def close(self) -> None:
+        self.agent._client.close()
+
+    def does(self) -> None:
+        """Asks for a task, and does it if there is one."""
+        task = self.agent._next()
+        if task is not None:
+            self.agent._do(task)
+
+    def does_an_honest_task(self) -> None:
+        accepted = len(self.tasks("accepted"))
+
+        def one_more() -> bool:
+            self.does()
+            return len(self.tasks("accepted")) > accepted
+
+        until(one_more)
+        until(lambda: self.client.run(self.run.id).version.number == accepted + 1)
+
+    def tasks(self, state: str) -> list[TaskView]:
+        return [task for made in self.client.rounds(self.run.id) for task in made.tasks if task.state == state]
+
+    def kept(self) -> dict[str, str]:
+        """What is on the worker's disk and is not the cache, by name, as a hash; beside what lies around it."""
+        around = [path for path in self.around.rglob("*") if path.is_file()]
+        left = [path for path in around if "cache" not in path.parts and path.name not in {"alive", "lock"}]
+        return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in left}
+
+    # ------------------------------------------------------------ what lies are made of
+
+    def version(self, number: int) -> dict[str, Any]:
+        """A true one."""
+        made = next(version for version in self.client.versions(self.run.id) if version.number == number)
+        return {"number": number, "digest": made.digest}
+
+    def last_seed(self) -> int:
+        record = json.loads((self.state / "runs" / f"{self.run.id}.json").read_bytes())
+        return int(record["handed"]["w"]["seed"])
+
+    def manifest(self, **changes: Any) -> dict[str, Any]:
+        """A version that differs from the latest in some of its parts, as a task names it."""
+        latest = self.client.run(self.run.id).version
+        made = {**self.client.manifest(latest.digest).model_dump(mode="json", exclude={"root"}), **changes}
+        return self.document(json.dumps(made).encode())
+
+    def document(self, raw: bytes) -> dict[str, Any]:
+        number = self.client.run(self.run.id).version.number
+        return {"version": {"number": number, "digest": self.coordinator.make(raw)}}
+
+    def with_block(self, name: str, raw: bytes) -> dict[str, Any]:
+        """A version that has other bytes for one block."""
+        blocks = self.client.manifest(self.client.run(self.run.id).version.digest).blocks
+        return self.manifest(blocks={**blocks, name: self.coordinator.make(raw)})
+
+    def other_model(self, **changes: Any) -> dict[str, Any]:
+        """The task of another run, whose model document has other parts."""
+        raw = json.dumps({**self.model.model_dump(mode="json"), **changes}).encode()
+        return {**OTHER_RUN, "model": self.coordinator.make(raw)}
+
+    def config(self, **changes: Any) -> dict[str, Any]:
+        return self.other_model(config={**VIT, **changes})
+
+    def extra_block(self, name: str) -> dict[str, Any]:
+        block = {"tensor": name, "role": "other", "shape": [4], "dtype": "F32"}
+        return self.other_model(blocks=[*self.model.model_dump(mode="json")["blocks"], block])
+
+
+Changes = Callable[[Scene], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    rule: str
+    """What the refusal says, as a regular expression: its code, and the rule or what is wrong."""
+    task: Changes | None = None
+    """What of the task is another; what is in `plan`, `training` or `privacy` goes over what is there."""
+    lies: Callable[[Scene], Sequence[Lie]] | None = None
+    """Any other lies."""
+    at: str = "open"
+    """The site that it happens to."""
+    told: bool = True
+    """Whether there is a task, whose failure the coordinator is told of."""
+
+    def of(self, scene: Scene) -> list[Lie]:
+        if self.lies:
+            return list(self.lies(scene))
+        assert self.task
+        changes = self.task(scene)
+        return [claiming(lambda task: merged(task, changes))]
+
+
+def merged(task: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    over = {key: {**task[key], **value} for key, value in changes.items() if key in MERGED and value and key in task}
+    return {**task, **changes, **over}
+
+
+MERGED = {"plan", "training", "privacy"}
+
+
+def says(**changes: Any) -> Changes:
+    return lambda _: changes
+
+
+def garbled(name: str, rule: str, **changes: Any) -> Case:
+    """A task that is none, so that there is no failure to tell of."""
+    return Case(name, f"answer-not-understood: the answer is no Task.*{rule}", says(**changes), told=False)
+
+
+def named(*names: str) -> dict[str, Any]:
+    return {"include": [{"names": list(names)}]}
+
+
+def answer(status: int, **headers: str) -> Answered:
+    return Answered(status, {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+PATH = "../../../escaped"
+LONG = {**OTHER_RUN, "training": {"epochs": 100, "batch_size": 1}, "lease_seconds": 0.8}
+"""Minutes of training, whose lease is renewed all the while."""
+
+
+CASES = [
+    # ---------------------------------------------------------------- blocks
+    Case(
+        "more blocks than the method sends",
+        "private: the method keeps these at the site: classifier",
+        says(plan={"upload": {}}),
+    ),
+    Case(
+        "a private block by its name",
+        "policy-violation: private: .*: classifier.weight$",
+        says(plan={"upload": named("classifier.weight", "*layernorm*")}),
+    ),
+    Case(
+        "all blocks of a site that sends values only",
+        "policy-violation: may_send: these blocks may not leave",
+        says(plan={"upload": {"exclude": [{"names": ["*embed*"]}]}}),
+        at="values",
+    ),
+    Case(
+        "blocks that a pattern withholds",
+        "policy-violation: never_send: .*patch_embeddings",
+        says(plan={"upload": {}}),
+        at="values",
+    ),
+    Case(
+        "blocks without the base that a difference needs",
+        "invalid-plan: .*no base",
+        says(plan={"fetch": named("vit.layernorm*")}),
+    ),
+    Case("blocks that no model has", "invalid-plan: no block matches", says(plan={"upload": named(PATH)})),
+    garbled(
+        "a plan of names that would take hours to compare",
+        "16384 conditions",
+        plan={"upload": named(*["a*b*"] * 20_000)},
+    ),
+    garbled("a plan with a number that is none", "/plan/numbers", plan={"numbers": {"x": float("nan")}}),
+    garbled("a plan with code in it", "/plan/code", plan={"code": "import os"}),
+    garbled("a stage that writes to a terminal", "/plan/stage", plan={"stage": "\x1b[2J"}),
+    # ---------------------------------------------------------------- models
+    Case(
+        "another model in the middle of a run",
+        "policy-violation: run: .* in model$",
+        lambda scene: {"model": scene.config(num_hidden_layers=2)["model"]},
+    ),
+    Case(
+        "a family of models that the site does not take",
+        "policy-violation: models: .*'bert'",
+        lambda scene: scene.other_model(config=BERT),
+        at="strict",
+    ),
+    Case(
+        "a model of terabytes",
+        "policy-violation: max_model_bytes: a model of 4503",
+        lambda scene: scene.other_model(
+            blocks=[{"tensor": "w", "role": "mlp", "shape": [1 << 25, 1 << 25], "dtype": "F32"}]
+        ),
+    ),
+    Case(
+        "a model larger than its table",
+        "model-mismatch: .*far larger than its table",
+        lambda scene: scene.config(hidden_size=1 << 16, intermediate_size=1 << 18),
+    ),
+    Case(
+        "a million layers",
+        "model-mismatch: .*far larger than its table",
+        lambda scene: scene.config(num_hidden_layers=1 << 20),
+    ),
+    Case(
+        "a billion layers",
+        "model-refused: .*num_hidden_layers: is more than",
+        lambda scene: scene.config(num_hidden_layers=10**9),
+    ),
+    Case(
+        "a model that names code",
+        "model-refused: .*auto_map: names code to import",
+        lambda scene: scene.config(auto_map={"AutoModel": "evil--modeling.Model"}),
+    ),
+    Case(
+        "a model that asks to be trusted",
+        "model-refused: .*trust_remote_code",
+        lambda scene: scene.config(trust_remote_code=True),
+    ),
+    Case(
+        "a model from a hub", "model-refused: .*_name_or_path", lambda scene: scene.config(_name_or_path="evil/model")
+    ),
+    Case(
+        "a model from a path", "model-refused: .*gguf_file: names a file", lambda scene: scene.config(gguf_file=PATH)
+    ),
+    Case(
+        "a kernel from a hub",
+        "model-refused: .*attn_implementation",
+        lambda scene: scene.config(attn_implementation="evil/kernel"),
+    ),
+    Case(
+        "a backbone from a hub",
+        "model-refused: .*backbone",
+        lambda scene: scene.config(text_config={"backbone": "evil/backbone"}),
+    ),
+    Case(
+        "a model type that is code",
+        "model-refused: .*transformers has none called",
+        lambda scene: scene.config(model_type="__import__('os').system('id')"),
+    ),
+    Case(
+        "a block under the vault's own prefix",
+        "model-mismatch: .*feedback/rest/x: missing",
+        lambda scene: scene.extra_block("feedback/rest/x"),
+    ),
+    Case("a block whose name is a path", "model-mismatch: .*escaped: missing", lambda scene: scene.extra_block(PATH)),
+    Case(
+        "a model document that is a pickle",
+        "invalid-model: ",
+        lambda scene: {**OTHER_RUN, "model": scene.coordinator.make(pickle.dumps({"config": VIT}))},
+    ),
+    Case(
+        "a block of Python objects",
+        "invalid-model: /blocks/0/dtype",
+        lambda scene: scene.other_model(blocks=[{"tensor": "w", "role": "mlp", "shape": [4], "dtype": "O"}]),
+    ),
+    Case(
+        "prompts without end",
+        "invalid-model: /prompts/text",
+        lambda scene: scene.other_model(prompts={"text": 10**9}),
+    ),
+    Case(
+        "a model document that is a bomb",
+        "invalid-model: a document of more than 4194304 values",
+        lambda scene: {
+            **OTHER_RUN,
+            "model": scene.coordinator.make(b'{"config":{"x":[' + b"[]," * (5 * MIB) + b"[]]}}"),
+        },
+    ),
+    Case(
+        "a model document nested too deep",
+        "invalid-model: a document nested too deep",
+        lambda scene: {**OTHER_RUN, "model": scene.coordinator.make(b"[" * MIB)},
+    ),
+    # ---------------------------------------------------------------- versions
+    Case(
+        "a version that is a pickle", "invalid-version: ", lambda scene: scene.document(pickle.dumps({"blocks": {}}))
+    ),
+    Case(
+        "a version that says two things under one name",
+        "invalid-version: .*names something twice",
+        lambda scene: scene.document(b'{"blocks":{"a":"sha256:%s","a":"sha256:%s"}}' % (b"0" * 64, b"1" * 64)),
+    ),
+    Case(
+        "a version whose root has a root",
+        "invalid-version: .*has itself a root",
+        lambda scene: scene.manifest(root=scene.manifest(root="sha256:" + "0" * 64)["version"]["digest"]),
+    ),
+    Case(
+        "a version of other blocks",
+        "invalid-version: .*differ in the blocks \\['extra'\\]",
+        lambda scene: scene.manifest(
+            blocks={**scene.client.manifest(scene.run.version.digest).blocks, "extra": "sha256:" + "0" * 64}
+        ),
+    ),
+    Case(
+        "a version with values that are NaN",
+        "invalid-version: vit.layernorm.weight holds values that are NaN",
+        lambda scene: scene.with_block("vit.layernorm.weight", np.full(16, np.nan, np.float32).tobytes()),
+    ),
+    Case(
+        "a version with values that are infinite",
+        "invalid-version: vit.layernorm.bias holds",
+        lambda scene: scene.with_block("vit.layernorm.bias", np.full(16, np.inf, np.float32).tobytes()),
+    ),
+    Case(
+        "a block that is a pickle",
+        "digest-mismatch: the bytes ended",
+        lambda scene: scene.with_block("vit.layernorm.weight", pickle.dumps(0)),
+    ),
+    Case(
+        "a block of more bytes than it has",
+        "digest-mismatch: the bytes received",
+        lambda scene: scene.with_block("vit.layernorm.weight", bytes(10 * MIB)),
+    ),
+    Case(
+        "bytes that are not those of their digest",
+        "digest-mismatch: ",
+        lambda scene: scene.manifest(
+            blocks=dict.fromkeys(
+                scene.client.manifest(scene.run.version.digest).blocks,
+                scene.coordinator.make(bytes(64), "sha256:" + "5" * 64),
+            )
+        ),
+    ),
+    Case(
+        "server memory of terabytes",
+        "policy-violation: max_model_bytes: server memory of",
+        lambda scene: {
+            **scene.manifest(
+                memory={"m": {"digest": "sha256:" + "0" * 64, "shape": [1 << 40, 1 << 40], "dtype": "F32"}}
+            ),
+            "plan": {"memory": ["*"]},
+        },
+    ),
+    Case(
+        "server memory of Python objects",
+        "invalid-version: /memory/m/dtype",
+        lambda scene: scene.manifest(memory={"m": {"digest": "sha256:" + "0" * 64, "shape": [4], "dtype": "O"}}),
+    ),
+    Case(
+        "server memory of forty axes",
+        "invalid-version: /memory/m/shape",
+        lambda scene: scene.manifest(
+            memory={"m": {"digest": "sha256:" + "0" * 64, "shape": [1] * 40, "dtype": "F32"}}
+        ),
+    ),
+    Case(
+        "server memory that is not there",
+        "invalid-plan: the version holds no memory",
+        says(plan={"memory": ["secrets*"]}),
+    ),
+    # ---------------------------------------------------------------- training
+    Case(
+        "more epochs than the site allows",
+        "policy-violation: max_epochs: 101",
+        says(**OTHER_RUN, training={"epochs": 101}),
+    ),
+    Case(
+        "more epochs behind a method's setting",
+        "policy-violation: max_epochs: 501",
+        says(**OTHER_RUN, method={"name": "fedrep", "settings": {"head_epochs": 500}}),
+    ),
+    Case(
+        "more epochs in the middle of a run", "policy-violation: run: .* in training$", says(training={"epochs": 2})
+    ),
+    Case(
+        "a batch of everything",
+        "policy-violation: max_batch: a batch of 144",
+        says(**OTHER_RUN, training={"batch_size": 10**12}),
+        at="strict",
+    ),
+    garbled("a learning rate that is no number", "/training/learning_rate", training={"learning_rate": float("nan")}),
+    garbled("an infinite learning rate", "/training/learning_rate", training={"learning_rate": float("inf")}),
+    garbled("a learning rate of a million", "/training/learning_rate", training={"learning_rate": 1e6}),
+    garbled("more rounds than any run has", "/rounds", rounds=10**15),
+    garbled("a round that the run does not have", "no round 999", round=999),
+    garbled("dice that cannot be thrown", "/seed", seed=-1),
+    Case("a method that is not installed", "unknown-method: ", says(**OTHER_RUN, method={"name": "steal"})),
+    Case("a method that is code", "unknown-method: ", says(**OTHER_RUN, method={"name": "os.system('id')"})),
+    Case(
+        "a method that the site does not allow",
+        "policy-violation: methods: ",
+        says(**OTHER_RUN, method={"name": "fedavg"}),
+        at="strict",
+    ),
+    Case(
+        "a method in the middle of another's run, for what that one kept",
+        "policy-violation: run: .* in method$",
+        says(method={"name": "fedavg"}),
+    ),
+    Case(
+        "another idea of what is private in the middle of a run",
+        "policy-violation: run: .* in method$",
+        says(method={"name": "fedper", "settings": {"private": [{"roles": ["norm"]}]}}),
+    ),
+    Case(
+        "settings that the method does not take",
+        "invalid-method: .*/code",
+        says(**OTHER_RUN, method={"name": "fedper", "settings": {"code": "x"}}),
+    ),
+    Case("a codec that is not installed", "unknown-codec: ", says(**OTHER_RUN, codec="pickle")),
+    Case(
+        "a codec of a thousand stages",
+        "unknown-codec: .*names a stage twice",
+        says(**OTHER_RUN, codec="+".join(["zstd"] * 1000)),
+    ),
+    Case("a budget that no update keeps to", "over-budget: ", says(**OTHER_RUN, upload_budget=1, codec="delta+int4")),
+    garbled("a kind of task that runs commands", "/kind", kind="shell"),
+    Case(
+        "a kind of task that this worker does not do", "policy-violation: kinds: ", says(kind="evaluate"), at="values"
+    ),
+    # ---------------------------------------------------------------- data and privacy
+    Case("a data set that is not here", "unknown-dataset: ", says(**OTHER_RUN, dataset="everything")),
+    Case(
+        "a data set that runs may not use",
+        "policy-violation: datasets: ",
+        says(**OTHER_RUN, dataset="clinic"),
+        at="strict",
+    ),
+    Case("another data set in the middle of a run", "policy-violation: run: .* in dataset$", says(dataset="clinic")),
+    garbled("a data set whose name is a path", "/dataset", dataset=PATH),
+    garbled("training on what is held out", "nothing trains on what is held out", held_out=True),
+    Case(
+        "figures of too few examples",
+        "policy-violation: min_measured: figures of 36",
+        says(kind="evaluate", held_out=True),
+        at="strict",
+    ),
+    Case("privacy switched off", "policy-violation: privacy: .*the run no privacy", says(privacy=None), at="budget"),
+    Case(
+        "privacy switched off where the site has no budget",
+        "policy-violation: run: .* in privacy$",
+        says(privacy=None),
+        at="private",
+    ),
+    Case(
+        "another delta in the middle of a run",
+        "policy-violation: run: .* in privacy$",
+        says(privacy={"delta": 1e-3}),
+        at="budget",
+    ),
+    Case(
+        "more epsilon in the middle of a run",
+        "policy-violation: run: .* in privacy$",
+        says(privacy={"epsilon": 900}),
+        at="budget",
+    ),
+    Case(
+        "more epsilon than the site's budget has left",
+        "policy-violation: privacy: this task would bring .*the site allows 8",
+        says(**OTHER_RUN, privacy={"epsilon": 900}, rounds=2, round=2),
+        at="budget",
+    ),
+    Case(
+        "a delta that promises nothing",
+        "policy-violation: privacy: a delta of 0.09",
+        says(**OTHER_RUN, privacy={"delta": 0.09}),
+        at="budget",
+    ),
+    garbled(
+        "a noise of the coordinator's choosing",
+        "/privacy/noise_multiplier",
+        privacy={**PRIVACY, "noise_multiplier": 0.0},
+    ),
+    Case(
+        "a choice of blocks that nothing covers",
+        "policy-violation: privacy: .*no exact choice",
+        says(**OTHER_RUN, privacy={"selection": "uncovered"}),
+        at="budget",
+    ),
+    Case(
+        "exact figures of data with a budget",
+        "policy-violation: privacy: no version is measured",
+        says(kind="evaluate"),
+        at="budget",
+    ),
+    # ---------------------------------------------------------------- views
+    Case(
+        "two versions under one number",
+        "policy-violation: version: version 0 of the run .* was another",
+        lambda scene: {
+            "round": 1,
+            "version": {"number": 0, "digest": scene.manifest(numbers={"x": 1.0})["version"]["digest"]},
+        },
+    ),
+    Case(
+        "two versions under one number, to measure",
+        "policy-violation: version: version 0",
+        lambda scene: {
+            "kind": "evaluate",
+            "round": 0,
+            "version": {"number": 0, "digest": scene.manifest(numbers={"x": 1.0})["version"]["digest"]},
+        },
+    ),
+    Case(
+        "an earlier round again",
+        "policy-violation: round: round 1 on version 0 does not come after round 2",
+        lambda scene: {"round": 1, "version": scene.version(0)},
+    ),
+    Case(
+        "a later round on a version that was trained before",
+        "policy-violation: round: round 3 on version 0",
+        lambda scene: {"round": 3, "version": scene.version(0)},
+    ),
+    Case(
+        "the same round with other dice",
+        "policy-violation: round: round 2 on version 1",
+        lambda scene: {"round": 2, "seed": 7, "version": scene.version(1)},
+    ),
+    Case(
+        "the same round again and again",
+        "policy-violation: max_tries: round 2 was handed in 1 times",
+        lambda scene: {"round": 2, "seed": scene.last_seed(), "version": scene.version(1)},
+        at="strict",
+    ),
+    # ---------------------------------------------------------------- leases and names
+    Case("a lease of a day", "policy-violation: max_lease_seconds: ", says(lease_seconds=86400)),
+    garbled("a lease of a year", "/lease_seconds", lease_seconds=31536000),
+    garbled("a lease that is over before it begins", "/lease_seconds", lease_seconds=-1),
+    Case(
+        "a task without end",
+        "policy-violation: max_task_seconds: the task takes longer than the 4 s",
+        says(**LONG),
+        at="strict",
+    ),
+    Case(
+        "a task that is cancelled whenever it has begun",
+        "task-cancelled: ",
+        told=False,
+        lies=lambda _: [
+            claiming(lambda task: merged(task, LONG)),
+            answering(
+                HEARTBEAT,
+                Answered(
+                    409, {"Content-Type": MEDIA_TYPE}, TaskCancelled("again").document().model_dump_json().encode()
+                ),
+            ),
+        ],
+    ),
+    Case(
+        "a renewal for a year",
+        "answer-not-understood: the answer is no Lease",
+        lies=lambda _: [
+            claiming(lambda task: merged(task, LONG)),
+            answering(HEARTBEAT, Answered(body=b'{"lease_seconds": 31536000}')),
+        ],
+    ),
+    garbled("a task whose name is a path", "/id", id=PATH),
+    garbled("a run whose name is a path", "/run", run=PATH),
+    garbled("a run whose name writes to a terminal", "/run_name", run_name="demo\x1b[2J\n2026 all is well"),
+    # ---------------------------------------------------------------- HTTP
+    Case(
+        "an answer of a hundred megabytes",
+        "answer-not-understood: .*longer than 4194304 bytes",
+        told=False,
+        lies=lambda _: [answering(CLAIM, lambda: Answered(body=endless(bytes(MIB), 100)))],
+    ),
+    Case(
+        "an answer nested too deep",
+        "answer-not-understood: the answer is no Task",
+        told=False,
+        lies=lambda _: [answering(CLAIM, Answered(body=b"[" * MIB))],
+    ),
+    Case(
+        "an answer that is a bomb",
+        "answer-not-understood: the answer is no Task",
+        told=False,
+        lies=lambda _: [
+            claiming(
+                lambda task: {
+                    **task,
+                    "kind": "shell",
+                    "method": {"name": "fedper", "settings": {"x": [[]] * 900_000}},
+                }
+            )
+        ],
+    ),
+    Case(
+        "headers without end",
+        "unavailable: no answer",
+        told=False,
+        lies=lambda _: [answering(CLAIM, Answered(200, {f"x-{n}": "x" * 100 for n in range(10_000)}, b"{}"))],
+    ),
+    Case(
+        "come back in a year",
+        "unavailable: HTTP 503",
+        told=False,
+        lies=lambda _: [answering(CLAIM, answer(503, Retry_After="31536000"))],
+    ),
+    Case(
+        "come back never",
+        "unavailable: HTTP 503",
+        told=False,
+        lies=lambda _: [answering(CLAIM, answer(503, Retry_After="9" * 400))],
+    ),
+    Case(
+        "come back in a year for a blob",
+        "unavailable: HTTP 503",
+        told=False,
+        lies=lambda _: [answering(("POST", "/v1/blobs/read"), answer(503, Retry_After="31536000"))],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileCoordinator]:
+    with HostileCoordinator(tmp_path_factory.mktemp("hostile")) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def scene_of(
+    hostile: HostileCoordinator, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Scene]]:
+    """Each site, which is there from when it is asked for first."""
+    made: dict[str, Scene] = {}
+
+    def scene(name: str) -> Scene:
+        made[name] = made.get(name) or Scene(hostile, tmp_path_factory.mktemp(name), name)
+        return made[name]
+
+    yield scene
+    for each in made.values():
+        each.close()
+
+
+def refusals(logged: Sequence[Any]) -> list[str]:
+    """What a worker's log says of what it would not do: the code, and why."""
+    events = {"task-failed": "code", "task-dropped": "reason", "coordinator-away": "reason"}
+    return [
+        f"{entry[events[entry['event']]]}: {entry['detail']} {' '.join(entry.get('errors', ()))}".strip()
+        for entry in logged
+        if entry["event"] in events
+    ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name.replace(" ", "-") for case in CASES])
+def test_it_is_refused_by_a_rule_and_nothing_leaves(
+    case: Case, hostile: HostileCoordinator, scene_of: Callable[[str], Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = scene_of(case.at)
+    monkeypatch.chdir(scene.around)
+    before, failed, asked = scene.kept(), len(scene.tasks("failed")), len(hostile.asked)
+    lies = case.of(scene)
+    scene.stop.asked.clear()
+    scene.agent._outage.over()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of what follows
+    resident = peak_bytes(os.getpid())
+
+    def refused() -> list[str]:
+        scene.does()
+        return refusals(logged)
+
+    with capture_logs() as logged, hostile.lying(*lies):
+        said = until(refused)
+    assert re.search(case.rule, said[0]), said
+    assert [sent for sent in hostile.asked[asked:] if sent.sends_tensors] == []
+    assert scene.kept() == before
+    assert max(scene.stop.asked, default=0) <= LONGEST_WAIT_SECONDS
+    assert peak_bytes(os.getpid()) - resident < MOST_MEMORY
+    if case.told:
+        (*_, last) = until(lambda: scene.tasks("failed")[failed:])
+        assert last.problem
+        assert re.search(case.rule, last.problem.detail), last.problem.detail
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_after_all_that_the_worker_goes_on_with_what_is_honest(name: str, scene_of: Callable[[str], Scene]) -> None:
+    scene_of(name).does_an_honest_task()

@@ -1,0 +1,133 @@
+"""What a site has handed in for each run, so that no run is shown to it in two forms.
+
+A run says once for all what it trains and how, a version's number names one version, and rounds go forward. A
+coordinator that breaks one of these wants the same examples trained on under another guise, to learn from the
+difference; whoever trains twice for an honest reason is asked for the same round of the same version. What a task has
+shown is written down before its result leaves, and not before: what is refused leaves no trace.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import JsonValue, PositiveInt, ValidationError
+
+from shared.blocks import Frozen
+from shared.wire import Digest, Label, Task, canonical
+from worker.files import written_whole
+from worker.policy import PolicyViolation
+
+RUNS_FOLDER = "runs"
+"""What the folder is called beside a worker's other state."""
+
+VERSIONS_KEPT = 64
+
+TERMS = (
+    "run_name", "model", "method", "dataset", "rounds", "training", "privacy", "divide", "codec", "upload_budget",
+    "upload_seconds",
+)  # fmt: skip
+"""What a task says that is the same in all tasks of a run."""
+
+
+class Handed(Frozen):
+    """The last round that a worker handed in an update of, and how often it did."""
+
+    round: int
+    version: int
+    seed: int
+    times: PositiveInt
+
+
+class Record(Frozen):
+    """What one run has shown of itself to the workers that share the folder."""
+
+    terms: dict[str, JsonValue] = {}
+    versions: dict[int, Digest] = {}
+    """The newest, by number."""
+    handed: dict[Label, Handed] = {}
+    """By worker."""
+
+
+class Contributions:
+    """The records of all runs, a file each in `folder`, which several workers of a site may share."""
+
+    def __init__(self, folder: Path, worker: str) -> None:
+        self._folder = folder
+        self._worker = worker
+
+    def check(self, task: Task, max_tries: int) -> None:
+        """Judges a task by what the run has shown before. Raises PolicyViolation."""
+        self._next(self._read(task), task, max_tries)
+
+    def add(self, task: Task, max_tries: int) -> None:
+        """Judges it once more and writes down what it shows, which is on disk when this returns."""
+        with self._alone():
+            record = self._next(self._read(task), task, max_tries)
+            with written_whole(self._path(task)) as file:
+                file.write(canonical(record))
+
+    def _path(self, task: Task) -> Path:
+        # A run's identifier cannot be a path.
+        return self._folder / f"{task.run}.json"
+
+    def _read(self, task: Task) -> Record:
+        path = self._path(task)
+        try:
+            return Record.model_validate_json(path.read_bytes()) if path.exists() else Record()
+        except ValidationError as fault:
+            raise PolicyViolation("run", f"what is written down of the run {task.run} cannot be read") from fault
+
+    def _next(self, record: Record, task: Task, max_tries: int) -> Record:
+        """The record with what the task shows. Raises PolicyViolation if the two do not go together."""
+        terms = _terms(task)
+        if changed := [name for name, said in terms.items() if name in record.terms and record.terms[name] != said]:
+            raise PolicyViolation("run", f"the run {task.run} was another before, in {', '.join(changed)}")
+        versions = _with_version(record.versions, task)
+        handed = dict(record.handed)
+        if task.kind == "train":
+            handed[self._worker] = _next_round(record.handed.get(self._worker), task, max_tries)
+        return Record(terms={**record.terms, **terms}, versions=versions, handed=handed)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self._folder / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _terms(task: Task) -> dict[str, JsonValue]:
+    said = task.model_dump(mode="json")
+    # What a central evaluation measures on is another data set than the run's.
+    central = task.kind == "evaluate" and not task.held_out
+    return {name: said[name] for name in TERMS if not (central and name == "dataset")}
+
+
+def _with_version(versions: Mapping[int, Digest], task: Task) -> dict[int, Digest]:
+    number, digest = task.version.number, task.version.digest
+    if versions.get(number, digest) != digest:
+        raise PolicyViolation("version", f"version {number} of the run {task.run} was another one before")
+    if len(versions) >= VERSIONS_KEPT and number < min(versions):
+        raise PolicyViolation("version", f"version {number} of the run {task.run} is older than what is remembered")
+    known = {**versions, number: digest}
+    return {number: known[number] for number in sorted(known)[-VERSIONS_KEPT:]}
+
+
+def _next_round(last: Handed | None, task: Task, max_tries: int) -> Handed:
+    """What is written down of a task that trains. It may be the same round again, if what was handed in came to
+    nothing."""
+    asked = Handed(round=task.round, version=task.version.number, seed=task.seed, times=1)
+    if last is None or (asked.round > last.round and asked.version > last.version):
+        return asked
+    if (asked.round, asked.version, asked.seed) != (last.round, last.version, last.seed):
+        raise PolicyViolation(
+            "round",
+            f"round {asked.round} on version {asked.version} does not come after round {last.round} on version "
+            f"{last.version}, which was handed in",
+        )
+    if last.times >= max_tries:
+        raise PolicyViolation("max_tries", f"round {last.round} was handed in {last.times} times, which is allowed")
+    return asked.model_copy(update={"times": last.times + 1})
