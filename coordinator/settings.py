@@ -45,8 +45,17 @@ class Settings(BaseSettings):
         le=1 << 19,
         description="an update up to this size may come in one request with its submission",
     )
-    upload_idle_seconds: PositiveFloat = Field(
-        default=120.0, description="how long an upload may stand still before its connection is cut"
+    idle_seconds: PositiveFloat = Field(
+        default=120.0, description="how long an upload or an answer may stand still before its connection is cut"
+    )
+    max_header_bytes: PositiveInt = Field(default=65_536, description="the longest head of a request that is read")
+    head_seconds: PositiveFloat = Field(
+        default=10.0, description="how long the head of a request may take, and how long a JSON body may stand still"
+    )
+    body_seconds: PositiveFloat = Field(default=60.0, description="how long a JSON body may take")
+    max_connections: PositiveInt = Field(default=16_384, description="the most connections at a time")
+    max_connections_per_address: PositiveInt | None = Field(
+        default=None, description="the same from one address; behind a proxy all come from its own"
     )
     merge_readahead_bytes: PositiveInt = Field(
         default=1 << 18, description="what is read of each update at a time, from a store that is no folder"

@@ -40,7 +40,7 @@ _REPR_DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/=]{44}):")
 
 
 def uploads(serving: Serving) -> Uploads:
-    return Uploads(serving.database, serving.blobs, serving.settings.upload_idle_seconds, RECEIVED_BYTES.inc)
+    return Uploads(serving.database, serving.blobs, serving.settings.idle_seconds, RECEIVED_BYTES.inc)
 
 
 Uploading = Annotated[Uploads, Depends(uploads)]

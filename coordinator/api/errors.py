@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http
+import math
 
 import structlog
 from fastapi import FastAPI, Request
@@ -28,12 +29,18 @@ from shared.problems import (
 log = structlog.get_logger()
 
 
-def respond(problem: Problem) -> Response:
+def headers_of(problem: Problem) -> dict[str, str]:
     headers = {k: v for k, v in problem.headers.items() if k.lower() != "content-length"}
     if problem.retry_after_seconds is not None:
-        headers["Retry-After"] = str(max(1, round(problem.retry_after_seconds)))
+        headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after_seconds)))
+    return headers
+
+
+def respond(problem: Problem) -> Response:
     PROBLEMS_TOTAL.labels(code=problem.code).inc()
-    return JSONResponse(problem.json(), status_code=problem.status, headers=headers, media_type=MEDIA_TYPE)
+    return JSONResponse(
+        problem.json(), status_code=problem.status, headers=headers_of(problem), media_type=MEDIA_TYPE
+    )
 
 
 def _problem(request: Request, problem: Exception) -> Response:

@@ -17,6 +17,7 @@ import uvicorn
 from alembic import command
 
 from coordinator.app import create_app
+from coordinator.listening import configuration
 from coordinator.services import Services, assemble
 from coordinator.settings import Settings
 from coordinator.storage.database import alembic_config
@@ -66,8 +67,7 @@ class LiveCoordinator:
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(create_app(self.services), log_level="error", timeout_graceful_shutdown=5)
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(configuration(create_app(self.services), self.settings))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
         self._thread.start()
         until(lambda: self._server.started)
