@@ -22,6 +22,7 @@ from coordinator.storage import rounds
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
 from coordinator.storage.identity import note_seen
+from coordinator.storage.room import Room, is_full
 from coordinator.storage.rounds import ACTOR
 from coordinator.storage.snapshots import (
     Member,
@@ -40,11 +41,14 @@ from shared.aggregation import Aggregation
 from shared.methods.contract import State
 from shared.model import Model
 from shared.planning import plan_round, warnings_of
-from shared.problems import Conflict
+from shared.problems import Conflict, StoreFull
 from shared.states import States
 from shared.wire import RunSpec, VersionRef
 
 log = structlog.get_logger()
+
+FULL_SECONDS = 10.0
+"""How long merges wait when the disk has no room for one."""
 
 
 class Conductor:
@@ -57,6 +61,7 @@ class Conductor:
         states: States,
         aggregation: Aggregation,
         presence: Presence,
+        room: Room,
         *,
         patience: Patience,
         live_seconds: float,
@@ -68,6 +73,7 @@ class Conductor:
         self._states = states
         self._aggregation = aggregation
         self._presence = presence
+        self._room = room
         self._patience = patience
         self._live_seconds = live_seconds
         self._tick_seconds = tick_seconds
@@ -75,6 +81,7 @@ class Conductor:
         # Forgetting it costs one more try.
         self._failed: dict[tuple[str, Action], float] = {}
         self._merging = threading.Lock()
+        self._full_until = 0.0
         self._began_at = database.now()
         self._called = threading.Event()
         self._ended = threading.Event()
@@ -129,7 +136,7 @@ class Conductor:
 
         A daemon: a merge that is cut off by the end of the process is done again by the next.
         """
-        if self._merging.acquire(blocking=False):
+        if self._full_until <= self._database.now() and self._merging.acquire(blocking=False):
             threading.Thread(target=self._merge_and_call, args=(run, action), name="merge", daemon=True).start()
 
     def _merge_and_call(self, run: RunSnapshot, action: todo.Merge) -> None:
@@ -163,10 +170,15 @@ class Conductor:
         except (Conflict, IntegrityError) as conflict:
             log.info("conductor.overtaken", run=run_id, action=str(action), detail=str(conflict))
             return False
-        except OperationalError:
-            # The database is away, which is no fault of this run.
-            raise
         except Exception as fault:  # a method is anybody's code, and one that fails must not hold up other runs
+            if isinstance(fault, StoreFull) or is_full(fault):
+                # No fault of this run either: it waits until there is room.
+                log.warning("conductor.disk_full", run=run_id, action=str(action), detail=str(fault))
+                self._full_until = self._database.now() + FULL_SECONDS
+                return False
+            if isinstance(fault, OperationalError):
+                # The database is away, which is no fault of this run.
+                raise
             log.exception("conductor.action_failed", run=run_id, action=str(action))
             self._failed[run_id, action] = run.idle_since
             return self._halt(run_id, f"{type(action).__name__.lower()} failed: {fault}")
@@ -278,6 +290,7 @@ class Conductor:
     def _merge(self, run_id: str, round_id: str) -> list[str]:
         """Merges outside of any transaction, then commits version, round and next round in one (invariant I3)."""
         spec, base = self._base(run_id)
+        self._room.require(self._states.model(spec.model).nbytes)
         with self._database.snapshot() as session:
             accepted = rounds.accepted_updates(session, round_id)
         manifest, new = self._aggregation.merge(spec, base, accepted)

@@ -50,6 +50,8 @@ class TableCollector(Collector):
         yield GaugeMetricFamily("tessera_live_workers", "Workers heard of lately", live)
         yield GaugeMetricFamily("tessera_waiting_workers", "Workers waiting here", len(self._services.gate.workers))
         yield GaugeMetricFamily("tessera_blobs", "Blobs stored", blobs)
+        yield GaugeMetricFamily("tessera_disk_free_bytes", "Bytes free on the disk", self._services.room.free_bytes())
+        yield GaugeMetricFamily("tessera_memory_share", "Share of the memory in use", self._services.memory.share())
         yield GaugeMetricFamily("tessera_blob_bytes", "Bytes of the blobs stored", blob_bytes)
 
 

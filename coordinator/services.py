@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from coordinator.attendance import Attendance
@@ -14,10 +15,13 @@ from coordinator.bells import Bells
 from coordinator.conductor import Conductor
 from coordinator.differences import Differences
 from coordinator.domain.decide import Patience
+from coordinator.memory import Memory
 from coordinator.presence import Gate, Presence
+from coordinator.rates import Admission
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
+from coordinator.storage.room import Room
 from shared.aggregation import Aggregation
 from shared.inspection import Inspector
 from shared.states import Settle, States, settle
@@ -30,6 +34,9 @@ Duty = Literal["both", "serve", "conduct"]
 class Services:
     settings: Settings
     database: Database
+    room: Room
+    memory: Memory
+    admission: Admission
     blobs: Blobs
     states: States
     inspector: Inspector
@@ -59,6 +66,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         readahead_bytes=settings.merge_readahead_bytes,
         duty=duty,
     )
+    room = Room(_folders(database, blobs), settings.disk_reserve_bytes)
     states = States(blobs, _engine(settings) if duty != "serve" else None)
     inspector = Inspector(blobs, states)
     presence, gate, bells = Presence(), Gate(), Bells(settings.staging_dir / "bells")
@@ -69,6 +77,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         states,
         Aggregation(states, inspector),
         presence,
+        room,
         patience=Patience(settings.gather_seconds, settings.evaluation_seconds),
         live_seconds=settings.live_seconds,
         tick_seconds=settings.tick_seconds,
@@ -77,6 +86,9 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
     return Services(
         settings=settings,
         database=database,
+        room=room,
+        memory=Memory(settings.memory_limit_bytes),
+        admission=Admission(settings.requests_per_second, settings.request_burst, settings.failures_per_minute),
         blobs=blobs,
         states=states,
         inspector=inspector,
@@ -89,6 +101,13 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         call=conductor.call if duty == "both" else bells.call,
         wake=wake,
     )
+
+
+def _folders(database: Database, blobs: Blobs) -> list[Path]:
+    """Where what is written goes, as far as it is on this machine. Blobs in a folder share a disk with staging."""
+    url = database.url
+    embedded = [Path(url.database).parent] if url.get_backend_name() == "sqlite" and url.database else []
+    return [blobs.staging_dir, *embedded]
 
 
 def _engine(settings: Settings) -> Settle:

@@ -9,10 +9,12 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from coordinator.metrics import PROBLEMS_TOTAL
+from coordinator.storage.room import RETRY_SECONDS, is_full
 from shared.problems import (
     MAX_FAULTS,
     MEDIA_TYPE,
@@ -23,6 +25,7 @@ from shared.problems import (
     NotFound,
     Problem,
     ServerFault,
+    StoreFull,
     pointer_to,
 )
 
@@ -82,6 +85,14 @@ def _fault(request: Request, fault: Exception) -> Response:
     return respond(ServerFault("the coordinator failed to answer this request; its log says why"))
 
 
+def _full(request: Request, fault: Exception) -> Response:
+    """A disk that filled up in the midst of it. Any other fault of a file or the database stays what it is."""
+    if not is_full(fault):
+        raise fault
+    log.error("disk.full", method=request.method, path=request.url.path, fault=str(fault))
+    return respond(StoreFull("the disk filled up meanwhile", retry_after_seconds=RETRY_SECONDS))
+
+
 def page_of(code: str) -> Response:
     """The page that a problem's `type` points to."""
     kind = PROBLEMS.get(code)
@@ -96,5 +107,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(OSError, _full)
+    app.add_exception_handler(OperationalError, _full)
     app.add_exception_handler(Exception, _fault)
     app.get("/problems/{code}", include_in_schema=False)(page_of)

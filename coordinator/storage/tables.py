@@ -226,8 +226,18 @@ class UploadRow(Table):
     """An announced blob. How much of it is here is the length of its staging file."""
 
     __tablename__ = "uploads"
-    # Announcing the same bytes again goes on with the same upload.
-    __table_args__ = (UniqueConstraint("owner", "digest"),)
+    __table_args__ = (
+        # Announcing the same bytes again goes on with the same upload.
+        UniqueConstraint("owner", "digest"),
+        # What quotas count: of the last day, and what is not finished.
+        Index("ix_uploads_owner_created_at", "owner", "created_at"),
+        Index(
+            "ix_uploads_unfinished",
+            "owner",
+            sqlite_where=text("not complete"),
+            postgresql_where=text("not complete"),
+        ),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True)
     owner: Mapped[str]

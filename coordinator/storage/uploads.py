@@ -12,21 +12,26 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
 from coordinator.storage.identity import new_id
-from coordinator.storage.tables import UploadRow
+from coordinator.storage.room import Room
+from coordinator.storage.tables import SiteRow, UploadRow
 from shared.blobs import Stored
-from shared.problems import BadRequest, DigestMismatch, NotFound, OffsetMismatch, TooLarge, UploadBusy
+from shared.problems import BadRequest, DigestMismatch, NotFound, OffsetMismatch, QuotaExceeded, TooLarge, UploadBusy
 from shared.tensors import digest_of
 
 WRITE_BYTES = 1 << 20
+DAY_SECONDS = 86_400.0
+
+FINISHING_SECONDS = 30.0
+"""When a site that has too many unfinished uploads may ask again."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +44,54 @@ class Upload:
 
 
 @dataclass(frozen=True)
+class Quota:
+    """What a site may announce. Judged in the tables, so that several coordinators agree."""
+
+    bytes_per_day: int | None
+    unfinished: int
+
+    def require(self, session: Session, now: float, site_id: str, row: UploadRow) -> None:
+        """Whether a new upload, or the new length of one, may be. Raises QuotaExceeded."""
+        # Two announcements of one site at once would each not see the other.
+        session.get_one(SiteRow, site_id, with_for_update=True)
+        others = (UploadRow.owner == row.owner) & (UploadRow.id != row.id)
+        unfinished = session.scalar(select(func.count()).where(others, ~UploadRow.complete)) or 0
+        if unfinished >= self.unfinished:
+            raise QuotaExceeded(
+                f"{unfinished} uploads of this site are unfinished (setting site_unfinished_uploads)",
+                retry_after_seconds=FINISHING_SECONDS,
+            )
+        if self.bytes_per_day is None:
+            return
+        lately = others & (UploadRow.created_at > now - DAY_SECONDS)
+        total, first_at = session.execute(
+            select(func.coalesce(func.sum(UploadRow.length), 0), func.min(UploadRow.created_at)).where(lately)
+        ).one()
+        if total + row.length > self.bytes_per_day:
+            raise QuotaExceeded(
+                f"this site has announced {total} bytes within a day; {row.length} more would be over "
+                f"{self.bytes_per_day} (setting site_bytes_per_day)",
+                retry_after_seconds=(first_at or now) + DAY_SECONDS - now,
+            )
+
+
+@dataclass(frozen=True)
 class Uploads:
     database: Database
     blobs: Blobs
+    room: Room
+    quota: Quota
     idle_seconds: float
     received: Callable[[float], object]
     """Told of the bytes as they come."""
 
     # ------------------------------------------------------------ the table
 
-    def announce(self, owner: str, digest: str, length: int) -> Upload:
-        """A new upload, or the one that this owner has announced before. Raises BadRequest if the lengths differ."""
+    def announce(self, owner: str, digest: str, length: int, *, site_id: str | None = None) -> Upload:
+        """A new upload, or the one that this owner has announced before.
+
+        Raises BadRequest if the lengths differ, StoreFull, and QuotaExceeded if the owner is a site.
+        """
         with self.database.transaction() as session:
             same = (UploadRow.owner == owner) & (UploadRow.digest == digest)
             row = session.scalars(select(UploadRow).where(same)).one_or_none()
@@ -58,14 +100,21 @@ class Uploads:
                 row = UploadRow(
                     id=new_id(), owner=owner, digest=digest, length=length, complete=False, created_at=now
                 )
+                self._permit(session, site_id, row)
                 session.add(row)
             elif row.length != length and row.complete:
                 raise BadRequest(f"{digest} has {row.length} bytes, not {length}")
             elif row.length != length:
                 # One of the announcements is mistaken; the bytes will tell which.
                 row.length = length
+                self._permit(session, site_id, row)
                 self._path(_record(row)).unlink(missing_ok=True)
             return _record(row)
+
+    def _permit(self, session: Session, site_id: str | None, row: UploadRow) -> None:
+        self.room.require(row.length)
+        if site_id is not None:
+            self.quota.require(session, self.database.now(), site_id, row)
 
     def find(self, upload_id: str, owner: str) -> Upload:
         """Raises NotFound if there is no such upload of this owner."""
@@ -111,13 +160,23 @@ class Uploads:
     async def append(self, upload: Upload, offset: int, body: AsyncIterator[bytes]) -> int:
         """Adds bytes from `offset` on and returns the new offset; completes the upload when all are here.
 
-        Raises OffsetMismatch, UploadBusy, TooLarge, DigestMismatch.
+        Raises OffsetMismatch, UploadBusy, TooLarge, DigestMismatch, StoreFull.
         """
         if upload.complete:
             return upload.length
-        with self._locked(upload) as file:
+        with self._locked(upload) as file, self.room.expecting(max(0, upload.length - offset)) as written:
             received = await asyncio.to_thread(_resume, file, upload, offset)
             pending = bytearray()
+
+            def write() -> None:
+                # Bit by bit, and gone from `pending` when it is there: a full disk takes a part, and what it has
+                # taken may not be written again.
+                while pending:
+                    count = file.write(pending)
+                    received.update(memoryview(pending)[:count])
+                    del pending[:count]
+                    written(count)
+
             try:
                 async with self._moving() as came:
                     async for piece in body:
@@ -126,12 +185,11 @@ class Uploads:
                         if file.tell() + len(pending) > upload.length:
                             raise _longer(upload)
                         if len(pending) >= WRITE_BYTES:
-                            await _to_the_end(_write, file, received, pending)
+                            await _to_the_end(write)
             finally:
                 # What has come is kept even when the sender is cut off, so that it need not come again.
                 if file.tell() + len(pending) <= upload.length:
-                    _write(file, received, pending)
-                file.flush()
+                    write()
             if file.tell() == upload.length:
                 await asyncio.to_thread(self._finish, upload, received.hexdigest())
             return file.tell()
@@ -173,9 +231,9 @@ class Uploads:
         return self.blobs.staging_dir / f"upload-{upload.id}"
 
     @contextmanager
-    def _locked(self, upload: Upload) -> Iterator[BinaryIO]:
+    def _locked(self, upload: Upload) -> Iterator[FileIO]:
         """The staging file, for one request at a time. Raises UploadBusy."""
-        with self._path(upload).open("ab+") as file:
+        with self._path(upload).open("ab+", buffering=0) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -189,9 +247,9 @@ def owned(session: Session, owner: str, digest: str) -> int | None:
     return session.scalar(select(UploadRow.length).where(same))
 
 
-async def _to_the_end(work: Callable[..., None], *arguments: object) -> None:
+async def _to_the_end(work: Callable[[], None]) -> None:
     """Works in a thread and waits for it even when cancelled, so that nobody else touches what it works on."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -199,7 +257,7 @@ async def _to_the_end(work: Callable[..., None], *arguments: object) -> None:
         raise
 
 
-def _resume(file: BinaryIO, upload: Upload, offset: int) -> hashlib._Hash:
+def _resume(file: FileIO, upload: Upload, offset: int) -> hashlib._Hash:
     """The hash of what is here, which must end at `offset`."""
     end = file.seek(0, 2)
     if end != offset:
@@ -211,12 +269,6 @@ def _resume(file: BinaryIO, upload: Upload, offset: int) -> hashlib._Hash:
     while piece := file.read(WRITE_BYTES):
         received.update(piece)
     return received
-
-
-def _write(file: BinaryIO, received: hashlib._Hash, pending: bytearray) -> None:
-    file.write(pending)
-    received.update(pending)
-    pending.clear()
 
 
 def _longer(upload: Upload) -> TooLarge:

@@ -17,7 +17,7 @@ import psutil
 
 from shared.client import Client
 from shared.wire import TokenSpec
-from tests.support.coordinator import until
+from tests.support.coordinator import ROOMY, until
 
 
 def free_port() -> int:
@@ -73,7 +73,7 @@ class CoordinatorProcess:
         self.folder = folder
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        quick = {"tick_seconds": 0.1, "gather_seconds": 60.0}
+        quick = {"tick_seconds": 0.1, "gather_seconds": 60.0, **ROOMY}
         self._environment = {
             f"TESSERA_{key.upper()}": str(value)
             for key, value in {
