@@ -63,6 +63,8 @@ class ProblemDocument(Frozen, extra="ignore"):
     remedy: str
     retryable: bool
     errors: tuple[Fault, ...] = ()
+    trace: str | None = None
+    """Under which the coordinator's log has more of it."""
 
 
 class Problem(Exception):
@@ -106,7 +108,7 @@ class Problem(Exception):
         )
 
     def json(self) -> dict[str, JsonValue]:
-        return self.document().model_dump(mode="json")
+        return self.document().model_dump(mode="json", exclude_none=True)
 
     def __str__(self) -> str:
         faults = "".join(f"\n  {fault.pointer}: {fault.detail}" for fault in self.errors[:MAX_FAULTS])

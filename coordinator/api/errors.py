@@ -9,12 +9,14 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import JsonValue
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from coordinator.metrics import PROBLEMS_TOTAL
 from coordinator.storage.room import RETRY_SECONDS, is_full
+from coordinator.tracing import present_trace
 from shared.problems import (
     MAX_FAULTS,
     MEDIA_TYPE,
@@ -31,6 +33,9 @@ from shared.problems import (
 
 log = structlog.get_logger()
 
+UNLOGGED = {401, 429}
+"""What anybody may bring about as often as they like is counted alone."""
+
 
 def headers_of(problem: Problem) -> dict[str, str]:
     headers = {k: v for k, v in problem.headers.items() if k.lower() != "content-length"}
@@ -39,16 +44,29 @@ def headers_of(problem: Problem) -> dict[str, str]:
     return headers
 
 
-def respond(problem: Problem) -> Response:
+def respond(request: Request, problem: Problem) -> Response:
+    if problem.status not in UNLOGGED:
+        log.info(
+            "request.refused",
+            method=request.method,
+            path=request.url.path,
+            status=problem.status,
+            code=problem.code,
+            detail=problem.detail,
+        )
+    return _written(problem.json(), problem, problem.status, headers_of(problem))
+
+
+def _written(document: dict[str, JsonValue], problem: Problem, status: int, headers: dict[str, str]) -> Response:
     PROBLEMS_TOTAL.labels(code=problem.code).inc()
-    return JSONResponse(
-        problem.json(), status_code=problem.status, headers=headers_of(problem), media_type=MEDIA_TYPE
-    )
+    if trace := present_trace():
+        document["trace"] = trace
+    return JSONResponse(document, status_code=status, headers=headers, media_type=MEDIA_TYPE)
 
 
 def _problem(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, Problem)  # noqa: S101 (registered for it)
-    return respond(problem)
+    return respond(request, problem)
 
 
 def _invalid(request: Request, refusal: Exception) -> Response:
@@ -61,7 +79,7 @@ def _invalid(request: Request, refusal: Exception) -> Response:
     ]
     unreadable = any(error["type"] == "json_invalid" for error in errors)
     kind = BadRequest if unreadable else Invalid
-    return respond(kind("the request has faults; each is named", errors=faults))
+    return respond(request, kind("the request has faults; each is named", errors=faults))
 
 
 def _http(request: Request, refusal: Exception) -> Response:
@@ -71,8 +89,7 @@ def _http(request: Request, refusal: Exception) -> Response:
     kind: type[Problem] = NotFound if refusal.status_code == 404 else BadRequest
     problem = kind(f"{request.method} {request.url.path}: {phrase}", headers=dict(refusal.headers or {}))
     document = problem.json() | {"status": refusal.status_code}
-    PROBLEMS_TOTAL.labels(code=problem.code).inc()
-    return JSONResponse(document, refusal.status_code, headers=problem.headers, media_type=MEDIA_TYPE)
+    return _written(document, problem, refusal.status_code, problem.headers)
 
 
 def _gone(request: Request, fault: Exception) -> Response:
@@ -82,7 +99,8 @@ def _gone(request: Request, fault: Exception) -> Response:
 
 def _fault(request: Request, fault: Exception) -> Response:
     log.error("request.failed", method=request.method, path=request.url.path, exc_info=fault)
-    return respond(ServerFault("the coordinator failed to answer this request; its log says why"))
+    told = f"the coordinator failed to answer this request; its log says why (trace {present_trace()})"
+    return respond(request, ServerFault(told))
 
 
 def _full(request: Request, fault: Exception) -> Response:
@@ -90,7 +108,7 @@ def _full(request: Request, fault: Exception) -> Response:
     if not is_full(fault):
         raise fault
     log.error("disk.full", method=request.method, path=request.url.path, fault=str(fault))
-    return respond(StoreFull("the disk filled up meanwhile", retry_after_seconds=RETRY_SECONDS))
+    return respond(request, StoreFull("the disk filled up meanwhile", retry_after_seconds=RETRY_SECONDS))
 
 
 def page_of(code: str) -> Response:
