@@ -15,20 +15,24 @@ import resource
 import struct
 import termios
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import structlog
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from coordinator.api.errors import headers_of
 from coordinator.metrics import CONNECTIONS, PROBLEMS_TOTAL
 from coordinator.settings import Settings
-from shared.problems import MEDIA_TYPE, BadRequest, Busy, HeadersTooLarge, Problem, TooSlow
+from shared.problems import MEDIA_TYPE, BadRequest, Busy, HeadersTooLarge, Problem, TooSlow, Unavailable
 
 log = structlog.get_logger()
+
+GRACE_SECONDS = 5
+"""How long requests in hand may go on when the process is told to stop."""
 
 RETRY_SECONDS = 5.0
 """When one that was turned away may ask again."""
@@ -46,11 +50,11 @@ LOOKS = 4
 """How often within `idle_seconds` it is looked whether a receiver has taken anything."""
 
 
-def configuration(app: FastAPI, settings: Settings) -> uvicorn.Config:
+def configuration(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     """The server as `serve` runs it."""
     door = Door(settings)
     return uvicorn.Config(
-        app,
+        Ending(app),
         host=settings.host,
         port=settings.port,
         http=partial(Connection, door),  # type: ignore[arg-type]  # it is called, whatever it is
@@ -60,7 +64,7 @@ def configuration(app: FastAPI, settings: Settings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=GRACE_SECONDS,
     )
 
 
@@ -294,13 +298,29 @@ class Connection(HttpToolsProtocol):
         return self.transport.get_write_buffer_size() + int(struct.unpack("i", held)[0])
 
 
+class Ending:
+    """An application whose requests, if the process ends before they do, are told to come again."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            # The server cancels requests at its end alone. One that has begun to answer can say no more.
+            problem = Unavailable("the coordinator is stopping", retry_after_seconds=1)
+            with suppress(RuntimeError):
+                await _Refusing(problem)(scope, receive, send)
+
+
 class _Refusing:
     """An application that gives one answer and closes the connection."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         PROBLEMS_TOTAL.labels(code=self._problem.code).inc()
         content = json.dumps(self._problem.json()).encode()
         headers = [(name.lower().encode(), value.encode()) for name, value in _headers(self._problem, content)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import socket
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from shared.tensors import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
-from tests.support.raw import answer, connected, head, rest, trickle
+from tests.support.raw import announced, answer, connected, head, rest, trickle
 
 VERSION = head("GET", "/version", {})
 
@@ -148,15 +147,11 @@ def large() -> bytes:
 def stored(live: LiveCoordinator, data: bytes) -> bytes:
     """The head of a request for a blob of these bytes."""
     http = live.http("orchestrator")
-    digest = digest_of(data)
-    announced = {
-        "Upload-Length": str(len(data)),
-        "Upload-Complete": "?1",
-        "Repr-Digest": f"sha-256=:{base64.b64encode(bytes.fromhex(digest.removeprefix('sha256:'))).decode()}:",
-    }
-    assert http.post("/v1/uploads", headers=announced, content=data).status_code == 201
+    assert http.post("/v1/uploads", headers=announced(data, complete=True), content=data).status_code == 201
     http.close()
-    return head("GET", f"/v1/blobs/{digest}", {"Authorization": http.headers["Authorization"], "Connection": "close"})
+    return head(
+        "GET", f"/v1/blobs/{digest_of(data)}", {"Authorization": http.headers["Authorization"], "Connection": "close"}
+    )
 
 
 def test_an_answer_that_nobody_takes_is_cut_off(tmp_path: Path, large: bytes) -> None:

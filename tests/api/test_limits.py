@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import errno
 import re
 import resource
@@ -22,17 +21,7 @@ from shared.tensors import digest_of
 from shared.wire import Cohort
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
-
-PART = {"Content-Type": "application/partial-upload"}
-
-
-def announced(data: bytes, *, complete: bool = False) -> dict[str, str]:
-    digest = base64.b64encode(bytes.fromhex(digest_of(data).removeprefix("sha256:"))).decode()
-    return {
-        "Upload-Length": str(len(data)),
-        "Upload-Complete": f"?{int(complete)}",
-        "Repr-Digest": f"sha-256=:{digest}:",
-    }
+from tests.support.raw import PART, announced
 
 
 def send(http: httpx.Client, data: bytes) -> httpx.Response:

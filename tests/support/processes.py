@@ -124,18 +124,18 @@ class CoordinatorProcess:
         self.process.kill()
 
     def admin(self) -> Client:
-        return self._client((self.folder / "admin.token").read_text().strip())
+        return self.client((self.folder / "admin.token").read_text().strip())
 
     def site(self, name: str) -> Client:
         """A client of a new site."""
-        return self._client(self.site_token(name))
+        return self.client(self.site_token(name))
 
     def site_token(self, name: str) -> str:
         admin = self.admin()
         admin.create_site(name)
         return admin.issue_token(TokenSpec(name=name, role="site", site=name)).secret
 
-    def _client(self, token: str) -> Client:
+    def client(self, token: str) -> Client:
         client = Client(self.url, token, patience_seconds=30)
         self._clients.append(client)
         return client

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -11,6 +13,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.support.coordinator import LiveCoordinator
+
+PART = {"Content-Type": "application/partial-upload"}
 
 
 @contextmanager
@@ -28,6 +32,16 @@ def connected(live: LiveCoordinator, receive_bytes: int | None = None) -> Iterat
 def head(method: str, path: str, headers: Mapping[str, str]) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", "Host: test", *(f"{name}: {value}" for name, value in headers.items())]
     return "\r\n".join([*lines, "", ""]).encode()
+
+
+def announced(data: bytes, *, complete: bool = False) -> dict[str, str]:
+    """The headers that announce a blob."""
+    digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
+    return {
+        "Upload-Length": str(len(data)),
+        "Upload-Complete": f"?{int(complete)}",
+        "Repr-Digest": f"sha-256=:{digest}:",
+    }
 
 
 def rest(raw: socket.socket) -> bytes:
