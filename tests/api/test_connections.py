@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import time
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
+from coordinator.listening import OTHER_FILES, make_room
 from shared.tensors import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.raw import announced, answer, connected, head, rest, trickle
@@ -134,6 +137,20 @@ def test_one_address_may_have_so_many_connections(tmp_path: Path) -> None:
     ):
         second.sendall(VERSION)
         assert "max_connections_per_address" in refused(answer(second), 503, "busy").detail
+
+
+def test_files_may_be_opened_for_all_connections_as_far_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        make_room(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(100 + OTHER_FILES, hard)
+        with capture_logs() as lines:
+            make_room(hard)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+        assert [line["event"] for line in lines] == ["coordinator.few_files"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # ---------------------------------------------------------------- answers that nobody takes
