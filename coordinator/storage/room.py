@@ -30,8 +30,11 @@ class Room:
         self._lock = threading.Lock()
 
     def free_bytes(self) -> int:
-        """What is free on the fullest of the file systems."""
-        found = [os.statvfs(folder) for folder in self._folders]
+        """What is free on the fullest of the file systems; nothing where a folder has gone."""
+        try:
+            found = [os.statvfs(folder) for folder in self._folders]
+        except FileNotFoundError:
+            return 0
         return min(status.f_bavail * status.f_frsize for status in found)
 
     def has(self, count: int = 0) -> bool:

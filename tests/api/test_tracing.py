@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import shutil
 
 import httpx
 import structlog
+from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from shared.tracing import new_trace, traceparent
@@ -40,7 +40,8 @@ def test_what_is_logged_of_a_request_names_its_trace(standing: LiveCoordinator) 
 
 def test_a_fault_is_logged_under_the_trace_that_its_answer_names(coordinator: LiveCoordinator) -> None:
     http = coordinator.http()
-    shutil.rmtree(coordinator.services.blobs.staging_dir)
+    with coordinator.services.database.transaction() as session:
+        session.execute(text("drop table uploads"))
     headers = {"Upload-Length": "2000000", "Upload-Complete": "?0", "Repr-Digest": f"sha-256=:{'A' * 43}=:"}
     with capture_logs([structlog.contextvars.merge_contextvars]) as lines:
         answer = http.post("/v1/uploads", headers=headers)
