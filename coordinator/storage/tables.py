@@ -229,8 +229,7 @@ class UploadRow(Table):
     __table_args__ = (
         # Announcing the same bytes again goes on with the same upload.
         UniqueConstraint("owner", "digest"),
-        # What quotas count: of the last day, and what is not finished.
-        Index("ix_uploads_owner_created_at", "owner", "created_at"),
+        # What a quota counts.
         Index(
             "ix_uploads_unfinished",
             "owner",
@@ -245,6 +244,17 @@ class UploadRow(Table):
     length: Mapped[int]
     complete: Mapped[bool]
     created_at: Mapped[float]
+
+
+class AnnouncedRow(Table):
+    """Bytes that a site announced in each hour of the last day, for its quota: uploads may be removed sooner."""
+
+    __tablename__ = "announced"
+
+    site_id: Mapped[str] = mapped_column(ForeignKey("sites.id"), primary_key=True)
+    # Hours since 1970.
+    hour: Mapped[int] = mapped_column(primary_key=True)
+    bytes: Mapped[int]
 
 
 class IdempotencyRow(Table):

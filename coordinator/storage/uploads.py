@@ -15,20 +15,19 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
 from coordinator.storage.identity import new_id
 from coordinator.storage.room import Room
-from coordinator.storage.tables import SiteRow, UploadRow
+from coordinator.storage.tables import AnnouncedRow, SiteRow, UploadRow
 from shared.blobs import Stored
 from shared.problems import BadRequest, DigestMismatch, NotFound, OffsetMismatch, QuotaExceeded, TooLarge, UploadBusy
 from shared.tensors import digest_of
 
 WRITE_BYTES = 1 << 20
-DAY_SECONDS = 86_400.0
 
 FINISHING_SECONDS = 30.0
 """When a site that has too many unfinished uploads may ask again."""
@@ -50,8 +49,8 @@ class Quota:
     bytes_per_day: int | None
     unfinished: int
 
-    def require(self, session: Session, now: float, site_id: str, row: UploadRow) -> None:
-        """Whether a new upload, or the new length of one, may be. Raises QuotaExceeded."""
+    def spend(self, session: Session, now: float, site_id: str, row: UploadRow, more_bytes: int) -> None:
+        """Enters what a new upload, or the new length of one, adds. Raises QuotaExceeded."""
         # Two announcements of one site at once would each not see the other.
         session.get_one(SiteRow, site_id, with_for_update=True)
         others = (UploadRow.owner == row.owner) & (UploadRow.id != row.id)
@@ -61,18 +60,24 @@ class Quota:
                 f"{unfinished} uploads of this site are unfinished (setting site_unfinished_uploads)",
                 retry_after_seconds=FINISHING_SECONDS,
             )
-        if self.bytes_per_day is None:
-            return
-        lately = others & (UploadRow.created_at > now - DAY_SECONDS)
-        total, first_at = session.execute(
-            select(func.coalesce(func.sum(UploadRow.length), 0), func.min(UploadRow.created_at)).where(lately)
-        ).one()
-        if total + row.length > self.bytes_per_day:
+        if self.bytes_per_day is not None:
+            self._spend_bytes(session, now, site_id, more_bytes, self.bytes_per_day)
+
+    def _spend_bytes(self, session: Session, now: float, site_id: str, more: int, most: int) -> None:
+        hour = int(now // 3600)
+        session.execute(delete(AnnouncedRow).where(AnnouncedRow.site_id == site_id, AnnouncedRow.hour <= hour - 24))
+        rows = {row.hour: row for row in session.scalars(select(AnnouncedRow).where(AnnouncedRow.site_id == site_id))}
+        total = sum(row.bytes for row in rows.values())
+        if total + more > most:
             raise QuotaExceeded(
-                f"this site has announced {total} bytes within a day; {row.length} more would be over "
-                f"{self.bytes_per_day} (setting site_bytes_per_day)",
-                retry_after_seconds=(first_at or now) + DAY_SECONDS - now,
+                f"this site has announced {total} bytes within a day; {more} more would be over {most} "
+                "(setting site_bytes_per_day)",
+                retry_after_seconds=(min(rows, default=hour) + 24) * 3600 - now,
             )
+        if hour in rows:
+            rows[hour].bytes += more
+        else:
+            session.add(AnnouncedRow(site_id=site_id, hour=hour, bytes=more))
 
 
 @dataclass(frozen=True)
@@ -100,21 +105,21 @@ class Uploads:
                 row = UploadRow(
                     id=new_id(), owner=owner, digest=digest, length=length, complete=False, created_at=now
                 )
-                self._permit(session, site_id, row)
+                self._permit(session, site_id, row, length)
                 session.add(row)
             elif row.length != length and row.complete:
                 raise BadRequest(f"{digest} has {row.length} bytes, not {length}")
             elif row.length != length:
                 # One of the announcements is mistaken; the bytes will tell which.
-                row.length = length
-                self._permit(session, site_id, row)
+                more, row.length = max(0, length - row.length), length
+                self._permit(session, site_id, row, more)
                 self._path(_record(row)).unlink(missing_ok=True)
             return _record(row)
 
-    def _permit(self, session: Session, site_id: str | None, row: UploadRow) -> None:
+    def _permit(self, session: Session, site_id: str | None, row: UploadRow, more_bytes: int) -> None:
         self.room.require(row.length)
         if site_id is not None:
-            self.quota.require(session, self.database.now(), site_id, row)
+            self.quota.spend(session, self.database.now(), site_id, row, more_bytes)
 
     def find(self, upload_id: str, owner: str) -> Upload:
         """Raises NotFound if there is no such upload of this owner."""

@@ -12,10 +12,12 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from sqlalchemy import delete
 
 from coordinator.memory import Memory, groups, used_bytes
 from coordinator.rates import MOST_KEYS, Rate
 from coordinator.storage.room import Room, is_full
+from coordinator.storage.tables import UploadRow
 from shared.problems import Busy
 from shared.tensors import digest_of
 from shared.wire import Cohort
@@ -98,6 +100,10 @@ def test_a_site_may_announce_so_many_bytes_a_day(tmp_path: Path) -> None:
         assert send(other, b"y" * 41).status_code == 201
         assert send(admin, b"z" * 500).status_code == 201
         assert send(site, b"y" * 40).status_code == 201
+        # That an upload is removed gives nothing back.
+        with live.services.database.transaction() as session:
+            session.execute(delete(UploadRow))
+        refused(send(site, b"w"), 429, "quota-exceeded")
         clock.advance(23 * 3600)
         assert send(site, b"y" * 41).status_code == 201
 
