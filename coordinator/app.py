@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from coordinator.api import admin, blobs, errors, health, runs, sites, tasks
 from coordinator.services import Services
+from coordinator.tracing import Tracing
 from coordinator.version import VERSION
 from shared.problems import ProblemDocument
 
@@ -49,6 +50,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     app = FastAPI(title="Tessera", version=VERSION, description=DESCRIPTION, lifespan=lifespan)
     app.state.services = services
     errors.install(app)
+    app.add_middleware(Tracing)
     routers = (module.router for module in (runs, tasks, blobs, sites, admin, health))
     for router in (*routers, blobs.listed):
         app.include_router(router, responses=REFUSALS)

@@ -24,6 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from coordinator import logs
 from coordinator.app import GOODBYE_SECONDS, create_app
 from coordinator.bells import CONDUCTOR
+from coordinator.listening import configuration, make_room
 from coordinator.services import Duty, Services, assemble
 from coordinator.settings import Settings
 from coordinator.storage import backup
@@ -79,16 +80,8 @@ def serve(
     services = _opened("serve")
     _hand_over_first_token(services)
     settings = services.settings
-    config = uvicorn.Config(
-        create_app(services, conduct=False),
-        host=settings.host,
-        port=settings.port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=5,
-    )
+    make_room(settings.max_connections)
+    config = configuration(create_app(services, conduct=False), settings)
     log.info("coordinator.serving", url=f"http://{settings.host}:{settings.port}")
     child = ChildConductor() if conducting else None
     if child:

@@ -23,6 +23,7 @@ from coordinator.storage import rounds
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import DATABASE_AWAY, Database
 from coordinator.storage.identity import note_seen
+from coordinator.storage.room import Room, is_full
 from coordinator.storage.rounds import ACTOR
 from coordinator.storage.snapshots import (
     Member,
@@ -41,11 +42,14 @@ from shared.aggregation import Aggregation, norm_scores, outlying
 from shared.methods.contract import Plan, State
 from shared.model import Model
 from shared.planning import plan_round, warnings_of
-from shared.problems import Conflict
+from shared.problems import Conflict, StoreFull
 from shared.states import States
 from shared.wire import RunSpec, VersionRef
 
 log = structlog.get_logger()
+
+FULL_SECONDS = 10.0
+"""How long merges wait when the disk has no room for one."""
 
 
 class Conductor:
@@ -58,6 +62,7 @@ class Conductor:
         states: States,
         aggregation: Aggregation,
         presence: Presence,
+        room: Room,
         *,
         patience: Patience,
         live_seconds: float,
@@ -69,6 +74,7 @@ class Conductor:
         self._states = states
         self._aggregation = aggregation
         self._presence = presence
+        self._room = room
         self._patience = patience
         self._live_seconds = live_seconds
         self._tick_seconds = tick_seconds
@@ -76,6 +82,7 @@ class Conductor:
         # Forgetting it costs one more try.
         self._failed: dict[tuple[str, Action], float] = {}
         self._merging = threading.Lock()
+        self._full_until = 0.0
         self._began_at = database.now()
         self._called = threading.Event()
         self._ended = threading.Event()
@@ -131,7 +138,7 @@ class Conductor:
 
         A daemon: a merge that is cut off by the end of the process is done again by the next.
         """
-        if self._merging.acquire(blocking=False):
+        if self._full_until <= self._database.now() and self._merging.acquire(blocking=False):
             threading.Thread(target=self._merge_and_call, args=(run, action), name="merge", daemon=True).start()
 
     def _merge_and_call(self, run: RunSnapshot, action: todo.Merge) -> None:
@@ -169,10 +176,15 @@ class Conductor:
         except (Conflict, IntegrityError) as conflict:
             log.info("conductor.overtaken", run=run_id, action=str(action), detail=str(conflict))
             return False
-        except DATABASE_AWAY:
-            # No fault of this run. The next tick tries again.
-            raise
         except Exception as fault:  # a method is anybody's code, and one that fails must not hold up other runs
+            if isinstance(fault, StoreFull) or is_full(fault):
+                # No fault of this run either: it waits until there is room.
+                log.warning("conductor.disk_full", run=run_id, action=str(action), detail=str(fault))
+                self._full_until = self._database.now() + FULL_SECONDS
+                return False
+            if isinstance(fault, DATABASE_AWAY):
+                # No fault of this run. The next tick tries again.
+                raise
             log.exception("conductor.action_failed", run=run_id, action=str(action))
             self._failed[run_id, action] = run.idle_since
             return self._halt(run_id, f"{type(action).__name__.lower()} failed: {fault}")
@@ -290,6 +302,7 @@ class Conductor:
 
     def _merge(self, run_id: str, round_id: str, spec: RunSpec, base: VersionRef) -> list[str]:
         """Merges and plans outside of any transaction, then commits version, round and next round in one (I3)."""
+        self._room.require(self._states.model(spec.model).nbytes)
         with self._database.snapshot() as session:
             _require(session.get_one(RoundRow, round_id).state == "merging", "the round was merged already")
             accepted = rounds.accepted_updates(session, round_id)

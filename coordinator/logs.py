@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import structlog
+
+
+class Forwarding(logging.Handler):
+    """What libraries log, as one of our lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        told = structlog.get_logger()
+        told.log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info)
 
 
 def configure() -> None:
@@ -23,3 +32,4 @@ def configure() -> None:
         wrapper_class=structlog.make_filtering_bound_logger(20),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+    logging.basicConfig(handlers=[Forwarding(logging.WARNING)], force=True)

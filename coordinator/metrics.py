@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, PlatformCollector, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -20,6 +27,7 @@ PlatformCollector(registry=REGISTRY)
 PROBLEMS_TOTAL = Counter("tessera_problems", "Requests refused, by problem code", ["code"], registry=REGISTRY)
 RECEIVED_BYTES = Counter("tessera_received_bytes", "Bytes of uploads received", registry=REGISTRY)
 SENT_BYTES = Counter("tessera_sent_bytes", "Bytes of blobs sent", registry=REGISTRY)
+CONNECTIONS = Gauge("tessera_connections", "Connections open", registry=REGISTRY)
 UPDATES_TOTAL = Counter("tessera_updates", "Updates handed in, by outcome", ["outcome"], registry=REGISTRY)
 
 
@@ -42,6 +50,8 @@ class TableCollector(Collector):
         yield GaugeMetricFamily("tessera_live_workers", "Workers heard of lately", live)
         yield GaugeMetricFamily("tessera_waiting_workers", "Workers waiting here", len(self._services.gate.workers))
         yield GaugeMetricFamily("tessera_blobs", "Blobs stored", blobs)
+        yield GaugeMetricFamily("tessera_disk_free_bytes", "Bytes free on the disk", self._services.room.free_bytes())
+        yield GaugeMetricFamily("tessera_memory_share", "Share of the memory in use", self._services.memory.share())
         yield GaugeMetricFamily("tessera_blob_bytes", "Bytes of the blobs stored", blob_bytes)
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from coordinator.attendance import Attendance
@@ -15,12 +16,15 @@ from coordinator.conductor import Conductor
 from coordinator.differences import Differences
 from coordinator.domain.decide import Patience
 from coordinator.housekeeping import Housekeeping
+from coordinator.memory import Memory
 from coordinator.presence import Gate, Presence
+from coordinator.rates import Admission
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
 from coordinator.storage.retention import Retention
-from coordinator.storage.uploads import Uploads
+from coordinator.storage.room import Room
+from coordinator.storage.uploads import Quota, Uploads
 from shared.aggregation import Aggregation
 from shared.inspection import Inspector
 from shared.states import Settle, States, settle
@@ -33,6 +37,9 @@ Duty = Literal["both", "serve", "conduct"]
 class Services:
     settings: Settings
     database: Database
+    room: Room
+    memory: Memory
+    admission: Admission
     blobs: Blobs
     states: States
     inspector: Inspector
@@ -62,6 +69,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         inline_bytes=settings.inline_bytes,
         readahead_bytes=settings.merge_readahead_bytes,
     )
+    room = Room(_folders(database, blobs), settings.disk_reserve_bytes)
     states = States(blobs, _engine(settings) if duty != "serve" else None)
     inspector = Inspector(blobs, states)
     presence, gate = Presence(), Gate()
@@ -73,6 +81,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         states,
         Aggregation(states, inspector),
         presence,
+        room,
         patience=Patience(settings.gather_seconds, settings.evaluation_seconds),
         live_seconds=settings.live_seconds,
         tick_seconds=settings.tick_seconds,
@@ -81,6 +90,9 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
     return Services(
         settings=settings,
         database=database,
+        room=room,
+        memory=Memory(settings.memory_limit_bytes),
+        admission=Admission(settings.requests_per_second, settings.request_burst, settings.failures_per_minute),
         blobs=blobs,
         states=states,
         inspector=inspector,
@@ -90,22 +102,29 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         conductor=conductor,
         bells=bells,
         attendance=Attendance(database, presence, gate, bells, tick_seconds=settings.tick_seconds),
-        housekeeping=Housekeeping(_retention(settings, database, blobs, states), settings.housekeeping_seconds),
+        housekeeping=Housekeeping(_retention(settings, database, blobs, states, room), settings.housekeeping_seconds),
         call=conductor.call if duty == "both" else bells.call,
         wake=wake,
     )
 
 
-def _retention(settings: Settings, database: Database, blobs: Blobs, states: States) -> Retention:
+def _retention(settings: Settings, database: Database, blobs: Blobs, states: States, room: Room) -> Retention:
     return Retention(
         database,
         blobs,
         states,
-        Uploads(database, blobs, settings.upload_idle_seconds, lambda _: None),
+        Uploads(database, blobs, room, Quota(None, 0), settings.idle_seconds, lambda _: None),
         updates_seconds=settings.keep_updates_seconds,
         unused_seconds=settings.keep_unused_seconds,
         versions=settings.keep_versions,
     )
+
+
+def _folders(database: Database, blobs: Blobs) -> list[Path]:
+    """Where what is written goes, as far as it is on this machine. Blobs in a folder share a disk with staging."""
+    url = database.url
+    embedded = [Path(url.database).parent] if url.get_backend_name() == "sqlite" and url.database else []
+    return [blobs.staging_dir, *embedded]
 
 
 def _engine(settings: Settings) -> Settle:

@@ -50,8 +50,38 @@ class Settings(BaseSettings):
         le=1 << 19,
         description="an update up to this size may come in one request with its submission",
     )
-    upload_idle_seconds: PositiveFloat = Field(
-        default=120.0, description="how long an upload may stand still before its connection is cut"
+    idle_seconds: PositiveFloat = Field(
+        default=120.0, description="how long an upload or an answer may stand still before its connection is cut"
+    )
+    max_header_bytes: PositiveInt = Field(default=65_536, description="the longest head of a request that is read")
+    head_seconds: PositiveFloat = Field(
+        default=10.0, description="how long the head of a request may take, and how long a JSON body may stand still"
+    )
+    body_seconds: PositiveFloat = Field(default=60.0, description="how long a JSON body may take")
+    max_connections: PositiveInt = Field(default=16_384, description="the most connections at a time")
+    max_connections_per_address: PositiveInt | None = Field(
+        default=None, description="the same from one address; behind a proxy all come from its own"
+    )
+    requests_per_second: PositiveFloat = Field(
+        default=1_000.0, description="how often one token may ask, in the long run, of one process"
+    )
+    request_burst: PositiveInt = Field(default=10_000, description="how often at once")
+    failures_per_minute: PositiveInt = Field(
+        default=60, description="how often one address may ask without a valid token, of one process"
+    )
+    site_bytes_per_day: PositiveInt | None = Field(
+        default=None, description="the most bytes that a site may announce within 24 hours"
+    )
+    site_unfinished_uploads: PositiveInt = Field(
+        default=1_000, description="the most uploads of a site that are unfinished at a time"
+    )
+    disk_reserve_bytes: NonNegativeInt = Field(
+        default=1 << 30, description="what stays free of the disk: no upload and no merge is begun that would need it"
+    )
+    memory_limit_bytes: PositiveInt | None = Field(
+        default=None,
+        description="the memory that is there for this process, if not what its control group may use; above 85 % of "
+        "it no upload is begun",
     )
     merge_readahead_bytes: PositiveInt = Field(
         default=1 << 18, description="what is read of each update at a time, from a store that is no folder"

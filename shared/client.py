@@ -98,6 +98,10 @@ class Client:
     def close(self) -> None:
         self._transport.close()
 
+    def trace(self, trace: str | None) -> None:
+        """All requests from now on belong to this trace, or to none."""
+        self._transport.trace(trace)
+
     def __enter__(self) -> Self:
         return self
 

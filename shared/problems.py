@@ -12,6 +12,7 @@ Problem
 |  |- StaleVersion       it was trained from another version
 |  |- OffsetMismatch     an upload goes on from another byte
 |  `- UploadBusy         another request is writing to this upload
+|- TooSlow 408            the request stood still, or took too long to come
 |- Gone 410              it was there, and was removed to make room
 |- PreconditionFailed 412
 |- TooLarge 413
@@ -22,10 +23,14 @@ Problem
 |  `- KeyReused          an idempotency key came back with another body
 |- PreconditionRequired 428
 |- TooManyRequests 429   retry after a while
+|  `- QuotaExceeded      the site has announced as much as it may for now
+|- HeadersTooLarge 431
 |- ServerFault 500
 |  |- StoreSpoilt        a blob is not what it was when it was written
 |  `- WorkerFailed       shown with a task, never sent as an answer
 `- Unavailable 503       retry after a while
+   |- Busy               too many connections, or too little memory for another upload
+   `- StoreFull          too little room on the disk for what is announced
 """
 
 from __future__ import annotations
@@ -63,6 +68,8 @@ class ProblemDocument(Frozen, extra="ignore"):
     remedy: str
     retryable: bool
     errors: tuple[Fault, ...] = ()
+    trace: str | None = None
+    """Under which the coordinator's log has more of it."""
 
 
 class Problem(Exception):
@@ -106,7 +113,7 @@ class Problem(Exception):
         )
 
     def json(self) -> dict[str, JsonValue]:
-        return self.document().model_dump(mode="json")
+        return self.document().model_dump(mode="json", exclude_none=True)
 
     def __str__(self) -> str:
         faults = "".join(f"\n  {fault.pointer}: {fault.detail}" for fault in self.errors[:MAX_FAULTS])
@@ -185,6 +192,14 @@ class UploadBusy(Conflict):
     retryable = True
 
 
+class TooSlow(Problem):
+    status = 408
+    code = "too-slow"
+    title = "The request took too long to come"
+    remedy = "Send the request again, without pauses."
+    retryable = True
+
+
 class Gone(Problem):
     status = 410
     code = "version-retired"
@@ -253,6 +268,19 @@ class TooManyRequests(Problem):
     retryable = True
 
 
+class QuotaExceeded(TooManyRequests):
+    code = "quota-exceeded"
+    title = "The site has announced as much as it may for now"
+    remedy = "Finish the uploads that are under way, wait as long as Retry-After says, or ask for a larger quota."
+
+
+class HeadersTooLarge(Problem):
+    status = 431
+    code = "headers-too-large"
+    title = "The head of the request is larger than is accepted"
+    remedy = "Send fewer or shorter headers, or ask the administrator to raise the limit named in the detail."
+
+
 class ServerFault(Problem):
     retryable = True
 
@@ -279,6 +307,17 @@ class Unavailable(Problem):
     title = "The coordinator cannot serve this now"
     remedy = "Wait as long as Retry-After says and try again."
     retryable = True
+
+
+class Busy(Unavailable):
+    code = "busy"
+    title = "The coordinator has too much to do to take this on"
+
+
+class StoreFull(Unavailable):
+    code = "store-full"
+    title = "The coordinator's disk has no room for this"
+    remedy = "Wait as long as Retry-After says and try again; an administrator must make room."
 
 
 def pointer_to(*steps: object) -> str:

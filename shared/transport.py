@@ -23,6 +23,7 @@ from shared.problems import (
     kind_of_status,
     problem_from,
 )
+from shared.tracing import HEADER, traceparent
 
 T = TypeVar("T")
 
@@ -81,6 +82,12 @@ class Transport:
 
     def close(self) -> None:
         self._http.close()
+
+    def trace(self, trace: str | None) -> None:
+        """All requests from now on belong to this trace, or to none."""
+        self._http.headers.pop(HEADER, None)
+        if trace is not None:
+            self._http.headers[HEADER] = traceparent(trace)
 
     def request(self, method: str, path: str, **options: Any) -> Answer:
         """Sends a request, again if need be, and returns its answer. Raises Problem for a refusal."""

@@ -533,6 +533,8 @@ class Readiness(Message):
     ready: bool
     schema_at_head: bool
     store_writable: bool
+    store_has_room: bool = True
+    """Whether the disk has more free than the reserve."""
 
 
 class UploadView(Message):

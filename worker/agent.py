@@ -28,6 +28,7 @@ from shared.problems import (
     TaskCancelled,
     Unauthenticated,
 )
+from shared.tracing import new_trace
 from shared.wire import Claim, Failure, Lease, Task
 from worker.blockmap import UnknownArchitecture
 from worker.cache import BlobTooLarge
@@ -150,11 +151,13 @@ class Agent:
             return client.claim(self._claim, self._poll_seconds)
 
     def _do(self, task: Task) -> None:
-        log = self._log.bind(run=task.run_name, round=task.round, stage=task.plan.stage, kind=task.kind)
+        trace = new_trace()
+        log = self._log.bind(run=task.run_name, round=task.round, stage=task.plan.stage, kind=task.kind, trace=trace)
+        self._client.trace(trace)
         report = Report()
         started_at = time.monotonic()
         try:
-            self._under_lease(task, report)
+            self._under_lease(task, trace, report)
         except Stopped:
             self._give_back(task)
             raise
@@ -175,8 +178,10 @@ class Agent:
                 upload_bytes=report.upload_bytes,
                 seconds=round(time.monotonic() - started_at, 2),
             )
+        finally:
+            self._client.trace(None)
 
-    def _under_lease(self, task: Task, report: Report) -> None:
+    def _under_lease(self, task: Task, trace: str, report: Report) -> None:
         def heartbeat() -> Lease:
             self._alive.touch()
             return client.heartbeat(task.id, task.token)
@@ -189,6 +194,7 @@ class Agent:
         began_at = time.monotonic()
         longest = self._policy.max_lease_seconds
         with self._connect() as client, Renewal(heartbeat, task.lease_seconds, longest) as renewal:
+            client.trace(trace)
             self._bench.do(task, check, report)
 
     def _report_failure(self, task: Task, fault: Exception, log: Any) -> None:

@@ -26,9 +26,19 @@ Serving = Annotated[Services, Depends(services)]
 
 
 def principal(
-    serving: Serving, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+    request: Request, serving: Serving, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> Principal:
-    """The caller. Raises Unauthenticated."""
+    """The caller. Raises Unauthenticated and TooManyRequests."""
+    try:
+        caller = _holder(serving, credentials)
+    except Unauthenticated:
+        serving.admission.failed(request.client.host if request.client else "")
+        raise
+    serving.admission.asked(caller.token_id)
+    return caller
+
+
+def _holder(serving: Services, credentials: HTTPAuthorizationCredentials | None) -> Principal:
     if credentials is None:
         raise Unauthenticated("the request carries no bearer token", headers={"WWW-Authenticate": "Bearer"})
     with serving.database.snapshot() as session:

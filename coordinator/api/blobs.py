@@ -22,7 +22,7 @@ from coordinator.metrics import RECEIVED_BYTES, SENT_BYTES
 from coordinator.services import Services
 from coordinator.storage.identity import Principal
 from coordinator.storage.reach import within_reach
-from coordinator.storage.uploads import Upload, Uploads
+from coordinator.storage.uploads import Quota, Upload, Uploads
 from shared.blobs import Stored
 from shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
 from shared.wire import Wanted
@@ -40,7 +40,15 @@ _REPR_DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/=]{44}):")
 
 
 def uploads(serving: Serving) -> Uploads:
-    return Uploads(serving.database, serving.blobs, serving.settings.upload_idle_seconds, RECEIVED_BYTES.inc)
+    settings = serving.settings
+    return Uploads(
+        serving.database,
+        serving.blobs,
+        serving.room,
+        Quota(settings.site_bytes_per_day, settings.site_unfinished_uploads),
+        settings.idle_seconds,
+        RECEIVED_BYTES.inc,
+    )
 
 
 Uploading = Annotated[Uploads, Depends(uploads)]
@@ -165,7 +173,10 @@ async def create_upload(
     if length > serving.settings.max_upload_bytes:
         limit = serving.settings.max_upload_bytes
         raise TooLarge(f"{length} bytes were announced; at most {limit} are taken (setting max_upload_bytes)")
-    upload = await run_in_threadpool(uploading.announce, caller.owner, _digest(repr_digest), length)
+    serving.memory.require()
+    upload = await run_in_threadpool(
+        uploading.announce, caller.owner, _digest(repr_digest), length, site_id=caller.site_id
+    )
     if complete == "?1" and not upload.complete and uploading.offset(upload) == 0:
         await uploading.whole(upload, request.stream())
         upload = await run_in_threadpool(uploading.find, upload.id, caller.owner)
@@ -183,6 +194,7 @@ def head_upload(upload_id: str, uploading: Uploading, caller: Sender) -> Respons
 async def append_upload(
     upload_id: str,
     request: Request,
+    serving: Serving,
     uploading: Uploading,
     caller: Sender,
     offset: Annotated[int, Header(alias="Upload-Offset", ge=0)],
@@ -190,6 +202,7 @@ async def append_upload(
     """Adds bytes to an upload, from where it stands."""
     if request.headers.get("Content-Type") != "application/partial-upload":
         raise BadRequest("the body of a PATCH to an upload has Content-Type application/partial-upload")
+    serving.memory.require()
     upload = await run_in_threadpool(uploading.find, upload_id, caller.owner)
     await uploading.append(upload, offset, request.stream())
     upload = await run_in_threadpool(uploading.find, upload_id, caller.owner)

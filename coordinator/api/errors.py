@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import http
+import math
 
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import JsonValue
 from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from coordinator.metrics import PROBLEMS_TOTAL
 from coordinator.storage.database import DATABASE_AWAY
+from coordinator.storage.room import RETRY_SECONDS, is_full
+from coordinator.tracing import present_trace
 from shared.problems import (
     MAX_FAULTS,
     MEDIA_TYPE,
@@ -24,24 +28,47 @@ from shared.problems import (
     NotFound,
     Problem,
     ServerFault,
+    StoreFull,
     Unavailable,
     pointer_to,
 )
 
 log = structlog.get_logger()
 
+UNLOGGED = {401, 429}
+"""What anybody may bring about as often as they like is counted alone."""
 
-def respond(problem: Problem) -> Response:
+
+def headers_of(problem: Problem) -> dict[str, str]:
     headers = {k: v for k, v in problem.headers.items() if k.lower() != "content-length"}
     if problem.retry_after_seconds is not None:
-        headers["Retry-After"] = str(max(1, round(problem.retry_after_seconds)))
+        headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after_seconds)))
+    return headers
+
+
+def respond(request: Request, problem: Problem) -> Response:
+    if problem.status not in UNLOGGED:
+        log.info(
+            "request.refused",
+            method=request.method,
+            path=request.url.path,
+            status=problem.status,
+            code=problem.code,
+            detail=problem.detail,
+        )
+    return _written(problem.json(), problem, problem.status, headers_of(problem))
+
+
+def _written(document: dict[str, JsonValue], problem: Problem, status: int, headers: dict[str, str]) -> Response:
     PROBLEMS_TOTAL.labels(code=problem.code).inc()
-    return JSONResponse(problem.json(), status_code=problem.status, headers=headers, media_type=MEDIA_TYPE)
+    if trace := present_trace():
+        document["trace"] = trace
+    return JSONResponse(document, status_code=status, headers=headers, media_type=MEDIA_TYPE)
 
 
 def _problem(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, Problem)  # noqa: S101 (registered for it)
-    return respond(problem)
+    return respond(request, problem)
 
 
 def _invalid(request: Request, refusal: Exception) -> Response:
@@ -54,7 +81,7 @@ def _invalid(request: Request, refusal: Exception) -> Response:
     ]
     unreadable = any(error["type"] == "json_invalid" for error in errors)
     kind = BadRequest if unreadable else Invalid
-    return respond(kind("the request has faults; each is named", errors=faults))
+    return respond(request, kind("the request has faults; each is named", errors=faults))
 
 
 def _http(request: Request, refusal: Exception) -> Response:
@@ -64,8 +91,7 @@ def _http(request: Request, refusal: Exception) -> Response:
     kind: type[Problem] = NotFound if refusal.status_code == 404 else BadRequest
     problem = kind(f"{request.method} {request.url.path}: {phrase}", headers=dict(refusal.headers or {}))
     document = problem.json() | {"status": refusal.status_code}
-    PROBLEMS_TOTAL.labels(code=problem.code).inc()
-    return JSONResponse(document, refusal.status_code, headers=problem.headers, media_type=MEDIA_TYPE)
+    return _written(document, problem, refusal.status_code, problem.headers)
 
 
 def _gone(request: Request, fault: Exception) -> Response:
@@ -75,20 +101,38 @@ def _gone(request: Request, fault: Exception) -> Response:
 
 def _fault(request: Request, fault: Exception) -> Response:
     log.error("request.failed", method=request.method, path=request.url.path, exc_info=fault)
-    return respond(ServerFault("the coordinator failed to answer this request; its log says why"))
+    told = f"the coordinator failed to answer this request; its log says why (trace {present_trace()})"
+    return respond(request, ServerFault(told))
+
+
+def _full(request: Request, fault: Exception) -> Response:
+    """A disk that filled up in the midst of it. Any other fault of a file stays what it is."""
+    if not is_full(fault):
+        raise fault
+    return _no_room(request, fault)
+
+
+def _no_room(request: Request, fault: Exception) -> Response:
+    log.error("disk.full", method=request.method, path=request.url.path, fault=str(fault))
+    return respond(request, StoreFull("the disk filled up meanwhile", retry_after_seconds=RETRY_SECONDS))
 
 
 def _away(request: Request, fault: Exception) -> Response:
-    """The database was restarted, or is busy: whoever asks again gets the answer that this was to be."""
+    """The database was restarted, or is busy, or its disk is full: whoever asks again gets the answer that this was
+    to be."""
+    if is_full(fault):
+        return _no_room(request, fault)
     log.warning("database.away", method=request.method, path=request.url.path, detail=str(fault).partition("\n")[0])
-    return respond(Unavailable("the coordinator's database did not answer in time", retry_after_seconds=1))
+    return respond(request, Unavailable("the coordinator's database did not answer in time", retry_after_seconds=1))
 
 
 def _unstorable(request: Request, fault: Exception) -> Response:
     """PostgreSQL has no text with a NUL in it: nothing is there under such a name, and none can be entered."""
     if "\0" in request.url.path:
-        return respond(NotFound(f"there is no {request.url.path!r}"))
-    return respond(Invalid("the database cannot hold what the request says; a text with a NUL in it, perhaps"))
+        return respond(request, NotFound(f"there is no {request.url.path!r}"))
+    return respond(
+        request, Invalid("the database cannot hold what the request says; a text with a NUL in it, perhaps")
+    )
 
 
 def page_of(code: str) -> Response:
@@ -108,5 +152,6 @@ def install(app: FastAPI) -> None:
     for kind in DATABASE_AWAY:
         app.add_exception_handler(kind, _away)
     app.add_exception_handler(DataError, _unstorable)
+    app.add_exception_handler(OSError, _full)
     app.add_exception_handler(Exception, _fault)
     app.get("/problems/{code}", include_in_schema=False)(page_of)

@@ -19,15 +19,22 @@ def live() -> None:
 
 @router.get("/healthz/ready", operation_id="getReadiness", responses={503: {"model": Readiness}})
 def ready(serving: Serving, response: Response) -> Readiness:
-    """200 while it can do its work: the schema is the right one, or a later one, and the store takes bytes."""
+    """200 while it can do its work: the schema is the right one, or a later one, and the store takes bytes.
+
+    One whose disk has no room for uploads is ready all the same: there is much else that it can do, and to send its
+    callers to another would make no room.
+    """
     try:
         schema = serving.database.at_head_or_later()
     except SQLAlchemyError:
         schema = False
     writable = serving.blobs.writable()
+    has_room = serving.room.has()
     if not (schema and writable):
         response.status_code = 503
-    return Readiness(ready=schema and writable, schema_at_head=schema, store_writable=writable)
+    return Readiness(
+        ready=schema and writable, schema_at_head=schema, store_writable=writable, store_has_room=has_room
+    )
 
 
 @router.get("/version", operation_id="getVersion")

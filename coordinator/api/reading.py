@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pydantic_core
@@ -10,7 +12,8 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
-from shared.problems import TooLarge
+from coordinator.settings import Settings
+from shared.problems import TooLarge, TooSlow
 
 
 class BoundedRequest(Request):
@@ -21,12 +24,15 @@ class BoundedRequest(Request):
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
-            limit: int = self.app.state.services.settings.max_body_bytes
+            settings: Settings = self.app.state.services.settings
+            limit = settings.max_body_bytes
             received = bytearray()
-            async for piece in self.stream():
-                received += piece
-                if len(received) > limit:
-                    raise TooLarge(f"the body is larger than {limit} bytes (setting max_body_bytes)")
+            async with in_time(settings.body_seconds, settings.head_seconds) as came:
+                async for piece in self.stream():
+                    came()
+                    received += piece
+                    if len(received) > limit:
+                        raise TooLarge(f"the body is larger than {limit} bytes (setting max_body_bytes)")
             self._body = bytes(received)
         return self._body
 
@@ -36,6 +42,25 @@ class BoundedRequest(Request):
         except ValueError as fault:
             error = {"type": "json_invalid", "loc": ("body",), "msg": str(fault)[:200], "input": None}
             raise RequestValidationError([error]) from None
+
+
+@asynccontextmanager
+async def in_time(most_seconds: float, idle_seconds: float) -> AsyncIterator[Callable[[], None]]:
+    """Something comes in pieces, of each of which it is told. Raises TooSlow for one that is too long in coming."""
+    now = asyncio.get_running_loop().time
+    end = now() + most_seconds
+    try:
+        async with asyncio.timeout(min(idle_seconds, most_seconds)) as silence:
+            yield lambda: silence.reschedule(min(now() + idle_seconds, end))
+    except TimeoutError:
+        if not silence.expired():
+            raise
+        raise TooSlow(
+            f"the body stood still for {idle_seconds:g} s or was not here after {most_seconds:g} s "
+            "(settings head_seconds, body_seconds)",
+            # What else comes of it would be taken for the next request.
+            headers={"Connection": "close"},
+        ) from None
 
 
 class BoundedRoute(APIRoute):

@@ -226,7 +226,8 @@ def _taken(serving: Services, caller: Principal, digest: str, data: bytes) -> in
         raise Invalid("the update is too long for its submission", errors=[fault], remedy="Upload it first.")
     taking = uploads(serving)
     taking.received(len(data))
-    taking.keep(taking.announce(caller.owner, digest, len(data)), data)
+    serving.memory.require()
+    taking.keep(taking.announce(caller.owner, digest, len(data), site_id=caller.site_id), data)
     return len(data)
 
 

@@ -391,10 +391,13 @@ class BlobWriter:
         return self
 
     def __exit__(self, *fault: object) -> None:
-        if self._file:
-            self._file.close()
-        if self._path:
-            self._path.unlink(missing_ok=True)
+        try:
+            if self._file:
+                # On a full disk this too fails, for what was not written yet.
+                self._file.close()
+        finally:
+            if self._path:
+                self._path.unlink(missing_ok=True)
 
     def write(self, piece: bytes | memoryview) -> None:
         self._size += len(piece)

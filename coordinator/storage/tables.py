@@ -228,8 +228,17 @@ class UploadRow(Table):
     """An announced blob. How much of it is here is the length of its staging file."""
 
     __tablename__ = "uploads"
-    # Announcing the same bytes again goes on with the same upload.
-    __table_args__ = (UniqueConstraint("owner", "digest"),)
+    __table_args__ = (
+        # Announcing the same bytes again goes on with the same upload.
+        UniqueConstraint("owner", "digest"),
+        # What a quota counts.
+        Index(
+            "ix_uploads_unfinished",
+            "owner",
+            sqlite_where=text("not complete"),
+            postgresql_where=text("not complete"),
+        ),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True)
     owner: Mapped[str]
@@ -238,6 +247,17 @@ class UploadRow(Table):
     complete: Mapped[bool]
     # When it was announced last, or handed in.
     created_at: Mapped[float]
+
+
+class AnnouncedRow(Table):
+    """Bytes that a site announced in each hour of the last day, for its quota: uploads may be removed sooner."""
+
+    __tablename__ = "announced"
+
+    site_id: Mapped[str] = mapped_column(ForeignKey("sites.id"), primary_key=True)
+    # Hours since 1970.
+    hour: Mapped[int] = mapped_column(primary_key=True)
+    bytes: Mapped[int]
 
 
 class IdempotencyRow(Table):

@@ -12,21 +12,25 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
-from sqlalchemy import ColumnElement, select, update
+from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
 from coordinator.storage.identity import new_id
-from coordinator.storage.tables import UploadRow
+from coordinator.storage.room import Room
+from coordinator.storage.tables import AnnouncedRow, SiteRow, UploadRow
 from shared.blobs import Stored
-from shared.problems import BadRequest, DigestMismatch, NotFound, OffsetMismatch, TooLarge, UploadBusy
+from shared.problems import BadRequest, DigestMismatch, NotFound, OffsetMismatch, QuotaExceeded, TooLarge, UploadBusy
 from shared.tensors import digest_of
 
 WRITE_BYTES = 1 << 20
+
+FINISHING_SECONDS = 30.0
+"""When a site that has too many unfinished uploads may ask again."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +43,82 @@ class Upload:
 
 
 @dataclass(frozen=True)
+class Quota:
+    """What a site may announce. Judged in the tables, so that several coordinators agree."""
+
+    bytes_per_day: int | None
+    unfinished: int
+
+    def spend(self, session: Session, now: float, site_id: str, row: UploadRow, more_bytes: int) -> None:
+        """Enters what a new upload, or the new length of one, adds. Raises QuotaExceeded."""
+        # Two announcements of one site at once would each not see the other.
+        session.get_one(SiteRow, site_id, with_for_update=True)
+        others = (UploadRow.owner == row.owner) & (UploadRow.id != row.id)
+        unfinished = session.scalar(select(func.count()).where(others, ~UploadRow.complete)) or 0
+        if unfinished >= self.unfinished:
+            raise QuotaExceeded(
+                f"{unfinished} uploads of this site are unfinished (setting site_unfinished_uploads)",
+                retry_after_seconds=FINISHING_SECONDS,
+            )
+        if self.bytes_per_day is not None:
+            self._spend_bytes(session, now, site_id, more_bytes, self.bytes_per_day)
+
+    def _spend_bytes(self, session: Session, now: float, site_id: str, more: int, most: int) -> None:
+        hour = int(now // 3600)
+        session.execute(delete(AnnouncedRow).where(AnnouncedRow.site_id == site_id, AnnouncedRow.hour <= hour - 24))
+        rows = {row.hour: row for row in session.scalars(select(AnnouncedRow).where(AnnouncedRow.site_id == site_id))}
+        total = sum(row.bytes for row in rows.values())
+        if total + more > most:
+            raise QuotaExceeded(
+                f"this site has announced {total} bytes within a day; {more} more would be over {most} "
+                "(setting site_bytes_per_day)",
+                retry_after_seconds=(min(rows, default=hour) + 24) * 3600 - now,
+            )
+        if hour in rows:
+            rows[hour].bytes += more
+        else:
+            session.add(AnnouncedRow(site_id=site_id, hour=hour, bytes=more))
+
+
+@dataclass(frozen=True)
 class Uploads:
     database: Database
     blobs: Blobs
+    room: Room
+    quota: Quota
     idle_seconds: float
     received: Callable[[float], object]
     """Told of the bytes as they come."""
 
     # ------------------------------------------------------------ the table
 
-    def announce(self, owner: str, digest: str, length: int) -> Upload:
-        """A new upload, or the one that this owner has announced before. Raises BadRequest if the lengths differ."""
+    def announce(self, owner: str, digest: str, length: int, *, site_id: str | None = None) -> Upload:
+        """A new upload, or the one that this owner has announced before.
+
+        Raises BadRequest if the lengths differ, StoreFull, and QuotaExceeded if the owner is a site.
+        """
         with self.database.transaction() as session:
             same = (UploadRow.owner == owner) & (UploadRow.digest == digest)
             row = session.scalars(select(UploadRow).where(same)).one_or_none()
             if row is None:
                 row = UploadRow(id=new_id(), owner=owner, digest=digest, length=length, complete=False)
+                self._permit(session, site_id, row, length)
                 session.add(row)
             elif row.length != length and row.complete:
                 raise BadRequest(f"{digest} has {row.length} bytes, not {length}")
             elif row.length != length:
                 # One of the announcements is mistaken; the bytes will tell which.
-                row.length = length
+                more, row.length = max(0, length - row.length), length
+                self._permit(session, site_id, row, more)
                 self._path(_record(row)).unlink(missing_ok=True)
             # What was announced again is not about to be removed.
             row.created_at = self.database.now()
             return _record(row)
+
+    def _permit(self, session: Session, site_id: str | None, row: UploadRow, more_bytes: int) -> None:
+        self.room.require(row.length)
+        if site_id is not None:
+            self.quota.spend(session, self.database.now(), site_id, row, more_bytes)
 
     def find(self, upload_id: str, owner: str) -> Upload:
         """Raises NotFound if there is no such upload of this owner."""
@@ -124,13 +178,23 @@ class Uploads:
     async def append(self, upload: Upload, offset: int, body: AsyncIterator[bytes]) -> int:
         """Adds bytes from `offset` on and returns the new offset; completes the upload when all are here.
 
-        Raises OffsetMismatch, UploadBusy, TooLarge, DigestMismatch.
+        Raises OffsetMismatch, UploadBusy, TooLarge, DigestMismatch, StoreFull.
         """
         if upload.complete:
             return upload.length
-        with self._locked(upload) as file:
+        with self._locked(upload) as file, self.room.expecting(max(0, upload.length - offset)) as written:
             received = await asyncio.to_thread(_resume, file, upload, offset)
             pending = bytearray()
+
+            def write() -> None:
+                # Bit by bit, and gone from `pending` when it is there: a full disk takes a part, and what it has
+                # taken may not be written again.
+                while pending:
+                    count = file.write(pending)
+                    received.update(memoryview(pending)[:count])
+                    del pending[:count]
+                    written(count)
+
             try:
                 async with self._moving() as came:
                     async for piece in body:
@@ -139,12 +203,11 @@ class Uploads:
                         if file.tell() + len(pending) > upload.length:
                             raise _longer(upload)
                         if len(pending) >= WRITE_BYTES:
-                            await _to_the_end(_write, file, received, pending)
+                            await _to_the_end(write)
             finally:
                 # What has come is kept even when the sender is cut off, so that it need not come again.
                 if file.tell() + len(pending) <= upload.length:
-                    _write(file, received, pending)
-                file.flush()
+                    write()
             if file.tell() == upload.length:
                 await asyncio.to_thread(self._finish, upload, received.hexdigest())
             return file.tell()
@@ -189,9 +252,9 @@ class Uploads:
         return self.blobs.staging_dir / f"upload-{upload.id}"
 
     @contextmanager
-    def _locked(self, upload: Upload) -> Iterator[BinaryIO]:
+    def _locked(self, upload: Upload) -> Iterator[FileIO]:
         """The staging file, for one request at a time. Raises UploadBusy."""
-        with self._path(upload).open("ab+") as file:
+        with self._path(upload).open("ab+", buffering=0) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -215,9 +278,9 @@ def _finished(owner: str, digest: str) -> ColumnElement[bool]:
     return (UploadRow.owner == owner) & (UploadRow.digest == digest) & UploadRow.complete
 
 
-async def _to_the_end(work: Callable[..., None], *arguments: object) -> None:
+async def _to_the_end(work: Callable[[], None]) -> None:
     """Works in a thread and waits for it even when cancelled, so that nobody else touches what it works on."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -225,7 +288,7 @@ async def _to_the_end(work: Callable[..., None], *arguments: object) -> None:
         raise
 
 
-def _resume(file: BinaryIO, upload: Upload, offset: int) -> hashlib._Hash:
+def _resume(file: FileIO, upload: Upload, offset: int) -> hashlib._Hash:
     """The hash of what is here, which must end at `offset`."""
     end = file.seek(0, 2)
     if end != offset:
@@ -237,12 +300,6 @@ def _resume(file: BinaryIO, upload: Upload, offset: int) -> hashlib._Hash:
     while piece := file.read(WRITE_BYTES):
         received.update(piece)
     return received
-
-
-def _write(file: BinaryIO, received: hashlib._Hash, pending: bytearray) -> None:
-    file.write(pending)
-    received.update(pending)
-    pending.clear()
 
 
 def _longer(upload: Upload) -> TooLarge:

@@ -51,6 +51,12 @@ def test_waiting_workers_are_all_given_their_task(tmp_path: Path) -> None:
     assert row["last_claim_s"] > 0
 
 
+def test_each_guard_costs_something(tmp_path: Path) -> None:
+    rows = quickly("guards", tmp_path)["rows"]
+    assert len(rows) == 5
+    assert all(row["us"] >= 0 for row in rows)
+
+
 def test_past_rounds_are_compared(tmp_path: Path) -> None:
     (row,) = quickly("growth", tmp_path)["rows"]
     assert (row["workers"], row["rounds"]) == (2, 6)

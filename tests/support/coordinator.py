@@ -17,6 +17,7 @@ import uvicorn
 from alembic import command
 
 from coordinator.app import create_app
+from coordinator.listening import configuration
 from coordinator.services import Services, assemble
 from coordinator.settings import Settings
 from coordinator.storage.database import alembic_config
@@ -27,6 +28,9 @@ from shared.wire import TokenRole, TokenSpec
 from tests.support.databases import url_in
 
 WAIT_SECONDS = 6.0
+
+ROOMY = {"disk_reserve_bytes": 0, "memory_limit_bytes": 1 << 40}
+"""How full the machine is that runs the tests is no matter of theirs."""
 
 # The default renders a traceback with all local values, which takes seconds.
 structlog.configure([structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)])
@@ -49,7 +53,7 @@ class LiveCoordinator:
     """Started with `with`. Stopping and starting again keeps the folder, as a restart does."""
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] | None = None, **settings: Any) -> None:
-        quick = {"tick_seconds": 0.05, "gather_seconds": 0, "longest_wait_seconds": 5.0}
+        quick = {"tick_seconds": 0.05, "gather_seconds": 0, "longest_wait_seconds": 5.0, **ROOMY}
         self.settings = Settings(
             database_url=url_in(folder),
             blob_url=str(folder / "blobs"),
@@ -67,8 +71,7 @@ class LiveCoordinator:
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(self.app(), log_level="error", timeout_graceful_shutdown=5)
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(configuration(self.app(), self.settings))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
         self._thread.start()
         until(lambda: self._server.started)

@@ -17,7 +17,7 @@ import psutil
 
 from shared.client import Client
 from shared.wire import TokenSpec
-from tests.support.coordinator import until
+from tests.support.coordinator import ROOMY, until
 from tests.support.databases import url_in
 
 
@@ -74,7 +74,7 @@ class CoordinatorProcess:
         self.folder = folder
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        quick = {"tick_seconds": 0.1, "gather_seconds": 60.0}
+        quick = {"tick_seconds": 0.1, "gather_seconds": 60.0, **ROOMY}
         self._environment = {
             f"TESSERA_{key.upper()}": str(value)
             for key, value in {
@@ -129,18 +129,18 @@ class CoordinatorProcess:
         self.process.kill()
 
     def admin(self) -> Client:
-        return self._client((self.folder / "admin.token").read_text().strip())
+        return self.client((self.folder / "admin.token").read_text().strip())
 
     def site(self, name: str) -> Client:
         """A client of a new site."""
-        return self._client(self.site_token(name))
+        return self.client(self.site_token(name))
 
     def site_token(self, name: str) -> str:
         admin = self.admin()
         admin.create_site(name)
         return admin.issue_token(TokenSpec(name=name, role="site", site=name)).secret
 
-    def _client(self, token: str) -> Client:
+    def client(self, token: str) -> Client:
         client = Client(self.url, token, patience_seconds=30)
         self._clients.append(client)
         return client

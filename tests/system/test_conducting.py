@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -15,9 +18,10 @@ from coordinator.storage.database import Database, DatabaseInUse
 from shared.client import Client
 from shared.methods import Chosen
 from shared.wire import Cohort, Run
-from tests.support.coordinator import until
+from tests.support.coordinator import refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.processes import CoordinatorProcess, Process
+from tests.support.raw import PART, announced, answer, head
 
 Keep = Callable[[Process], Process]
 
@@ -102,6 +106,46 @@ def test_told_to_stop_both_end(live: CoordinatorProcess) -> None:
     assert live.process.terminate() in (0, -signal.SIGTERM)
     until(lambda: not conductor.is_running())
     assert not live.process.said("conductor.died")
+
+
+def test_told_to_stop_in_the_midst_of_everything_it_ends_soon_and_nothing_is_lost(
+    held: tuple[CoordinatorProcess, Path],
+) -> None:
+    coordinator, folder = held
+    run, worker = run_of_one(coordinator, "held")
+    (folder / "hold").touch()
+    worker.train(worker.take())
+    until((folder / "begun").exists)
+    data = bytes(range(256)) * 20_000
+    token = coordinator.site_token("b")
+    waiting = ScriptedWorker(coordinator.client(token))
+    with (
+        ThreadPoolExecutor() as pool,
+        socket.create_connection(("127.0.0.1", coordinator.port)) as raw,
+        httpx.Client(base_url=coordinator.url, headers={"Authorization": f"Bearer {token}"}) as http,
+    ):
+        claim = pool.submit(waiting.claim, 60)
+        location = http.post("/v1/uploads", headers=announced(data)).headers["Location"]
+        part = {**PART, "Upload-Offset": "0", "Content-Length": str(len(data))}
+        raw.sendall(head("PATCH", location, {**dict(http.headers), **part}) + data[:3_000_000])
+        until(lambda: int(http.head(location).headers["Upload-Offset"]) >= 2 << 20)
+
+        assert coordinator.process.terminate() in (0, -signal.SIGTERM)
+        assert claim.result() is None
+        cut = answer(raw)
+        assert "stopping" in refused(cut, 503, "unavailable").detail
+        assert cut.headers["Retry-After"] == "1"
+        assert not coordinator.process.said("Traceback")
+
+        (folder / "hold").unlink()
+        coordinator.start()
+        # All that had come is there, and the rest is all that is still to be sent.
+        assert http.head(location).headers["Upload-Offset"] == "3000000"
+        rest = http.patch(location, headers={**PART, "Upload-Offset": "3000000"}, content=data[3_000_000:])
+        assert rest.headers["Upload-Complete"] == "?1"
+    until(lambda: completed(coordinator.admin(), run, 1))
+    assert (folder / "begun").read_text() == "xx"
+    assert waiting.claim(0) is None
 
 
 def test_bells_alone_move_rounds_on_where_no_tick_comes(tmp_path: Path, running: Keep) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -40,6 +41,7 @@ from shared.wire import Cohort, Evaluation, Run, TaskView, Training
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.scripted import Answer, answering
+from tests.support.tapping import Tap
 from worker.agent import Agent, told
 from worker.blockmap import block_table, named_tensors
 from worker.models import instantiate, read_block
@@ -175,6 +177,23 @@ def test_an_agent_trains_and_evaluates_a_run_to_its_end(coordinator: LiveCoordin
     whole, partial = (made.tasks[0] for made in client.rounds(run.id))
     assert 0 < partial.upload_bytes < whole.upload_bytes
     assert whole.examples == partial.examples
+
+
+def test_the_requests_of_one_task_share_a_trace(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client()
+    run = begin(client, rounds=2)
+    with Tap(coordinator.url) as tap:
+        with working(coordinator, tmp_path, url=tap.url):
+            until(lambda: client.run(run.id).state == "completed")
+        sent = re.findall(rb"(?:GET|POST|PATCH|HEAD) (\S+) HTTP/1.1\r\n(.*?)\r\n\r\n", bytes(tap.up), re.DOTALL)
+    traces = [(path, found) for path, head in sent if (found := re.findall(rb"traceparent: 00-(\w{32})-", head))]
+    # Two tasks, each with all that it fetched, sent and handed in; what asks for a task belongs to none.
+    assert len({trace for _, (trace,) in traces}) == 2
+    handed_in = [trace for path, trace in traces if path.endswith(b"/update")]
+    fetched = [trace for path, trace in traces if b"/blobs/" in path]
+    assert len(handed_in) == 2
+    assert all(trace in fetched for trace in handed_in)
+    assert b"/v1/tasks/claim" not in {path for path, _ in traces}
 
 
 def test_two_runs_from_one_seed_make_the_same_version(coordinator: LiveCoordinator, tmp_path: Path) -> None:

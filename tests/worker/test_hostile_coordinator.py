@@ -21,8 +21,6 @@ from shared.methods import Chosen
 from shared.model import Model
 from shared.problems import MEDIA_TYPE, TaskCancelled
 from shared.wire import Cohort, Run, TaskView, Training
-from tests.support.coordinator import until
-from tests.support.federation import start_run
 from tests.support.captured import (
     CLAIM,
     HEARTBEAT,
@@ -33,6 +31,8 @@ from tests.support.captured import (
     claiming,
     endless,
 )
+from tests.support.coordinator import until
+from tests.support.federation import start_run
 from tests.support.processes import peak_bytes
 from worker.agent import LONGEST_WAIT_SECONDS, Agent
 from worker.blockmap import block_table, named_tensors

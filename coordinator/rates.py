@@ -1,0 +1,68 @@
+"""How often somebody may ask: so many requests a second in the long run, and so many at once.
+
+Counted in this process alone: what bounds work need not be exact, and idle polls are to cost no database anything.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from shared.problems import TooManyRequests
+
+MOST_KEYS = 16_384
+"""Callers that are remembered, the latest of them; one who is forgotten begins with a whole burst."""
+
+
+class Rate:
+    """A bucket for each key that holds `burst` requests and is filled with `per_second`.
+
+    Written as the instant at which the bucket will be full again (the 'generic cell rate algorithm' of ITU-T I.371).
+    """
+
+    def __init__(self, per_second: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval = 1 / per_second
+        self._slack = (burst - 1) / per_second
+        self._clock = clock
+        self._full_at: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def take(self, key: str) -> float:
+        """0.0, and one request fewer in the bucket; or the seconds until there is one."""
+        with self._lock:
+            now = self._clock()
+            # Taken out and put in again, so that the first is the one that was not used for longest.
+            full_at = max(self._full_at.pop(key, now), now)
+            wait = full_at - now - self._slack
+            self._full_at[key] = full_at if wait > 0 else full_at + self._interval
+            if len(self._full_at) > MOST_KEYS:
+                del self._full_at[next(iter(self._full_at))]
+        return max(wait, 0.0)
+
+
+class Admission:
+    """Bounds the requests of each token, and of each address those that show no valid one.
+
+    Who shows a valid token is never refused for what others do behind the same proxy.
+    """
+
+    def __init__(self, per_second: float, burst: int, failures_per_minute: int) -> None:
+        self._tokens = Rate(per_second, burst)
+        self._failures = Rate(failures_per_minute / 60, failures_per_minute)
+
+    def asked(self, token_id: str) -> None:
+        """Raises TooManyRequests."""
+        if wait := self._tokens.take(token_id):
+            raise TooManyRequests(
+                "this token asks too often (settings requests_per_second, request_burst)", retry_after_seconds=wait
+            )
+
+    def failed(self, address: str) -> None:
+        """Raises TooManyRequests."""
+        if wait := self._failures.take(address):
+            raise TooManyRequests(
+                "too many requests without a valid token came from your address (setting failures_per_minute)",
+                remedy="Use a valid token; wait as long as Retry-After says before trying another.",
+                retry_after_seconds=wait,
+            )

@@ -1,0 +1,269 @@
+"""How much may be asked, announced and stored; and what happens when the disk or the memory runs out."""
+
+from __future__ import annotations
+
+import errno
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from sqlalchemy import delete
+
+from coordinator.memory import Memory, groups, used_bytes
+from coordinator.rates import MOST_KEYS, Rate
+from coordinator.storage.room import Room, is_full
+from coordinator.storage.tables import UploadRow
+from shared.problems import Busy
+from shared.tensors import digest_of
+from shared.wire import Cohort
+from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.raw import PART, announced
+
+
+def send(http: httpx.Client, data: bytes) -> httpx.Response:
+    return http.post("/v1/uploads", headers=announced(data, complete=True), content=data)
+
+
+def append(http: httpx.Client, location: str, offset: int, data: bytes) -> httpx.Response:
+    return http.patch(location, headers={**PART, "Upload-Offset": str(offset)}, content=data[offset:])
+
+
+# ---------------------------------------------------------------- rates
+
+
+def test_a_bucket_lets_a_burst_through_and_then_so_many_a_second() -> None:
+    clock = Clock(0.0)
+    rate = Rate(per_second=2.0, burst=3, clock=clock)
+    assert [rate.take("a") for _ in range(3)] == [0.0, 0.0, 0.0]
+    # The fourth has to wait for half a second, and to ask in vain costs nothing.
+    assert [rate.take("a"), rate.take("a")] == [0.5, 0.5]
+    assert rate.take("b") == 0.0
+    clock.advance(0.5)
+    assert [rate.take("a"), rate.take("a")] == [0.0, 0.5]
+    clock.advance(100)
+    assert [rate.take("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+
+
+def test_buckets_do_not_fill_the_memory() -> None:
+    clock = Clock(0.0)
+    rate = Rate(per_second=1.0, burst=1, clock=clock)
+    for key in range(MOST_KEYS + 10):
+        rate.take(str(key))
+    assert len(rate._full_at) == MOST_KEYS
+    # The latest are remembered.
+    assert rate.take(str(MOST_KEYS + 9)) > 0
+
+
+def test_a_token_that_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, requests_per_second=0.1, request_burst=3) as live:
+        http, other = live.http("viewer"), live.http("viewer")
+        assert [http.get("/v1/runs").status_code for _ in range(3)] == [200, 200, 200]
+        answer = http.get("/v1/runs")
+        assert "requests_per_second" in refused(answer, 429, "too-many-requests").detail
+        assert 1 <= int(answer.headers["Retry-After"]) <= 10
+        assert other.get("/v1/runs").status_code == 200
+
+
+def test_wrong_tokens_from_one_address_are_bounded_and_right_ones_are_not(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, failures_per_minute=2) as live:
+        wrong, right = live.bare({"Authorization": "Bearer wrong"}), live.http("viewer")
+        for _ in range(2):
+            refused(wrong.get("/v1/runs"), 401, "unauthenticated")
+        answer = wrong.get("/v1/runs")
+        assert "failures_per_minute" in refused(answer, 429, "too-many-requests").detail
+        assert answer.headers["Retry-After"] == "30"
+        refused(live.bare().get("/v1/runs"), 429, "too-many-requests")
+        assert right.get("/v1/runs").status_code == 200
+
+
+# ---------------------------------------------------------------- quotas
+
+
+def test_a_site_may_announce_so_many_bytes_a_day(tmp_path: Path) -> None:
+    clock = Clock()
+    with LiveCoordinator(tmp_path, clock=clock, site_bytes_per_day=100) as live:
+        site, other, admin = live.http("site", "a"), live.http("site", "b"), live.http("admin")
+        assert send(site, b"x" * 60).status_code == 201
+        clock.advance(3600)
+        answer = send(site, b"y" * 41)
+        assert "site_bytes_per_day" in refused(answer, 429, "quota-exceeded").detail
+        # The first bytes are a day old in 23 hours.
+        assert answer.headers["Retry-After"] == str(23 * 3600)
+        # A repeat is no new announcement, another site has a quota of its own, and others than sites have none.
+        assert send(site, b"x" * 60).status_code == 201
+        assert send(other, b"y" * 41).status_code == 201
+        assert send(admin, b"z" * 500).status_code == 201
+        assert send(site, b"y" * 40).status_code == 201
+        # That an upload is removed gives nothing back.
+        with live.services.database.transaction() as session:
+            session.execute(delete(UploadRow))
+        refused(send(site, b"w"), 429, "quota-exceeded")
+        clock.advance(23 * 3600)
+        assert send(site, b"y" * 41).status_code == 201
+
+
+def test_another_length_of_the_same_announcement_is_judged_anew(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, site_bytes_per_day=100) as live:
+        site = live.http("site", "a")
+        headers = announced(b"x" * 60)
+        assert site.post("/v1/uploads", headers=headers).status_code == 201
+        assert site.post("/v1/uploads", headers={**headers, "Upload-Length": "100"}).status_code == 201
+        refused(site.post("/v1/uploads", headers={**headers, "Upload-Length": "101"}), 429, "quota-exceeded")
+
+
+def test_a_site_may_have_so_many_unfinished_uploads(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, site_unfinished_uploads=2) as live:
+        site = live.http("site", "a")
+        first, _ = (site.post("/v1/uploads", headers=announced(bytes([n]))) for n in range(2))
+        answer = site.post("/v1/uploads", headers=announced(b"third"))
+        assert "site_unfinished_uploads" in refused(answer, 429, "quota-exceeded").detail
+        assert "Retry-After" in answer.headers
+        assert append(site, first.headers["Location"], 0, bytes([0])).status_code == 204
+        assert site.post("/v1/uploads", headers=announced(b"third")).status_code == 201
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def reserve_all_but(live: LiveCoordinator, count: int) -> None:
+    """Sets the reserve so that there is room for some `count` bytes, by what is free of the disk now."""
+    live.services.room._reserve_bytes = live.services.room.free_bytes() - count
+
+
+LARGE = bytes(range(256)) * 16_384  # 4 MiB
+
+
+def test_what_there_is_no_room_for_is_refused_before_it_is_sent(coordinator: LiveCoordinator) -> None:
+    http = coordinator.http("orchestrator")
+    location = http.post("/v1/uploads", headers=announced(LARGE)).headers["Location"]
+    reserve_all_but(coordinator, -(1 << 40))
+    for answer in (
+        send(http, b"anything"),
+        http.post("/v1/uploads", headers=announced(b"anything")),
+        append(http, location, 0, LARGE),
+    ):
+        assert "disk_reserve_bytes" in refused(answer, 503, "store-full").detail
+        assert answer.headers["Retry-After"] == "30"
+    ready = http.get("/healthz/ready")
+    assert (ready.status_code, ready.json()["store_has_room"]) == (200, False)
+    reserve_all_but(coordinator, 1 << 30)
+    assert append(http, location, 0, LARGE).status_code == 204
+    assert http.get("/healthz/ready").json()["store_has_room"]
+    assert re.search(r"^tessera_disk_free_bytes [1-9]", http.get("/metrics").text, re.MULTILINE)
+
+
+def test_uploads_under_way_are_counted_before_they_are_on_the_disk(tmp_path: Path) -> None:
+    room = Room([tmp_path], 0)
+    # The size of this file system is what it is: all but a thousandth of it is expected.
+    most = room.free_bytes() - (count := room.free_bytes() // 1000)
+    with room.expecting(most) as written:
+        with refusing("store-full"):
+            room.require(2 * count)
+        written(most // 2)
+        room.require(2 * count)
+    assert room._expected_bytes == 0
+
+
+def test_a_full_disk_pauses_no_run(coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.conductor.FULL_SECONDS", 0.2)
+    client, model = coordinator.client("admin"), small_model()
+    start = values(model)
+    run = start_run(client, model, start, cohort=Cohort(size=1))
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.enrol()
+    task = worker.take()
+    update = worker.upload(task, {"head.weight": start["head.weight"] + np.float32(1)})
+    reserve_all_but(coordinator, -(1 << 40))
+    worker.submit(task, update)
+    until(lambda: coordinator.services.conductor._full_until)
+    assert (client.run(run.id).state, client.round(run.id, 1).state) == ("running", "merging")
+    reserve_all_but(coordinator, 1 << 30)
+    until(lambda: client.run(run.id).state == "completed")
+
+
+@contextmanager
+def files_of_at_most(count: int) -> Iterator[None]:
+    """As on a full disk, whoever runs it: no file grows beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_an_upload_that_filled_the_disk_goes_on_when_there_is_room(coordinator: LiveCoordinator) -> None:
+    http = coordinator.http("orchestrator")
+    location = http.post("/v1/uploads", headers=announced(LARGE)).headers["Location"]
+    # Not a multiple of what is written at a time: the last write is taken in part.
+    room = 2_500_001
+    with files_of_at_most(room):
+        refused(append(http, location, 0, LARGE), 503, "store-full")
+    assert http.head(location).headers["Upload-Offset"] == str(room)
+    assert append(http, location, room, LARGE).status_code == 204
+    assert http.head(location).headers["Upload-Complete"] == "?1"
+    assert http.get(f"/v1/blobs/{digest_of(LARGE)}").content == LARGE
+
+
+def test_a_blob_that_filled_the_disk_leaves_nothing_behind(coordinator: LiveCoordinator) -> None:
+    blobs = coordinator.services.blobs
+    with files_of_at_most(1_000_001), pytest.raises(OSError, match="large") as fault:
+        blobs.put([LARGE[:600_000], LARGE[:600_000]])
+    assert is_full(fault.value)
+    assert list(blobs.staging_dir.glob("put-*")) == []
+
+
+def test_what_is_no_full_disk_is_not_taken_for_one() -> None:
+    assert is_full(OSError(errno.ENOSPC, "no space"))
+    assert not is_full(OSError(errno.EIO, "the disk is broken"))
+    assert not is_full(ValueError("disk is full"))
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_no_upload_is_begun_when_memory_runs_out(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, memory_limit_bytes=1 << 20) as live:
+        http = live.http("orchestrator")
+        answer = send(http, b"anything")
+        assert "memory" in refused(answer, 503, "busy").detail
+        assert answer.headers["Retry-After"] == "10"
+        # All else goes on.
+        assert http.get("/v1/runs").status_code == 200
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_a_control_group_is_found_wherever_it_is_set(tmp_path: Path, version: int) -> None:
+    top = tmp_path / ("memory" if version == 1 else "")
+    inner = top / "outer" / "inner"
+    inner.mkdir(parents=True)
+    limit, current = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    )
+    (inner / limit).write_text("9223372036854771712\n" if version == 1 else "max\n")
+    (top / "outer" / limit).write_text("1000\n")
+    (top / "outer" / current).write_text("960\n")
+    caches = "active_file 40\ninactive_file 60\n"
+    totals = "total_active_file 50\ntotal_inactive_file 70\n" if version == 1 else ""
+    (top / "outer" / "memory.stat").write_text(f"anon 3\n{caches}{totals}shmem 5\n")
+    membership = tmp_path / "membership"
+    membership.write_text("3:cpu:/elsewhere\n" + ("4:memory:" if version == 1 else "0::") + "/outer/inner\n")
+    assert groups(tmp_path, membership) == [(top / "outer", 1000)]
+    # What the group would give back is not in use: 960 - 50 - 70, or 960 - 40 - 60.
+    assert used_bytes(top / "outer") == (840 if version == 1 else 860)
+    memory = Memory(None, tmp_path, membership)
+    if version == 1:
+        memory.require()
+    else:
+        with pytest.raises(Busy, match="86%"):
+            memory.require()
+
+
+def test_without_a_limit_memory_is_never_short(tmp_path: Path) -> None:
+    assert Memory(None, tmp_path, tmp_path / "nothing").share() == 0.0

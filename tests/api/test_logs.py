@@ -1,0 +1,35 @@
+"""What is logged where nobody sits at a terminal: lines of JSON, our own and the libraries'."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import logging, structlog
+from coordinator import logs
+logs.configure()
+structlog.contextvars.bind_contextvars(trace="abc")
+logging.getLogger("uvicorn.error").warning("Invalid %s request", "HTTP")
+logging.getLogger("uvicorn.error").info("not of interest")
+try:
+    raise ValueError("a fault")
+except ValueError:
+    logging.getLogger("a.library").exception("it failed")
+structlog.get_logger().info("ours")
+"""
+
+
+def test_what_libraries_log_is_json_with_the_trace_too() -> None:
+    told = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stderr
+    warned, failed, ours = map(json.loads, told.splitlines())
+    assert (warned["event"], warned["level"], warned["logger"]) == (
+        "Invalid HTTP request",
+        "warning",
+        "uvicorn.error",
+    )
+    assert (failed["event"], failed["level"]) == ("it failed", "error")
+    assert "ValueError: a fault" in failed["exception"]
+    assert ours["event"] == "ours"
+    assert {line["trace"] for line in (warned, failed, ours)} == {"abc"}
