@@ -23,7 +23,7 @@ FIRST = {
     "a cancelled task is accepted": 3,
     "digests are not verified": 4,
 }
-"""The seed of 40 that shows a fault, where it is not 0: only to spare time, for another change may show it by another."""
+"""The seed of 40 that shows a fault, where it is not 0: to spare time only, for a change may move it to another."""
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
