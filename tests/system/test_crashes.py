@@ -51,7 +51,9 @@ def digits_run(client: Client, vit: ModelFolder, rounds: int, **cohort: object) 
     )
 
 
-def test_an_accepted_update_survives_the_coordinator(patient: CoordinatorProcess, tmp_path: Path) -> None:
+def test_an_accepted_update_survives_the_coordinator(
+    patient: CoordinatorProcess, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     client, model = patient.admin(), small_model()
     logs = {site: Log(path=tmp_path / f"{site}.jsonl") for site in "ab"}
     start = values(model)
@@ -60,6 +62,8 @@ def test_an_accepted_update_survives_the_coordinator(patient: CoordinatorProcess
         ScriptedWorker(RecordingClient(patient.url, patient.site_token(site), log, f"{site}/w", patience_seconds=30))
         for site, log in logs.items()
     )
+    for worker in (first, second):
+        request.addfinalizer(worker.client.close)
     first.enrol()
     second.enrol()
     first.train(first.take(), step=1.0)
@@ -75,8 +79,6 @@ def test_an_accepted_update_survives_the_coordinator(patient: CoordinatorProcess
     # Both count: (1 + 3) / 2 = 2
     np.testing.assert_allclose(load(file.getvalue())["head.weight"], start["head.weight"] + 2.0, rtol=1e-6)
     assert findings(patient, read(log.path for log in logs.values() if log.path)) == []
-    for worker in (first, second):
-        worker.client.close()
 
 
 def findings(coordinator: CoordinatorProcess, lines: list[dict[str, Any]]) -> list[Finding]:
