@@ -25,7 +25,7 @@ from shared.client import Client
 from shared.problems import MEDIA_TYPE, Problem, ProblemDocument
 from shared.wire import TokenRole, TokenSpec
 
-WAIT_SECONDS = 6.0
+WAIT_SECONDS = 20.0
 
 # The default renders a traceback with all local values, which takes seconds.
 structlog.configure([structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)])
