@@ -547,7 +547,12 @@ CASES = [
         says(kind="evaluate", held_out=True),
         at="strict",
     ),
-    Case("privacy switched off", "policy-violation: privacy: .*the run no privacy", says(privacy=None), at="budget"),
+    Case(
+        "privacy switched off",
+        "policy-violation: privacy: .*the run no privacy",
+        says(**OTHER_RUN, privacy=None),
+        at="budget",
+    ),
     Case(
         "privacy switched off where the site has no budget",
         "policy-violation: run: .* in privacy$",
