@@ -21,6 +21,7 @@ from tests.simulation.actors import POLITE, Intruder, Manners, Orchestrator, Wor
 from tests.simulation.invariants import Violated, Watch
 from tests.simulation.replicas import World
 from tests.simulation.schedule import NONE, Faults, Schedule
+from tests.support import databases
 from tests.support.histories import Log
 from tests.support.storage import migrated
 
@@ -51,13 +52,14 @@ class Outcome:
 def template() -> Path:
     """An empty database with the sites in it, to be copied."""
     folder = Path(tempfile.mkdtemp(prefix="tessera-simulation-", dir=FOLDER))
-    database = migrated(folder)
+    with databases.running_on("sqlite"):
+        database = migrated(folder)
     with database.transaction() as session:
         session.add_all(SiteRow(id=name, name=name, created_at=0.0) for name in SITES)
     # The last connection that closes puts everything into the one file.
     database.close()
     atexit.register(shutil.rmtree, folder)
-    return folder / "test.db"
+    return folder / "tessera.db"
 
 
 @contextmanager

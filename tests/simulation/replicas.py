@@ -33,6 +33,7 @@ from coordinator.settings import Settings
 from shared.problems import Problem
 from shared.transport import Unreachable
 from tests.simulation.schedule import NONE, Crash, Process, Schedule
+from tests.support.coordinator import ROOMY
 
 RESTART_SECONDS = 3.0
 ANSWER_SECONDS = 5.0
@@ -107,8 +108,23 @@ async def _at_once(work: Callable[..., Any], *arguments: object) -> Any:
     return work(*arguments)
 
 
-async def _patiently(awaited: Any, seconds: float) -> Any:
-    return await awaited
+class Patience:
+    """Senders here are never silent, only cut off."""
+
+    def __init__(self, seconds: float) -> None:
+        pass
+
+    async def __aenter__(self) -> Patience:
+        return self
+
+    async def __aexit__(self, *fault: object) -> None:
+        pass
+
+    def reschedule(self, when: float) -> None:
+        pass
+
+    def expired(self) -> bool:
+        return False
 
 
 def driven(steps: Any) -> Any:
@@ -158,6 +174,7 @@ class World:
             blob_url=str(self.folder / "blobs"),
             # As on machines of their own: what starts sweeps its staging folder.
             staging_dir=self.folder / "staging" / replica.name,
+            **ROOMY,
             **self.settings,
         )
         replica.services = services = assemble(settings, self.schedule.now)
@@ -330,7 +347,8 @@ class World:
 
         async_io = SimpleNamespace(
             to_thread=_at_once,
-            wait_for=_patiently,
+            timeout=Patience,
+            get_running_loop=lambda: SimpleNamespace(time=schedule.now),
             CancelledError=asyncio.CancelledError,
             ensure_future=lambda steps: steps,
             shield=lambda steps: steps,
