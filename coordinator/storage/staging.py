@@ -41,8 +41,14 @@ class Unfinished:
         descriptor = _locked(own, os.O_CREAT)
         if descriptor is None:
             return None
-        weakref.finalize(self, _moved_out, own, descriptor)
+        self._moving_out = weakref.finalize(self, _moved_out, own, descriptor)
         return own
+
+    def abandon(self) -> None:
+        """Lets go of the lock and leaves the files behind, as the end of a killed process does."""
+        if self._own and (left := self._moving_out.detach()):
+            _, _, (_, descriptor), _ = left
+            os.close(descriptor)
 
 
 def sweep(staging_dir: Path) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
+from shared.anomaly import PREFIX
 from shared.problems import Problem
 from shared.states import States
 from shared.tensors import from_bytes
@@ -368,9 +369,9 @@ class Watch:
             _hold(False, "I14", f"round {row['id']} lives, and its run is {row['state']}")
 
 
-def _unscored(task: Mapping[str, Any]) -> dict[str, Any]:
+def _unscored(task: sqlite3.Row) -> dict[str, Any]:
     numbers = json.loads(task["numbers"])
-    return {**task, "numbers": {name: value for name, value in numbers.items() if not name.startswith(PREFIX)}}
+    return {**dict(task), "numbers": {name: value for name, value in numbers.items() if not name.startswith(PREFIX)}}
 
 
 def _hold(holds: bool, invariant: str, otherwise: str) -> None:

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 from sqlalchemy import event
@@ -114,7 +114,7 @@ class Patience:
     def __init__(self, seconds: float) -> None:
         pass
 
-    async def __aenter__(self) -> Patience:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *fault: object) -> None:
@@ -227,6 +227,8 @@ class World:
                 delay = self.schedule.dice.uniform(0, 4 * RESTART_SECONDS)
                 self.schedule.spawn(Process("machine"), "start", process.revive, after=delay)
             return
+        if replica.services:
+            replica.services.blobs.unfinished.abandon()
         schedule = self.schedule
         power_cut = schedule.dice.random() < schedule.faults.power_cut
 
