@@ -6,19 +6,17 @@ import re
 
 import httpx
 import structlog
-from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from shared.tracing import new_trace, traceparent
 from tests.support.coordinator import LiveCoordinator
+from tests.support.raw import PART, announced
 
 NOWHERE = "/v1/uploads/nothing"
 
 
 def refusal(http: httpx.Client, **headers: str) -> str:
-    trace = http.patch(
-        NOWHERE, headers={"Content-Type": "application/partial-upload", "Upload-Offset": "0", **headers}
-    ).json()["trace"]
+    trace = http.patch(NOWHERE, headers={**PART, "Upload-Offset": "0", **headers}).json()["trace"]
     assert isinstance(trace, str)
     return trace
 
@@ -40,11 +38,11 @@ def test_what_is_logged_of_a_request_names_its_trace(standing: LiveCoordinator) 
 
 def test_a_fault_is_logged_under_the_trace_that_its_answer_names(coordinator: LiveCoordinator) -> None:
     http = coordinator.http()
-    with coordinator.services.database.transaction() as session:
-        session.execute(text("drop table uploads"))
-    headers = {"Upload-Length": "2000000", "Upload-Complete": "?0", "Repr-Digest": f"sha-256=:{'A' * 43}=:"}
+    location = http.post("/v1/uploads", headers=announced(b"abc")).headers["Location"]
+    # Where its bytes are to go is something else already.
+    (coordinator.services.blobs.staging_dir / f"upload-{location.rpartition('/')[2]}").mkdir()
     with capture_logs([structlog.contextvars.merge_contextvars]) as lines:
-        answer = http.post("/v1/uploads", headers=headers)
+        answer = http.patch(location, headers={**PART, "Upload-Offset": "0"}, content=b"abc")
     assert answer.status_code == 500
     (line,) = [line for line in lines if line["event"] == "request.failed"]
     assert line["trace"] == answer.json()["trace"]
