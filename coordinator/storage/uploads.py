@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -110,7 +111,7 @@ class Uploads:
                 # One of the announcements is mistaken; the bytes will tell which.
                 more, row.length = max(0, length - row.length), length
                 self._permit(session, site_id, row, more)
-                self._path(_record(row)).unlink(missing_ok=True)
+                self._discard(_record(row))
             # What was announced again is not about to be removed.
             row.created_at = self.database.now()
             return _record(row)
@@ -137,9 +138,11 @@ class Uploads:
             path = self._path(_record(row))
             if path.exists() and path.stat().st_mtime >= before:
                 return False
+            try:
+                self._discard(_record(row))
+            except UploadBusy:
+                return False
             session.delete(row)
-        # Who is writing to it at this moment finds no such upload at the end, and announces it anew.
-        path.unlink(missing_ok=True)
         return True
 
     def offset(self, upload: Upload) -> int:
@@ -254,12 +257,28 @@ class Uploads:
     @contextmanager
     def _locked(self, upload: Upload) -> Iterator[FileIO]:
         """The staging file, for one request at a time. Raises UploadBusy."""
-        with self._path(upload).open("ab+", buffering=0) as file:
+        path = self._path(upload)
+        with path.open("ab+", buffering=0) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UploadBusy(f"upload {upload.id} is being written to", retry_after_seconds=1) from None
+            # Between the opening and the lock another request may have finished it, or thrown it away.
+            if not _is_at(path, file):
+                raise UploadBusy(f"upload {upload.id} was being written to", retry_after_seconds=0)
             yield file
+
+    def _discard(self, upload: Upload) -> None:
+        """Throws away what has come of it. Raises UploadBusy if more is coming."""
+        if self._path(upload).exists():
+            with self._locked(upload):
+                self._path(upload).unlink()
+
+
+def _is_at(path: Path, file: FileIO) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    return False
 
 
 def owned(session: Session, owner: str, digest: str) -> int | None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import fcntl
 import hashlib
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from coordinator.api.blobs import uploads
+from coordinator.storage.tables import UploadRow
 from shared.tensors import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
 
@@ -215,6 +220,56 @@ def test_two_writers_at_once_do_not_mix(coordinator: LiveCoordinator, http: http
         yield LARGE[2_000_000:]
 
     assert append(http, location, 0, held_open()).status_code == 204
+    assert read(http, LARGE).content == LARGE
+
+
+def test_another_length_is_not_announced_in_the_midst_of_an_upload(
+    coordinator: LiveCoordinator, http: httpx.Client
+) -> None:
+    location = http.post("/v1/uploads", headers=announced(LARGE)).headers["Location"]
+    other = coordinator.bare(dict(http.headers))
+
+    def held_open() -> Iterator[bytes]:
+        yield LARGE[:2_000_000]
+        until(lambda: progress(other.head(location))[0] > 0)
+        mistaken = announced(LARGE, length=len(LARGE) + 1)
+        assert refused(other.post("/v1/uploads", headers=mistaken), 409, "upload-busy").retryable
+        yield LARGE[2_000_000:]
+
+    assert append(http, location, 0, held_open()).status_code == 204
+    assert read(http, LARGE).content == LARGE
+
+
+def test_who_comes_as_another_finishes_does_not_finish_it_once_more(
+    coordinator: LiveCoordinator, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file was opened before it had its last byte, and locked when it was a blob already."""
+    location = http.post("/v1/uploads", headers=announced(LARGE)).headers["Location"]
+    assert append(http, location, 0, LARGE[:-1]).status_code == 204
+    uploading, lock = uploads(coordinator.services), fcntl.flock
+    with coordinator.services.database.snapshot() as session:
+        owner = session.get_one(UploadRow, location.rpartition("/")[2]).owner
+    others: list[threading.Thread] = []
+
+    async def last() -> AsyncIterator[bytes]:
+        yield LARGE[-1:]
+
+    def finish() -> None:
+        asyncio.run(uploading.append(uploading.find(location.rpartition("/")[2], owner), len(LARGE) - 1, last()))
+
+    def late(file: int, operation: int) -> None:
+        if not others:
+            others.append(threading.Thread(target=finish))
+            others[0].start()
+            others[0].join()
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    busy = append(http, location, len(LARGE) - 1, LARGE[-1:])
+    assert refused(busy, 409, "upload-busy").retryable
+    monkeypatch.undo()
+    assert others
+    assert progress(http.head(location)) == (len(LARGE), "?1")
     assert read(http, LARGE).content == LARGE
 
 
