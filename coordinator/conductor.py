@@ -260,7 +260,14 @@ class Conductor:
         with self._database.transaction() as session:
             run = session.get_one(RunRow, run_id)
             _require(run.state == "running" and run.version_number == base.number, "the run has moved on")
+            _require(self._all_live(session, plans), "a worker that was planned for is no longer live")
             return self._open_in(session, run, willing, plans)
+
+    def _all_live(self, session: Session, plans: Mapping[str, Plan]) -> bool:
+        """Whether all who were planned for are still there: planning and waiting for a turn take their time."""
+        return plans.keys() <= {
+            worker.name for worker in live_workers(session, self._database.now() - self._live_seconds)
+        }
 
     def _live(self) -> list[Member]:
         with self._database.snapshot() as session:
@@ -332,7 +339,7 @@ class Conductor:
             rounds.note_scores(session, round_id, norm_scores(spec, accepted))
             # Before the next round is offered: a site measures its own model as this round left it.
             woken = rounds.offer_at_sites(session, now, run, live)
-            if run.state != "running" or plans is None:
+            if run.state != "running" or plans is None or not self._all_live(session, plans):
                 return woken
             return [*woken, *self._open_in(session, run, willing, plans)]
 

@@ -212,7 +212,7 @@ class Uploads:
                 if file.tell() + len(pending) <= upload.length:
                     write()
             if file.tell() == upload.length:
-                await asyncio.to_thread(self._finish, upload, received.hexdigest())
+                await asyncio.to_thread(self._finish, upload, file, received.hexdigest())
             return file.tell()
 
     @asynccontextmanager
@@ -235,13 +235,15 @@ class Uploads:
                 f"no byte came for {self.idle_seconds:g} s", remedy="Go on with the upload from its offset."
             ) from None
 
-    def _finish(self, upload: Upload, hexadecimal: str) -> None:
+    def _finish(self, upload: Upload, file: FileIO, hexadecimal: str) -> None:
         path = self._path(upload)
         if f"sha256:{hexadecimal}" != upload.digest:
             path.unlink()
             raise _mismatch(upload, f"sha256:{hexadecimal}")
         self._complete(upload, self.blobs.adopt(path, upload.digest, upload.length))
-        path.unlink(missing_ok=True)
+        # A small one is in the table now. In place of one that was moved there may be a file of who came too late.
+        if _is_at(path, file):
+            path.unlink()
 
     def _complete(self, upload: Upload, stored: Stored) -> None:
         with self.database.transaction() as session:

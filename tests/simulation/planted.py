@@ -86,7 +86,7 @@ def unflushed(self: Any, path: Any, digest: str) -> None:
     path.replace(final)
 
 
-def table_first(self: Any, upload: Any, hexadecimal: str) -> None:
+def table_first(self: Any, upload: Any, file: Any, hexadecimal: str) -> None:
     """Enters a blob in the table before it has its name."""
     path = self._path(upload)
     if f"sha256:{hexadecimal}" != upload.digest:
@@ -99,7 +99,7 @@ def table_first(self: Any, upload: Any, hexadecimal: str) -> None:
     self.blobs.adopt(path, upload.digest, upload.length)
 
 
-def unverified(self: Any, upload: Any, hexadecimal: str) -> None:
+def unverified(self: Any, upload: Any, file: Any, hexadecimal: str) -> None:
     self._complete(upload, self.blobs.adopt(self._path(upload), upload.digest, upload.length))
 
 
