@@ -269,6 +269,9 @@ FAULTS: dict[str, Fault] = {
     "a refused report leaves a trace": Fault(((tasks, "accept", writes_first),)),
 }
 
+HIDDEN = {"a lapse is entered though the lease was renewed"}
+"""Found with no seed of 40: a renewal must fall between a look and the write that follows from it."""
+
 
 SCHEDULES: list[Schedule] = []
 """Of the federations so far that a fault was planted in: some faults need to know whose turn it is."""

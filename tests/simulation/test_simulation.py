@@ -6,22 +6,26 @@ import pytest
 
 from tests.simulation.crash_points import SHAPES, killed, undisturbed
 from tests.simulation.federation import simulate
-from tests.simulation.planted import FAULTS, hunt
+from tests.simulation.planted import FAULTS, HIDDEN, hunt
 
 SEEDS = 8
 CRASHES = 8
 """Points of each shape at which something is killed; `make simulation` takes all of them."""
 
 FIRST = {
-    "the token is not checked": 5,
-    "no index keeps a run to one live round": 3,
-    "a folder is not flushed after a rename": 1,
-    "a write does not look at the state it starts from": 12,
+    "the token is not checked": 1,
+    "no index keeps a run to one live round": 1,
+    "a write does not look at the state it starts from": 5,
     "a file is not flushed before its rename": 1,
-    "a blob is in the table before it has its name": 3,
-    "a lapse is entered though the lease was renewed": 21,
-    "a cancelled task is accepted": 3,
-    "digests are not verified": 4,
+    "a folder is not flushed after a rename": 1,
+    "a blob is in the table before it has its name": 1,
+    "an update leaks into the next attempt": 35,
+    "digests are not verified": 13,
+    "whoever was ever here is present": 7,
+    "a round never reaches its deadline": 5,
+    "what is not finite is taken": 10,
+    "the sweep takes blobs that are being made": 7,
+    "a report on another version, or of any weight, is taken": 6,
 }
 """The seed of 40 that shows a fault, where it is not 0: to spare time only, for a change may move it to another."""
 
@@ -40,7 +44,7 @@ def test_other_seeds_are_other_federations() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [name for name in FAULTS if name not in HIDDEN])
 def test_a_planted_fault_is_found(name: str) -> None:
     first = FIRST.get(name, 0)
     assert hunt(name, [*range(first, 40), *range(first)]), f"the simulation does not find that {name}"
