@@ -70,6 +70,7 @@ bench-quick: install ## the same on tiny sizes, in a minute: to see that it work
 
 bench-rivals: install ## rounds beside Flower and NVIDIA FLARE, each installed into an environment of its own
 	$(BIN)/python -m benchmarks.rounds --rivals --sizes 0.01 100 --workers 4 --only full raw
+	$(BIN)/python -m benchmarks.servers
 
 bench-attention: install ## FedFrozen's simulation: bias and drift by length of warm-up; some minutes
 	$(BIN)/python -m benchmarks.linear_attention
