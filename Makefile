@@ -22,9 +22,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install ## four institutions train one transformer without sharing data
 	$(BIN)/python -m examples.digits $(if $(SCOPE),--scope $(SCOPE))
 
-# Side by side, as many as there are cores and at most four; each computes in one thread.
+# Side by side, one more than there are cores, since some wait for processes, and at most four; each in one thread.
 test: install ## run every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $$(( $$(nproc) < 4 ? $$(nproc) + 1 : 4 )) --dist worksteal
 
 test-postgresql: install ## the tests of storage, API and processes, all on PostgreSQL
 	TESSERA_TEST_DATABASE=postgresql OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/storage tests/api tests/system \
@@ -49,6 +49,7 @@ simulation: install ## a federation on one seed after the other; STEPS=, SEED=, 
 	$(BIN)/python -m tests.simulation --seed $(or $(SEED),0) $(if $(HOURS),--hours $(HOURS),--steps $(or $(STEPS),1000000))
 	$(BIN)/python -m tests.simulation --rules --seed $(or $(SEED),0) --steps 100000000
 	$(BIN)/python -m tests.simulation --crash-points
+	$(BIN)/python -m tests.simulation --planted
 
 fuzz: install ## a million hostile updates, a quarter of an hour on one core; prints its seed
 	$(BIN)/python -m tests.fuzz --cases $(or $(CASES),1000000) $(if $(SEED),--seed $(SEED))

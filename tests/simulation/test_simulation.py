@@ -6,10 +6,10 @@ import pytest
 
 from tests.simulation.crash_points import SHAPES, killed, undisturbed
 from tests.simulation.federation import simulate
-from tests.simulation.planted import FAULTS, HIDDEN, hunt
+from tests.simulation.planted import hunt
 
-SEEDS = 8
-CRASHES = 8
+SEEDS = 5
+CRASHES = 3
 """Points of each shape at which something is killed; `make simulation` takes all of them."""
 
 FIRST = {
@@ -43,8 +43,33 @@ def test_other_seeds_are_other_federations() -> None:
     assert simulate(1).trace != simulate(2).trace
 
 
+QUICK = [
+    "a new lease has the old token",
+    "no index keeps a run to one live round",
+    "an answer is given before the commit",
+    "a file is not flushed before its rename",
+    "a folder is not flushed after a rename",
+    "a blob is in the table before it has its name",
+    "a round is committed in two transactions",
+    "leases do not run out",
+    "a cancelled task is accepted",
+    "the quorum is off by one",
+    "an update counts twice",
+    "an accepted update is left out",
+    "a repeated report is not recognised",
+    "a repeated creation creates again",
+    "the vault keeps before the submission is accepted",
+    "a lapse is not audited",
+    "the tasks of a closed round live on",
+    "a site reaches the tasks of others",
+    "a refused report leaves a trace",
+    "the token is not checked",
+]
+"""Those that show at once; `make simulation` looks for the others too."""
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [name for name in FAULTS if name not in HIDDEN])
+@pytest.mark.parametrize("name", QUICK)
 def test_a_planted_fault_is_found(name: str) -> None:
     first = FIRST.get(name, 0)
     assert hunt(name, [*range(first, 40), *range(first)]), f"the simulation does not find that {name}"
