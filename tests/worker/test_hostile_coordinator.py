@@ -719,12 +719,6 @@ CASES = [
         told=False,
         lies=lambda _: [answering(CLAIM, answer(503, Retry_After="9" * 400))],
     ),
-    Case(
-        "come back in a year for a blob",
-        "unavailable: HTTP 503",
-        told=False,
-        lies=lambda _: [answering(("POST", "/v1/blobs/read"), answer(503, Retry_After="31536000"))],
-    ),
 ]
 
 

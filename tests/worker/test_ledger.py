@@ -41,7 +41,7 @@ def file_of(folder: Path) -> Path:
 def test_what_was_spent_is_there_for_the_next_process(tmp_path: Path) -> None:
     assert Ledger(tmp_path).read("wards") == ()
     with Ledger(tmp_path).page("wards") as page:
-        page.spend(task(round=3, token=7), 100, TARGET, [NoisyChoice(rho=0.01), STEPS])
+        page.spend(task(round=3, rounds=3, token=7), 100, TARGET, [NoisyChoice(rho=0.01), STEPS])
     (entry,) = Ledger(tmp_path).read("wards")
     assert (entry.run, entry.round, entry.token, entry.examples) == ("r", 3, 7, 100)
     assert entry.events == (NoisyChoice(rho=0.01), STEPS)
