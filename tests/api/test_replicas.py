@@ -71,7 +71,11 @@ def test_a_repeated_request_gets_the_first_answer_from_any_replica(replicas: Pai
     answers = at_once(8, create)
     assert {(answer.status_code, answer.text) for answer in answers} == {(201, answers[0].text)}
     assert len(both[1].get("/v1/sites").json()["items"]) == 1
-    refused(both[1].post("/v1/sites", json={"name": "b"}, headers={"Idempotency-Key": "one-wish"}), 422, "idempotency-key-reused")
+    refused(
+        both[1].post("/v1/sites", json={"name": "b"}, headers={"Idempotency-Key": "one-wish"}),
+        422,
+        "idempotency-key-reused",
+    )
 
 
 def test_an_upload_that_broke_off_at_one_goes_on_at_another(replicas: Pair) -> None:
