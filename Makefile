@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .PHONY: help install demo test test-postgresql check fix system fuzz \
-  bench bench-quick bench-results bench-rivals bench-attention simulation chaos migrate image clean
+  bench bench-quick bench-results bench-rivals bench-attention simulation chaos test-long migrate image clean
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -22,9 +22,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install ## four institutions train one transformer without sharing data
 	$(BIN)/python -m examples.digits $(if $(SCOPE),--scope $(SCOPE))
 
-# Side by side, one more than there are cores, since some wait for processes, and at most four; each in one thread.
+# Side by side, as many as there are cores and at most four; each computes in one thread.
 test: install ## run every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $$(( $$(nproc) < 4 ? $$(nproc) + 1 : 4 )) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 test-postgresql: install ## the tests of storage, API and processes, all on PostgreSQL
 	TESSERA_TEST_DATABASE=postgresql OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/storage tests/api tests/system \
@@ -41,6 +41,9 @@ fix: install ## format and mend what can be mended
 
 system: install ## the tests with real processes and real crashes alone
 	$(BIN)/python -m pytest tests/system
+
+test-long: install ## the tests that take long or need a quiet machine
+	TESSERA_TEST_LONG=1 $(BIN)/python -m pytest -m long
 
 chaos: install ## two hundred faults at real processes, a quarter of an hour; FAULTS=, SEED=
 	$(BIN)/python -m tests.chaos --faults $(or $(FAULTS),200) --seed $(or $(SEED),0)

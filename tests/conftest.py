@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("long") and not os.environ.get("TESSERA_TEST_LONG"):
+            item.add_marker(pytest.mark.skip(reason="make test-long runs it"))
         if item.get_closest_marker("sqlite") and databases.EACH == ("postgresql",):
             item.add_marker(pytest.mark.skip(reason="is about SQLite"))
 

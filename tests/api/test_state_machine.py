@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
@@ -192,4 +193,4 @@ class Api(RuleBasedStateMachine):
 Api.TestCase.settings = settings(
     max_examples=12, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
-TestApi = Api.TestCase
+TestApi = pytest.mark.long(Api.TestCase)

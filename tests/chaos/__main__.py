@@ -52,6 +52,7 @@ def storm(
             told(f"run {len(digests)} has ended: {digests[-1]}")
         weather.join()
         wrong += [f"the weather itself failed: {fault!r}" for fault in weather.faults]
+        admin.close()
         wrong += _audited(federation)
     told(f"the same {len(digests)} runs without faults ...")
     with calm(folder / "calm", seed) as quiet:
@@ -62,6 +63,7 @@ def storm(
             undisturbed = admin.run(run.id).version.digest
             if undisturbed != digest:
                 wrong.append(f"run {number + 1} ended with {digest}; without faults it ends with {undisturbed}")
+        admin.close()
     return Outcome(
         len(digests), len(digests) * rounds, dict(weather.happened), dict(federation.revived), tuple(wrong)
     )

@@ -62,7 +62,7 @@ QUICK = [
     "a lapse is not audited",
     "the tasks of a closed round live on",
     "a site reaches the tasks of others",
-    "a refused report leaves a trace",
+    "updates are merged in the order of arrival",
     "the token is not checked",
 ]
 """Those that show at once; `make simulation` looks for the others too."""
