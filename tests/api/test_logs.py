@@ -16,7 +16,7 @@ logging.getLogger("uvicorn.error").info("not of interest")
 try:
     raise ValueError("a fault")
 except ValueError:
-    logging.getLogger("a.library").exception("it failed")
+    logging.getLogger("somebody").exception("it failed")
 structlog.get_logger().info("ours")
 """
 

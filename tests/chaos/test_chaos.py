@@ -11,7 +11,6 @@ from tests.chaos.weather import KINDS
 from tests.support import databases
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_federation_comes_through_a_storm_with_the_bits_of_a_calm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
