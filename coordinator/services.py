@@ -92,7 +92,12 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         database=database,
         room=room,
         memory=Memory(settings.memory_limit_bytes),
-        admission=Admission(settings.requests_per_second, settings.request_burst, settings.failures_per_minute),
+        admission=Admission(
+            settings.requests_per_second,
+            settings.request_burst,
+            settings.failures_per_minute,
+            settings.enrolments_per_minute,
+        ),
         blobs=blobs,
         states=states,
         inspector=inspector,

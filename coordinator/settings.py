@@ -69,6 +69,15 @@ class Settings(BaseSettings):
     failures_per_minute: PositiveInt = Field(
         default=60, description="how often one address may ask without a valid token, of one process"
     )
+    enrolments_per_minute: PositiveInt = Field(
+        default=10, description="how often workers from one address may ask to be admitted, of one process"
+    )
+    pending_enrolments: PositiveInt = Field(
+        default=100, description="the most workers that wait to be admitted; from one address a tenth of them"
+    )
+    rotation_grace_seconds: NonNegativeFloat = Field(
+        default=600.0, le=86_400, description="how long the secret before is admitted after a token was given another"
+    )
     site_bytes_per_day: PositiveInt | None = Field(
         default=None, description="the most bytes that a site may announce within 24 hours"
     )

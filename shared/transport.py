@@ -6,7 +6,7 @@ import math
 import random
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from shared.problems import (
     Problem,
     ProblemDocument,
     ServerFault,
+    Unauthenticated,
     Unavailable,
     kind_of_status,
     problem_from,
@@ -53,6 +54,26 @@ class NotUnderstood(ServerFault):
     retryable = False
 
 
+class Credential(httpx.Auth):
+    """A token that may be given another secret while it is in use: `reread` says what it is now.
+
+    Several transports may share one, from several threads.
+    """
+
+    def __init__(self, secret: str, reread: Callable[[], str | None] = lambda: None) -> None:
+        self.secret = secret
+        self._reread = reread
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        request.headers["Authorization"] = f"Bearer {self.secret}"
+        yield request
+
+    def renewed(self, refused: str) -> bool:
+        """Whether there is another secret than the one that was refused."""
+        self.secret = self._reread() or self.secret
+        return self.secret != refused
+
+
 class Transport:
     """An httpx client that repeats what failed for a passing reason, until nothing moved for `patience_seconds`.
 
@@ -63,7 +84,7 @@ class Transport:
     def __init__(
         self,
         url: str,
-        token: str | None,
+        token: str | Credential | None,
         *,
         patience_seconds: float = 60.0,
         sleep: Callable[[float], None] = time.sleep,
@@ -72,9 +93,12 @@ class Transport:
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         # Not compressed, so that no answer can grow in this process beyond what was sent.
-        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        headers = {"Accept-Encoding": "identity"}
         timeout = httpx.Timeout(answer_seconds, connect=min(10.0, answer_seconds))
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=verify)
+        self._credential = token if isinstance(token, Credential) else Credential(token) if token else None
+        self._http = httpx.Client(
+            base_url=url, headers=headers, timeout=timeout, verify=verify, auth=self._credential
+        )
         self._patience_seconds = patience_seconds
         self._sleep = sleep
         self._whole_seconds = WHOLE_ANSWER * answer_seconds
@@ -126,14 +150,20 @@ class Transport:
         """Runs `attempt` until it ends in anything but a retryable problem, or patience runs out.
 
         Patience begins with the first failure, and anew with each after which `moved` (bytes that got through) has
-        grown: a transfer may take as long as it likes while it gets on.
+        grown: a transfer may take as long as it likes while it gets on. A token that is refused is read anew, once.
         """
         give_up_at, before = math.inf, -1
         pause = 0.1
+        renewed = False
         while True:
+            shown = self._credential.secret if self._credential else ""
             try:
                 return attempt()
             except Problem as problem:
+                if isinstance(problem, Unauthenticated) and not renewed and self._credential:
+                    renewed = self._credential.renewed(shown)
+                    if renewed:
+                        continue
                 if (there := moved()) > before:
                     give_up_at, before, pause = time.monotonic() + self._patience_seconds, there, 0.1
                 asked = problem.retry_after_seconds

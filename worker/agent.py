@@ -38,7 +38,7 @@ from worker.models import ModelMismatch
 from worker.policy import PolicyViolation
 from worker.probabilities import UnknownAttention
 from worker.renewal import Renewal, Stop, Stopped
-from worker.settings import Settings, token_of
+from worker.settings import Settings, credential_of
 from worker.trainer import TrainingDiverged
 from worker.workbench import Report, TaskFailure, Workbench
 
@@ -87,7 +87,7 @@ class Agent:
     """
 
     def __init__(self, settings: Settings, stop: Stop) -> None:
-        token = token_of(settings)
+        token = credential_of(settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._stop = stop

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SecretStr, Valid
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as SourceError
 
+from shared.transport import Credential
 from shared.wire import Label, Resources, TaskKind
 from worker.contributions import RUNS_FOLDER, Contributions
 from worker.data import DataError, Dataset, Part, load
@@ -176,6 +177,21 @@ def token_of(settings: Settings) -> str:
     if not (token.isascii() and token.isprintable()):
         raise SettingsError(f"{where} has characters that no token has")
     return token
+
+
+def credential_of(settings: Settings) -> Credential:
+    """The token, which is read anew should it be refused: `tessera worker rotate` may have put another in its place.
+
+    Raises SettingsError.
+    """
+
+    def reread() -> str | None:
+        # What cannot be read now was there at the start; the refusal says more.
+        with suppress(SettingsError):
+            return token_of(settings)
+        return None
+
+    return Credential(token_of(settings), reread)
 
 
 def datasets_of(settings: Settings) -> dict[str, Dataset]:

@@ -58,7 +58,14 @@ async def claim(
                 pass
             if serving.gate.closed or not bell.is_set():
                 break
+            # The bell rings for those too whose token was revoked while they waited.
+            await run_in_threadpool(_require_admitted, serving, caller)
     return Response(status_code=204)
+
+
+def _require_admitted(serving: Services, caller: Principal) -> None:
+    with serving.database.snapshot() as session:
+        identity.require_admitted(session, serving.database.now(), caller)
 
 
 @contextmanager

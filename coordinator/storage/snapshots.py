@@ -36,11 +36,11 @@ def ids(workers: Sequence[Member]) -> set[str]:
 
 
 def live_workers(session: Session, since: float) -> list[Member]:
-    """Every worker heard of since then, in the order of names (`site/worker`)."""
+    """Every worker heard of since then whose site is not suspended, in the order of names (`site/worker`)."""
     rows = session.execute(
         select(WorkerRow.id, WorkerRow.name, SiteRow.name.label("site"), WorkerRow.declared)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .where(WorkerRow.last_seen_at >= since)
+        .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None))
     )
     return sorted((Member(r.id, f"{r.site}/{r.name}", r.site, r.declared) for r in rows), key=lambda m: m.name)
 

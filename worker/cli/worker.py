@@ -1,4 +1,4 @@
-"""`tessera worker`: runs a worker, and checks its settings."""
+"""`tessera worker`: joins, runs a worker, and checks its settings."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from shared.client import Client
 from shared.methods import MethodsUnusable, methods
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from worker.agent import Agent, describe
+from worker.cli.joining import join, rotate
 from worker.cli.ledger import ledger
 from worker.files import alone
 from worker.renewal import Stop
@@ -110,6 +111,8 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
+app.command()(join)
+app.command()(rotate)
 app.command()(ledger)
 
 
