@@ -194,7 +194,9 @@ class Cohort(Frozen):
     deadline_seconds: float = Field(default=3600, gt=0, le=30 * 86400)
     tries: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")
     task_tries: PositiveInt = Field(default=3, le=100, description="leases of a task before it counts as lapsed")
-    sites: tuple[Label, ...] | None = Field(default=None, description="sites that may take part; all if left out")
+    sites: tuple[Label, ...] | None = Field(
+        default=None, description="sites that may take part, be it to train or to evaluate; all if left out"
+    )
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:

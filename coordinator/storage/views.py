@@ -121,6 +121,14 @@ def run_view(session: Session, row: RunRow) -> Run:
     )
 
 
+def for_site(run: Run, site: str) -> Run:
+    """What a site is told of a run that it takes part in: nothing that names another."""
+    cohort = run.spec.cohort
+    own = cohort.model_copy(update={"sites": None if cohort.sites is None else (site,)})
+    spec = run.spec.model_copy(update={"cohort": own})
+    return run.model_copy(update={"reason": None, "spec": spec})
+
+
 def find_run(session: Session, run_id: str) -> RunRow:
     """Raises NotFound."""
     row = session.get(RunRow, run_id)
