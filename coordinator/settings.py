@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -27,6 +27,14 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="the address to listen on")
     port: int = Field(default=8470, ge=1, le=65535, description="the port to listen on")
+    tls_cert: Path | None = Field(default=None, description="the certificate to serve TLS with, and its chain (PEM)")
+    tls_key: Path | None = Field(default=None, description="its key, if that is in a file of its own")
+    tls_client_ca: Path | None = Field(
+        default=None, description="CAs (PEM) of which every client must show a certificate"
+    )
+    behind_proxy: bool = Field(
+        default=False, description="whether a proxy does TLS, so that other machines may be served without"
+    )
     admin_token_file: Path | None = Field(
         default=None, description="where the first admin token is written, instead of being printed"
     )
@@ -116,3 +124,9 @@ class Settings(BaseSettings):
     housekeeping_seconds: PositiveFloat = Field(
         default=600.0, description="how often what is no longer kept is removed"
     )
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_key or self.tls_client_ca) and not self.tls_cert:
+            raise ValueError("tls_key and tls_client_ca are of no use without tls_cert")
+        return self

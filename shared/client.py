@@ -30,7 +30,7 @@ from shared.hashing import Hashing, Sink
 from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import Invalid, NotFound, OffsetMismatch, faults_of
 from shared.tensors import digest_of
-from shared.transport import Answer, Credential, NotUnderstood, Transport, Unreachable
+from shared.transport import Answer, Credential, NotUnderstood, Transport, Unreachable, tls_context
 from shared.wire import (
     MOST_WANTED,
     About,
@@ -97,8 +97,10 @@ class Client:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """The coordinator that TESSERA_URL and TESSERA_TOKEN name."""
-        return cls(os.environ.get("TESSERA_URL", DEFAULT_URL), os.environ.get("TESSERA_TOKEN"))
+        """The coordinator that TESSERA_URL and TESSERA_TOKEN name, trusted as TESSERA_CA_BUNDLE and others say."""
+        files = (os.environ.get(f"TESSERA_{name}") for name in ("CA_BUNDLE", "CLIENT_CERT", "CLIENT_KEY"))
+        verify = tls_context(*(Path(file) if file else None for file in files))
+        return cls(os.environ.get("TESSERA_URL", DEFAULT_URL), os.environ.get("TESSERA_TOKEN"), verify=verify)
 
     def close(self) -> None:
         self._transport.close()

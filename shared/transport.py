@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -16,6 +18,7 @@ from pydantic import ValidationError
 
 from shared.problems import (
     MEDIA_TYPE,
+    Invalid,
     Problem,
     ProblemDocument,
     ServerFault,
@@ -38,6 +41,11 @@ WHOLE_ANSWER = 10
 """How many times as long an answer that is held whole may take to its end, though it goes on all the while."""
 
 
+SHOW_CERTIFICATE = (
+    "client_cert and client_key in a worker's settings, TESSERA_CLIENT_CERT and TESSERA_CLIENT_KEY for commands."
+)
+
+
 class Unreachable(Unavailable):
     """No answer came: nothing listens there, or the connection broke each time it was tried."""
 
@@ -51,6 +59,18 @@ class NotUnderstood(ServerFault):
     code = "answer-not-understood"
     title = "The coordinator's answer is not understood"
     remedy = "Compare the versions on both sides (GET /version); the older one needs an update."
+    retryable = False
+
+
+class Untrusted(Unreachable):
+    """One side could not show the other who it is. To try again would not help."""
+
+    code = "untrusted"
+    title = "TLS does not come about"
+    remedy = (
+        "Check the name in the URL, and give the CA that issued the coordinator's certificate: ca_bundle in a "
+        "worker's settings, TESSERA_CA_BUNDLE for commands."
+    )
     retryable = False
 
 
@@ -198,9 +218,70 @@ def reaching() -> Iterator[None]:
     try:
         yield
     except httpx.RequestError as fault:
+        if tls := _tls_fault(fault):
+            raise _untrusted(tls) from fault
+        if isinstance(fault, httpx.RemoteProtocolError) and fault.request.url.scheme == "https":
+            # Which may be a restart, or how a server with TLS 1.3 turns away who shows no certificate.
+            raise Unreachable(
+                f"the coordinator hung up without an answer: {fault}",
+                remedy=f"Check that it runs. Should it want to be shown a certificate: {SHOW_CERTIFICATE}",
+            ) from fault
         raise Unreachable(f"no answer from the coordinator: {type(fault).__name__}: {fault}") from fault
     except httpx.InvalidURL as fault:
         raise Unreachable(f"the coordinator's URL cannot be read: {fault}") from fault
+
+
+def _tls_fault(fault: BaseException) -> ssl.SSLError | None:
+    """What TLS itself complained of, behind httpx's own words."""
+    cause: BaseException | None = fault
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
+def _untrusted(fault: ssl.SSLError) -> Unreachable:
+    reason = (fault.reason or str(fault)).replace("_", " ").lower()
+    if isinstance(fault, ssl.SSLCertVerificationError):
+        return Untrusted(f"the certificate that is shown there is not trusted: {fault.verify_message}")
+    if "certificate required" in reason or "alert" in reason:
+        return Untrusted(
+            f"the coordinator does not take this client's certificate, or wants one: {reason}",
+            remedy=f"Give a certificate of a CA that the coordinator takes: {SHOW_CERTIFICATE}",
+        )
+    if "wrong version number" in reason:
+        return Untrusted("what listens there speaks no TLS", remedy="Check the port; http:// is for loopback alone.")
+    return Unreachable(f"TLS broke off: {reason}")
+
+
+def tls_context(
+    ca_bundle: Path | None = None, client_cert: Path | None = None, client_key: Path | None = None
+) -> ssl.SSLContext:
+    """Whom to trust, and what to be trusted by. A bundle of CAs takes the place of those that are trusted otherwise.
+
+    Raises Invalid naming the file that cannot be used.
+    """
+    remedy = "Give PEM files that this user may read."
+    try:
+        context = ssl.create_default_context(cafile=ca_bundle) if ca_bundle else httpx.create_ssl_context()
+    except OSError as fault:
+        raise Invalid(f"ca_bundle: {ca_bundle} cannot be used: {fault}", remedy=remedy) from fault
+    if client_key and not client_cert:
+        raise Invalid("client_key: there is no client_cert that it belongs to", remedy=remedy)
+    if client_cert:
+        try:
+            context.load_cert_chain(client_cert, client_key)
+        except OSError as fault:
+            named = f"{client_cert} and {client_key}" if client_key else f"{client_cert}"
+            raise Invalid(f"client_cert: {named} cannot be used: {fault}", remedy=remedy) from fault
+    return context
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what is sent there stays on this machine."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def problem_of(response: Answer) -> Problem:

@@ -24,6 +24,8 @@ from worker.settings import SettingsError
 NEXT = ".next"
 """How the name of a file ends that holds a secret which the coordinator may not know of yet."""
 
+TLS = ("ca_bundle", "client_cert", "client_key")
+
 SKELETON = """\
 # Made by `tessera worker join`. docs/operating.md has every setting.
 url = {url}
@@ -44,20 +46,22 @@ state_dir = {state_dir}
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker's settings are, and its secret. `missing` are the lines that the settings lack."""
+    """Where a worker's settings are, and its secret. `tls` are those settings that are about TLS, `missing` are lines
+    that the file lacks."""
 
     config: Path
     token_file: Path
     name: str
     secret: str
+    tls: dict[str, Path]
     missing: tuple[str, ...]
 
 
-def prepared(config: Path, url: str, name: str | None, more: dict[str, str]) -> Place:
+def prepared(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> Place:
     """A file of settings and one with a new secret; where there are such already, they are kept.
 
-    `more` are further settings for a new file. Raises SettingsError if what is there is for another coordinator: its
-    secret is not to be shown to this one.
+    `tls` are settings too (`ca_bundle`, `client_cert`, `client_key`), which win over those that are there. Raises
+    SettingsError if what is there is for another coordinator: its secret is not to be shown to this one.
     """
     config = config.absolute()
     given = _read(config) if config.exists() else {}
@@ -74,17 +78,19 @@ def prepared(config: Path, url: str, name: str | None, more: dict[str, str]) -> 
     else:
         secret = new_secret("site")
     wanted = {"url": url, "token_file": str(token_file), "name": called, "state_dir": str(config.parent / "state")}
+    more = {key: str(file.absolute()) for key, file in tls.items()}
     if not config.exists():
         lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in more.items())
         quoted = {key: json.dumps(value) for key, value in wanted.items()}
         config.parent.mkdir(parents=True, exist_ok=True)
         with config.open("x", encoding="utf-8") as file:
             file.write(SKELETON.format(**quoted, more=lines))
-        given = wanted
+        given = wanted | more
     if not token_file.exists():
         write_secret(token_file, secret)
-    missing = tuple(f"{key} = {json.dumps(value)}" for key, value in wanted.items() if key not in given)
-    return Place(config, token_file, called, secret, missing)
+    missing = tuple(f"{key} = {json.dumps(value)}" for key, value in (wanted | more).items() if key not in given)
+    trusted = {key: Path(given[key]) for key in TLS if key in given} | tls
+    return Place(config, token_file, called, secret, trusted, missing)
 
 
 def asked(client: Client, place: Place, site: str | None, device: str, version: str) -> Enrolment:

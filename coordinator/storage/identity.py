@@ -66,7 +66,9 @@ def _token(session: Session, which: ColumnElement[bool]) -> Row[TokenRow, SiteRo
 def _admitted(found: Row[TokenRow, SiteRow] | None, now: float) -> Principal:
     if found is None:
         raise Unauthenticated("this token is not known here")
-    token, site = found
+    token: TokenRow = found[0]
+    # An outer join's.
+    site: SiteRow | None = found[1]
     if token.revoked_at is not None:
         raise Unauthenticated("this token was revoked")
     if token.expires_at is not None and token.expires_at <= now:

@@ -15,7 +15,7 @@ AT_A_TIME = 1_000
 """Digests in one query; databases bound the number of parameters."""
 
 
-def runs_of(site_id: str) -> Select[tuple[str]]:
+def runs_of(site_id: str) -> Select[str]:
     """The runs that a site takes part in: those that it has had a task in."""
     return (
         select(TaskRow.run_id).join(WorkerRow, WorkerRow.id == TaskRow.worker_id).where(WorkerRow.site_id == site_id)

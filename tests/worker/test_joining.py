@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from click.testing import Result
 from typer.testing import CliRunner
 
+from coordinator.storage.identity import create_site, issue_token
 from shared.client import Client
 from shared.problems import Unauthenticated
 from shared.tokens import hash_of, new_secret
@@ -184,3 +186,32 @@ def test_what_is_rotated_is_a_file(live: LiveCoordinator, tmp_path: Path) -> Non
     config = settings_in(live, tmp_path, "x")
     config.write_text(config.read_text().replace("token_file", "token"))
     assert "token_file" in say("rotate", "--config", str(config), code=2).output
+
+
+# ---------------------------------------------------------------- TLS
+
+
+def test_a_worker_joins_and_works_with_the_certificates_it_joined_with(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    server, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("worker@north.example")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    server.private_key_and_cert_chain_pem.write_to_path(tmp_path / "server.pem")
+    client.private_key_and_cert_chain_pem.write_to_path(tmp_path / "client.pem")
+    tls = {"tls_cert": tmp_path / "server.pem", "tls_client_ca": tmp_path / "ca.pem"}
+    with LiveCoordinator(tmp_path / "coordinator", **tls) as live:
+        with live.services.database.transaction() as session:
+            create_site(session, live.services.database.now(), "test", "north")
+            ticket = TokenSpec(name="t", role="enrolment", site="north", uses=1, expires_in_days=1)
+            secret = issue_token(session, live.services.database.now(), "test", ticket)[1]
+        (tmp_path / "ticket").write_text(secret)
+        config = str(tmp_path / "worker.toml")
+        shown = ["--ca-bundle", str(tmp_path / "ca.pem"), "--client-cert", str(tmp_path / "client.pem")]
+        say("join", live.url, "--token-file", str(tmp_path / "ticket"), "--config", config, *shown)
+        with Path(config).open("a") as file:
+            file.write('[datasets.digits]\nkind = "digits"\n')
+        # From here on the settings say it.
+        say("check", "--config", config)
+        say("rotate", "--config", config)
+        settings = Path(config).read_text()
+        Path(config).write_text(settings.replace("ca.pem", "none.pem"))
+        assert "ca_bundle: " in say("check", "--config", config, code=2).output

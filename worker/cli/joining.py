@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
-from ipaddress import ip_address
 from pathlib import Path
+from ssl import SSLContext
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -16,16 +16,25 @@ import typer
 from shared.cli.output import AsJson, complain, note, print_json
 from shared.client import Client
 from shared.problems import Forbidden, Invalid, Unauthenticated
+from shared.transport import is_loopback, tls_context
 from shared.wire import Enrolment
 from worker.agent import describe
 from worker.joining import Place, asked, awaited, prepared
 from worker.joining import rotate as rotate_secret
-from worker.settings import SettingsError, device_of, read_settings
+from worker.settings import SettingsError, device_of, read_settings, tls_of
 
 BAD_SETTINGS = 2
 NOT_ADMITTED = 3
 
 ConfigFile = Annotated[Path, typer.Option("--config", help="The worker's settings, as TOML.")]
+
+CaBundle = Annotated[Path | None, typer.Option(envvar="TESSERA_WORKER_CA_BUNDLE", help="The CAs to trust, as PEM.")]
+ClientCert = Annotated[
+    Path | None, typer.Option(envvar="TESSERA_WORKER_CLIENT_CERT", help="A certificate to show, as PEM.")
+]
+ClientKey = Annotated[
+    Path | None, typer.Option(envvar="TESSERA_WORKER_CLIENT_KEY", help="Its key, if in another file.")
+]
 
 
 @contextmanager
@@ -50,6 +59,9 @@ def join(
     token_file: Annotated[
         Path | None, typer.Option(help="A file with an enrolment token, which admits the worker at once.")
     ] = None,
+    ca_bundle: CaBundle = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Ask to be admitted, and wait for an administrator's word; makes the settings if there are none.
@@ -60,12 +72,14 @@ def join(
     if (site is None) == (token_file is None):
         raise typer.BadParameter("give either the site, or the file of an enrolment token", param_hint="'--site'")
     _require_url(url)
+    tls = {"ca_bundle": ca_bundle, "client_cert": client_cert, "client_key": client_key}
     with _said_in_one_line():
-        place = prepared(config, url, name, {})
-        enrolment = _ask(url, place, site, token_file)
+        place = prepared(config, url, name, {key: file for key, file in tls.items() if file})
+        verify = tls_context(**place.tls)
+        enrolment = _ask(url, verify, place, site, token_file)
         if enrolment.state == "pending":
             _show_code(url, place, enrolment, as_json=as_json)
-            with Client(url, place.secret) as client:
+            with Client(url, place.secret, verify=verify) as client:
                 enrolment = awaited(client, enrolment)
     if as_json:
         print_json(enrolment, line=True)
@@ -88,18 +102,18 @@ def rotate(config: ConfigFile, as_json: AsJson = False) -> None:
         settings = read_settings(config)
         if settings.token is not None or settings.token_file is None:
             raise SettingsError(f"{config}: what is rotated is a token_file; there is a token")
-        rotated = rotate_secret(partial(Client, settings.url), settings.token_file)
+        rotated = rotate_secret(partial(Client, settings.url, verify=tls_of(settings)), settings.token_file)
     if as_json:
         print_json(rotated)
     else:
         note(f"{settings.token_file} has a new secret; the one before is good for {rotated.grace_seconds:g} s more")
 
 
-def _ask(url: str, place: Place, site: str | None, token_file: Path | None) -> Enrolment:
+def _ask(url: str, verify: SSLContext, place: Place, site: str | None, token_file: Path | None) -> Enrolment:
     shown = None
     if token_file is not None:
         shown = token_file.read_text(encoding="utf-8").strip()
-    with Client(url, shown) as client:
+    with Client(url, shown, verify=verify) as client:
         return asked(client, place, site, describe(device_of("auto")), version("tessera"))
 
 
@@ -117,12 +131,5 @@ def _require_url(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise Invalid(f"{url!r} is not a coordinator's URL", remedy="Give one that begins with https://.")
-    if parts.scheme == "http" and not _is_loopback(parts.hostname):
+    if parts.scheme == "http" and not is_loopback(parts.hostname):
         note(f"warning: {url} is not encrypted: whoever is on the way can read the worker's secret, and all else")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
