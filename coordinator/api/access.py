@@ -13,7 +13,9 @@ from coordinator.storage.identity import Principal, authenticate
 from shared.problems import Forbidden, Unauthenticated
 from shared.wire import TokenRole
 
-bearer = HTTPBearer(auto_error=False, description="A token that an administrator issued.")
+bearer = HTTPBearer(
+    auto_error=False, description="A token that an administrator issued, or one of the OpenID provider's."
+)
 
 
 # Asynchronous because it waits for nothing: FastAPI takes any other dependency to a thread, at every request.
@@ -46,8 +48,15 @@ def address_of(request: Request) -> str:
 def _holder(serving: Services, credentials: HTTPAuthorizationCredentials | None) -> Principal:
     if credentials is None:
         raise Unauthenticated("the request carries no bearer token", headers={"WWW-Authenticate": "Bearer"})
+    if serving.people and is_signed(credentials.credentials):
+        return serving.people(credentials.credentials)
     with serving.database.snapshot() as session:
         return authenticate(session, serving.database.now(), credentials.credentials)
+
+
+def is_signed(token: str) -> bool:
+    """Whether a bearer token is of the form that OpenID providers issue, and not one of our own."""
+    return token.count(".") == 2 and not token.startswith("tessera_")
 
 
 def allow(*roles: TokenRole) -> Callable[[Principal], Awaitable[Principal]]:
