@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from shared import spans
 from shared.client import DEFAULT_URL, Client
 from shared.problems import Fault, Invalid, NotFound
 from shared.wire import Run, Token
@@ -56,7 +57,11 @@ class Connection:
 def connect(
     ctx: typer.Context, url: Url = DEFAULT_URL, token: TokenText = None, token_file: TokenFile = None
 ) -> None:
-    """A command group's callback: its options become what `client_of` connects with."""
+    """A command group's callback: its options become what `client_of` connects with. All that a command asks is one
+    trace."""
+    spans.begin("tessera")
+    ctx.call_on_close(spans.end)
+    ctx.with_resource(spans.span(f"tessera {ctx.info_name} {ctx.invoked_subcommand}"))
     ctx.obj = Connection(url, token, token_file)
 
 
