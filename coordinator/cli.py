@@ -40,6 +40,7 @@ from coordinator.storage.database import (
 )
 from coordinator.storage.identity import first_token
 from coordinator.supervision import ChildConductor, end_with_parent
+from shared import spans
 from shared.memory import keep_freed_memory
 from shared.methods import MethodsUnusable, methods
 from shared.problems import Problem
@@ -86,6 +87,7 @@ def serve(
     _hand_over_first_token(services)
     settings = services.settings
     make_room(settings.max_connections)
+    spans.begin("tessera-coordinator")
     config = configuration(create_app(services, conduct=False), settings)
     scheme = "https" if settings.tls_cert else "http"
     log.info("coordinator.serving", url=f"{scheme}://{settings.host}:{settings.port}")
@@ -106,6 +108,7 @@ def conduct(
     if attached:
         end_with_parent()
     services = _opened("conduct", wait=attached)
+    spans.begin("tessera-conductor")
     # Waited for rather than handled: a handler that sets an event can deadlock with the wait that it interrupts.
     endings = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, endings)
@@ -118,6 +121,7 @@ def conduct(
     services.housekeeping.end()
     services.conductor.end()
     thread.join(GOODBYE_SECONDS)
+    spans.end()
 
 
 @app.command()
@@ -192,6 +196,7 @@ class _Server(uvicorn.Server):
         # Here and not after `run`, which ends the process by the signal that it was sent.
         if self._child:
             await asyncio.to_thread(self._child.stop)
+        await asyncio.to_thread(spans.end)
 
 
 def _settings() -> Settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -10,6 +11,7 @@ from uuid import uuid4
 import structlog
 import torch
 
+from shared import spans
 from shared.blocks import SelectorError
 from shared.client import Client
 from shared.codecs import CodecError
@@ -27,7 +29,7 @@ from shared.problems import (
     TaskCancelled,
     Unauthenticated,
 )
-from shared.tracing import new_trace
+from shared.tracing import trace_of, traceparent_of
 from shared.wire import Claim, Failure, Lease, Task
 from worker.blockmap import UnknownArchitecture
 from worker.cache import BlobTooLarge
@@ -130,7 +132,7 @@ class Agent:
 
     def _next(self) -> Task | None:
         """A task, or None if there is none yet."""
-        asked_at = time.monotonic()
+        asked_at, began_at = time.monotonic(), time.time()
         self._alive.touch()
         try:
             self._bench.vault.settle(self._client.task)
@@ -143,6 +145,10 @@ class Agent:
         self._outage.over()
         if task is None and time.monotonic() - asked_at < SHORTEST_POLL_SECONDS:
             self._stop.sleep(SHORTEST_POLL_SECONDS)
+        if task is not None:
+            # What it was for is known only now.
+            parent = traceparent_of(task.run, task.round)
+            spans.past("claim", parent=parent, began_at=began_at, ended_at=time.time(), attributes=_about(task))
         return task
 
     def _ask(self) -> Task | None:
@@ -150,13 +156,14 @@ class Agent:
             return client.claim(self._claim, self._poll_seconds)
 
     def _do(self, task: Task) -> None:
-        trace = new_trace()
+        trace = trace_of(task.run, task.round)
         log = self._log.bind(run=task.run_name, round=task.round, stage=task.plan.stage, kind=task.kind, trace=trace)
-        self._client.trace(trace)
+        self._client.trace(traceparent_of(task.run, task.round))
         report = Report()
         started_at = time.monotonic()
         try:
-            self._under_lease(task, trace, report)
+            with _spanning(task):
+                self._under_lease(task, report)
         except Stopped:
             self._give_back(task)
             raise
@@ -180,7 +187,7 @@ class Agent:
         finally:
             self._client.trace(None)
 
-    def _under_lease(self, task: Task, trace: str, report: Report) -> None:
+    def _under_lease(self, task: Task, report: Report) -> None:
         def heartbeat() -> Lease:
             self._alive.touch()
             return client.heartbeat(task.id, task.token)
@@ -193,7 +200,8 @@ class Agent:
         began_at = time.monotonic()
         longest = self._policy.max_lease_seconds
         with self._connect() as client, Renewal(heartbeat, task.lease_seconds, longest) as renewal:
-            client.trace(trace)
+            # Heartbeats are sent by another thread, which has no span of its own.
+            client.trace(spans.present() or traceparent_of(task.run, task.round))
             self._bench.do(task, check, report)
 
     def _report_failure(self, task: Task, fault: Exception, log: Any) -> None:
@@ -221,6 +229,14 @@ class Agent:
             self._log.warning("task-not-released", run=task.run_name, reason=problem.code)
         else:
             self._log.info("task-released", run=task.run_name, round=task.round)
+
+
+def _spanning(task: Task) -> AbstractContextManager[None]:
+    return spans.span("task", parent=traceparent_of(task.run, task.round), attributes=_about(task))
+
+
+def _about(task: Task) -> spans.Attributes:
+    return {"tessera.run": task.run, "tessera.round": task.round, "tessera.task": task.id, "tessera.kind": task.kind}
 
 
 class Outage:

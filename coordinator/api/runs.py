@@ -20,6 +20,7 @@ from coordinator.storage.identity import Principal, find_site, new_id
 from coordinator.storage.reach import run_within_reach, runs_of, within_reach
 from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run
+from shared import spans
 from shared.blobs import Stored
 from shared.export import Export
 from shared.model import Model
@@ -34,6 +35,7 @@ from shared.problems import (
     PreconditionFailed,
     PreconditionRequired,
 )
+from shared.tracing import traceparent_of
 from shared.wire import Difference, Manifest, Measurement, Page, Round, Run, RunPatch, RunSpec, Version, VersionRef
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=BoundedRoute)
@@ -82,6 +84,7 @@ def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: 
 
         run = once(session, now, caller, key, spec, Run, create)
     serving.call()
+    spans.link(traceparent_of(run.id, 1))
     response.headers["Location"] = f"/v1/runs/{run.id}"
     response.headers["ETag"] = _etag(run.revision)
     return run

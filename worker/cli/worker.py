@@ -14,6 +14,7 @@ import structlog
 import typer
 from transformers.utils import logging as transformers_logging
 
+from shared import spans
 from shared.cli.output import AsJson, print_json
 from shared.client import Client
 from shared.methods import MethodsUnusable, methods
@@ -68,6 +69,7 @@ def run(config: ConfigFile) -> None:
 
 
 def _run(agent: Agent, settings: Settings) -> None:
+    spans.begin("tessera-worker")
     try:
         agent.run()
     except (Unauthenticated, Forbidden) as problem:
@@ -76,6 +78,8 @@ def _run(agent: Agent, settings: Settings) -> None:
     except Problem as problem:
         typer.echo(f"error: {settings.url} refuses worker {settings.name}: {problem}", err=True)
         raise typer.Exit(1) from problem
+    finally:
+        spans.end()
 
 
 @app.command()
