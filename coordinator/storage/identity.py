@@ -14,7 +14,7 @@ from shared.problems import Conflict, Fault, Forbidden, Invalid, NotFound, Unaut
 from shared.tokens import hash_of, new_secret
 from shared.wire import Claim, TokenRole, TokenSpec
 
-DECLARED = {"kinds", "datasets", "held_out", "methods", "device", "resources"}
+DECLARED = {"kinds", "datasets", "held_out", "methods", "device", "resources", "mirror", "withheld"}
 """What is kept of a claim: all that tells which tasks the worker may have."""
 
 

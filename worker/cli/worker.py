@@ -20,6 +20,7 @@ from shared.client import Client
 from shared.methods import MethodsUnusable, methods
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from worker.agent import Agent, describe
+from worker.cli.approval import COMMANDS
 from worker.cli.joining import join, rotate
 from worker.cli.ledger import ledger
 from worker.files import alone
@@ -115,9 +116,8 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-app.command()(join)
-app.command()(rotate)
-app.command()(ledger)
+for command in (join, rotate, ledger, *COMMANDS):
+    app.command()(command)
 
 
 def _try_token(client: Client) -> None:
