@@ -100,6 +100,7 @@ class Metrics:
         self._round_seconds.observe(committed.round_seconds)
         self._merge_seconds.observe(committed.merge_seconds)
 
+
 # A series that begins at its first 1 has not risen as far as Prometheus can see.
 for code in PROBLEMS:
     PROBLEMS_TOTAL.labels(code=code)

@@ -73,7 +73,7 @@ def macro_f1(predicted: Tensor, true: Tensor) -> float:
 
     Not scikit-learn's, with which it agrees: to import that would take every worker some 100 MiB.
     """
-    classes, places = torch.cat([predicted, true]).unique(return_inverse=True)
+    classes, places = torch.cat([predicted, true]).unique(return_inverse=True)  # type: ignore[no-untyped-call]
     guessed, meant = places.chunk(2)
     hits, guesses, meanings = (
         torch.bincount(some, minlength=len(classes)).double() for some in (meant[guessed == meant], guessed, meant)

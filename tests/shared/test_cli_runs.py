@@ -284,6 +284,8 @@ def test_a_site_is_suspended_and_resumed_by_its_name(coordinator: LiveCoordinato
     assert "suspended" in commands.say("admin", "sites").stdout
     assert commands.json("admin", "site", "resume", "north")["suspended_at"] is None
     assert "there is no site 'south'" in commands.say("admin", "site", "suspend", "south", code=1).stderr
+
+
 def test_a_preview_says_who_would_take_part_and_create_warns_of_too_few(
     coordinator: LiveCoordinator, commands: Commands, folder: Path
 ) -> None:
