@@ -33,6 +33,6 @@ def test_nothing_grows_with_rounds_but_what_is_remembered_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "soak.json"
-    code = main(["--rounds", "40", "--every", "0.1", "--unused", "2", "--out", str(out)])
+    code = main(["--rounds", "24", "--every", "0.1", "--unused", "2", "--out", str(out)])
     assert code == 0, capsys.readouterr().out
     assert len(json.loads(out.read_text())["samples"]) > 20
