@@ -95,30 +95,40 @@ class People:
         return claims
 
     def _key(self, kid: object) -> jwt.PyJWK:
+        now = self._clock()
+        if self._is_due(kid, now):
+            self._refresh(now)
         with self._lock:
-            now = self._clock()
-            if self._fetched_at is None or now - self._fetched_at > KEYS_SECONDS or kid not in self._keys:
-                self._refresh(now)
-            if not self._keys:
-                raise Unavailable("the OpenID provider's keys cannot be had", retry_after_seconds=AGAIN_SECONDS)
-            found = self._keys.get(kid) if isinstance(kid, str) else None
+            keys = self._keys
+        if not keys:
+            raise Unavailable("the OpenID provider's keys cannot be had", retry_after_seconds=1)
+        found = keys.get(kid) if isinstance(kid, str) else None
         if found is None:
             raise jwt.InvalidKeyError("it names no key of the provider's")
         return found
 
+    def _is_due(self, kid: object, now: float) -> bool:
+        """Whether the caller is to fetch the keys: one at a time, so that a slow provider holds up one alone."""
+        with self._lock:
+            old = self._fetched_at is None or now - self._fetched_at > KEYS_SECONDS
+            tried = self._tried_at is not None and now - self._tried_at < AGAIN_SECONDS
+            if tried or not (old or kid not in self._keys):
+                return False
+            self._tried_at = now
+            return True
+
     def _refresh(self, now: float) -> None:
-        if self._tried_at is not None and now - self._tried_at < AGAIN_SECONDS:
-            return
-        self._tried_at = now
         try:
-            self._keys = self._fetched()
+            keys = self._fetched()
         except ProviderFault as fault:
             log.warning("oidc.keys_not_fetched", issuer=self._issuer, fault=str(fault))
-            if self._fetched_at is not None and now - self._fetched_at > KEYS_SECONDS:
-                # Keys that may have been withdrawn meanwhile are worse than none.
-                self._keys = {}
+            with self._lock:
+                if self._fetched_at is not None and now - self._fetched_at > KEYS_SECONDS:
+                    # Keys that may have been withdrawn meanwhile are worse than none.
+                    self._keys = {}
             return
-        self._fetched_at = now
+        with self._lock:
+            self._keys, self._fetched_at = keys, now
 
     def _fetched(self) -> dict[str, jwt.PyJWK]:
         """The provider's keys by their names. Raises ProviderFault."""

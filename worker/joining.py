@@ -63,9 +63,9 @@ def prepared(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> 
     `tls` are settings too (`ca_bundle`, `client_cert`, `client_key`), which win over those that are there. Raises
     SettingsError if what is there is for another coordinator: its secret is not to be shown to this one.
     """
-    config = config.absolute()
+    config, url = config.absolute(), url.rstrip("/")
     given = _read(config) if config.exists() else {}
-    if given.get("url", url) != url:
+    if given.get("url", url).rstrip("/") != url:
         raise SettingsError(f"{config} is for {given['url']}; choose another file with --config")
     if "token" in given:
         raise SettingsError(f"{config} has a token; remove it, or choose another file with --config")

@@ -43,7 +43,6 @@ def ask(session: Session, now: float, spec: EnrolmentSpec, address: str, most: i
     if spec.site is None:
         fault = Fault(pointer="/site", detail="without an enrolment token, the worker says of which site it is")
         raise Invalid("the worker names no site", errors=[fault])
-    session.execute(delete(EnrolmentRow).where(EnrolmentRow.expires_at < now - KEPT_SECONDS))
     waiting = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at > now)
     counted = select(func.count()).where(waiting)
     there = session.scalar(counted) or 0
@@ -55,10 +54,7 @@ def ask(session: Session, now: float, spec: EnrolmentSpec, address: str, most: i
     # What waited for too long gives its code and its secret free.
     late = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at <= now)
     session.execute(update(EnrolmentRow).where(late).values(state="expired"))
-    row = _row(now, spec, spec.site, address, "pending", _free_code(session))
-    session.add(row)
-    session.flush()
-    return row
+    return _added(session, now, spec, spec.site, address, "pending")
 
 
 def asked_before(session: Session, now: float, spec: EnrolmentSpec) -> EnrolmentRow | None:
@@ -71,8 +67,10 @@ def asked_before(session: Session, now: float, spec: EnrolmentSpec) -> Enrolment
         .where(EnrolmentRow.secret_hash == spec.secret_hash)
         .order_by(EnrolmentRow.created_at.desc())
     )
+    token = (TokenRow.secret_hash == spec.secret_hash) & TokenRow.revoked_at.is_(None)
+    admitted = session.scalar(select(exists().where(token)))
     for row in rows:
-        if row.state == "approved" or (row.state == "pending" and row.expires_at > now):
+        if (row.state == "approved" and admitted) or (row.state == "pending" and row.expires_at > now):
             return row
     if is_known(session, spec.secret_hash):
         raise Conflict(
@@ -93,8 +91,7 @@ def redeem(session: Session, now: float, spec: EnrolmentSpec, caller: Principal,
     used = update(TokenRow).where(left).values(uses_left=TokenRow.uses_left - 1)
     if session.execute(used.execution_options(synchronize_session=False)).rowcount != 1:  # type: ignore[attr-defined]
         raise Unauthenticated("this enrolment token was used up", remedy="Ask an administrator for another.")
-    row = _row(now, spec, site.name, address, "approved", _free_code(session))
-    session.add(row)
+    row = _added(session, now, spec, site.name, address, "approved")
     audit.record(session, now, caller.actor, "enrolment.redeem", row.id, **_told(row))
     _admit(session, now, caller.actor, row, site)
     return row
@@ -167,10 +164,12 @@ def _admit(session: Session, now: float, actor: str, row: EnrolmentRow, site: Si
     )
 
 
-def _row(now: float, spec: EnrolmentSpec, site: str, address: str, state: str, code: str) -> EnrolmentRow:
-    return EnrolmentRow(
+def _added(session: Session, now: float, spec: EnrolmentSpec, site: str, address: str, state: str) -> EnrolmentRow:
+    """A new row, in place of those that nobody may ask about any more."""
+    session.execute(delete(EnrolmentRow).where(EnrolmentRow.expires_at < now - KEPT_SECONDS))
+    row = EnrolmentRow(
         id=new_id(),
-        code=code,
+        code=_free_code(session),
         secret_hash=spec.secret_hash,
         state=state,
         site=site,
@@ -181,6 +180,9 @@ def _row(now: float, spec: EnrolmentSpec, site: str, address: str, state: str, c
         created_at=now,
         expires_at=now + PENDING_SECONDS,
     )
+    session.add(row)
+    session.flush()
+    return row
 
 
 def _free_code(session: Session) -> str:

@@ -78,6 +78,14 @@ def test_who_asks_again_because_the_answer_was_lost_waits_once(coordinator: Live
     assert asking(coordinator).ask_to_join(spec(secret)).state == "approved"
 
 
+def test_a_secret_whose_token_was_revoked_does_not_come_in_again(coordinator: LiveCoordinator) -> None:
+    admin, secret = coordinator.client(), new_secret("site")
+    approve(coordinator, asking(coordinator).ask_to_join(spec(secret)))
+    admin.revoke_token(next(token.id for token in admin.tokens() if token.role == "site"))
+    with refusing("conflict", "issued before"):
+        asking(coordinator).ask_to_join(spec(secret))
+
+
 def test_only_who_shows_the_secret_is_told_what_became_of_it(coordinator: LiveCoordinator) -> None:
     asked = asking(coordinator).ask_to_join(spec(new_secret("site")))
     bare = coordinator.bare()

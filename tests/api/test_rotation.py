@@ -67,14 +67,20 @@ def test_revoking_a_token_ends_both_of_its_secrets(coordinator: LiveCoordinator)
 
 
 def test_a_claim_that_waits_ends_when_its_token_is_revoked(coordinator: LiveCoordinator) -> None:
-    http, admin = coordinator.http("site", "a"), coordinator.client()
+    admin = coordinator.client()
+    http = coordinator.http("site", "a")
     (token,) = (token for token in admin.tokens() if token.role == "site")
-    with ThreadPoolExecutor(1) as pool:
+    colleague = coordinator.http("site", "a")
+    with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(http.post, "/v1/tasks/claim", json=CLAIM, headers={"Prefer": "wait=5"})
-        until(lambda: coordinator.services.gate.workers)
+        beside = {**CLAIM, "worker": "v"}
+        other = pool.submit(colleague.post, "/v1/tasks/claim", json=beside, headers={"Prefer": "wait=2"})
+        until(lambda: len(coordinator.services.gate.workers) == 2)
         admin.revoke_token(token.id)
         # Long before the five seconds that it would wait, after which it would be 204.
         assert "revoked" in refused(waiting.result(4), 401, "unauthenticated").detail
+        # Who waits with another token of the same site goes on waiting.
+        assert other.result(5).status_code == 204
 
 
 def test_an_upload_that_runs_when_its_token_is_revoked_goes_no_further(coordinator: LiveCoordinator) -> None:
