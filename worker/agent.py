@@ -35,6 +35,7 @@ from shared.wire import Claim, Failure, Lease, Task
 from worker.blockmap import UnknownArchitecture
 from worker.cache import BlobTooLarge
 from worker.configs import ConfigError
+from worker.figures import Figures
 from worker.layouts import MappingError
 from worker.models import ModelMismatch
 from worker.policy import PolicyViolation
@@ -105,6 +106,7 @@ class Agent:
         self._alive = settings.state_dir / ALIVE_FILE
         self._bench = Workbench.of(self._client, settings)
         self._outage = Outage(stop)
+        self._figures = Figures(settings.metrics_file)
         self._log = structlog.get_logger("worker").bind(worker=settings.name)
         self._claim = Claim(
             worker=settings.name,
@@ -135,6 +137,7 @@ class Agent:
         """A task, or None if there is none yet."""
         asked_at, began_at = time.monotonic(), time.time()
         self._alive.touch()
+        self._figures.asking(began_at)
         try:
             self._bench.vault.settle(self._client.task)
             task = self._stop.interruptible(self._ask, self._give_back)
@@ -162,6 +165,7 @@ class Agent:
         self._client.trace(traceparent_of(task.run, task.round))
         report = Report()
         started_at = time.monotonic()
+        outcome = "given-back"
         try:
             with _spanning(task):
                 self._under_lease(task, report)
@@ -171,12 +175,16 @@ class Agent:
         except (Unauthenticated, Forbidden):
             raise
         except UNWANTED as problem:
+            outcome = "dropped"
             log.info("task-dropped", reason=problem.code, detail=problem.detail)
         except InvalidUpdate as problem:
+            outcome = "refused"
             log.warning("update-refused", detail=problem.detail, errors=[str(fault) for fault in problem.errors])
         except Exception as fault:  # noqa: BLE001  (whatever goes wrong in a task, the worker goes on to the next)
+            outcome = "failed"
             self._report_failure(task, fault, log)
         else:
+            outcome = "done"
             log.info(
                 "task-done",
                 examples=report.examples,
@@ -187,6 +195,13 @@ class Agent:
             )
         finally:
             self._client.trace(None)
+            self._figures.ended(
+                task.kind,
+                outcome,
+                time.monotonic() - started_at,
+                received_bytes=report.download_bytes,
+                sent_bytes=report.upload_bytes,
+            )
 
     def _under_lease(self, task: Task, report: Report) -> None:
         def heartbeat() -> Lease:

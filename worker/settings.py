@@ -120,6 +120,9 @@ class Settings(DataSettings):
     runs_dir: Path | None = Field(
         default=None, description="where it is written down what runs have shown; in state_dir if unset"
     )
+    metrics_file: Path | None = Field(
+        default=None, description="where figures for Prometheus are written, as node_exporter reads them; *.prom"
+    )
     log: Literal["auto", "console", "json"] = "auto"
 
     @model_validator(mode="after")
