@@ -45,7 +45,7 @@ from shared.aggregation import Aggregation, norm_scores, outlying
 from shared.methods.contract import Plan, State
 from shared.model import Model
 from shared.planning import plan_round, warnings_of
-from shared.problems import Conflict, StoreFull
+from shared.problems import Conflict, StoreAway, StoreFull
 from shared.states import States
 from shared.tracing import trace_of, traceparent_of
 from shared.wire import RunSpec, VersionRef
@@ -196,6 +196,9 @@ class Conductor:
                 # No fault of this run either: it waits until there is room.
                 log.warning("conductor.disk_full", run=run_id, action=str(action), detail=str(fault))
                 self._full_until = self._database.now() + FULL_SECONDS
+                return False
+            if isinstance(fault, StoreAway):
+                # Nor of this one. It has said so in the log already; the next tick tries again.
                 return False
             if isinstance(fault, DATABASE_AWAY):
                 # No fault of this run. The next tick tries again.

@@ -22,6 +22,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy.orm import Session
 
+from coordinator.readiness import readiness
 from coordinator.services import Services
 from coordinator.storage.figures import (
     Commits,
@@ -31,9 +32,16 @@ from coordinator.storage.figures import (
     tasks_in_hand,
 )
 from coordinator.storage.snapshots import live_workers
-from coordinator.storage.views import blob_totals, counts_by_state
+from coordinator.storage.views import (
+    blob_totals,
+    counts_by_state,
+    merging_seconds,
+    overdue_seconds,
+    rounds_by_state,
+)
 from coordinator.version import VERSION
-from shared.wire import RunState
+from shared.problems import PROBLEMS
+from shared.wire import RoundState, RunState
 
 # Else each counter and histogram has another series that says when it began.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -56,6 +64,12 @@ REQUEST_SECONDS = Histogram(
 )
 BUILD = Gauge("tessera_build_info", "1, with the version that runs", ["version"], registry=REGISTRY)
 BUILD.labels(version=VERSION).set(1)
+
+# A series that begins at its first 1 has not risen as far as Prometheus can see.
+for code in PROBLEMS:
+    PROBLEMS_TOTAL.labels(code=code)
+for outcome in ("accepted", "rejected"):
+    UPDATES_TOTAL.labels(outcome=outcome)
 
 ROUND_BUCKETS = (1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400)
 MERGE_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -106,11 +120,14 @@ class TableCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         database = self._services.database
         with database.snapshot() as session:
+            now = database.now()
             yield from _of_runs(session)
-            yield from _of_tasks(session)
-            yield from _of_sites(session, database.now())
-            live = len(live_workers(session, database.now() - self._services.settings.live_seconds))
+            yield from _of_rounds(session, now)
+            yield from _of_sites(session, now)
+            live = len(live_workers(session, now - self._services.settings.live_seconds))
             blobs, blob_bytes = blob_totals(session)
+        ready = float(readiness(self._services).ready)
+        yield GaugeMetricFamily("tessera_ready", "Whether this process can do its work", ready)
         yield GaugeMetricFamily("tessera_live_workers", "Workers heard of lately", live)
         yield GaugeMetricFamily("tessera_waiting_workers", "Workers waiting here", len(self._services.gate.workers))
         yield GaugeMetricFamily("tessera_blobs", "Blobs stored", blobs)
@@ -149,7 +166,15 @@ PER_RUN = {
 MEASURED = "What the latest measured version of a live run came to, at the central worker or as a mean over sites"
 
 
-def _of_tasks(session: Session) -> Iterator[Metric]:
+def _of_rounds(session: Session, now: float) -> Iterator[Metric]:
+    states = rounds_by_state(session)
+    rounds = GaugeMetricFamily("tessera_rounds", "Attempts at rounds, by state", labels=["state"])
+    for state in RoundState.__args__:  # type: ignore[attr-defined]  # a Literal's values
+        rounds.add_metric([state], states.get(state, 0))
+    yield rounds
+    overdue, merging = overdue_seconds(session, now), merging_seconds(session, now)
+    yield GaugeMetricFamily("tessera_round_overdue_seconds", "Since an open round should have closed", overdue)
+    yield GaugeMetricFamily("tessera_merging_seconds", "Since a round that merges has closed", merging)
     tasks = GaugeMetricFamily("tessera_tasks", "Tasks of live rounds, and evaluations", labels=["kind", "state"])
     for kind, state, count in tasks_in_hand(session):
         tasks.add_metric([kind, state], count)
