@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from coordinator.api import admin, blobs, errors, health, runs, sites, tasks
+from coordinator.api import admin, blobs, enrolments, errors, health, runs, sites, tasks
 from coordinator.metrics import Metrics
 from coordinator.services import Services
 from coordinator.timing import Timing
@@ -56,7 +56,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     # The last that is added is the outermost.
     app.add_middleware(Timing)
     app.add_middleware(Tracing)
-    routers = (module.router for module in (runs, tasks, blobs, sites, admin, health))
+    routers = (module.router for module in (runs, tasks, blobs, sites, enrolments, admin, health))
     for router in (*routers, blobs.listed):
         app.include_router(router, responses=REFUSALS)
     return app

@@ -36,11 +36,11 @@ def ids(workers: Sequence[Member]) -> set[str]:
 
 
 def live_workers(session: Session, since: float) -> list[Member]:
-    """Every worker heard of since then, in the order of names (`site/worker`)."""
+    """Every worker heard of since then whose site is not suspended, in the order of names (`site/worker`)."""
     rows = session.execute(
         select(WorkerRow.id, WorkerRow.name, SiteRow.name.label("site"), WorkerRow.declared)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .where(WorkerRow.last_seen_at >= since)
+        .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None))
     )
     return sorted((Member(r.id, f"{r.site}/{r.name}", r.site, r.declared) for r in rows), key=lambda m: m.name)
 
@@ -50,7 +50,7 @@ def eligible(spec: RunSpec, live: Sequence[Member]) -> list[Member]:
     return [
         worker
         for worker in live
-        if (spec.cohort.sites is None or worker.site in spec.cohort.sites)
+        if _invited(spec, worker)
         and "train" in worker.declared["kinds"]
         and spec.method.name in worker.declared["methods"]
         and worker.declared["datasets"].get(spec.dataset, 0) > 0
@@ -62,7 +62,18 @@ def evaluators(spec: RunSpec, live: Sequence[Member]) -> list[Member]:
     if spec.evaluation is None:
         return []
     wanted = spec.evaluation.dataset
-    return [w for w in live if "evaluate" in w.declared["kinds"] and w.declared["datasets"].get(wanted, 0) > 0]
+    return [
+        worker
+        for worker in live
+        if _invited(spec, worker)
+        and "evaluate" in worker.declared["kinds"]
+        and worker.declared["datasets"].get(wanted, 0) > 0
+    ]
+
+
+def _invited(spec: RunSpec, worker: Member) -> bool:
+    """Whether a run lets the worker's site know anything of it."""
+    return spec.cohort.sites is None or worker.site in spec.cohort.sites
 
 
 def site_evaluators(spec: RunSpec, live: Sequence[Member]) -> list[Member]:
