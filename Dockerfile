@@ -3,8 +3,8 @@
 #   docker build --target coordinator -t tessera-coordinator .
 #   docker build --target worker -t tessera-worker .
 #
-# Both run as an unprivileged user on a read-only root file system; all they write is under /data and /tmp. The coordinator
-# serves TLS, or says that a proxy does so; with neither it does not start:
+# Both run as an unprivileged user on a read-only root file system; all they write is under /data and /tmp. The
+# coordinator serves TLS, or says that a proxy does so; with neither it does not start:
 #
 #   docker run --read-only --tmpfs /tmp -v tessera:/data -v /etc/tessera:/tls:ro -p 8470:8470 \
 #     -e TESSERA_TLS_CERT=/tls/cert.pem -e TESSERA_TLS_KEY=/tls/key.pem tessera-coordinator

@@ -5,8 +5,8 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .PHONY: help install demo test test-postgresql check fix system fuzz \
-  bench bench-quick bench-results bench-rivals bench-attention simulation chaos soak test-long image-check \
-  deploy-check migrate image clean
+  bench bench-quick bench-results bench-rivals bench-attention simulation chaos soak test-long image-check deploy-check \
+  migrate image clean
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20

@@ -65,6 +65,12 @@ REQUEST_SECONDS = Histogram(
 BUILD = Gauge("tessera_build_info", "1, with the version that runs", ["version"], registry=REGISTRY)
 BUILD.labels(version=VERSION).set(1)
 
+# A series that begins at its first 1 has not risen as far as Prometheus can see.
+for code in PROBLEMS:
+    PROBLEMS_TOTAL.labels(code=code)
+for outcome in ("accepted", "rejected"):
+    UPDATES_TOTAL.labels(outcome=outcome)
+
 ROUND_BUCKETS = (1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400)
 MERGE_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
@@ -101,13 +107,6 @@ class Metrics:
         self._merge_seconds.observe(committed.merge_seconds)
 
 
-# A series that begins at its first 1 has not risen as far as Prometheus can see.
-for code in PROBLEMS:
-    PROBLEMS_TOTAL.labels(code=code)
-for outcome in ("accepted", "rejected"):
-    UPDATES_TOTAL.labels(outcome=outcome)
-
-
 class TableCollector(Collector):
     """Gauges over the tables."""
 
@@ -124,7 +123,6 @@ class TableCollector(Collector):
             now = database.now()
             yield from _of_runs(session)
             yield from _of_rounds(session, now)
-            yield from _of_tasks(session)
             yield from _of_sites(session, now)
             live = len(live_workers(session, now - self._services.settings.live_seconds))
             blobs, blob_bytes = blob_totals(session)
@@ -171,15 +169,12 @@ MEASURED = "What the latest measured version of a live run came to, at the centr
 def _of_rounds(session: Session, now: float) -> Iterator[Metric]:
     states = rounds_by_state(session)
     rounds = GaugeMetricFamily("tessera_rounds", "Attempts at rounds, by state", labels=["state"])
-    for state in RoundState.__args__:  # type: ignore[attr-defined]  # the same
+    for state in RoundState.__args__:  # type: ignore[attr-defined]  # a Literal's values
         rounds.add_metric([state], states.get(state, 0))
     yield rounds
     overdue, merging = overdue_seconds(session, now), merging_seconds(session, now)
     yield GaugeMetricFamily("tessera_round_overdue_seconds", "Since an open round should have closed", overdue)
     yield GaugeMetricFamily("tessera_merging_seconds", "Since a round that merges has closed", merging)
-
-
-def _of_tasks(session: Session) -> Iterator[Metric]:
     tasks = GaugeMetricFamily("tessera_tasks", "Tasks of live rounds, and evaluations", labels=["kind", "state"])
     for kind, state, count in tasks_in_hand(session):
         tasks.add_metric([kind, state], count)

@@ -40,6 +40,7 @@ from worker.blockmap import UnknownArchitecture
 from worker.cache import BlobTooLarge
 from worker.chain import ChainError
 from worker.configs import ConfigError
+from worker.figures import Figures
 from worker.inbox import InboxError, Unapproved
 from worker.layouts import MappingError
 from worker.models import ModelMismatch
@@ -121,6 +122,7 @@ class Agent:
         if self._bench.airlock:
             self._bench.airlock.waits = self._opening.rest
         self._outage = Outage(stop)
+        self._figures = Figures(settings.metrics_file)
         self._log = structlog.get_logger("worker").bind(worker=settings.name)
         self._claim = Claim(
             worker=settings.name,
@@ -156,6 +158,7 @@ class Agent:
             self._stop.sleep(CLOSED_SECONDS)
             return None
         asked_at, began_at = time.monotonic(), time.time()
+        self._figures.asking(began_at)
         try:
             self._bench.vault.settle(self._client.task)
             task = self._stop.interruptible(self._ask, self._give_back)
@@ -216,6 +219,7 @@ class Agent:
         self._client.trace(traceparent_of(task.run, task.round))
         report = Report()
         started_at = time.monotonic()
+        outcome = "given-back"
         try:
             with _spanning(task):
                 self._under_lease(task, report)
@@ -227,14 +231,18 @@ class Agent:
         except Unapproved as unapproved:
             self._give_back_unapproved(task, unapproved, log)
         except UNWANTED as problem:
+            outcome = "dropped"
             self._note("task.drop", task, code=problem.code)
             log.info("task-dropped", reason=problem.code, detail=problem.detail)
         except InvalidUpdate as problem:
+            outcome = "refused"
             self._note("task.drop", task, code=problem.code)
             log.warning("update-refused", detail=problem.detail, errors=[str(fault) for fault in problem.errors])
         except Exception as fault:  # noqa: BLE001  (whatever goes wrong in a task, the worker goes on to the next)
+            outcome = "failed"
             self._report_failure(task, fault, log)
         else:
+            outcome = "done"
             log.info(
                 "task-done",
                 examples=report.examples,
@@ -245,6 +253,13 @@ class Agent:
             )
         finally:
             self._client.trace(None)
+            self._figures.ended(
+                task.kind,
+                outcome,
+                time.monotonic() - started_at,
+                received_bytes=report.download_bytes,
+                sent_bytes=report.upload_bytes,
+            )
 
     def _under_lease(self, task: Task, report: Report) -> None:
         def heartbeat() -> Lease:

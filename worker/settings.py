@@ -137,6 +137,9 @@ class Settings(DataSettings):
     audit_dir: Path | None = Field(
         default=None, description="where it is written down what was done and what left; in state_dir if unset"
     )
+    metrics_file: Path | None = Field(
+        default=None, description="where figures for Prometheus are written, as node_exporter reads them; *.prom"
+    )
     log: Literal["auto", "console", "json"] = "auto"
 
     @model_validator(mode="after")

@@ -68,6 +68,8 @@ env:
   - {name: AWS_ALLOW_HTTP, value: "true"}
   {{- end }}
   - {name: TESSERA_STAGING_DIR, value: /data/staging}
+  # The ingress or gateway does TLS.
+  - {name: TESSERA_BEHIND_PROXY, value: "true"}
   - {name: TESSERA_ALIVE_FILE, value: /tmp/alive}
   - {name: TESSERA_ADMIN_TOKEN_FILE, value: /tmp/admin-token}
   {{- range $name, $value := .Values.settings }}
