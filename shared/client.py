@@ -331,6 +331,10 @@ class Client:
         answer = self._send("POST", "/v1/tasks/claim", claim, headers)
         return _read(Task, answer.content) if answer.status_code == httpx.codes.OK else None
 
+    def tasks(self) -> Iterator[TaskView]:
+        """The site's own tasks, oldest first."""
+        return self._pages("/v1/tasks", TaskView)
+
     def task(self, task_id: str) -> TaskView:
         return self._get(f"/v1/tasks/{task_id}", TaskView)
 
