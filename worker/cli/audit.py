@@ -67,8 +67,8 @@ def _followed(ctx: typer.Context, config: Path | None) -> tuple[str | None, Sequ
     if config is not None:
         try:
             return None, [entry.digest for entry in _site(config).entries()]
-        except ChainError as fault:
-            return str(fault), []
+        except ChainError as broken_chain:
+            return str(broken_chain), []
     entries = list(client_of(ctx).audit())
     broken = first_broken(entries)
     fault = None if broken is None else f"entry {broken} of the coordinator's chain is not what was chained there"
@@ -102,6 +102,7 @@ def _entries(ctx: typer.Context, config: Path | None) -> Iterable[Entry | AuditE
 
 
 def _row(entry: Entry | AuditEntry) -> dict[str, Any]:
+    of: dict[str, object]
     if isinstance(entry, AuditEntry):
         who, of = entry.actor, {"subject": entry.subject, "round": None, "token": None}
     else:
