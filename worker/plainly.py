@@ -49,7 +49,8 @@ def _leaving(task: Task, model: Model) -> str:
     nbytes = size(sum(block.nbytes for block in sent))
     return (
         f"Sends {len(sent)} blocks ({in_words(sent, model.blocks)}), {nbytes} a round before coding, {to}; later "
-        "rounds may ask for other blocks, within the site's policy."
+        "rounds may ask for other blocks, within the site's policy. Versions may also be measured on what is held "
+        "out here, which sends figures."
     )
 
 
