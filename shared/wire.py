@@ -372,6 +372,9 @@ class TaskView(Message):
     numbers: dict[str, float] = {}
     upload_bytes: int = 0
     download_bytes: int = 0
+    update: str | None = None
+    """The digest of the update that was handed in."""
+    created_at: datetime | None = None
     problem: ProblemDocument | None = None
 
 

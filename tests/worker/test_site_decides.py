@@ -22,6 +22,7 @@ from tests.support.federation import start_run
 from worker.agent import Agent
 from worker.audit import Audit
 from worker.blockmap import block_table, named_tensors
+from worker.cli.audit import app as audit_app
 from worker.cli.worker import app
 from worker.models import instantiate, read_block
 from worker.renewal import Stop
@@ -164,6 +165,8 @@ def test_an_update_waits_for_its_release_and_is_told_in_the_chain(
     assert desk.audit() == ["task.start", "update.hold", "update.release", "update.leave", "update.count"]
     (left,) = desk.details("update.leave")
     assert (left["update"], left["bytes"], left["blocks"]) == (held["update"], held["nbytes"], len(held["blocks"]))
+    compared = CliRunner().invoke(audit_app, ["compare", "--config", str(desk.file), "--json"])
+    assert json.loads(compared.stdout) == {"agreed": 1, "earlier": 0, "differences": []}
 
 
 def test_an_update_that_is_withheld_fails_its_task_by_name(coordinator: LiveCoordinator, tmp_path: Path) -> None:
