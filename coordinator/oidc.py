@@ -89,7 +89,7 @@ class People:
                 leeway=LEEWAY_SECONDS,
                 options={"require": list(REQUIRED)},
             )
-        except jwt.PyJWTError as fault:
+        except (jwt.PyJWTError, RecursionError) as fault:
             told = f"the token is not one of {self._issuer} for {self._audience}: {str(fault)[:200]}"
             raise Unauthenticated(told, remedy="Sign in again at the provider.") from fault
         return claims
@@ -168,7 +168,7 @@ def _get(url: str) -> dict[str, Any]:
         raise ProviderFault(f"{url} does not answer: {type(fault).__name__}: {fault}") from fault
     try:
         document = json.loads(content)
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise ProviderFault(f"{url} sends no JSON") from fault
     if not isinstance(document, dict):
         raise ProviderFault(f"{url} sends no JSON object")
