@@ -11,13 +11,15 @@ from urllib.parse import urlsplit
 
 from sqlalchemy import select
 
+from coordinator.listening import BadCertificate, Exposed, require_private
 from coordinator.memory import WATERMARK, Memory
 from coordinator.services import Services
 from coordinator.settings import Settings
 from coordinator.storage import audit
 from coordinator.storage.tables import AuditRow
 from shared.doctor import Check, Finding, fail, ok, warn
-from shared.network import is_loopback, without_password
+from shared.network import without_password
+from shared.transport import is_loopback
 
 SPARE_FILES = 1_024
 """What `serve` needs beside its connections."""
@@ -104,12 +106,17 @@ def _address(settings: Settings) -> Iterator[Finding]:
         probe.settimeout(1.0)
         taken = probe.connect_ex((settings.host, settings.port)) == 0
     yield ok("address", f"{listens}{', where something listens already' if taken else ', which is free'}")
-    if is_loopback(settings.host):
+    try:
+        require_private(settings)
+    except (Exposed, BadCertificate) as refusal:
+        yield fail("tls", str(refusal), "Until then `serve` refuses to start.")
+        return
+    if settings.tls_cert is not None:
+        yield ok("tls", f"served, with {settings.tls_cert}")
+    elif is_loopback(settings.host):
         yield ok("tls", "this machine alone reaches it; others through a proxy here, which has to speak TLS")
     else:
-        yield warn(
-            "tls", f"{listens} may be reached by others", "Let a proxy that speaks TLS be all that reaches it."
-        )
+        yield warn("tls", f"{listens} is said to be behind a proxy", "See to it that nobody else reaches it.")
 
 
 def _files(settings: Settings) -> Iterator[Finding]:

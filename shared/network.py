@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import ssl
 import time
@@ -15,6 +14,7 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 from shared.doctor import Finding, fail, ok, warn
+from shared.transport import is_loopback
 from shared.wire import PROTOCOL, About
 
 CONNECT_SECONDS = 10.0
@@ -29,15 +29,6 @@ def without_password(url: str) -> str:
         return url
     at = parts.netloc.rpartition("@")[2]
     return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{at}"))
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def way_to(url: str, verify: ssl.SSLContext) -> Iterator[Finding]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import httpx
 import torch
 
 from shared.client import Client
@@ -19,7 +18,7 @@ from shared.wire import TaskView
 from worker.data import DataError, Dataset
 from worker.files import temporary_file
 from worker.plainly import policy_in_words, size
-from worker.settings import DataSource, Settings, SettingsError, device_of, token_of
+from worker.settings import DataSource, Settings, SettingsError, device_of, tls_of, token_of
 
 WRITTEN_BYTES = 32 << 20
 SLOW_BYTES_PER_SECOND = 20e6
@@ -30,7 +29,7 @@ MATMUL_ROWS = 1024
 
 def checks(settings: Settings, *, probe: bool) -> Iterator[tuple[str, Check]]:
     """What is looked at, in order. With `probe`, 256 KiB of noise are uploaded, which the coordinator removes."""
-    verify = httpx.create_ssl_context()
+    verify = tls_of(settings)
     connect = partial(Client, settings.url, patience_seconds=0, verify=verify)
     yield "coordinator", lambda: way_to(settings.url, verify)
     yield "token", lambda: _token(settings, connect)

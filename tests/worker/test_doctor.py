@@ -20,7 +20,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from shared.doctor import Finding, examined
-from shared.network import clock, expiry, is_loopback, way_to, without_password
+from shared.network import clock, expiry, way_to, without_password
+from shared.transport import is_loopback
 from shared.wire import TaskView
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
