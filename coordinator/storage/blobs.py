@@ -49,8 +49,8 @@ MAPS_KEPT = 64
 """Files of the store that stay mapped, for the same reason. A map costs addresses and a descriptor, and no memory."""
 
 SOUND_KEPT = 1 << 16
-"""Blobs that are known to be sound. One that is forgotten is hashed once more: that costs less than to remember all that
-ever were, in a process that is not told which of them another has removed."""
+"""Blobs that are known to be sound. One that is forgotten is hashed once more: that costs less than to remember all
+that ever were, in a process that is not told which of them another has removed."""
 
 _HEXADECIMAL = re.compile("[0-9a-f]{64}")
 
