@@ -59,6 +59,7 @@ ROUTES: dict[tuple[str, str], Case] = {
     # Runs: read by all who are no site, steered by who created them, shown to sites that take part.
     ("GET", "/v1/runs"): Case(200, 200, 200, 200),
     ("POST", "/v1/runs"): Case(422, 422, 403, 403, json={}),
+    ("POST", "/v1/runs/preview"): Case(422, 422, 403, 403, json={}),
     ("GET", "/v1/runs/{run_id}"): Case(READ, READ, READ, OWN),
     ("PATCH", "/v1/runs/{run_id}"): Case(
         (412, 412, 404), (412, 403, 404), 403, 403, json={"state": "paused"}, headers=(("If-Match", '"0"'),)
