@@ -49,7 +49,8 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
             services.attendance.end()
         services.database.close()
 
-    app = FastAPI(title="Tessera", version=VERSION, description=DESCRIPTION, lifespan=lifespan)
+    # No pages of the framework's, which fetch scripts from another host; and the description is not for everybody.
+    app = FastAPI(title="Tessera", version=VERSION, description=DESCRIPTION, lifespan=lifespan, openapi_url=None)
     app.state.services = services
     app.state.metrics = Metrics(services)
     errors.install(app)
