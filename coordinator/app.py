@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from coordinator.api import admin, blobs, errors, health, runs, sites, tasks
+from coordinator.api import admin, blobs, errors, events, health, runs, sites, tasks
 from coordinator.services import Services
 from coordinator.tracing import Tracing
 from coordinator.version import VERSION
@@ -32,6 +32,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         services.gate.attach()
+        services.news.attach()
         # A daemon, and not waited for without end: what is cut off is done again by the next process.
         thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
         if conduct:
@@ -39,7 +40,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
         else:
             services.attendance.begin()
         yield
-        services.gate.close()
+        services.send_home()
         services.conductor.end()
         if conduct:
             thread.join(GOODBYE_SECONDS)
@@ -51,7 +52,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     app.state.services = services
     errors.install(app)
     app.add_middleware(Tracing)
-    routers = (module.router for module in (runs, tasks, blobs, sites, admin, health))
+    routers = (module.router for module in (runs, events, tasks, blobs, sites, admin, health))
     for router in (*routers, blobs.listed):
         app.include_router(router, responses=REFUSALS)
     return app

@@ -69,6 +69,10 @@ class Settings(BaseSettings):
     failures_per_minute: PositiveInt = Field(
         default=60, description="how often one address may ask without a valid token, of one process"
     )
+    session_seconds: PositiveFloat = Field(
+        default=28_800.0, le=7 * 86_400, description="how long somebody stays signed in to the page"
+    )
+    max_listeners: PositiveInt = Field(default=256, description="the most that listen to events, of one process")
     site_bytes_per_day: PositiveInt | None = Field(
         default=None, description="the most bytes that a site may announce within 24 hours"
     )

@@ -38,9 +38,10 @@ from worker.models import ModelMismatch
 from worker.policy import PolicyViolation
 from worker.probabilities import UnknownAttention
 from worker.renewal import Renewal, Stop, Stopped
+from worker.report import Report
 from worker.settings import Settings, token_of
 from worker.trainer import TrainingDiverged
-from worker.workbench import Report, TaskFailure, Workbench
+from worker.workbench import TaskFailure, Workbench
 
 LONGEST_PAUSE_SECONDS = 30.0
 COMPLAINT_SECONDS = 60.0
@@ -184,7 +185,7 @@ class Agent:
     def _under_lease(self, task: Task, trace: str, report: Report) -> None:
         def heartbeat() -> Lease:
             self._alive.touch()
-            return client.heartbeat(task.id, task.token)
+            return client.heartbeat(task.id, task.token, report.progress())
 
         def check() -> None:
             self._stop.check()

@@ -45,6 +45,7 @@ from worker.layouts import MappingFile
 from worker.ledger import LEDGER_FOLDER, Ledger
 from worker.models import build, write_block
 from worker.policy import Allowance, Policy, PolicyViolation
+from worker.report import Report
 from worker.settings import (
     Settings,
     allowances_of,
@@ -54,7 +55,7 @@ from worker.settings import (
     ledger_of,
     mappings_of,
 )
-from worker.trainer import Batches, Check, Trainer, epochs_of, seed_everything
+from worker.trainer import Batches, Check, Trainer, epochs_of, seed_everything, steps_in
 from worker.vault import Vault
 from worker.work import LocalWork
 
@@ -100,16 +101,6 @@ class TaskFailure(ValueError):
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
         self.code = code
-
-
-@dataclass
-class Report:
-    """What doing a task came to, for the log. Counted up while it is done."""
-
-    examples: int = 0
-    numbers: dict[str, float] = field(default_factory=dict)
-    download_bytes: int = 0
-    upload_bytes: int = 0
 
 
 Structure = tuple[tuple[str, type, int], ...]
@@ -246,6 +237,7 @@ class Workbench:
         if allowance := self.allowances.get(task.dataset):
             allowance.check(task)
         private = self._private(task, dataset) if task.kind == "train" else None
+        report.begin("fetching")
         with self.shelf.pinning():
             ready = self._loaded(task, check, report)
             if task.kind == "train":
@@ -375,8 +367,10 @@ class Workbench:
     ) -> dict[str, BlobTensor]:
         if odd := sorted(set(manifest.blocks) ^ {block.name for block in built.blocks}):
             raise TaskFailure("invalid-version", f"the version and the model differ in the blocks {odd[:8]}")
-        self._catch_up(task, manifest, wanted, built, check, report)
         sizes = {manifest.blocks[block.name]: block.nbytes for block in wanted}
+        lacking_bytes = sum(nbytes for digest, nbytes in sizes.items() if digest not in self.shelf)
+        report.begin("fetching", of_bytes=report.download_bytes + lacking_bytes)
+        self._catch_up(task, manifest, wanted, built, check, report)
         self.shelf.fetch_all(sizes, self.coordinator.copy_blobs, self._receiving(check, report))
         bases: dict[str, BlobTensor] = {}
         for block in wanted:
@@ -441,6 +435,8 @@ class Workbench:
         ready.prepare()
         self._check_plan(task, ready)
         report.examples = dataset.examples
+        # Choosing what trains may look at the data too, for which nobody counts steps.
+        report.begin("training")
         batches = Batches(dataset, task.training.batch_size, self.device)
         if private:
             work.choosing = private.choose
@@ -449,7 +445,7 @@ class Workbench:
             private.check_choice()
         phases = half.phases(work, selected)
         self.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
-        trainer = Trainer(half, work, task.training, self.device, check, private)
+        trainer = Trainer(half, work, task.training, self.device, check, private, report, self.policy.min_measured)
         tally = trainer.train(phases, dataset, task.seed)
         harvest = half.harvest(work, selected, tally)
         measured = {"loss": tally.loss} if math.isfinite(tally.loss) else {}
@@ -479,6 +475,7 @@ class Workbench:
             self._check_egress(path, task.plan.upload.resolve(ready.built.blocks), harvest)
             check()
             self._remember(task)
+            report.begin("uploading", of_bytes=path.stat().st_size)
             if path.stat().st_size > min(task.inline_bytes, MOST_INLINE):
                 return _Update(self.coordinator.put_file(path, sent))
             data = path.read_bytes()
@@ -543,8 +540,14 @@ class Workbench:
             raise TaskFailure("nothing-held-out", f"nothing of the data set {task.dataset!r} is held out here")
         self.policy.check_measured(measured.examples)
         report.examples = measured.examples
+        report.begin("evaluating", steps=steps_in(measured.examples, task.training.batch_size))
+
+        def counted() -> None:
+            report.advance()
+            check()
+
         batches = Batches(measured, task.training.batch_size, self.device)
-        report.numbers = evaluate(ready.work.model, ready.work.head, batches, check)
+        report.numbers = evaluate(ready.work.model, ready.work.head, batches, counted)
         if task.held_out and self._personalise(task, ready, dataset, check):
             own = evaluate(ready.work.model, ready.work.head, batches, check)
             report.numbers |= {PERSONAL + name: value for name, value in own.items()}

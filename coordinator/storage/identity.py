@@ -50,12 +50,22 @@ def authenticate(session: Session, now: float, secret: str) -> Principal:
     row = session.scalars(select(TokenRow).where(TokenRow.secret_hash == _hash(secret))).one_or_none()
     if row is None:
         raise Unauthenticated("this token is not known here")
+    return principal_of(row, now)
+
+
+def principal_of(row: TokenRow, now: float) -> Principal:
+    """Raises Unauthenticated for a token that was revoked or has expired."""
     if row.revoked_at is not None:
         raise Unauthenticated("this token was revoked")
     if row.expires_at is not None and row.expires_at <= now:
         raise Unauthenticated("this token has expired")
     # The role was checked when the token was issued.
     return Principal(row.id, row.name, row.role, row.site_id)  # type: ignore[arg-type]
+
+
+def still_valid(session: Session, now: float, token_id: str) -> bool:
+    row = session.get_one(TokenRow, token_id)
+    return row.revoked_at is None and (row.expires_at is None or row.expires_at > now)
 
 
 def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tuple[TokenRow, str]:

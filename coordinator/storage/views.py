@@ -165,6 +165,8 @@ def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
             "numbers": row.numbers,
             "upload_bytes": row.upload_bytes,
             "download_bytes": row.download_bytes,
+            "progress": row.progress or None,
+            "layers": row.layers,
             "problem": row.problem,
         }
     )
