@@ -31,6 +31,7 @@ from coordinator.storage.snapshots import (
     eligible,
     evaluators,
     ids,
+    invitation,
     live_workers,
     run_snapshot,
     runs_to_decide,
@@ -44,12 +45,20 @@ from shared.model import Model
 from shared.planning import plan_round, warnings_of
 from shared.problems import Conflict, StoreFull
 from shared.states import States
+from shared.willing import Invitation, refused_model, refused_plan
 from shared.wire import RunSpec, VersionRef
 
 log = structlog.get_logger()
 
+REFUSED_SECONDS = 5.0
+"""How long a round waits after too few workers would have done what was planned for them."""
+
 FULL_SECONDS = 10.0
 """How long merges wait when the disk has no room for one."""
+
+
+class TooFewWilling(Conflict):
+    """A round cannot open because sites would refuse what it asks."""
 
 
 class Conductor:
@@ -81,6 +90,7 @@ class Conductor:
         self._notify = notify
         # Forgetting it costs one more try.
         self._failed: dict[tuple[str, Action], float] = {}
+        self._refused_until: dict[str, float] = {}
         self._merging = threading.Lock()
         self._full_until = 0.0
         self._began_at = database.now()
@@ -125,6 +135,8 @@ class Conductor:
             for action in decide(snapshot, self._database.now(), self._patience):
                 # What failed is tried again when the run was resumed, not at every tick.
                 if self._failed.get((run_id, action)) == snapshot.idle_since:
+                    continue
+                if isinstance(action, todo.Open) and self._database.now() < self._refused_until.get(run_id, 0.0):
                     continue
                 if isinstance(action, todo.Merge):
                     self._merge_aside(snapshot, action)
@@ -173,6 +185,10 @@ class Conductor:
         run_id = run.id
         try:
             self._act(run_id, action)
+        except TooFewWilling as refusal:
+            log.info("conductor.too_few_willing", run=run_id, action=str(action), detail=refusal.detail)
+            self._refused_until[run_id] = self._database.now() + REFUSED_SECONDS
+            return False
         except (Conflict, IntegrityError) as conflict:
             log.info("conductor.overtaken", run=run_id, action=str(action), detail=str(conflict))
             return False
@@ -210,10 +226,10 @@ class Conductor:
     def _act(self, run_id: str, action: Action) -> None:
         match action:
             case todo.Merge(round_id):
-                spec, base = self._base(run_id)
-                self._notify(self._merge(run_id, round_id, spec, base))
+                invited, base = self._base(run_id)
+                self._notify(self._merge(run_id, round_id, invited, base))
                 # Beside the next round, which need not wait for it.
-                self._score(round_id, spec, base)
+                self._score(round_id, invited.spec, base)
                 return
             case todo.Open(number):
                 woken = self._open(run_id, number)
@@ -250,11 +266,12 @@ class Conductor:
 
     def _open(self, run_id: str, number: int) -> list[str]:
         """Opens a round of its own accord: the first one, or one that could not open when the last was committed."""
-        spec, base = self._base(run_id)
+        invited, base = self._base(run_id)
+        spec = invited.spec
         _require(base.number + 1 == number, "the run has moved on")
         model = self._states.model(spec.model)
         state = self._states.load(model, self._states.manifest(base.digest), base.number)
-        willing = eligible(spec, self._live())
+        willing = eligible(invited, self._live())
         _require(len(willing) >= spec.cohort.quorum, "too few workers are live")
         plans = _planned(spec, model, state, willing)
         with self._database.transaction() as session:
@@ -273,12 +290,12 @@ class Conductor:
         with self._database.snapshot() as session:
             return live_workers(session, self._database.now() - self._live_seconds)
 
-    def _base(self, run_id: str) -> tuple[RunSpec, VersionRef]:
-        """A run's spec and latest version."""
+    def _base(self, run_id: str) -> tuple[Invitation, VersionRef]:
+        """What a run asks for, and its latest version."""
         with self._database.snapshot() as session:
             run = session.get_one(RunRow, run_id)
             version = session.get_one(VersionRow, (run_id, run.version_number))
-            return RunSpec.model_validate(run.spec), VersionRef(number=version.number, digest=version.digest)
+            return invitation(session, run), VersionRef(number=version.number, digest=version.digest)
 
     def _open_in(
         self, session: Session, run: RunRow, willing: Sequence[Member], plans: Mapping[str, Plan]
@@ -292,13 +309,13 @@ class Conductor:
 
     def _offer_evaluation(self, session: Session, now: float, run: RunRow, due: Due) -> str:
         """Offers a version to the site that is named, or to the central worker that was least often asked in vain."""
-        spec = RunSpec.model_validate(run.spec)
+        invited = invitation(session, run)
         live = live_workers(session, now - self._live_seconds)
         if due.worker is None:
-            still = central_due(session, run, spec, ids(live) if self._settled() else None)
-            able = evaluators(spec, live)
+            still = central_due(session, run, invited.spec, ids(live) if self._settled() else None)
+            able = evaluators(invited, live)
         else:
-            still = sites_due(session, run, spec, live)
+            still = sites_due(session, run, invited, live)
             able = [worker for worker in live if worker.id == due.worker]
         _require(due in still, "the version is no longer to be evaluated, or not by this worker")
         _require(bool(able), "no worker that could evaluate is live")
@@ -307,8 +324,9 @@ class Conductor:
         rounds.offer_evaluation(session, now, run, due, worker)
         return worker.id
 
-    def _merge(self, run_id: str, round_id: str, spec: RunSpec, base: VersionRef) -> list[str]:
+    def _merge(self, run_id: str, round_id: str, invited: Invitation, base: VersionRef) -> list[str]:
         """Merges and plans outside of any transaction, then commits version, round and next round in one (I3)."""
+        spec = invited.spec
         self._room.require(self._states.model(spec.model).nbytes)
         with self._database.snapshot() as session:
             _require(session.get_one(RoundRow, round_id).state == "merging", "the round was merged already")
@@ -319,7 +337,7 @@ class Conductor:
         state = self._states.load(model, manifest, made.number)
         warnings = warnings_of(spec, model, state, outlying(spec, accepted))
         live = self._live()
-        willing = eligible(spec, live)
+        willing = eligible(invited, live)
         # If its cohort is not all here, a later look opens the next round.
         plans = None
         if made.number < spec.rounds and len(willing) >= (spec.cohort.size or spec.cohort.quorum):
@@ -354,8 +372,22 @@ class Conductor:
 
 
 def _planned(spec: RunSpec, model: Model, state: State, willing: Sequence[Member]) -> Mapping[str, Plan]:
-    """Raises SelectorError for a plan of what is not there, before any worker hears of it."""
-    return plan_round(spec, model, state, [worker.participant(spec.dataset) for worker in willing])
+    """Plans for those whose sites would send what is planned for them, as far as they show their policies.
+
+    Raises SelectorError for a plan of what is not there, before any worker hears of it, and TooFewWilling.
+    """
+    refused = {worker.name: found for worker in willing if (found := refused_model(worker.mirror, model))}
+    while True:
+        willing = [worker for worker in willing if worker.name not in refused]
+        if len(willing) < spec.cohort.quorum:
+            said = "; ".join(f"{name}: {found.rule}: {found.detail}" for name, found in sorted(refused.items())[:4])
+            raise TooFewWilling(f"{len(willing)} workers would do what the round asks: {said}")
+        plans = plan_round(spec, model, state, [worker.participant(spec.dataset) for worker in willing])
+        planned = [worker for worker in willing if worker.name in plans]
+        more = {w.name: found for w in planned if (found := refused_plan(w.mirror, model, plans[w.name]))}
+        if not more:
+            return plans
+        refused |= more
 
 
 def _require(holds: bool, otherwise: str) -> None:

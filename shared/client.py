@@ -45,6 +45,7 @@ from shared.wire import (
     Manifest,
     Measurement,
     Page,
+    Preview,
     Round,
     Run,
     RunPatch,
@@ -116,6 +117,10 @@ class Client:
     def create_run(self, spec: RunSpec, *, key: str | None = None) -> Run:
         """Starts a run. `key` names this wish: the same key again gives the same run."""
         return self._create("/v1/runs", spec, Run, key)
+
+    def preview_run(self, spec: RunSpec) -> Preview:
+        """Who would take part in such a run and who not and why; its model and version were uploaded before."""
+        return self._post("/v1/runs/preview", spec, Preview)
 
     def runs(self) -> Iterator[Run]:
         return self._pages("/v1/runs", Run)

@@ -100,6 +100,7 @@ def task_of(
     seed: int,
     lease_seconds: float,
     inline_bytes: int = 0,
+    orchestrator: str | None = None,
 ) -> Task:
     """What a worker is told: what the plan asks of it in round `number`, and what the run says for all rounds."""
     return Task(
@@ -124,6 +125,7 @@ def task_of(
         model=spec.model,
         version=version,
         inline_bytes=inline_bytes,
+        orchestrator=orchestrator,
         lease_seconds=lease_seconds,
     )
 

@@ -27,7 +27,8 @@ Problem
 |- HeadersTooLarge 431
 |- ServerFault 500
 |  |- StoreSpoilt        a blob is not what it was when it was written
-|  `- WorkerFailed       shown with a task, never sent as an answer
+|  |- WorkerFailed       shown with a task, never sent as an answer
+|  `- Withheld           the same, of a task whose site has not agreed to its run
 `- Unavailable 503       retry after a while
    |- Busy               too many connections, or too little memory for another upload
    `- StoreFull          too little room on the disk for what is announced
@@ -298,6 +299,15 @@ class WorkerFailed(ServerFault):
     code = "worker-failed"
     title = "The worker could not do the task"
     remedy = "The worker's log says more."
+    retryable = False
+
+
+class Withheld(ServerFault):
+    """A task that a worker gave back because its site has not agreed to the run; shown with the task, never sent."""
+
+    code = "withheld"
+    title = "The site has not agreed to the run"
+    remedy = "A person at the site decides: `tessera worker inbox` there shows what is asked."
     retryable = False
 
 

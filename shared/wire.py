@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import datetime
+from fnmatch import fnmatchcase
 from math import prod
 from typing import Annotated, Generic, Literal, Self, TypeVar
 
@@ -32,10 +33,11 @@ from pydantic import (
 
 from shared import codecs
 from shared.averaging import Divide
-from shared.blocks import NUMPY_DTYPES, DType, Frozen, Name
+from shared.blocks import EVERYTHING, NUMPY_DTYPES, Block, DType, Frozen, Name, Selector
+from shared.hours import Span
 from shared.methods import Chosen
 from shared.methods.contract import Plan
-from shared.privacy import Privacy
+from shared.privacy import Budget, Privacy
 from shared.problems import ProblemDocument
 from shared.robust import Mean, Robust
 from shared.server_optimizer import Plain, ServerOptimizer
@@ -67,6 +69,13 @@ Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), F
 
 Examples = dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]]
 """How many there are, by data set."""
+
+Short = Annotated[str, Field(max_length=128)]
+
+MOST_PATTERNS = 256
+"""Of a site's policy that it shows: each is compared with each block at every round."""
+
+MOST_WITHHELD = 256
 
 MOST_WANTED = 4_096
 """Blobs that one request may ask for."""
@@ -294,6 +303,50 @@ class Run(Message):
     updated_at: datetime
 
 
+class Objection(Message):
+    """Why a worker would not take part: a rule of its policy, or what it lacks."""
+
+    rule: str
+    detail: str
+
+
+class Ask(Message):
+    """What a round asks of a worker, in blocks and bytes, before any codec. What it holds already is not fetched
+    again."""
+
+    stage: str
+    fetch_blocks: int
+    fetch_bytes: int
+    train_blocks: int
+    train_bytes: int
+    upload_blocks: int
+    upload_bytes: int
+
+
+class Prospect(Message):
+    """What is to be expected of a worker."""
+
+    worker: str
+    objections: tuple[Objection, ...] = ()
+    """Why it would not take part; it would if there are none."""
+    asked: Ask | None = None
+    """What the first round asks of it; None if it would not take part, or is not drawn for that round."""
+
+
+class Preview(Message):
+    """What would become of a run if it were started now."""
+
+    quorum: int
+    willing: int
+    """How many would take part."""
+    awaiting: int
+    """How many more would once a person at their site has approved the run."""
+    prospects: tuple[Prospect, ...]
+    missing_sites: tuple[str, ...] = ()
+    """Sites that the run invites and that no worker was ever heard of from."""
+    warnings: tuple[str, ...] = ()
+
+
 class RunPatch(Frozen):
     state: Literal["running", "paused", "cancelled"]
 
@@ -382,6 +435,42 @@ class Measurement(Message):
 # ---------------------------------------------------------------- tasks
 
 
+class Mirror(Message):
+    """What a site's policy would refuse, as far as it helps to plan: what may leave, how much, when, for whom. No
+    promise of either side: the worker judges each task itself."""
+
+    orchestrators: tuple[Short, ...] | None = Field(default=None, max_length=256)
+    models: tuple[Short, ...] | None = Field(default=None, max_length=256)
+    may_send: Selector = EVERYTHING
+    never_send: tuple[Annotated[str, Field(max_length=512)], ...] = Field(default=(), max_length=MOST_PATTERNS)
+    max_epochs: PositiveInt = 1 << 53
+    max_batch: PositiveInt = 1 << 53
+    max_model_bytes: PositiveInt = 1 << 53
+    max_upload_bytes: PositiveInt = 1 << 53
+    max_run_upload_bytes: PositiveInt | None = None
+    max_upload_bytes_per_second: PositiveFloat | None = None
+    max_task_seconds: PositiveFloat | None = None
+    max_minutes_per_day: PositiveFloat | None = None
+    hours: tuple[Span, ...] = Field(default=(), max_length=64)
+    utc_offset_minutes: Annotated[int, Field(gt=-1440, lt=1440)] = 0
+    """What the site's clock is ahead of UTC."""
+    require_privacy: Budget | None = None
+    budgets: dict[Label, Budget] = Field(default={}, max_length=256)
+    """What all runs together may find out, by data set."""
+    approve_runs: bool = False
+    airlock: bool = False
+
+    @field_validator("may_send")
+    @classmethod
+    def _soon_judged(cls, selector: Selector) -> Selector:
+        if sum(1 + len(match.names or ()) for match in (*selector.include, *selector.exclude)) > MOST_PATTERNS:
+            raise ValueError(f"at most {MOST_PATTERNS} conditions and names are taken")
+        return selector
+
+    def withholds(self, block: Block) -> bool:
+        return any(fnmatchcase(block.name, pattern) for pattern in self.never_send)
+
+
 class Claim(Message):
     """What a worker says of itself when it asks for a task. `datasets` gives the examples that it trains on of each,
     and `held_out` those that it keeps apart to evaluate on.
@@ -400,6 +489,9 @@ class Claim(Message):
     methods: tuple[str, ...] = Field(default=(), max_length=256)
     device: str = Field(default="cpu", max_length=64)
     resources: Resources = {}
+    mirror: Mirror | None = None
+    withheld: dict[Identifier, Annotated[str, Field(max_length=300)]] = Field(default={}, max_length=MOST_WITHHELD)
+    """Runs that it is to be offered no task of, and why."""
 
 
 class Task(Message):
@@ -428,6 +520,8 @@ class Task(Message):
     version: VersionRef
     inline_bytes: NonNegativeInt = 0
     """An update of so many bytes may come with its submission."""
+    orchestrator: Annotated[str, Field(max_length=64)] | None = None
+    """Whose token started the run, as the coordinator tells it: worth as much as the coordinator's word."""
     lease_seconds: LeaseSeconds
 
     @model_validator(mode="after")
@@ -471,6 +565,10 @@ class Evaluated(Message):
     examples: PositiveInt = Field(lt=1 << 40)
     numbers: Reported
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
+
+
+GIVEN_BACK = frozenset({"awaiting-approval", "declined", "approval-ended"})
+"""Codes of a failure that is none: a task is given back because its site has not agreed to the run."""
 
 
 class Failure(Message):

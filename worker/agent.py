@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -10,6 +11,7 @@ from uuid import uuid4
 import httpx
 import structlog
 import torch
+from pydantic import JsonValue
 
 from shared.blocks import SelectorError
 from shared.client import Client
@@ -28,24 +30,33 @@ from shared.problems import (
     TaskCancelled,
     Unauthenticated,
 )
+from shared.tensors import digest_of
 from shared.tracing import new_trace
-from shared.wire import Claim, Failure, Lease, Task
+from shared.wire import Claim, Failure, Lease, Task, canonical
+from worker.airlock import UpdateWithheld
+from worker.audit import Action
 from worker.blockmap import UnknownArchitecture
 from worker.cache import BlobTooLarge
+from worker.chain import ChainError
 from worker.configs import ConfigError
+from worker.inbox import InboxError, Unapproved
 from worker.layouts import MappingError
 from worker.models import ModelMismatch
+from worker.opening import USAGE_FILE, Opening, local_time
 from worker.policy import PolicyViolation
 from worker.probabilities import UnknownAttention
 from worker.renewal import Renewal, Stop, Stopped
 from worker.report import Report
-from worker.settings import Settings, token_of
+from worker.settings import Settings, allowances_of, token_of
 from worker.trainer import TrainingDiverged
 from worker.workbench import TaskFailure, Workbench
 
 LONGEST_PAUSE_SECONDS = 30.0
 COMPLAINT_SECONDS = 60.0
 SHORTEST_POLL_SECONDS = 1.0
+
+CLOSED_SECONDS = 10.0
+"""How often a worker whose site has it claim nothing looks whether that has changed."""
 
 GIVE_BACK_SECONDS = 3.0
 """How long a worker that is asked to stop waits for the coordinator to take its task back."""
@@ -65,6 +76,7 @@ UNWANTED = (LeaseLost, TaskCancelled, RoundClosed, StaleVersion)
 # Failures whose text we wrote ourselves, about models and plans; any other text might quote data.
 TELLABLE: dict[type[Exception], str] = {
     PolicyViolation: "policy-violation",
+    UpdateWithheld: "withheld-by-site",
     TrainingDiverged: "diverged",
     ConfigError: "model-refused",
     ModelMismatch: "model-mismatch",
@@ -100,9 +112,14 @@ class Agent:
         # which tries once and leaves it to whoever asked to decide what then.
         self._connect = partial(bounded, patience_seconds=0)
         self._poll_seconds = settings.poll_seconds
+        self._budgets = allowances_of(settings)
         self._policy = settings.policy
         self._alive = settings.state_dir / ALIVE_FILE
         self._bench = Workbench.of(self._client, settings)
+        self._opening = Opening(settings.policy, settings.state_dir / USAGE_FILE)
+        self._closed: str | None = None
+        if self._bench.airlock:
+            self._bench.airlock.waits = self._opening.rest
         self._outage = Outage(stop)
         self._log = structlog.get_logger("worker").bind(worker=settings.name)
         self._claim = Claim(
@@ -120,20 +137,25 @@ class Agent:
         """Claims and does tasks until asked to stop. Raises Problem if the coordinator will not have this worker."""
         claim = self._claim
         self._log.info("started", device=claim.device, datasets=claim.datasets, kinds=claim.kinds)
+        self._note("worker.start", policy=digest_of(canonical(self._policy)), datasets=dict(claim.datasets))
         try:
             while True:
                 task = self._next()
                 if task is not None:
                     self._do(task)
         except Stopped:
+            self._note("worker.stop")
             self._log.info("stopped")
         finally:
             self._client.close()
 
     def _next(self) -> Task | None:
         """A task, or None if there is none yet."""
-        asked_at = time.monotonic()
         self._alive.touch()
+        if self._is_closed():
+            self._stop.sleep(CLOSED_SECONDS)
+            return None
+        asked_at = time.monotonic()
         try:
             self._bench.vault.settle(self._client.task)
             task = self._stop.interruptible(self._ask, self._give_back)
@@ -147,9 +169,42 @@ class Agent:
             self._stop.sleep(SHORTEST_POLL_SECONDS)
         return task
 
+    def _is_closed(self) -> bool:
+        """Whether the site has the worker claim nothing now; says so when that changes."""
+        closed = self._opening.closed() or self._unreadable_inbox()
+        if closed and not self._closed:
+            self._log.info("closed", reason=closed)
+        elif self._closed and not closed:
+            self._log.info("open")
+        self._closed = closed
+        return closed is not None
+
+    def _unreadable_inbox(self) -> str | None:
+        """Why it cannot be told which runs are withheld; an unreadable request may be a refusal."""
+        try:
+            if self._bench.inbox:
+                self._bench.inbox.withheld()
+        except InboxError as fault:
+            return str(fault)
+        return None
+
+    def _note(self, action: Action, task: Task | None = None, **detail: JsonValue) -> None:
+        """Writes down a deed that is over. One that is not begun while it cannot be written down."""
+        try:
+            self._bench.note(action, task, **detail)
+        except (ChainError, OSError) as fault:
+            self._log.error("audit-not-written", action=action, detail=str(fault))
+
     def _ask(self) -> Task | None:
         with self._connect() as client:
-            return client.claim(self._claim, self._poll_seconds)
+            return client.claim(self._told(), self._poll_seconds)
+
+    def _told(self) -> Claim:
+        """The claim with what may have changed since the last one: what is withheld, and the site's clock."""
+        offset = local_time().utcoffset() or timedelta()
+        mirror = self._policy.mirror(self._budgets, round(offset.total_seconds() / 60))
+        withheld = self._bench.inbox.withheld() if self._bench.inbox else {}
+        return self._claim.model_copy(update={"mirror": mirror, "withheld": withheld})
 
     def _do(self, task: Task) -> None:
         trace = new_trace()
@@ -164,9 +219,13 @@ class Agent:
             raise
         except (Unauthenticated, Forbidden):
             raise
+        except Unapproved as unapproved:
+            self._give_back_unapproved(task, unapproved, log)
         except UNWANTED as problem:
+            self._note("task.drop", task, code=problem.code)
             log.info("task-dropped", reason=problem.code, detail=problem.detail)
         except InvalidUpdate as problem:
+            self._note("task.drop", task, code=problem.code)
             log.warning("update-refused", detail=problem.detail, errors=[str(fault) for fault in problem.errors])
         except Exception as fault:  # noqa: BLE001  (whatever goes wrong in a task, the worker goes on to the next)
             self._report_failure(task, fault, log)
@@ -191,22 +250,43 @@ class Agent:
             self._stop.check()
             renewal.check()
             self._policy.check_duration(time.monotonic() - began_at)
+            self._opening.check()
 
         began_at = time.monotonic()
         longest = self._policy.max_lease_seconds
-        with self._connect() as client, Renewal(heartbeat, task.lease_seconds, longest) as renewal:
-            client.trace(trace)
-            self._bench.do(task, check, report)
+        self._opening.begin()
+        try:
+            with self._connect() as client, Renewal(heartbeat, task.lease_seconds, longest) as renewal:
+                client.trace(trace)
+                self._bench.do(task, check, report)
+        finally:
+            self._opening.end()
 
     def _report_failure(self, task: Task, fault: Exception, log: Any) -> None:
         if isinstance(fault, Problem) and fault.retryable:
             # The coordinator cannot be told either; the lease lapses by itself.
+            self._note("task.drop", task, code=fault.code)
             log.warning("task-dropped", reason=fault.code, detail=fault.detail)
             return
         code, detail = told(fault)
-        log.error("task-failed", code=code, detail=detail, exc_info=fault if code == "failed" else None)
+        if isinstance(fault, PolicyViolation):
+            self._note("task.refuse", task, rule=fault.rule, detail=fault.detail)
+            remedy = {"remedy": fault.remedy}
+        else:
+            self._note("task.fail", task, code=code)
+            remedy = {}
+        log.error("task-failed", code=code, detail=detail, exc_info=fault if code == "failed" else None, **remedy)
+        self._tell_failure(task, Failure(token=task.token, code=code, detail=detail), log)
+
+    def _give_back_unapproved(self, task: Task, unapproved: Unapproved, log: Any) -> None:
+        """Tells the coordinator that the site has not agreed to the run, as each claim does from now on."""
+        self._note("task.give-back", task, code=unapproved.code)
+        log.warning("task-withheld", code=unapproved.code, detail=str(unapproved), remedy="tessera worker inbox")
+        self._tell_failure(task, Failure(token=task.token, code=unapproved.code, detail=str(unapproved)), log)
+
+    def _tell_failure(self, task: Task, failure: Failure, log: Any) -> None:
         try:
-            self._client.fail(task.id, Failure(token=task.token, code=code, detail=detail))
+            self._client.fail(task.id, failure)
         except (Unauthenticated, Forbidden):
             raise
         except Problem as problem:

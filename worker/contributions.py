@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import JsonValue, PositiveInt, ValidationError
+from pydantic import JsonValue, NonNegativeInt, PositiveInt, ValidationError
 
 from shared.blocks import Frozen
 from shared.wire import Digest, Label, Task, canonical
 from worker.files import written_whole
-from worker.policy import PolicyViolation
+from worker.policy import Policy, PolicyViolation
 
 RUNS_FOLDER = "runs"
 """What the folder is called beside a worker's other state."""
@@ -27,7 +27,7 @@ VERSIONS_KEPT = 64
 
 TERMS = (
     "run_name", "model", "method", "dataset", "rounds", "training", "privacy", "divide", "codec", "upload_budget",
-    "upload_seconds",
+    "upload_seconds", "orchestrator",
 )  # fmt: skip
 """What a task says that is the same in all tasks of a run."""
 
@@ -49,6 +49,8 @@ class Record(Frozen):
     """The newest, by number."""
     handed: dict[Label, Handed] = {}
     """By worker."""
+    upload_bytes: NonNegativeInt = 0
+    """What all updates together had, whatever became of them."""
 
 
 class Contributions:
@@ -58,14 +60,16 @@ class Contributions:
         self._folder = folder
         self._worker = worker
 
-    def check(self, task: Task, max_tries: int) -> None:
+    def check(self, task: Task, policy: Policy) -> None:
         """Judges a task by what the run has shown before. Raises PolicyViolation."""
-        self._next(self._read(task), task, max_tries)
+        # An update that still has a byte to come is begun.
+        self._next(self._read(task), task, policy, 1 if task.kind == "train" else 0)
 
-    def add(self, task: Task, max_tries: int) -> None:
-        """Judges it once more and writes down what it shows, which is on disk when this returns."""
+    def add(self, task: Task, policy: Policy, upload_bytes: int = 0) -> None:
+        """Judges it once more, with the bytes of its update, and writes down what it shows, which is on disk when
+        this returns."""
         with self._alone():
-            record = self._next(self._read(task), task, max_tries)
+            record = self._next(self._read(task), task, policy, upload_bytes)
             with written_whole(self._path(task)) as file:
                 file.write(canonical(record))
 
@@ -80,16 +84,19 @@ class Contributions:
         except ValidationError as fault:
             raise PolicyViolation("run", f"what is written down of the run {task.run} cannot be read") from fault
 
-    def _next(self, record: Record, task: Task, max_tries: int) -> Record:
+    def _next(self, record: Record, task: Task, policy: Policy, upload_bytes: int) -> Record:
         """The record with what the task shows. Raises PolicyViolation if the two do not go together."""
-        terms = _terms(task)
+        terms = terms_of(task)
         if changed := [name for name, said in terms.items() if name in record.terms and record.terms[name] != said]:
             raise PolicyViolation("run", f"the run {task.run} was another before, in {', '.join(changed)}")
         versions = _with_version(record.versions, task)
         handed = dict(record.handed)
         if task.kind == "train":
-            handed[self._worker] = _next_round(record.handed.get(self._worker), task, max_tries)
-        return Record(terms={**record.terms, **terms}, versions=versions, handed=handed)
+            handed[self._worker] = _next_round(record.handed.get(self._worker), task, policy.max_tries)
+        total_bytes = record.upload_bytes + upload_bytes
+        policy.check_run_upload(total_bytes)
+        known = {**record.terms, **terms}
+        return Record(terms=known, versions=versions, handed=handed, upload_bytes=total_bytes)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -99,7 +106,8 @@ class Contributions:
             yield
 
 
-def _terms(task: Task) -> dict[str, JsonValue]:
+def terms_of(task: Task) -> dict[str, JsonValue]:
+    """What the task says of its run."""
     said = task.model_dump(mode="json")
     # What a central evaluation measures on is another data set than the run's.
     central = task.kind == "evaluate" and not task.held_out

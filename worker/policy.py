@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from shared.blocks import EVERYTHING, Block, Frozen, Selector
+from shared.hours import Span
 from shared.privacy import Budget
-from shared.wire import Label, Task, TaskKind
+from shared.wire import Label, Mirror, Task, TaskKind
 
 GIB = 1 << 30
 SHOWN = 8
+
+
+REMEDIES = {
+    "orchestrators": "Add its name to policy.orchestrators, if the site knows and trusts who it is.",
+    "require_privacy": "Start the run with `privacy` that meets policy.require_privacy.",
+    "max_run_upload_bytes": "The run has had its share; begin another, or raise policy.max_run_upload_bytes.",
+    "max_minutes_per_day": "It goes on tomorrow; raise policy.max_minutes_per_day, or give the run smaller tasks.",
+    "privacy": "See `tessera worker ledger` for what was spent, and the data set's budget in the settings.",
+    "run": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
+    "version": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
+    "round": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
+    "plan": "The method sends what the plan does not ask for: it needs mending.",
+    "vault": "The method sends what it keeps: it needs mending.",
+    "private": "Have the run ask for blocks that its method does not keep at the sites.",
+    "kinds": "Let other workers do it, or change `kinds` in the settings.",
+}
+"""What to do about a violation, by rule. Of others: change the run, or the setting of that name in the policy."""
 
 
 class PolicyViolation(Exception):
@@ -22,6 +40,38 @@ class PolicyViolation(Exception):
         super().__init__(f"{rule}: {detail}")
         self.rule = rule
         self.detail = detail
+
+    @property
+    def remedy(self) -> str:
+        """What whoever runs the worker can do about it."""
+        return REMEDIES.get(self.rule, f"Have the run ask for less, or change policy.{self.rule} in the settings.")
+
+
+class PrivacyFloor(Frozen):
+    """The least privacy that a run must have to train here, on whatever data set."""
+
+    epsilon: float = Field(gt=0, le=1000, description="the most that a run may tell of one example")
+    delta: float = Field(default=1e-5, gt=0, lt=0.1, description="at the most")
+    noise_multiplier: float = Field(default=0.0, ge=0, le=1e6, description="the least noise, in clip norms")
+
+    def check(self, task: Task) -> None:
+        """Judges a task that trains. Raises PolicyViolation."""
+        if task.privacy is None:
+            raise PolicyViolation("require_privacy", "the run has no differential privacy, and this site requires it")
+        if task.privacy.epsilon > self.epsilon or task.privacy.delta > self.delta:
+            asked = f"epsilon {task.privacy.epsilon:g} at delta {task.privacy.delta:g}"
+            raise PolicyViolation(
+                "require_privacy", f"the run has {asked}; this site requires {self.epsilon:g} at {self.delta:g}"
+            )
+
+    def check_noise(self, noise_multiplier: float) -> None:
+        """Judges the noise that a task's steps would have. Raises PolicyViolation."""
+        if noise_multiplier < self.noise_multiplier:
+            raise PolicyViolation(
+                "require_privacy",
+                f"the run's target comes to noise of {noise_multiplier:.3g} clip norms; this site requires "
+                f"{self.noise_multiplier:g}",
+            )
 
 
 class Allowance(Budget):
@@ -44,6 +94,9 @@ class Allowance(Budget):
 class Policy(Frozen):
     """A site's rules. By default any installed method may use any data set that the settings name, within bounds."""
 
+    orchestrators: tuple[str, ...] | None = Field(
+        default=None, description="who may start runs, by the name that the coordinator gives; anybody if left out"
+    )
     methods: tuple[str, ...] | None = Field(default=None, description="methods allowed; all installed if left out")
     datasets: tuple[Label, ...] | None = Field(default=None, description="data sets that runs may use")
     models: tuple[str, ...] | None = Field(default=None, description="transformers' model types that runs may use")
@@ -59,12 +112,55 @@ class Policy(Frozen):
     max_model_bytes: PositiveInt = 64 * GIB
     max_upload_bytes: PositiveInt = 16 * GIB
     max_lease_seconds: PositiveFloat = 3600.0
+    max_run_upload_bytes: PositiveInt | None = Field(
+        default=None, description="the most that leaves for one run over all its rounds, from all who share runs_dir"
+    )
+    max_upload_bytes_per_second: float | None = Field(
+        default=None, ge=16_384, description="what uploads are slowed down to; as fast as the line if left out"
+    )
+    max_minutes_per_day: PositiveFloat | None = Field(
+        default=None, description="work on tasks in one day of the site's calendar, kept over restarts"
+    )
+    hours: tuple[Span, ...] = Field(
+        default=(), description="when tasks are claimed, by the site's own clock: 'Mon-Fri 19:00-07:00'"
+    )
+    require_privacy: PrivacyFloor | None = Field(
+        default=None, description="the least differential privacy of a run that trains here"
+    )
+    approve_runs: bool = Field(
+        default=False, description="whether a person has to approve each run before anything is done for it"
+    )
+    airlock: bool = Field(default=False, description="whether a person has to release each update before it leaves")
 
     def allows_method(self, name: str) -> bool:
         return self.methods is None or name in self.methods
 
     def allows_dataset(self, name: str) -> bool:
         return self.datasets is None or name in self.datasets
+
+    def mirror(self, budgets: Mapping[str, Budget], utc_offset_minutes: int) -> Mirror:
+        """What of it a coordinator is shown, to plan with: no promise, and nothing secret."""
+        floor = self.require_privacy
+        return Mirror(
+            orchestrators=self.orchestrators,
+            models=self.models,
+            may_send=self.may_send,
+            never_send=self.never_send,
+            max_epochs=self.max_epochs,
+            max_batch=self.max_batch,
+            max_model_bytes=self.max_model_bytes,
+            max_upload_bytes=self.max_upload_bytes,
+            max_run_upload_bytes=self.max_run_upload_bytes,
+            max_upload_bytes_per_second=self.max_upload_bytes_per_second,
+            max_task_seconds=self.max_task_seconds,
+            max_minutes_per_day=self.max_minutes_per_day,
+            hours=self.hours,
+            utc_offset_minutes=utc_offset_minutes,
+            require_privacy=Budget(epsilon=floor.epsilon, delta=floor.delta) if floor else None,
+            budgets={name: Budget(epsilon=most.epsilon, delta=most.delta) for name, most in budgets.items()},
+            approve_runs=self.approve_runs,
+            airlock=self.airlock,
+        )
 
     def _withholds(self, block: Block) -> bool:
         return any(fnmatchcase(block.name, pattern) for pattern in self.never_send)
@@ -73,12 +169,17 @@ class Policy(Frozen):
         """Judges a task by itself, before anything is fetched for it. Raises PolicyViolation."""
         if task.kind not in kinds:
             raise PolicyViolation("kinds", f"this worker does not {task.kind}")
+        if self.orchestrators is not None and task.orchestrator not in self.orchestrators:
+            who = repr(task.orchestrator[:80]) if task.orchestrator else "whom the coordinator does not name"
+            raise PolicyViolation("orchestrators", f"runs of {who} are not taken here")
         if not self.allows_method(task.method.name):
             raise PolicyViolation("methods", f"the method {task.method.name[:80]!r} is not allowed here")
         if not self.allows_dataset(task.dataset):
             raise PolicyViolation("datasets", f"runs may not use the data set {task.dataset!r}")
         if task.kind == "train":
             self.check_epochs(task.training.epochs)
+            if self.require_privacy:
+                self.require_privacy.check(task)
         if task.lease_seconds > self.max_lease_seconds:
             raise PolicyViolation(
                 "max_lease_seconds",
@@ -105,6 +206,21 @@ class Policy(Frozen):
         if seconds > self.max_task_seconds:
             raise PolicyViolation(
                 "max_task_seconds", f"the task takes longer than the {self.max_task_seconds:g} s allowed"
+            )
+
+    def check_day(self, used_seconds: float) -> None:
+        """Judges how long was worked today. Raises PolicyViolation."""
+        if self.max_minutes_per_day is not None and used_seconds > 60 * self.max_minutes_per_day:
+            raise PolicyViolation(
+                "max_minutes_per_day", f"the {self.max_minutes_per_day:g} minutes of this day are used up"
+            )
+
+    def check_run_upload(self, nbytes: int) -> None:
+        """Judges what all updates of a run come to, with the one that is about to leave. Raises PolicyViolation."""
+        if self.max_run_upload_bytes is not None and nbytes > self.max_run_upload_bytes:
+            raise PolicyViolation(
+                "max_run_upload_bytes",
+                f"the run's updates would come to {nbytes} bytes, more than the {self.max_run_upload_bytes} allowed",
             )
 
     def check_model_type(self, model_type: str) -> None:

@@ -20,7 +20,7 @@ from worker.data import Dataset
 from worker.dpsgd import Dice, Mechanism, NoisyGradients, sampling, secret_dice
 from worker.freezing import Freeze
 from worker.ledger import Event, Ledger, NoisyChoice, NoisySteps, Page
-from worker.policy import PolicyViolation
+from worker.policy import PolicyViolation, PrivacyFloor
 from worker.trainer import Batch, Trainer, seed_everything
 from worker.work import largest
 
@@ -36,7 +36,14 @@ class PrivateTask:
     """
 
     def __init__(
-        self, task: Task, privacy: Privacy, examples: int, ledger: Ledger, budget: Budget | None, device: torch.device
+        self,
+        task: Task,
+        privacy: Privacy,
+        examples: int,
+        ledger: Ledger,
+        budget: Budget | None,
+        device: torch.device,
+        floor: PrivacyFloor | None = None,
     ) -> None:
         if privacy.delta * examples >= 1:
             raise PolicyViolation("privacy", f"a delta of {privacy.delta:g} promises nothing to {examples} examples")
@@ -46,6 +53,7 @@ class PrivateTask:
         self._sampling = sampling(examples, task.training.batch_size)
         self._ledger = ledger
         self._budget = budget
+        self._floor = floor
         self._dice = secret_dice(device)
         self._mechanism: Mechanism | None = None
         self._selections = (privacy.selections or task.rounds) if privacy.selection == "noisy" else 0
@@ -116,9 +124,22 @@ class PrivateTask:
         """Of the numbers that would be reported those that no example has a part in."""
         return {name: value for name, value in numbers.items() if name in DISCLOSED}
 
+    def spent(self) -> float:
+        """The epsilon of all that the run was allowed here so far, at the run's delta."""
+        entries = self._ledger.read(self._task.dataset)
+        events = [event for entry in entries if entry.run == self._task.run for event in entry.events]
+        return epsilon(events, self._target.delta)
+
     # ------------------------------------------------------------ spending
 
     def _noisy_steps(self, page: Page, epochs: int) -> NoisySteps:
+        """This task's steps, with the noise that they need. Raises PolicyViolation if the site requires more."""
+        event = self._needed_steps(page, epochs)
+        if self._floor:
+            self._floor.check_noise(event.noise_multiplier)
+        return event
+
+    def _needed_steps(self, page: Page, epochs: int) -> NoisySteps:
         """This task's steps, with noise that lets the run keep its target if the rounds to come are like this one.
 
         The same in every round, unless tasks were tried more than once, which costs anew, or rounds differ.

@@ -27,8 +27,11 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings import SettingsError as SourceError
 
 from shared.wire import Label, Resources, TaskKind
+from worker.airlock import AIRLOCK_FOLDER, Airlock
+from worker.audit import AUDIT_FOLDER, Audit
 from worker.contributions import RUNS_FOLDER, Contributions
 from worker.data import DataError, Dataset, Part, load
+from worker.inbox import INBOX_FOLDER, Inbox
 from worker.layouts import MappingError, MappingFile, read_mapping
 from worker.ledger import LEDGER_FOLDER, Ledger
 from worker.policy import GIB, Allowance, Policy
@@ -119,6 +122,12 @@ class Settings(DataSettings):
     )
     runs_dir: Path | None = Field(
         default=None, description="where it is written down what runs have shown; in state_dir if unset"
+    )
+    inbox_dir: Path | None = Field(
+        default=None, description="where runs wait for approval; in state_dir if unset. A site's workers may share it"
+    )
+    audit_dir: Path | None = Field(
+        default=None, description="where it is written down what was done and what left; in state_dir if unset"
     )
     log: Literal["auto", "console", "json"] = "auto"
 
@@ -211,6 +220,21 @@ def ledger_of(settings: Settings) -> Ledger:
 def contributions_of(settings: Settings) -> Contributions:
     """Where this worker writes down what runs have shown of themselves."""
     return Contributions(settings.runs_dir or settings.state_dir / RUNS_FOLDER, settings.name)
+
+
+def inbox_of(settings: Settings) -> Inbox:
+    """Where runs wait for a person's approval."""
+    return Inbox(settings.inbox_dir or settings.state_dir / INBOX_FOLDER)
+
+
+def airlock_of(settings: Settings) -> Airlock:
+    """Where updates wait for a person's release."""
+    return Airlock(settings.state_dir / AIRLOCK_FOLDER)
+
+
+def audit_of(settings: Settings) -> Audit:
+    """Where this worker writes down what it does."""
+    return Audit(settings.audit_dir or settings.state_dir / AUDIT_FOLDER, settings.name)
 
 
 def mappings_of(files: Iterable[Path]) -> dict[str, MappingFile]:

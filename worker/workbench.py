@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 import structlog
 import torch
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 from transformers import PreTrainedModel
 
 from shared import codecs
@@ -34,6 +36,8 @@ from shared.problems import InvalidUpdate, Problem, faults_of
 from shared.tensors import CHUNK, Array, ArrayTensor, as_bytes, digest_of, from_bytes, to_array
 from shared.update import Change, read_update, write_update
 from shared.wire import Difference, Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
+from worker.airlock import Airlock, BlockOut, Summary, UpdateWithheld, summary_of
+from worker.audit import Action, Audit, names_digest, plan_digest
 from worker.blockmap import block_table, named_tensors
 from worker.cache import BlobTensor, BlobTooLarge, Cache, Row, Source
 from worker.contributions import Contributions
@@ -41,20 +45,26 @@ from worker.data import Dataset
 from worker.evaluator import evaluate
 from worker.feedback import Feedback, without_feedback
 from worker.files import sweep, temporary_file
+from worker.inbox import Inbox, Request
 from worker.layouts import MappingFile
 from worker.ledger import LEDGER_FOLDER, Ledger
 from worker.models import build, write_block
+from worker.plainly import summary
 from worker.policy import Allowance, Policy, PolicyViolation
 from worker.report import Report
 from worker.settings import (
     Settings,
+    airlock_of,
     allowances_of,
+    audit_of,
     contributions_of,
     datasets_of,
     device_of,
+    inbox_of,
     ledger_of,
     mappings_of,
 )
+from worker.throttle import Throttle
 from worker.trainer import Batches, Check, Trainer, epochs_of, seed_everything, steps_in
 from worker.vault import Vault
 from worker.work import LocalWork
@@ -183,6 +193,7 @@ class Workbench:
     vault: Vault
     shelf: Shelf
     scratch: Path
+    name: str = "worker"
     policy: Policy = field(default_factory=Policy)
     kinds: tuple[TaskKind, ...] = ("train", "evaluate")
     mappings: Mapping[str, MappingFile] = field(default_factory=dict)
@@ -197,12 +208,20 @@ class Workbench:
     """Where privacy is written down; in `scratch` if None."""
     contributions: Contributions | None = None
     """Where it is written down what runs have shown; nowhere if None, as for a coordinator of one's own."""
+    inbox: Inbox | None = None
+    """Where runs wait for approval, if the policy says that they must have it."""
+    airlock: Airlock | None = None
+    """Where updates wait for release, if the policy says that they must have it."""
+    audit: Audit | None = None
+    """Where it is written down what was done; nowhere if None, as for a coordinator of one's own."""
 
     @classmethod
     def of(cls, client: Client, settings: Settings) -> Self:
         """The bench of a worker with these settings. Raises SettingsError for what they name and cannot be used."""
         settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(settings.state_dir)
+        airlock = airlock_of(settings)
+        airlock.clear()
         return cls(
             coordinator=client,
             datasets=datasets_of(settings),
@@ -210,6 +229,7 @@ class Workbench:
             vault=Vault(settings.state_dir / "vault"),
             shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
             scratch=settings.state_dir,
+            name=settings.name,
             policy=settings.policy,
             kinds=settings.kinds,
             mappings=mappings_of(settings.mappings),
@@ -217,23 +237,39 @@ class Workbench:
             resources={str(name): most for name, most in settings.resources.items()},
             ledger=ledger_of(settings),
             contributions=contributions_of(settings),
+            inbox=inbox_of(settings) if settings.policy.approve_runs else None,
+            airlock=airlock if settings.policy.airlock else None,
+            audit=audit_of(settings),
         )
 
     def do(self, task: Task, check: Check, report: Report) -> None:
         """Does a task to its end: when this returns, the coordinator has accepted the result.
 
-        Raises PolicyViolation before anything that the site forbids is done, Problem for what the coordinator
+        Raises PolicyViolation before anything that the site forbids is done, Unapproved before anything is done for a
+        run that nobody has approved, Problem for what the coordinator
         refuses, whatever `check` raises to end the task early, and other exceptions for a task that cannot be done.
         """
+        self.note(
+            "task.start",
+            task,
+            kind=task.kind,
+            method=task.method.name,
+            orchestrator=task.orchestrator,
+            dataset=task.dataset,
+            plan=plan_digest(task),
+            version=task.version.digest,
+        )
         self.policy.check_task(task, self.kinds)
         if self.contributions:
-            self.contributions.check(task, self.policy.max_tries)
+            self.contributions.check(task, self.policy)
         _check_method(task)
         codecs.parse(task.codec)
         dataset = self.datasets.get(task.dataset)
         if dataset is None:
             raise TaskFailure("unknown-dataset", f"there is no data set {task.dataset!r} here")
         self.policy.check_batch(task.training.batch_size, dataset.examples)
+        if self.inbox:
+            self._require_approval(self.inbox, task, dataset, check, report)
         if allowance := self.allowances.get(task.dataset):
             allowance.check(task)
         private = self._private(task, dataset) if task.kind == "train" else None
@@ -247,7 +283,34 @@ class Workbench:
         ready.work.close()
         self.models.keep(ready.built)
 
+    def note(self, action: Action, task: Task | None = None, **detail: JsonValue) -> None:
+        """Writes down a deed."""
+        if self.audit:
+            self.audit.record(action, task, **detail)
+
     # ------------------------------------------------------------ before training
+
+    def _require_approval(self, inbox: Inbox, task: Task, dataset: Dataset, check: Check, report: Report) -> None:
+        """Raises Unapproved. The first task of a run is what a person is shown of it."""
+        measured = dataset.held_out if task.kind == "evaluate" and task.held_out else dataset
+        examples = measured.examples if measured else 0
+
+        def request(terms: str) -> Request:
+            made = Request(
+                run=task.run,
+                run_name=task.run_name,
+                terms=terms,
+                orchestrator=task.orchestrator,
+                dataset=task.dataset,
+                examples=examples,
+                worker=self.name,
+                asked_at=datetime.now(UTC),
+                summary=summary(task, self._document(task, check, report), examples),
+            )
+            self.note("run.ask", task, terms=terms, summary=made.summary)
+            return made
+
+        inbox.require(task, request)
 
     def _private(self, task: Task, dataset: Dataset) -> PrivateTask | None:
         """What the task may spend, if it is a private one. Raises PolicyViolation if that is not enough."""
@@ -262,19 +325,19 @@ class Workbench:
             ) from error
         ledger = self.ledger or Ledger(self.scratch / LEDGER_FOLDER)
         allowance = self.allowances.get(task.dataset)
-        made: PrivateTask = privacy.PrivateTask(task, task.privacy, dataset.examples, ledger, allowance, self.device)
+        floor = self.policy.require_privacy
+        made: PrivateTask = privacy.PrivateTask(
+            task, task.privacy, dataset.examples, ledger, allowance, self.device, floor
+        )
         return made
 
     def _loaded(self, task: Task, check: Check, report: Report) -> _Ready:
         """The version as it is, in a model; what the site keeps is at hand, and not yet in it."""
 
         def document_of(digest: str) -> bytes:
-            raw = self._blob(digest, MAX_DOCUMENT_BYTES, check, report).read_bytes()
-            check_document(raw)
-            return raw
+            return self._document_bytes(digest, check, report)
 
-        with _failing_as("invalid-model"):
-            document = Model.model_validate_json(document_of(task.model))
+        document = self._document(task, check, report)
         self.policy.check_model_type(str(document.config["model_type"]))
         self.policy.check_model(document.nbytes)
         fetched = {block.name for block in task.plan.fetch.resolve(document.blocks)}
@@ -306,6 +369,15 @@ class Workbench:
         own = without_feedback(vault)
         work = LocalWork(built.model, document.head, task.plan, built.blocks, own, memory)
         return _Ready(built, half, work, bases, feedback)
+
+    def _document(self, task: Task, check: Check, report: Report) -> Model:
+        with _failing_as("invalid-model"):
+            return Model.model_validate_json(self._document_bytes(task.model, check, report))
+
+    def _document_bytes(self, digest: str, check: Check, report: Report) -> bytes:
+        raw = self._blob(digest, MAX_DOCUMENT_BYTES, check, report).read_bytes()
+        check_document(raw)
+        return raw
 
     def _blob(self, digest: str, max_bytes: int, check: Check, report: Report) -> Path:
         received = self._receiving(check, report)
@@ -452,13 +524,27 @@ class Workbench:
         report.numbers = {**measured, **harvest.numbers}
         if private:
             report.numbers = private.disclosed(report.numbers)
-        handed = self._upload(task, ready, harvest, check, report)
+        handed = self._upload(task, ready, harvest, tally, private, check, report)
         self._submit(task, handed, {**harvest.keep, **ready.feedback.kept()}, tally, report)
 
-    def _upload(self, task: Task, ready: _Ready, harvest: Harvest, check: Check, report: Report) -> _Update:
+    def _upload(
+        self,
+        task: Task,
+        ready: _Ready,
+        harvest: Harvest,
+        tally: Tally,
+        private: PrivateTask | None,
+        check: Check,
+        report: Report,
+    ) -> _Update:
+        rate = self.policy.max_upload_bytes_per_second
+        throttle = Throttle(rate, check) if rate else None
+
         def sent(nbytes: int) -> None:
             report.upload_bytes += nbytes
             check()
+            if throttle:
+                throttle.sent(nbytes)
 
         changes = ready.feedback.add(_changes(harvest, ready.bases))
         with temporary_file(self.scratch) as (path, file):
@@ -474,13 +560,71 @@ class Workbench:
                 report.numbers["codec_error"] = self._settle(path, changes, ready.feedback, task)
             self._check_egress(path, task.plan.upload.resolve(ready.built.blocks), harvest)
             check()
-            self._remember(task)
+            told = (
+                self._told_of(task, path, changes, tally.examples, private, report)
+                if self.audit or self.airlock
+                else None
+            )
+            if self.airlock and told:
+                report.begin("waiting")
+                self._hold(self.airlock, task, path, told, check)
+            self._remember(task, path.stat().st_size)
+            if told:
+                self._note_leaving(task, told)
             report.begin("uploading", of_bytes=path.stat().st_size)
             if path.stat().st_size > min(task.inline_bytes, MOST_INLINE):
                 return _Update(self.coordinator.put_file(path, sent))
             data = path.read_bytes()
             sent(len(data))
             return _Update(digest_of(data), data)
+
+    def _told_of(
+        self,
+        task: Task,
+        path: Path,
+        changes: Sequence[Change],
+        examples: int,
+        private: PrivateTask | None,
+        report: Report,
+    ) -> Summary:
+        """What an update that is about to leave would tell."""
+        return summary_of(
+            task,
+            examples=examples,
+            held_at=datetime.now(UTC),
+            update=_file_digest(path),
+            nbytes=path.stat().st_size,
+            blocks=_blocks_out(path, changes),
+            numbers=report.numbers,
+            epsilon=private.spent() if private else None,
+        )
+
+    def _hold(self, airlock: Airlock, task: Task, path: Path, told: Summary, check: Check) -> None:
+        """Waits until a person has released the update. Raises UpdateWithheld."""
+        self.note("update.hold", task, id=told.id, update=told.update, bytes=told.nbytes)
+        try:
+            decision = airlock.hold(path, told, check)
+        except UpdateWithheld as withheld:
+            self.note("update.withhold", task, id=told.id, update=told.update, reason=str(withheld))
+            raise
+        self.note("update.release", task, id=told.id, update=told.update, by=decision.by)
+        if _file_digest(path) != decision.update:
+            raise PolicyViolation("airlock", "what would leave is not what was released")
+
+    def _note_leaving(self, task: Task, told: Summary) -> None:
+        self.note(
+            "update.leave",
+            task,
+            dataset=told.dataset,
+            examples=told.examples,
+            update=told.update,
+            bytes=told.nbytes,
+            blocks=len(told.blocks),
+            names=names_digest(told.blocks),
+            norm=told.norm,
+            epsilon=told.epsilon,
+            numbers=list[JsonValue](sorted(told.numbers)),
+        )
 
     def _budget(self, task: Task) -> int | None:
         """The most bytes that the update may have, by what the run says and the site's line."""
@@ -503,10 +647,10 @@ class Workbench:
             header = read_header(file, nbytes)
         self.policy.check_egress(header.entries, nbytes, asked, harvest.keep)
 
-    def _remember(self, task: Task) -> None:
+    def _remember(self, task: Task, upload_bytes: int = 0) -> None:
         """Writes down what the task shows of its run, right before its result leaves. Raises PolicyViolation."""
         if self.contributions:
-            self.contributions.add(task, self.policy.max_tries)
+            self.contributions.add(task, self.policy, upload_bytes)
 
     def _submit(self, task: Task, update: _Update, keep: Mapping[str, Array], tally: Tally, report: Report) -> None:
         submission = Submission(
@@ -528,6 +672,7 @@ class Workbench:
             raise
         if view.state == "accepted":
             staged.commit()
+            self.note("update.count", task, update=update.digest)
         else:
             staged.discard()
 
@@ -560,7 +705,15 @@ class Workbench:
             download_bytes=report.download_bytes,
         )
         self._remember(task)
+        self.note(
+            "figures.leave",
+            task,
+            dataset=task.dataset,
+            examples=measured.examples,
+            names=list[JsonValue](sorted(report.numbers)),
+        )
         self.coordinator.submit_evaluation(task.id, evaluated)
+        self.note("figures.count", task)
 
     def _personalise(self, task: Task, ready: _Ready, dataset: Dataset, check: Check) -> bool:
         """Turns the version into this site's own model; whether there is one, by this method and so far."""
@@ -623,6 +776,26 @@ def _changes(harvest: Harvest, bases: Mapping[str, BlobTensor]) -> list[Change]:
                 raise TaskFailure("invalid-harvest", f"{name} has shape {base.shape}, not {values.shape}")
             changes.append(Change(base.block, ArrayTensor(values, base.dtype), base))
     return changes
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def _blocks_out(path: Path, changes: Sequence[Change]) -> dict[str, BlockOut]:
+    """What is in an update file, by block."""
+    with path.open("rb") as file:
+        entries = read_header(file, path.stat().st_size).entries
+    return {
+        change.block.name: BlockOut(nbytes=entries[change.block.name].nbytes, norm=_norm(change))
+        for change in changes
+    }
+
+
+def _norm(change: Change) -> float:
+    """The l2 norm of a block's difference from its version."""
+    return math.sqrt(sum(float(np.square(step, dtype=np.float64).sum()) for step in change.steps()))
 
 
 def _structure(model: torch.nn.Module) -> Structure:

@@ -12,11 +12,13 @@ from sqlalchemy import select
 from coordinator.api.access import Anyone, Cursor, Key, Limit, Orchestrator, Serving, Viewer
 from coordinator.api.reading import BoundedRoute
 from coordinator.domain.lifecycle import LIVE_RUN
+from coordinator.preview import preview
 from coordinator.services import Services
 from coordinator.storage import audit, rounds, views
 from coordinator.storage.idempotency import once
 from coordinator.storage.identity import Principal, new_id
 from coordinator.storage.reach import within_reach
+from coordinator.storage.snapshots import live_workers
 from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run
 from shared.blobs import Stored
@@ -32,7 +34,20 @@ from shared.problems import (
     PreconditionFailed,
     PreconditionRequired,
 )
-from shared.wire import Difference, Manifest, Measurement, Page, Round, Run, RunPatch, RunSpec, Version, VersionRef
+from shared.willing import Invitation
+from shared.wire import (
+    Difference,
+    Manifest,
+    Measurement,
+    Page,
+    Preview,
+    Round,
+    Run,
+    RunPatch,
+    RunSpec,
+    Version,
+    VersionRef,
+)
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=BoundedRoute)
 
@@ -105,6 +120,20 @@ def _started(
     state = begun(spec, model, given)
     stored = (manifest, []) if state == given else serving.states.store(state, spec.version)
     return *stored, warnings_of(spec, model, state)
+
+
+@router.post("/preview", operation_id="previewRun")
+def preview_run(spec: RunSpec, serving: Serving, caller: Orchestrator) -> Preview:
+    """Says who would take part in a run and who not and why, and what its first round would ask. Changes nothing."""
+    check_method(spec.method)
+    _require_reach(serving, caller, {"/model": spec.model, "/version": spec.version})
+    model, manifest = serving.states.check(spec.model, spec.version)
+    state = begun(spec, model, serving.states.load(model, manifest, 0))
+    now = serving.database.now()
+    with serving.database.snapshot() as session:
+        known = live_workers(session, 0.0)
+        live = {worker.name for worker in live_workers(session, now - serving.settings.live_seconds)}
+    return preview(Invitation(spec, model.nbytes, caller.name), model, state, known, live, now)
 
 
 @router.get("", operation_id="listRuns")

@@ -23,8 +23,8 @@ from coordinator.storage.uploads import hand_in, owned
 from shared.anomaly import PREFIX
 from shared.layers import layers_of
 from shared.planning import check_report
-from shared.problems import Conflict, Fault, Invalid, InvalidUpdate, Problem, StaleVersion, WorkerFailed
-from shared.wire import PROTOCOL, Claim, Evaluated, Failure, Heartbeat, Lease, Submission, Task, TaskView
+from shared.problems import Conflict, Fault, Invalid, InvalidUpdate, Problem, StaleVersion, Withheld, WorkerFailed
+from shared.wire import GIVEN_BACK, PROTOCOL, Claim, Evaluated, Failure, Heartbeat, Lease, Submission, Task, TaskView
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"], route_class=BoundedRoute)
 
@@ -99,6 +99,7 @@ def _enrol(serving: Services, caller: Principal, body: Claim) -> str:
     if worker_id is None:
         with serving.database.transaction() as session:
             worker_id = identity.enrol(session, now, site_id, body)
+            tasks.withhold(session, now, caller.actor, worker_id, body.withheld)
         serving.call()
     serving.presence.note(worker_id, now)
     return worker_id
@@ -119,7 +120,7 @@ def _lease(serving: Services, caller: Principal, worker_id: str, instance: str) 
             # Another thread of this worker was faster; there may be another task.
             return None
         entry = tasks.held(session, task.id, caller.site_id)
-        return tasks.task_message(entry, seconds, serving.settings.submission_bytes)
+        return tasks.task_message(session, entry, seconds, serving.settings.submission_bytes)
 
 
 @router.get("/{task_id}", operation_id="getTask")
@@ -187,7 +188,8 @@ def submit_evaluation(task_id: str, body: Evaluated, serving: Serving, caller: S
 @router.post("/{task_id}/failure", operation_id="reportFailure")
 def report_failure(task_id: str, body: Failure, serving: Serving, caller: SiteCaller) -> TaskView:
     """Reports that the task cannot be done here; the round goes on without it."""
-    problem = WorkerFailed(f"{body.code}: {body.detail}")
+    kind = Withheld if body.code in GIVEN_BACK else WorkerFailed
+    problem = kind(body.detail if kind is Withheld else f"{body.code}: {body.detail}")
     with serving.database.transaction() as session:
         entry = tasks.held(session, task_id, caller.site_id)
         if not tasks.was_failed(entry, body.token):

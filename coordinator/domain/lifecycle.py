@@ -39,6 +39,7 @@ TASK: Lifecycle = {
     "accept": Move(("leased",), "accepted"),
     "reject": Move(("leased",), "rejected"),
     "fail": Move(("leased",), "failed"),
+    "withhold": Move(("offered", "leased"), "cancelled"),
     "cancel": Move(("offered", "leased", "lapsed"), "cancelled"),
 }
 

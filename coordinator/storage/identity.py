@@ -17,7 +17,7 @@ from shared.wire import Claim, TokenRole, TokenSpec
 
 TOKEN_BYTES = 32
 
-DECLARED = {"kinds", "datasets", "held_out", "methods", "device", "resources"}
+DECLARED = {"kinds", "datasets", "held_out", "methods", "device", "resources", "mirror", "withheld"}
 """What is kept of a claim: all that tells which tasks the worker may have."""
 
 

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from coordinator.domain.records import Due
 from coordinator.storage import audit
 from coordinator.storage.identity import new_id
-from coordinator.storage.snapshots import Member, sites_due
+from coordinator.storage.snapshots import Member, invitation, sites_due
 from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from coordinator.storage.transitions import move_round, move_task
 from shared.aggregation import Accepted
@@ -74,7 +74,7 @@ def offer_evaluation(session: Session, now: float, run: RunRow, due: Due, worker
 
 def offer_at_sites(session: Session, now: float, run: RunRow, live: Sequence[Member]) -> list[str]:
     """Offers the run's latest due version to each site that lacks it; returns the workers' ids."""
-    due = sites_due(session, run, RunSpec.model_validate(run.spec), live)
+    due = sites_due(session, run, invitation(session, run), live)
     by_id = {worker.id: worker for worker in live}
     asked = [(one, by_id[one.worker]) for one in due if one.worker]
     for one, worker in asked:

@@ -11,11 +11,16 @@ from sqlalchemy.orm import Session
 
 from coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from coordinator.domain.records import Due, RoundSnapshot, RunSnapshot, TaskSnapshot
+from coordinator.storage import audit
 from coordinator.storage.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from shared.methods.contract import Participant
-from shared.wire import RunSpec
+from shared.willing import Invitation, mirror_of, objections
+from shared.wire import Mirror, RunSpec
 
 MAX_UNEVALUATED = 16
+
+MOST_UNAGREED = 100
+"""Rounds that may be abandoned because sites have not agreed to the run, without counting as tries."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,10 @@ class Member:
     name: str
     site: str
     declared: dict[str, Any]
+
+    @property
+    def mirror(self) -> Mirror | None:
+        return mirror_of(self.declared)
 
     def participant(self, dataset: str) -> Participant:
         return Participant(self.name, self.declared["datasets"].get(dataset, 0), self.declared.get("resources", {}))
@@ -45,33 +54,37 @@ def live_workers(session: Session, since: float) -> list[Member]:
     return sorted((Member(r.id, f"{r.site}/{r.name}", r.site, r.declared) for r in rows), key=lambda m: m.name)
 
 
-def eligible(spec: RunSpec, live: Sequence[Member]) -> list[Member]:
+def invitation(session: Session, run: RunRow) -> Invitation:
+    return Invitation(RunSpec.model_validate(run.spec), run.model_bytes, audit.creator_of(session, run.id), run.id)
+
+
+def eligible(invited: Invitation, live: Sequence[Member]) -> list[Member]:
     """Who could train in a round of this run: allowed, willing, with the data and the method."""
+    return [worker for worker in live if not objections(invited, worker.site, worker.declared)]
+
+
+def evaluators(invited: Invitation, live: Sequence[Member]) -> list[Member]:
+    """Who could evaluate this run's versions on the central data set."""
+    if invited.spec.evaluation is None:
+        return []
+    wanted = invited.spec.evaluation.dataset
     return [
         worker
         for worker in live
-        if (spec.cohort.sites is None or worker.site in spec.cohort.sites)
-        and "train" in worker.declared["kinds"]
-        and spec.method.name in worker.declared["methods"]
-        and worker.declared["datasets"].get(spec.dataset, 0) > 0
+        if "evaluate" in worker.declared["kinds"]
+        and worker.declared["datasets"].get(wanted, 0) > 0
+        and invited.run not in worker.declared.get("withheld", {})
     ]
 
 
-def evaluators(spec: RunSpec, live: Sequence[Member]) -> list[Member]:
-    """Who could evaluate this run's versions on the central data set."""
-    if spec.evaluation is None:
-        return []
-    wanted = spec.evaluation.dataset
-    return [w for w in live if "evaluate" in w.declared["kinds"] and w.declared["datasets"].get(wanted, 0) > 0]
-
-
-def site_evaluators(spec: RunSpec, live: Sequence[Member]) -> list[Member]:
+def site_evaluators(invited: Invitation, live: Sequence[Member]) -> list[Member]:
     """Who could evaluate them on what it holds out: whoever could train, and holds something out."""
+    spec = invited.spec
     if spec.evaluation is None or not spec.evaluation.sites:
         return []
     return [
         worker
-        for worker in eligible(spec, live)
+        for worker in eligible(invited, live)
         if "evaluate" in worker.declared["kinds"] and worker.declared.get("held_out", {}).get(spec.dataset, 0) > 0
     ]
 
@@ -88,7 +101,8 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[Member], *, absen
     """A run at this moment. `absent_are_gone` tells whether a worker that is not live is given up on."""
     here = ids(live) if absent_are_gone else None
     run = session.get_one(RunRow, run_id)
-    spec = RunSpec.model_validate(run.spec)
+    invited = invitation(session, run)
+    spec = invited.spec
     round_ = session.scalars(
         select(RoundRow).where(RoundRow.run_id == run_id, RoundRow.state.in_(LIVE_ROUND))
     ).one_or_none()
@@ -106,11 +120,11 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[Member], *, absen
         cohort=spec.cohort,
         round=_round_snapshot(session, round_, here) if round_ else None,
         abandoned=_abandoned(session, run),
-        eligible=len(eligible(spec, live)),
+        eligible=len(eligible(invited, live)),
         idle_since=_idle_since(session, run),
         evaluations=_task_snapshots(session, pending, here),
-        unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, spec, live)),
-        evaluators=len(evaluators(spec, live)),
+        unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),
+        evaluators=len(evaluators(invited, live)),
     )
 
 
@@ -134,13 +148,23 @@ def _task_snapshots(session: Session, which: ColumnElement[bool], here: set[str]
 
 
 def _abandoned(session: Session, run: RunRow) -> int:
-    count = select(func.count()).where(
-        RoundRow.run_id == run.id,
-        RoundRow.number == run.version_number + 1,
-        RoundRow.state == "abandoned",
-        RoundRow.opened_at >= run.resumed_at,
+    """Attempts at the next round that were abandoned. Those for which a site had not agreed to the run are counted
+    only beyond a bound: whoever is asked first has to say so once."""
+    ids = session.scalars(
+        select(RoundRow.id).where(
+            RoundRow.run_id == run.id,
+            RoundRow.number == run.version_number + 1,
+            RoundRow.state == "abandoned",
+            RoundRow.opened_at >= run.resumed_at,
+        )
+    ).all()
+    if not ids:
+        return 0
+    cancelled = select(TaskRow.round_id, TaskRow.problem).where(
+        TaskRow.round_id.in_(ids[:MOST_UNAGREED]), TaskRow.state == "cancelled"
     )
-    return session.scalar(count) or 0
+    unagreed = {row.round_id for row in session.execute(cancelled) if row.problem}
+    return len(ids) - len(unagreed)
 
 
 def _idle_since(session: Session, run: RunRow) -> float:
@@ -180,12 +204,12 @@ def _latest_due(run: RunRow, spec: RunSpec) -> int:
     return number - number % spec.evaluation.every
 
 
-def sites_due(session: Session, run: RunRow, spec: RunSpec, live: Sequence[Member]) -> list[Due]:
+def sites_due(session: Session, run: RunRow, invited: Invitation, live: Sequence[Member]) -> list[Due]:
     """The latest version that is due, for each live site that has not measured it, nor been asked to too often.
 
     What a site missed of earlier versions is not made up for: what it keeps of the run has moved on.
     """
-    able = site_evaluators(spec, live)
+    able, spec = site_evaluators(invited, live), invited.spec
     if not able:
         return []
     number = _latest_due(run, spec)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from coordinator.domain.acceptance import refusal
+from coordinator.storage import audit
 from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow, WorkerRow
 from coordinator.storage.transitions import move_task
 from shared.methods.contract import Plan
 from shared.planning import dataset_of, task_of
-from shared.problems import NotFound, Problem, problem_from
-from shared.wire import Evaluated, Progress, RunSpec, Submission, Task, VersionRef
+from shared.problems import NotFound, Problem, Withheld, problem_from
+from shared.wire import MOST_WITHHELD, Evaluated, Progress, RunSpec, Submission, Task, VersionRef
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,13 @@ def held(session: Session, task_id: str, site_id: str | None) -> Held:
     dataset = dataset_of(RunSpec.model_validate(run.spec), task.kind, held_out=task.held_out)
     declared = worker.declared.get("held_out" if task.held_out else "datasets", {}).get(dataset, 0)
     return Held(task, round_, run, VersionRef(number=version.number, digest=version.digest), declared)
+
+
+def withhold(session: Session, now: float, actor: str, worker_id: str, withheld: Mapping[str, str]) -> None:
+    """Takes back what is offered to a worker of runs that its site has not agreed to: rounds do not wait for it."""
+    offered = (TaskRow.worker_id == worker_id) & (TaskRow.state == "offered") & TaskRow.run_id.in_(withheld)
+    for task in session.scalars(select(TaskRow).where(offered)).all() if withheld else ():
+        move_task(session, now, actor, task, "withhold", {"problem": Withheld(withheld[task.run_id]).json()})
 
 
 def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None:
@@ -118,8 +126,15 @@ def release(session: Session, now: float, actor: str, entry: Held, token: int) -
 
 
 def fail(session: Session, now: float, actor: str, entry: Held, token: int, problem: Problem) -> None:
+    """A task that its site has not agreed to is over, and no failure."""
     entry.require(token)
-    move_task(session, now, actor, entry.task, "fail", {"problem": problem.json()})
+    event = "withhold" if isinstance(problem, Withheld) else "fail"
+    move_task(session, now, actor, entry.task, event, {"problem": problem.json()})
+    if isinstance(problem, Withheld):
+        # As its next claim will say: until then the next round could ask it again.
+        worker = session.get_one(WorkerRow, entry.task.worker_id)
+        withheld = {**worker.declared.get("withheld", {}), entry.task.run_id: problem.detail[:300]}
+        worker.declared = {**worker.declared, "withheld": dict(list(withheld.items())[-MOST_WITHHELD:])}
 
 
 def reject(session: Session, now: float, actor: str, entry: Held, report: Submission, problem: Problem) -> None:
@@ -158,7 +173,8 @@ def was_released(entry: Held, token: int) -> bool:
 
 def was_failed(entry: Held, token: int) -> bool:
     """Whether this failure was entered before, and only the answer was lost."""
-    return entry.task.state == "failed" and entry.task.token == token
+    over = entry.task.state == "failed" or (entry.task.state == "cancelled" and entry.task.problem is not None)
+    return over and entry.task.token == token
 
 
 def rejection(entry: Held, report: Submission) -> Problem | None:
@@ -174,7 +190,7 @@ def was_accepted(entry: Held, report: Submission | Evaluated) -> bool:
     return entry.task.state == "accepted" and entry.task.token == report.token and same_update
 
 
-def task_message(entry: Held, lease_seconds: float, inline_bytes: int) -> Task:
+def task_message(session: Session, entry: Held, lease_seconds: float, inline_bytes: int) -> Task:
     """What the worker is told."""
     task, spec = entry.task, entry.spec
     return task_of(
@@ -190,4 +206,5 @@ def task_message(entry: Held, lease_seconds: float, inline_bytes: int) -> Task:
         seed=task.seed,
         lease_seconds=lease_seconds,
         inline_bytes=inline_bytes,
+        orchestrator=audit.creator_of(session, task.run_id),
     )

@@ -17,11 +17,13 @@ from shared.cli.connection import client_of, connect, find_run
 from shared.cli.export import export_file, export_folder
 from shared.cli.metrics import metrics
 from shared.cli.output import AsJson
+from shared.cli.preview import preview_notes, preview_table, warn_of_few
 from shared.cli.rounds import Outcome, follow, outcomes, scores_by_version
 from shared.cli.spec import read_spec
 from shared.cli.spreads import number_table, score_table, spread_table
 from shared.cli.upload import upload_model
 from shared.cli.watching import watch_as_json, watch_as_text
+from shared.client import Client
 from shared.fairness import spreads
 from shared.modelfolder import ModelFolder
 from shared.wire import Run, RunSpec, RunState
@@ -46,16 +48,23 @@ def _sendable(key: str | None) -> str | None:
     return key
 
 
+SpecFile = Annotated[
+    Path, typer.Argument(metavar="FILE.toml", help="What to run: method, dataset, rounds, cohort ...")
+]
+ModelFolderIn = Annotated[
+    Path, typer.Option("--model", help="The model folder to start from (see `tessera model init`).")
+]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Changes a setting, e.g. cohort.quorum=2.")
+]
+
+
 @app.command()
 def create(
     ctx: typer.Context,
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE.toml", help="What to run: method, dataset, rounds, cohort ...")
-    ],
-    model: Annotated[Path, typer.Option(help="The model folder to start from (see `tessera model init`).")],
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Changes a setting, e.g. cohort.quorum=2.")
-    ] = None,
+    file: SpecFile,
+    model: ModelFolderIn,
+    settings: Changes = None,
     key: Annotated[
         str | None,
         typer.Option(
@@ -65,19 +74,50 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Upload a model and start a run; prints the run's id."""
-    wanted = read_spec(file, settings or [])
-    folder = ModelFolder.open(model)
     client = client_of(ctx)
-    with output.progress(quiet=as_json) as bar:
-        task = bar.add_task("model", total=folder.model.nbytes)
-        uploaded = upload_model(client, folder, lambda count: bar.advance(task, count))
-    spec = RunSpec.model_validate({**wanted, "model": uploaded.model, "version": uploaded.version})
+    spec, sent = _uploaded(client, file, model, settings, as_json=as_json)
+    warn_of_few(client, spec)
     run = client.create_run(spec, key=key or uuid.uuid4().hex)
     if as_json:
         output.print_json(run)
         return
-    output.note(f"sent {output.size(uploaded.sent_bytes)} of a model of {output.size(folder.model.nbytes)}")
+    output.note(sent)
     output.out().print(run.id)
+
+
+@app.command()
+def preview(
+    ctx: typer.Context, file: SpecFile, model: ModelFolderIn, settings: Changes = None, as_json: AsJson = False
+) -> None:
+    """Show who would take part in a run, who not and why, and what its first round would ask. Starts nothing.
+
+    The model is uploaded as by `create`, which then has nothing more to send. Exit code 3 for fewer than the quorum.
+    """
+    client = client_of(ctx)
+    spec, sent = _uploaded(client, file, model, settings, as_json=as_json)
+    found = client.preview_run(spec)
+    if as_json:
+        output.print_json(found)
+    else:
+        output.note(sent)
+        output.out().print(preview_table(found))
+        for sentence in preview_notes(found):
+            output.note(sentence)
+    if found.willing < found.quorum:
+        raise typer.Exit(3)
+
+
+def _uploaded(
+    client: Client, file: Path, model: Path, settings: list[str] | None, *, as_json: bool
+) -> tuple[RunSpec, str]:
+    """The run that a file and a model folder make, whose model is uploaded, and what that took."""
+    wanted = read_spec(file, settings or [])
+    folder = ModelFolder.open(model)
+    with output.progress(quiet=as_json) as bar:
+        task = bar.add_task("model", total=folder.model.nbytes)
+        uploaded = upload_model(client, folder, lambda count: bar.advance(task, count))
+    spec = RunSpec.model_validate({**wanted, "model": uploaded.model, "version": uploaded.version})
+    return spec, f"sent {output.size(uploaded.sent_bytes)} of a model of {output.size(folder.model.nbytes)}"
 
 
 @app.command("list")

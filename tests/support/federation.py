@@ -23,6 +23,7 @@ from shared.wire import (
     Evaluation,
     Failure,
     Manifest,
+    Mirror,
     Run,
     RunSpec,
     Submission,
@@ -79,6 +80,8 @@ class ScriptedWorker:
     datasets: dict[str, int] = field(default_factory=lambda: {"data": 10})
     held_out: dict[str, int] = field(default_factory=dict)
     methods: tuple[str, ...] = ("fedavg", "fedfrozen")
+    mirror: Mirror | None = None
+    withheld: dict[str, str] = field(default_factory=dict)
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def claim(self, wait_seconds: int = 5) -> Task | None:
@@ -89,6 +92,8 @@ class ScriptedWorker:
             datasets=self.datasets,
             held_out=self.held_out,
             methods=self.methods,
+            mirror=self.mirror,
+            withheld=self.withheld,
         )
         return self.client.claim(claim, wait_seconds)
 

@@ -20,6 +20,7 @@ from sqlalchemy import func, select
 from coordinator.storage.tables import UploadRow
 from shared.blocks import named, roles
 from shared.client import Client
+from shared.hours import DAYS
 from shared.methods import Chosen, methods
 from shared.methods.contract import (
     CoordinatorHalf,
@@ -45,6 +46,8 @@ from tests.support.tapping import Tap
 from worker.agent import Agent, told
 from worker.blockmap import block_table, named_tensors
 from worker.models import instantiate, read_block
+from worker.opening import local_time
+from worker.policy import Policy
 from worker.probabilities import UnknownAttention
 from worker.renewal import Stop
 from worker.settings import Settings
@@ -226,13 +229,23 @@ def test_what_is_kept_comes_back_in_the_next_round_and_never_travels(
         ("fedavg", {"never_send": ["*embeddings*"]}, "policy-violation: never_send: "),
         ("fedavg", {"max_upload_bytes": 100}, "policy-violation: max_upload_bytes: "),
         ("fedavg", {"max_model_bytes": 100}, "policy-violation: max_model_bytes: "),
+        ("fedavg", {"max_run_upload_bytes": 100}, "policy-violation: max_run_upload_bytes: "),
+        ("fedavg", {"orchestrators": ["trial"]}, "policy-violation: orchestrators: runs of 'test-admin' are not"),
+        ("fedavg", {"require_privacy": {"epsilon": 1}}, "policy-violation: require_privacy: the run has no diff"),
         ("hoarding", {"max_model_bytes": 500_000}, "max_model_bytes: server memory of 1000000 bytes is larger"),
         ("talkative", {}, "failed: KeyError; the worker's own log has more"),
     ],
 )
 def test_what_may_not_be_done_fails_the_task_and_sends_nothing(
-    coordinator: LiveCoordinator, tmp_path: Path, method: str, policy: dict[str, Any], told_why: str
+    coordinator: LiveCoordinator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    policy: dict[str, Any],
+    told_why: str,
 ) -> None:
+    # As a coordinator has it that does not heed what it is shown.
+    monkeypatch.setattr(Policy, "mirror", lambda *_: None)
     client = coordinator.client()
     run = begin(client, method=Chosen(name=method))
     uploads_before = uploads(coordinator)
@@ -359,3 +372,11 @@ def test_two_workers_of_two_sites_make_one_version(coordinator: LiveCoordinator,
         other.train(other.take(), step=0.0)
         until(lambda: client.run(run.id).state == "completed")
     assert {task.worker for made in client.rounds(run.id) for task in made.tasks} == {"a/w", "b/v"}
+
+
+def test_outside_of_its_hours_a_worker_asks_for_nothing(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    tomorrow = DAYS[(local_time().weekday() + 1) % 7]
+    with working(coordinator, tmp_path, policy={"hours": [f"{tomorrow} 10:00-10:01"]}):
+        until((tmp_path / "state" / "alive").exists)
+        time.sleep(0.5)
+        assert list(coordinator.client().workers()) == []

@@ -10,7 +10,7 @@ from shared.methods import Chosen
 from shared.methods.contract import Plan
 from shared.wire import Task, Training, VersionRef
 from worker.contributions import VERSIONS_KEPT, Contributions
-from worker.policy import PolicyViolation
+from worker.policy import Policy, PolicyViolation
 
 DIGESTS = [f"sha256:{number:064x}" for number in range(100)]
 
@@ -28,7 +28,7 @@ def task(number: int, digest: str | None = None, **more: object) -> Task:
 
 def refused(seen: Contributions, asked: Task, rule: str, max_tries: int = 10) -> str:
     with pytest.raises(PolicyViolation) as violation:
-        seen.check(asked, max_tries)
+        seen.check(asked, Policy(max_tries=max_tries))
     assert violation.value.rule == rule
     return violation.value.detail
 
@@ -36,26 +36,26 @@ def refused(seen: Contributions, asked: Task, rule: str, max_tries: int = 10) ->
 def test_rounds_that_go_forward_are_all_well(tmp_path: Path) -> None:
     seen = Contributions(tmp_path, "w")
     for number in (1, 2, 5):
-        seen.check(task(number), 1)
-        seen.add(task(number), 1)
+        seen.check(task(number), Policy(max_tries=1))
+        seen.add(task(number), Policy(max_tries=1))
 
 
 def test_what_is_only_looked_at_leaves_no_trace(tmp_path: Path) -> None:
     seen = Contributions(tmp_path / "runs", "w")
-    seen.check(task(1), 10)
-    seen.check(task(1, DIGESTS[7], method=Chosen(name="fedprox")), 10)
+    seen.check(task(1), Policy(max_tries=10))
+    seen.check(task(1, DIGESTS[7], method=Chosen(name="fedprox")), Policy(max_tries=10))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_task_whose_plan_is_another_is_an_honest_retry_and_counted(tmp_path: Path) -> None:
     seen = Contributions(tmp_path, "w")
     for stage in ("train", "again"):
-        seen.add(task(1, plan=Plan(stage=stage)), 2)
+        seen.add(task(1, plan=Plan(stage=stage)), Policy(max_tries=2))
     assert refused(seen, task(1), "max_tries", 2) == "round 1 was handed in 2 times, which is allowed"
 
 
 def test_what_was_handed_in_is_remembered_after_a_restart(tmp_path: Path) -> None:
-    Contributions(tmp_path, "w").add(task(3), 10)
+    Contributions(tmp_path, "w").add(task(3), Policy(max_tries=10))
     again = Contributions(tmp_path, "w")
     refused(again, task(2), "round")
     refused(again, task(3, seed=6), "round")
@@ -65,29 +65,29 @@ def test_what_was_handed_in_is_remembered_after_a_restart(tmp_path: Path) -> Non
 
 def test_two_workers_of_a_site_are_not_shown_two_versions(tmp_path: Path) -> None:
     north, south = Contributions(tmp_path, "north"), Contributions(tmp_path, "south")
-    north.add(task(3), 10)
-    south.add(task(3), 10)
+    north.add(task(3), Policy(max_tries=10))
+    south.add(task(3), Policy(max_tries=10))
     refused(south, task(3, DIGESTS[9]), "version")
     # Each has rounds of its own.
-    south.add(task(4), 10)
-    north.check(task(3), 10)
+    south.add(task(4), Policy(max_tries=10))
+    north.check(task(3), Policy(max_tries=10))
 
 
 def test_who_hands_in_second_is_judged_by_what_the_first_wrote(tmp_path: Path) -> None:
     north, south = Contributions(tmp_path, "north"), Contributions(tmp_path, "south")
-    north.check(task(1), 10)
-    south.check(task(1, DIGESTS[9]), 10)
-    north.add(task(1), 10)
+    north.check(task(1), Policy(max_tries=10))
+    south.check(task(1, DIGESTS[9]), Policy(max_tries=10))
+    north.add(task(1), Policy(max_tries=10))
     with pytest.raises(PolicyViolation, match="version 0"):
-        south.add(task(1, DIGESTS[9]), 10)
+        south.add(task(1, DIGESTS[9]), Policy(max_tries=10))
 
 
 def test_a_central_evaluation_is_of_another_data_set_and_an_earlier_version(tmp_path: Path) -> None:
     seen = Contributions(tmp_path, "w")
     for number in range(1, VERSIONS_KEPT + 3):
-        seen.add(task(number), 10)
+        seen.add(task(number), Policy(max_tries=10))
     evaluation = {"kind": "evaluate", "dataset": "test", "round": 60}
-    seen.add(task(61, **evaluation), 10)
+    seen.add(task(61, **evaluation), Policy(max_tries=10))
     refused(seen, task(61, DIGESTS[1], **evaluation), "version")
     assert "older than what is remembered" in refused(seen, task(2, **evaluation), "version")
     refused(seen, task(67, dataset="test"), "run")
@@ -95,6 +95,21 @@ def test_a_central_evaluation_is_of_another_data_set_and_an_earlier_version(tmp_
 
 def test_a_record_that_cannot_be_read_is_looked_at_by_a_person(tmp_path: Path) -> None:
     seen = Contributions(tmp_path, "w")
-    seen.add(task(1), 10)
+    seen.add(task(1), Policy(max_tries=10))
     (tmp_path / "r.json").write_bytes(b"{}x")
     assert "cannot be read" in refused(seen, task(2), "run")
+
+
+def test_what_all_updates_of_a_run_may_have_is_counted_for_the_workers_that_share_it(tmp_path: Path) -> None:
+    policy = Policy(max_run_upload_bytes=1000)
+    Contributions(tmp_path, "north").add(task(1), policy, 600)
+    south = Contributions(tmp_path, "south")
+    with pytest.raises(PolicyViolation, match="would come to 1001 bytes, more than the 1000 allowed") as violation:
+        south.add(task(1), policy, 401)
+    assert violation.value.rule == "max_run_upload_bytes"
+    south.add(task(1), policy, 400)
+    # With no byte left nothing is trained any more, while a version may still be measured.
+    with pytest.raises(PolicyViolation, match="max_run_upload_bytes"):
+        south.check(task(2), policy)
+    south.check(task(2, kind="evaluate"), policy)
+    Contributions(tmp_path, "north").check(task(1, run="another"), policy)

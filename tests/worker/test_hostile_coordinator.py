@@ -156,9 +156,12 @@ class Scene:
         return [task for made in self.client.rounds(self.run.id) for task in made.tasks if task.state == state]
 
     def kept(self) -> dict[str, str]:
-        """What is on the worker's disk and is not the cache, by name, as a hash; beside what lies around it."""
+        """What is on the worker's disk, by name, as a hash; beside what lies around it. Without the cache and
+        the audit, which tells of each refusal."""
         around = [path for path in self.around.rglob("*") if path.is_file()]
-        left = [path for path in around if "cache" not in path.parts and path.name not in {"alive", "lock"}]
+        left = [
+            path for path in around if not {"cache", "audit"} & set(path.parts) and path.name not in {"alive", "lock"}
+        ]
         return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in left}
 
     # ------------------------------------------------------------ what lies are made of

@@ -12,7 +12,8 @@ from shared.methods import Chosen
 from shared.methods.contract import Plan
 from shared.privacy import Budget
 from shared.wire import Task, Training, VersionRef
-from worker.ledger import BEGINNING, Ledger, LedgerError, NoisyChoice, NoisySteps
+from worker.chain import BEGINNING
+from worker.ledger import Ledger, LedgerError, NoisyChoice, NoisySteps
 
 DIGEST = f"sha256:{'0' * 64}"
 TARGET = Budget(epsilon=3.0, delta=1e-5)

@@ -9,7 +9,7 @@ from shared.methods import Chosen
 from shared.methods.contract import Plan
 from shared.privacy import Privacy
 from shared.wire import Task, Training, VersionRef
-from worker.policy import Allowance, Policy, PolicyViolation
+from worker.policy import REMEDIES, Allowance, Policy, PolicyViolation, PrivacyFloor
 
 TABLE = tuple(
     Block(tensor=name, role=role, shape=(4,), dtype="F32")
@@ -28,6 +28,30 @@ def task(**more: object) -> Task:
     return Task.model_validate({**given, **more})
 
 
+def private(**more: float) -> Privacy:
+    return Privacy(**{"epsilon": 4.0, "delta": 1e-6, "clip_norm": 1.0, **more})
+
+
+FLOOR = PrivacyFloor(epsilon=4.0, delta=1e-5, noise_multiplier=0.7)
+
+
+def test_what_meets_the_floor_and_comes_from_a_trusted_orchestrator_is_taken() -> None:
+    policy = Policy(orchestrators=("trial",), require_privacy=FLOOR)
+    policy.check_task(task(orchestrator="trial", privacy=private()), ("train",))
+    FLOOR.check_noise(0.7)
+    with pytest.raises(PolicyViolation, match=r"noise of 0\.69 clip norms; this site requires 0\.7"):
+        FLOOR.check_noise(0.69)
+
+
+def test_every_violation_says_what_to_do() -> None:
+    rules = {*REMEDIES, *Policy.model_fields}
+    remedies = {rule: PolicyViolation(rule, "").remedy for rule in rules}
+    assert [rule for rule, said in remedies.items() if not said.endswith(".")] == []
+    assert PolicyViolation("max_epochs", "").remedy == (
+        "Have the run ask for less, or change policy.max_epochs in the settings."
+    )
+
+
 def test_the_defaults_allow_an_ordinary_task() -> None:
     policy = Policy()
     policy.check_task(task(), ("train",))
@@ -43,6 +67,11 @@ def test_the_defaults_allow_an_ordinary_task() -> None:
         ("max_epochs", Policy(max_epochs=2), task(training=Training(epochs=3))),
         ("max_lease_seconds", Policy(max_lease_seconds=30), task()),
         ("kinds", Policy(), task(kind="evaluate")),
+        ("orchestrators", Policy(orchestrators=("trial",)), task(orchestrator="other")),
+        ("orchestrators", Policy(orchestrators=("trial",)), task()),
+        ("require_privacy", Policy(require_privacy=FLOOR), task()),
+        ("require_privacy", Policy(require_privacy=FLOOR), task(privacy=private(epsilon=4.1))),
+        ("require_privacy", Policy(require_privacy=FLOOR), task(privacy=private(delta=1e-4))),
     ],
 )
 def test_a_task_that_breaks_a_rule_is_refused_by_its_name(rule: str, policy: Policy, asked: Task) -> None:

@@ -19,6 +19,7 @@ from shared.client import Client
 from shared.methods import MethodsUnusable, methods
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from worker.agent import Agent, describe
+from worker.cli.approval import COMMANDS
 from worker.cli.ledger import ledger
 from worker.files import alone
 from worker.renewal import Stop
@@ -110,7 +111,8 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-app.command()(ledger)
+for command in (ledger, *COMMANDS):
+    app.command()(command)
 
 
 def _try_token(client: Client) -> None:

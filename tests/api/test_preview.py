@@ -1,0 +1,188 @@
+"""Who would take part in a run, asked before it is started; and who is asked once it runs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from shared.blocks import roles
+from shared.client import Client
+from shared.methods import Chosen
+from shared.privacy import Budget
+from shared.problems import Forbidden, Invalid
+from shared.tensors import as_bytes
+from shared.wire import Cohort, Failure, Manifest, Mirror, Preview, Prospect, RunSpec, canonical
+from tests.support.coordinator import Clock, LiveCoordinator, until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+
+MODEL = small_model()
+FROZEN = Chosen(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
+
+
+def spec_of(client: Client, **more: Any) -> RunSpec:
+    blocks = {name: client.put_bytes(bytes(as_bytes(array))) for name, array in values(MODEL).items()}
+    version = client.put_bytes(canonical(Manifest(blocks=blocks)))
+    given = {"name": "trial", "method": Chosen(name="fedavg"), "dataset": "data", "rounds": 2, **more}
+    return RunSpec(model=client.put_bytes(canonical(MODEL)), version=version, **given)
+
+
+def by_name(found: Preview) -> dict[str, Prospect]:
+    return {prospect.worker: prospect for prospect in found.prospects}
+
+
+def reasons(found: Preview) -> dict[str, list[str]]:
+    return {prospect.worker: [said.rule for said in prospect.objections] for prospect in found.prospects}
+
+
+def known(coordinator: LiveCoordinator, site: str, **said: Any) -> ScriptedWorker:
+    worker = ScriptedWorker(coordinator.client("site", site), **said)
+    worker.enrol()
+    return worker
+
+
+def test_a_preview_names_why_each_worker_would_not_take_part(coordinator: LiveCoordinator) -> None:
+    known(coordinator, "a")
+    known(coordinator, "b", methods=("fedprox",))
+    known(coordinator, "c", datasets={"other": 3})
+    known(coordinator, "d", mirror=Mirror(max_epochs=1, require_privacy=Budget(epsilon=1, delta=1e-6)))
+    known(coordinator, "e", mirror=Mirror(approve_runs=True))
+    known(coordinator, "f", mirror=Mirror(never_send=("head*",)))
+    client = coordinator.client("orchestrator")
+    cohort = Cohort(quorum=2, sites=("a", "b", "c", "d", "e", "f", "nobody"))
+    found = client.preview_run(spec_of(client, cohort=cohort))
+    assert reasons(found) == {
+        "a/w": [], "b/w": ["methods"], "c/w": ["datasets"], "d/w": ["require_privacy"], "e/w": ["awaiting-approval"],
+        "f/w": ["never_send"],
+    }  # fmt: skip
+    assert (found.quorum, found.willing, found.awaiting, found.missing_sites) == (2, 1, 1, ("nobody",))
+
+
+def test_a_preview_tells_what_the_first_round_asks_and_changes_nothing(coordinator: LiveCoordinator) -> None:
+    known(coordinator, "a")
+    client = coordinator.client("orchestrator")
+    spec = spec_of(client, method=FROZEN)
+    admin = coordinator.client()
+    before = len(list(admin.audit()))
+    asked = by_name(client.preview_run(spec))["a/w"].asked
+    assert asked
+    # The warm-up trains it all: query, key, value and output of 4 x 4, an MLP of 4 x 16, a head of 2 x 4.
+    whole = 4 * (4 * 16 + 64 + 8)
+    assert (asked.fetch_blocks, asked.fetch_bytes, asked.upload_blocks, asked.upload_bytes) == (6, whole, 6, whole)
+    assert list(client.runs()) == []
+    assert len(list(admin.audit())) == before
+
+
+def test_what_is_previewed_is_what_the_round_then_asks(coordinator: LiveCoordinator) -> None:
+    workers = [known(coordinator, site) for site in "abcd"]
+    client = coordinator.client("orchestrator")
+    spec = spec_of(client, cohort=Cohort(size=2, quorum=2), seed=7)
+    prospects = by_name(client.preview_run(spec))
+    drawn = {name for name, prospect in prospects.items() if prospect.asked}
+    assert len(drawn) == 2
+    run = client.create_run(spec)
+    until(lambda: list(client.rounds(run.id)))
+    assert {task.worker for task in client.round(run.id, 1).tasks} == drawn
+    assert len(workers) == 4
+
+
+def test_who_is_silent_is_told_apart_by_its_hours(tmp_path: Any) -> None:
+    clock = Clock()  # 2027-01-15 08:00 UTC, a Friday
+    with LiveCoordinator(tmp_path, clock=clock, live_seconds=90) as coordinator:
+        known(coordinator, "a")
+        known(coordinator, "b", mirror=Mirror(hours=("Mon-Fri 19:00-07:00",), utc_offset_minutes=60))
+        known(coordinator, "c", mirror=Mirror(hours=("Fri 08:00-10:00",), utc_offset_minutes=60))
+        client = coordinator.client("orchestrator")
+        spec = spec_of(client)
+        coordinator.services.conductor.step()
+        clock.advance(600)
+        found = by_name(client.preview_run(spec))
+    assert [said.rule for said in found["a/w"].objections] == ["silent"]
+    assert found["b/w"].objections[0].detail == "it works Mon-Fri 19:00-07:00 and begins in 9 h 50 min"
+    # There it is ten past nine, when it should be there.
+    assert [said.rule for said in found["c/w"].objections] == ["silent"]
+
+
+def test_a_preview_is_for_orchestrators_and_of_a_run_that_could_be(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client("orchestrator")
+    spec = spec_of(client)
+    with pytest.raises(Forbidden):
+        coordinator.client("viewer").preview_run(spec)
+    with pytest.raises(Invalid, match=r"nothing"):
+        client.preview_run(spec.model_copy(update={"method": Chosen(name="nothing")}))
+
+
+def test_a_round_leaves_out_who_would_refuse_it(coordinator: LiveCoordinator) -> None:
+    known(coordinator, "a", mirror=Mirror(may_send=roles("value")))
+    known(coordinator, "b", mirror=Mirror(max_batch=1))
+    willing = known(coordinator, "c", mirror=Mirror())
+    client = coordinator.client()
+    run = start_run(client, MODEL, values(MODEL), cohort=Cohort(size=1))
+    willing.train(willing.take())
+    until(lambda: client.run(run.id).state == "completed")
+    assert [task.worker for task in client.round(run.id, 1).tasks] == ["c/w"]
+
+
+def test_a_run_waits_while_too_few_would_do_it(coordinator: LiveCoordinator) -> None:
+    worker = known(coordinator, "a", mirror=Mirror(never_send=("*",)))
+    client = coordinator.client()
+    run = start_run(client, MODEL, values(MODEL))
+    assert worker.claim(1) is None
+    assert (client.run(run.id).state, list(client.rounds(run.id))) == ("running", [])
+
+
+def test_a_run_that_a_site_withholds_is_offered_to_it_no_more_until_it_agrees(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    worker, other = known(coordinator, "a"), known(coordinator, "b")
+    run = start_run(client, MODEL, values(MODEL), rounds=3, cohort=Cohort(size=2, quorum=1))
+    task = worker.take()
+    view = worker.client.fail(task.id, Failure(token=task.token, code="awaiting-approval", detail="a person decides"))
+    # Not a failure, and a report whose answer was lost may come again.
+    assert (view.state, view.problem and view.problem.code) == ("cancelled", "withheld")
+    again = worker.client.fail(
+        task.id, Failure(token=task.token, code="awaiting-approval", detail="a person decides")
+    )
+    assert again == view
+    worker.withheld = {run.id: "a person decides"}
+    assert worker.claim(0) is None
+    other.train(other.take())
+    until(lambda: client.run(run.id).version.number == 1)
+    assert worker.claim(1) is None
+    assert [task.worker for task in client.round(run.id, 2).tasks] == ["b/w"]
+    worker.withheld = {}
+    worker.claim(0)
+    other.train(other.take())
+    until(lambda: client.run(run.id).version.number == 2)
+    assert worker.take().round == 3
+
+
+def test_what_is_offered_is_taken_back_from_a_site_that_withholds_the_run(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    worker, other = known(coordinator, "a"), known(coordinator, "b")
+    run = start_run(client, MODEL, values(MODEL), cohort=Cohort(size=2, quorum=1))
+    until(lambda: list(client.rounds(run.id)))
+    worker.withheld = {run.id: "declined: not ours"}
+    assert worker.claim(0) is None
+    other.train(other.take())
+    # The round does not wait for it until its deadline.
+    until(lambda: client.run(run.id).state == "completed")
+    (taken,) = [task for task in client.round(run.id, 1).tasks if task.worker == "a/w"]
+    assert taken.state == "cancelled"
+    assert taken.problem
+    assert taken.problem.detail == "declined: not ours"
+
+
+def test_sites_that_have_not_agreed_use_up_no_tries(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    worker = known(coordinator, "a")
+    run = start_run(client, MODEL, values(MODEL), cohort=Cohort(tries=1))
+    task = worker.take()
+    worker.client.fail(task.id, Failure(token=task.token, code="awaiting-approval", detail="a person decides"))
+    until(lambda: client.round(run.id, 1).state == "abandoned")
+    # It is not asked again, though it has claimed nothing since.
+    time.sleep(0.3)
+    assert client.run(run.id).state == "running"
+    assert len(list(client.rounds(run.id))) == 1
+    worker.train(worker.take())
+    until(lambda: client.run(run.id).state == "completed")

@@ -1,0 +1,149 @@
+"""What workers say of themselves, held against what a run asks; and the same judged by the site's own policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shared.blocks import roles
+from shared.methods import Chosen
+from shared.methods.contract import Plan
+from shared.privacy import Budget, Privacy
+from shared.willing import Invitation, mirror_of, objections, refused_model, refused_plan
+from shared.wire import Cohort, Mirror, RunSpec, Task, Training, VersionRef
+from tests.support.federation import small_model
+from worker.policy import Allowance, Policy, PolicyViolation
+
+DIGEST = f"sha256:{'0' * 64}"
+MODEL = small_model()
+PRIVATE = Privacy(epsilon=4.0, delta=1e-6, clip_norm=1.0)
+
+
+def invited(orchestrator: str | None = "trial", run: str | None = "r", **spec: Any) -> Invitation:
+    given = {"name": "demo", "method": Chosen(name="fedavg"), "dataset": "wards", "rounds": 2, **spec}
+    return Invitation(RunSpec(model=DIGEST, version=DIGEST, **given), MODEL.nbytes, orchestrator, run)
+
+
+def declared(mirror: Mirror | None = None, **more: Any) -> dict[str, Any]:
+    given = {"kinds": ["train"], "datasets": {"wards": 100}, "methods": ["fedavg"], **more}
+    return {**given, "mirror": mirror.model_dump(mode="json")} if mirror else given
+
+
+def rules(invitation: Invitation, site: str = "a", **said: Any) -> list[str]:
+    return [found.rule for found in objections(invitation, site, declared(**said))]
+
+
+def test_a_worker_that_has_all_it_takes_has_no_objection() -> None:
+    assert rules(invited()) == []
+    assert rules(invited(), mirror=Policy().mirror({}, 60)) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "said", "rule"),
+    [
+        ({"cohort": Cohort(sites=("b",))}, {}, "not-invited"),
+        ({}, {"kinds": ["evaluate"]}, "kinds"),
+        ({}, {"methods": ["fedprox"]}, "methods"),
+        ({}, {"datasets": {"other": 5}}, "datasets"),
+        ({}, {"withheld": {"r": "declined: not ours"}}, "withheld"),
+    ],
+)
+def test_what_a_worker_lacks_is_named(spec: dict[str, Any], said: dict[str, Any], rule: str) -> None:
+    assert rules(invited(**spec), **said) == [rule]
+
+
+def test_only_the_run_that_is_named_is_withheld() -> None:
+    assert rules(invited(run="s"), withheld={"r": "declined: not ours"}) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "spec", "orchestrator"),
+    [
+        ({"orchestrators": ["trial"]}, {}, "other"),
+        ({"orchestrators": ["trial"]}, {}, None),
+        ({"max_epochs": 2}, {"training": Training(epochs=3)}, "trial"),
+        ({"max_batch": 10}, {"training": Training(batch_size=11)}, "trial"),
+        ({"max_batch": 10}, {"training": Training(batch_size=None)}, "trial"),
+        ({"require_privacy": {"epsilon": 4}}, {}, "trial"),
+        ({"require_privacy": {"epsilon": 3}}, {"privacy": PRIVATE}, "trial"),
+        ({"require_privacy": {"epsilon": 4, "delta": 1e-7}}, {"privacy": PRIVATE}, "trial"),
+    ],
+)
+def test_the_mirror_objects_to_what_the_policy_refuses_by_the_same_rule(
+    policy: dict[str, Any], spec: dict[str, Any], orchestrator: str | None
+) -> None:
+    site = Policy.model_validate(policy)
+    invitation = invited(orchestrator, **spec)
+    with pytest.raises(PolicyViolation) as violation:
+        judge(site, invitation)
+    assert rules(invitation, mirror=site.mirror({}, 0)) == [violation.value.rule]
+
+
+@pytest.mark.parametrize(
+    ("policy", "spec"),
+    [
+        (
+            {"orchestrators": ["trial"], "max_epochs": 3, "max_batch": 64},
+            {"training": Training(epochs=3, batch_size=64)},
+        ),
+        ({"require_privacy": {"epsilon": 4, "delta": 1e-6}}, {"privacy": PRIVATE}),
+    ],
+)
+def test_the_mirror_lets_pass_what_the_policy_lets_pass(policy: dict[str, Any], spec: dict[str, Any]) -> None:
+    site = Policy.model_validate(policy)
+    judge(site, invited(**spec))
+    assert rules(invited(**spec), mirror=site.mirror({}, 0)) == []
+
+
+def judge(site: Policy, invitation: Invitation) -> None:
+    """As the worker does."""
+    spec = invitation.spec
+    task = Task(
+        id="t", token=1, kind="train", run="r", run_name="demo", round=1, rounds=2, seed=0, method=spec.method,
+        plan=Plan(), dataset="wards", training=spec.training, privacy=spec.privacy, codec="raw",
+        divide="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
+        orchestrator=invitation.orchestrator,
+    )  # fmt: skip
+    site.check_task(task, ("train",))
+    site.check_batch(spec.training.batch_size, 100)
+
+
+def test_a_data_set_with_a_budget_is_for_runs_with_privacy_that_covers_all() -> None:
+    mirror = Policy().mirror({"wards": Allowance(epsilon=8, delta=1e-6)}, 0)
+    assert mirror.budgets == {"wards": Budget(epsilon=8, delta=1e-6)}
+    assert rules(invited(), mirror=mirror) == ["privacy"]
+    uncovered = PRIVATE.model_copy(update={"selection": "uncovered"})
+    assert rules(invited(privacy=uncovered), mirror=mirror) == ["privacy"]
+    assert rules(invited(privacy=PRIVATE), mirror=mirror) == []
+
+
+def test_blocks_that_would_have_to_leave_are_named() -> None:
+    mirror = Policy(never_send=("head*",), may_send=roles("value", "head")).mirror({}, 0)
+    assert refused_plan(mirror, MODEL, Plan(upload=roles("value"))) is None
+    never, may = (refused_plan(mirror, MODEL, Plan(upload=roles(role))) for role in ("head", "key"))
+    assert never
+    assert (never.rule, never.detail) == ("never_send", "these blocks never leave it: head.weight")
+    assert may
+    assert (may.rule, may.detail) == ("may_send", "these blocks may not leave it: layer.0.qkv.weight#key")
+
+
+def test_a_model_of_another_type_or_size_is_objected_to() -> None:
+    assert refused_model(Policy(models=("bert",)).mirror({}, 0), MODEL) is None
+    found = refused_model(Policy(models=("vit",)).mirror({}, 0), MODEL)
+    assert found
+    assert (found.rule, found.detail) == ("models", "it takes no models of type bert")
+    small = Policy(max_model_bytes=MODEL.nbytes - 1).mirror({}, 0)
+    assert rules(invited(), mirror=small) == ["max_model_bytes"]
+
+
+def test_a_mirror_shows_no_path_and_is_read_back_as_it_was() -> None:
+    mirror = Policy(hours=("Mon-Fri 19:00-07:00",), approve_runs=True).mirror({}, 60)
+    assert mirror_of(declared(mirror=mirror)) == mirror
+    assert mirror_of(declared()) is None
+    assert not {"state_dir", "token"} & set(Mirror.model_fields)
+
+
+def test_a_mirror_that_would_take_long_to_judge_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most 256"):
+        Mirror.model_validate({"may_send": {"include": [{"names": ["*a"] * 256}]}})

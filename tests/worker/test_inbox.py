@@ -1,0 +1,136 @@
+"""Runs that a person has to approve: what is asked, on which terms, and what was decided."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from shared.methods import Chosen
+from shared.methods.contract import Plan
+from shared.wire import Task, Training, VersionRef
+from worker.inbox import Decision, Inbox, InboxError, Request, Unapproved, terms_digest
+
+DIGEST = f"sha256:{'0' * 64}"
+NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
+
+
+class Asking:
+    """An inbox whose clock stands still until it is told to move."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = NOON
+        self.inbox = Inbox(folder, lambda: self.now)
+
+    def require(self, asked: Task) -> None:
+        def request(terms: str) -> Request:
+            return Request(
+                run=asked.run, run_name=asked.run_name, terms=terms, orchestrator="trial", dataset=asked.dataset,
+                examples=10, worker="w", asked_at=self.now, summary="Trains.",
+            )  # fmt: skip
+
+        self.inbox.require(asked, request)
+
+    def code(self, asked: Task) -> str | None:
+        try:
+            self.require(asked)
+        except Unapproved as unapproved:
+            return unapproved.code
+        return None
+
+    def decide(self, named: str, **more: object) -> None:
+        given = {"approved": True, "by": "ann", "at": self.now, **more}
+        self.inbox.decide(named, Decision.model_validate(given))
+
+
+@pytest.fixture
+def asking(tmp_path: Path) -> Asking:
+    return Asking(tmp_path / "inbox")
+
+
+def task(run: str = "r1", **more: object) -> Task:
+    given = {
+        "id": "t", "token": 1, "kind": "train", "run": run, "run_name": f"name-{run}", "round": 1, "rounds": 2,
+        "seed": 0, "method": Chosen(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(),
+        "codec": "raw", "divide": "participants", "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST),
+        "lease_seconds": 60.0, "orchestrator": "trial",
+    }  # fmt: skip
+    return Task.model_validate({**given, **more})
+
+
+def test_nothing_is_done_for_a_run_until_somebody_approves_it(asking: Asking) -> None:
+    assert asking.code(task()) == "awaiting-approval"
+    assert asking.inbox.withheld() == {"r1": "awaiting-approval: a person at the site has to approve the run"}
+    asking.decide("r1")
+    assert asking.code(task()) is None
+    assert asking.inbox.withheld() == {}
+    assert asking.code(task("r2")) == "awaiting-approval"
+
+
+def test_an_approval_is_of_the_terms_that_were_shown(asking: Asking) -> None:
+    asking.code(task())
+    asking.decide("name-r1")
+    assert asking.code(task(round=2, plan=Plan(stage="later"), version=VersionRef(number=1, digest=DIGEST))) is None
+    for changed in (
+        task(training=Training(epochs=9)),
+        task(method=Chosen(name="fedprox")),
+        task(dataset="clinics"),
+        task(orchestrator="somebody else"),
+    ):
+        assert terms_digest(changed) != terms_digest(task())
+        assert asking.code(changed) == "awaiting-approval"
+    # What is approved goes on.
+    assert asking.code(task()) is None
+    assert asking.inbox.withheld() == {}
+
+
+def test_an_approval_may_end(asking: Asking) -> None:
+    asking.code(task())
+    asking.decide("r1", until=NOON + timedelta(hours=1))
+    assert asking.code(task()) is None
+    asking.now += timedelta(hours=1)
+    assert asking.code(task()) == "approval-ended"
+    assert asking.inbox.withheld() == {"r1": "approval-ended: the approval was until 2026-11-23 13:00 UTC"}
+    asking.decide("r1")
+    assert asking.code(task()) is None
+
+
+def test_what_is_declined_says_why_and_may_be_approved_later(asking: Asking) -> None:
+    asking.code(task())
+    asking.decide("r1", approved=False, reason="no ethics vote yet")
+    assert asking.code(task()) == "declined"
+    assert asking.inbox.withheld() == {"r1": "declined: no ethics vote yet"}
+    asking.decide("r1")
+    assert asking.code(task()) is None
+
+
+def test_the_workers_of_a_site_ask_once(asking: Asking, tmp_path: Path) -> None:
+    asking.code(task())
+    second = Asking(tmp_path / "inbox")
+    second.now += timedelta(days=1)
+    second.code(task())
+    (request,) = second.inbox.requests()
+    assert request.asked_at == NOON
+    asking.decide("r1")
+    assert second.code(task()) is None
+
+
+def test_a_name_that_could_be_two_runs_decides_nothing(asking: Asking) -> None:
+    asking.code(task("r1"))
+    asking.code(task("r2"))
+    with pytest.raises(InboxError, match="any of the runs r1, r2"):
+        asking.decide("r")
+    with pytest.raises(InboxError, match="no run 'x' has asked"):
+        asking.decide("x")
+    with pytest.raises(InboxError):
+        asking.decide("")
+    assert set(asking.inbox.withheld()) == {"r1", "r2"}
+
+
+def test_a_request_that_cannot_be_read_is_no_approval(asking: Asking, tmp_path: Path) -> None:
+    asking.code(task())
+    (file,) = (tmp_path / "inbox").glob("*.json")
+    file.write_text("{}")
+    with pytest.raises(InboxError, match="cannot be read as a request"):
+        asking.code(task())

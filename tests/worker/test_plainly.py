@@ -1,0 +1,60 @@
+"""What a person is shown of a run is true of it, and in words."""
+
+from __future__ import annotations
+
+from shared.blocks import roles
+from shared.methods import Chosen
+from shared.methods.contract import Plan
+from shared.privacy import Privacy
+from shared.wire import Task, Training, VersionRef
+from tests.support.federation import small_model
+from worker.plainly import in_words, size, summary
+
+MODEL = small_model()
+DIGEST = f"sha256:{'0' * 64}"
+PRIVATE = Privacy(epsilon=4.0, delta=1e-6, clip_norm=1.0)
+
+
+def task(**more: object) -> Task:
+    given = {
+        "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 20, "seed": 0,
+        "method": Chosen(name="fedfrozen"), "plan": Plan(train=roles("value"), upload=roles("value")),
+        "dataset": "notes", "training": Training(epochs=3), "codec": "raw", "divide": "participants",
+        "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST), "lease_seconds": 60.0,
+        "orchestrator": "trial-office",
+    }  # fmt: skip
+    return Task.model_validate({**given, **more})
+
+
+def test_a_run_is_told_in_full() -> None:
+    # The value block has 4 x 4 float32.
+    assert summary(task(), MODEL, 1204) == (
+        "Trains all value blocks of a BERT with 1 layer on `notes` (1,204 examples) for 3 epochs a round, 20 rounds, "
+        "by the method fedfrozen. Sends 1 blocks (all value blocks), 64 bytes a round before coding, to orchestrator "
+        "trial-office; later rounds may ask for other blocks, within the site's policy. No differential privacy: "
+        "whoever sees what is sent, which the coordinator's operator does, may find out about single examples."
+    )
+
+
+def test_privacy_is_told_with_what_it_does_not_cover() -> None:
+    told = summary(task(privacy=PRIVATE), MODEL, 10)
+    assert told.endswith("tell of one example at most epsilon 4 at delta 1e-06.")
+    uncovered = summary(task(privacy=PRIVATE.model_copy(update={"selection": "uncovered"})), MODEL, 10)
+    assert uncovered.endswith("; what the choice of blocks tells is not covered.")
+
+
+def test_a_measurement_is_told_apart_from_training() -> None:
+    told = summary(task(kind="evaluate", held_out=True, plan=Plan(), orchestrator=None), MODEL, 300)
+    assert told.startswith("Measures versions of a BERT with 1 layer on what is held out of `notes` (300 examples).")
+    assert "Sends figures such as its accuracy, and no blocks, to an orchestrator who is not named." in told
+
+
+def test_blocks_and_bytes_are_counted_as_people_do() -> None:
+    blocks = MODEL.blocks
+    assert in_words(blocks, blocks) == "all blocks"
+    assert in_words(blocks[:2], blocks) == "all query and all key blocks"
+    assert in_words(blocks[:3], blocks) == "all query, all key and all value blocks"
+    halves = [*blocks, blocks[2].model_copy(update={"tensor": "layer.1.qkv.weight"})]
+    assert in_words(halves[2:3], halves) == "1 of 2 value blocks"
+    assert in_words([], blocks) == "no blocks"
+    assert [size(count) for count in (64, 1500, 28_300_000)] == ["64 bytes", "1.5 kB", "28.3 MB"]

@@ -1,0 +1,219 @@
+"""A whole site that decides: its people approve runs and release updates, and its chain tells what became of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from shared.blocks import roles
+from shared.client import Client
+from shared.methods import Chosen
+from shared.model import Model
+from shared.wire import Cohort, Run, TaskView, Training
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import start_run
+from worker.agent import Agent
+from worker.audit import Audit
+from worker.blockmap import block_table, named_tensors
+from worker.cli.worker import app
+from worker.models import instantiate, read_block
+from worker.renewal import Stop
+from worker.settings import read_settings
+
+VIT = {
+    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+}  # fmt: skip
+
+SETTINGS = """
+url = "{url}"
+token = "{token}"
+name = "w"
+state_dir = "{folder}/state"
+threads = 1
+poll_seconds = 1
+
+[datasets.digits]
+kind = "digits"
+part = {{ scheme = "iid", count = 8, index = 0 }}
+
+[policy]
+"""
+
+
+class Desk:
+    """Where the site's people sit: a settings file, and the commands that read it."""
+
+    def __init__(self, coordinator: LiveCoordinator, folder: Path, policy: str) -> None:
+        self.file = folder / "worker.toml"
+        text = SETTINGS.format(url=coordinator.url, token=coordinator.token("site", "a"), folder=folder)
+        self.file.write_text(text + policy)
+        self.settings = read_settings(self.file)
+
+    def say(self, command: str, *arguments: str) -> Any:
+        result = CliRunner().invoke(app, [command, *arguments, "--config", str(self.file), "--json"])
+        assert result.exit_code == 0, result.output
+        # What the worker logs meanwhile goes to the same place.
+        return json.JSONDecoder().raw_decode(result.stdout, result.stdout.index("{\n"))[0]
+
+    def audit(self) -> list[str]:
+        entries = Audit(self.settings.state_dir / "audit", "w").read()
+        return [entry.action for entry in entries if not entry.action.startswith("worker.")]
+
+    def details(self, action: str) -> list[dict[str, Any]]:
+        entries = Audit(self.settings.state_dir / "audit", "w").read()
+        return [entry.detail for entry in entries if entry.action == action]
+
+    @contextmanager
+    def working(self) -> Iterator[Agent]:
+        stop = Stop()
+        agent = Agent(self.settings, stop)
+        thread = threading.Thread(target=agent.run)
+        thread.start()
+        try:
+            yield agent
+        finally:
+            stop.request()
+            thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", "ann")
+    monkeypatch.setenv("LOGNAME", "ann")
+
+
+def begin(client: Client, **spec: Any) -> Run:
+    model = instantiate(VIT, "image-classification")
+    blocks = block_table(model)
+    start = {block.name: read_block(named_tensors(model), block) for block in blocks}
+    wanted = {
+        "name": "demo", "dataset": "digits", "training": Training(learning_rate=0.01, batch_size=256),
+        "cohort": Cohort(tries=2), **spec,
+    }  # fmt: skip
+    return start_run(client, Model(config=VIT, head="image-classification", blocks=blocks), start, **wanted)
+
+
+def tasks(client: Client, run: Run) -> list[TaskView]:
+    return [task for made in client.rounds(run.id) for task in made.tasks]
+
+
+def test_a_run_is_done_once_a_person_has_approved_it(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client("orchestrator")
+    desk = Desk(coordinator, tmp_path, "approve_runs = true\norchestrators = ['test-orchestrator']\n")
+    with desk.working():
+        run = begin(client)
+        until(lambda: desk.say("inbox")["runs"])
+        (asked,) = desk.say("inbox")["runs"]
+        assert (asked["run"], asked["standing"]) == (run.id, "awaiting-approval")
+        assert asked["summary"].startswith("Trains all blocks of a ViT with 1 layer on `digits` (180 examples)")
+        assert "to orchestrator test-orchestrator" in asked["summary"]
+        until(lambda: tasks(client, run) and tasks(client, run)[0].state == "cancelled")
+        assert "update.leave" not in desk.audit()
+        desk.say("approve", "demo")
+        until(lambda: client.run(run.id).state == "completed")
+    given_back, done = tasks(client, run)
+    assert given_back.problem
+    assert given_back.problem.code == "withheld"
+    assert done.state == "accepted"
+    order = ["task.start", "run.ask", "task.give-back", "run.approve", "task.start", "update.leave", "update.count"]
+    assert desk.audit() == order
+
+
+def test_a_run_that_is_declined_is_asked_for_no_more(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "approve_runs = true\n")
+    with desk.working():
+        run = begin(client)
+        until(lambda: desk.say("inbox")["runs"])
+        desk.say("decline", run.id[:8], "--reason", "no ethics vote")
+        until(lambda: client.preview_run(run.spec).prospects)
+        declared = "declined: no ethics vote"
+        until(lambda: declared in str([entry.detail for entry in client.audit() if entry.action == "worker.enrol"]))
+    assert [task.state for task in tasks(client, run)] == ["cancelled"]
+    assert desk.details("run.decline")[0]["by"] == "ann"
+
+
+def test_an_update_waits_for_its_release_and_is_told_in_the_chain(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "airlock = true\n")
+    with desk.working():
+        run = begin(client, method=Chosen(name="fedavg"), codec="raw")
+        until(lambda: desk.say("airlock")["updates"])
+        (held,) = desk.say("airlock")["updates"]
+        assert tasks(client, run)[0].state == "leased"
+        assert (held["run"], held["round"], held["examples"], held["epsilon"]) == (run.id, 1, 180, None)
+        assert set(held["blocks"]) == {block.name for block in client.model(run.spec.model).blocks}
+        assert Path(held["file"]).stat().st_size == held["nbytes"]
+        desk.say("release", "--all")
+        until(lambda: client.run(run.id).state == "completed")
+    (task,) = tasks(client, run)
+    assert (task.state, task.upload_bytes) == ("accepted", held["nbytes"])
+    # The coordinator measured the same norm of what it was sent.
+    assert task.numbers["update_norm"] == pytest.approx(held["norm"], rel=1e-5)
+    assert desk.audit() == ["task.start", "update.hold", "update.release", "update.leave", "update.count"]
+    (left,) = desk.details("update.leave")
+    assert (left["update"], left["bytes"], left["blocks"]) == (held["update"], held["nbytes"], len(held["blocks"]))
+
+
+def test_an_update_that_is_withheld_fails_its_task_by_name(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "airlock = true\n")
+    with desk.working():
+        run = begin(client, cohort=Cohort(tries=1))
+        (held,) = until(lambda: desk.say("airlock")["updates"])
+        desk.say("withhold", held["id"], "--reason", "too few examples")
+        until(lambda: client.run(run.id).state == "paused")
+    (task,) = tasks(client, run)
+    assert task.problem
+    assert task.problem.detail == "withheld-by-site: too few examples"
+    assert desk.audit() == ["task.start", "update.hold", "update.withhold", "task.fail"]
+
+
+def test_what_the_policy_refuses_is_in_the_chain_by_its_rule(
+    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "max_epochs = 1\n")
+    with desk.working() as agent:
+        # As a coordinator has it that does not heed what it is shown.
+        monkeypatch.setattr(agent, "_told", lambda: agent._claim)
+        run = begin(client, training=Training(epochs=2), cohort=Cohort(tries=1))
+        until(lambda: client.run(run.id).state == "paused")
+    assert desk.audit() == ["task.start", "task.refuse"]
+    assert desk.details("task.refuse") == [{"rule": "max_epochs", "detail": "2 epochs are more than the 1 allowed"}]
+
+
+def test_nothing_leaves_while_it_cannot_be_written_down(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "")
+    (tmp_path / "state" / "audit" / "audit.jsonl").mkdir(parents=True)
+    with desk.working():
+        run = begin(client, cohort=Cohort(tries=1))
+        until(lambda: client.run(run.id).state == "paused")
+    (task,) = tasks(client, run)
+    assert task.state == "failed"
+    assert task.upload_bytes == 0
+
+
+def test_a_site_that_sends_only_some_blocks_takes_part_in_a_run_that_asks_for_these(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "may_send = {include = [{roles = ['value', 'head']}]}\n")
+    with desk.working():
+        run = begin(client, method=Chosen(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_head"}))
+        until(lambda: client.run(run.id).state == "completed")
+    (left,) = desk.details("update.leave")
+    sent = roles("value", "head").resolve(client.model(run.spec.model).blocks)
+    assert left["blocks"] == len(sent)

@@ -1,0 +1,195 @@
+"""What a person decides at a site: `tessera worker inbox`, `approve`, `decline`, `airlock`, `release`, `withhold`."""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from shared.cli.output import AsJson, ago, complain, note, out, print_json, size, table
+from worker.airlock import AirlockError, Summary
+from worker.chain import ChainError
+from worker.inbox import Decision, InboxError, Request
+from worker.settings import SettingsError, airlock_of, audit_of, inbox_of, read_settings
+
+BAD_SETTINGS = 2
+
+ConfigFile = Annotated[Path, typer.Option("--config", help="The worker's settings, as TOML.")]
+RunNamed = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beginning of it, or its name.")]
+HeldNamed = Annotated[str | None, typer.Argument(metavar="ID", help="The update's id, or the beginning of it.")]
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except SettingsError as fault:
+        complain(str(fault))
+        raise typer.Exit(BAD_SETTINGS) from fault
+    except (InboxError, AirlockError, ChainError) as fault:
+        complain(str(fault))
+        raise typer.Exit(1) from fault
+
+
+# ---------------------------------------------------------------- runs
+
+
+def inbox(config: ConfigFile, as_json: AsJson = False) -> None:
+    """Show the runs that ask for something here, what each would do, and what was decided."""
+    with _told():
+        requests = inbox_of(read_settings(config)).requests()
+    now = datetime.now(UTC)
+    if as_json:
+        print_json({"runs": [{**r.model_dump(mode="json"), "standing": r.standing(now)} for r in requests]})
+        return
+    if not requests:
+        note("no run has asked for approval")
+    for request in requests:
+        console = out()
+        console.print(f"{request.run_name} ({request.run}): {_standing(request, now)}", markup=False)
+        console.print(f"  asked {ago(request.asked_at)} by worker {request.worker}", markup=False)
+        console.print(f"  {request.summary}", markup=False, soft_wrap=True)
+
+
+def _standing(request: Request, now: datetime) -> str:
+    decision, standing = request.decision, request.standing(now)
+    if decision is None:
+        return standing
+    until = f" until {decision.until:%Y-%m-%d}" if decision.until and standing == "approved" else ""
+    reason = f": {decision.reason}" if decision.reason else ""
+    return f"{standing}{until}, by {decision.by} {ago(decision.at)}{reason}"
+
+
+def approve(
+    config: ConfigFile,
+    run: RunNamed,
+    until: Annotated[
+        datetime | None, typer.Option(formats=["%Y-%m-%d"], help="The last day, in UTC, on which tasks are taken.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a run use this site's data, on the terms that it has now. Other terms need another approval."""
+    # The whole of that day.
+    ends = until.replace(hour=23, minute=59, second=59, tzinfo=UTC) if until else None
+    _decide(config, run, Decision(approved=True, by=_who(), at=datetime.now(UTC), until=ends), as_json=as_json)
+
+
+def decline(
+    config: ConfigFile,
+    run: RunNamed,
+    reason: Annotated[str, typer.Option(help="Why, which the coordinator is told.")],
+    as_json: AsJson = False,
+) -> None:
+    """Take no task of a run, and have the coordinator told why."""
+    _decide(config, run, Decision(approved=False, by=_who(), at=datetime.now(UTC), reason=reason), as_json=as_json)
+
+
+def _decide(config: Path, run: str, decision: Decision, *, as_json: bool) -> None:
+    action: Literal["run.approve", "run.decline"] = "run.approve" if decision.approved else "run.decline"
+    with _told():
+        settings = read_settings(config)
+        requests = inbox_of(settings)
+        audit = audit_of(settings)
+        # Before it takes effect: what is not written down is not decided.
+        for request in requests.find(run):
+            until = decision.until.isoformat() if decision.until else None
+            about = {"by": decision.by, "until": until, "reason": decision.reason, "terms": request.terms}
+            audit.record_of_run(action, request.run, request.run_name, **about)
+        decided = requests.decide(run, decision)
+    if as_json:
+        print_json({"runs": [request.model_dump(mode="json") for request in decided]})
+        return
+    for request in decided:
+        out().print(f"{request.run_name} ({request.run}): {_standing(request, decision.at)}", markup=False)
+    note("the worker heeds it with its next claim, within half a minute")
+
+
+# ---------------------------------------------------------------- updates
+
+
+def airlock(config: ConfigFile, as_json: AsJson = False) -> None:
+    """Show the updates that wait to be released, and what is in each."""
+    with _told():
+        settings = read_settings(config)
+        place = airlock_of(settings)
+        waiting = place.held()
+    if as_json:
+        print_json({"updates": [{**s.model_dump(mode="json"), "file": str(place.path(s))} for s in waiting]})
+        return
+    if not settings.policy.airlock:
+        note("policy.airlock is off: updates leave as soon as they are made")
+    rows = [_row(held) for held in waiting]
+    columns = ("id", "run", "round", "held", "blocks", "bytes", "norm", "epsilon", "digest")
+    out().print(table(columns, rows, right=("round", "blocks", "bytes", "norm", "epsilon")))
+    for held in waiting:
+        note(f"{held.id}: {place.path(held)}")
+
+
+def _row(held: Summary) -> tuple[object, ...]:
+    epsilon = None if held.epsilon is None else f"{held.epsilon:.3f}"
+    return (
+        held.id,
+        held.run_name,
+        held.round,
+        ago(held.held_at),
+        len(held.blocks),
+        size(held.nbytes),
+        f"{held.norm:.4g}",
+        epsilon,
+        held.update[:19],
+    )
+
+
+def release(
+    config: ConfigFile,
+    update: HeldNamed = None,
+    everything: Annotated[bool, typer.Option("--all", help="All that wait now.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Let an update leave."""
+    if everything == (update is not None):
+        raise typer.BadParameter("give the id of an update, or --all", param_hint="'ID'")
+    with _told():
+        settings = read_settings(config)
+        place = airlock_of(settings)
+        named = [held.id for held in place.held()] if everything else [update or ""]
+        decided = [place.decide(name, "release", _who()) for name in named]
+    _tell(decided, "released", as_json=as_json)
+
+
+def withhold(
+    config: ConfigFile,
+    update: Annotated[str, typer.Argument(metavar="ID", help="The update's id, or the beginning of it.")],
+    reason: Annotated[str, typer.Option(help="Why, which the coordinator is told.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Keep an update here for good; its task fails with the code `withheld-by-site`."""
+    with _told():
+        decided = [airlock_of(read_settings(config)).decide(update, "withhold", _who(), reason)]
+    _tell(decided, "withheld", as_json=as_json)
+
+
+def _tell(decided: list[Summary], verdict: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"updates": [{"id": held.id, "update": held.update, "verdict": verdict} for held in decided]})
+        return
+    for held in decided:
+        out().print(f"{held.id} of {held.run_name}, round {held.round}: {verdict}", markup=False)
+    if not decided:
+        note("nothing waits")
+
+
+def _who() -> str:
+    """Who decides, as the machine knows them."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"
+
+
+COMMANDS = (inbox, approve, decline, airlock, release, withhold)
