@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from coordinator.api import admin, blobs, errors, events, health, runs, sites, tasks
+from coordinator.page import live as page
 from coordinator.services import Services
 from coordinator.tracing import Tracing
 from coordinator.version import VERSION
@@ -55,4 +56,5 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     routers = (module.router for module in (runs, events, tasks, blobs, sites, admin, health))
     for router in (*routers, blobs.listed):
         app.include_router(router, responses=REFUSALS)
+    page.install(app)
     return app
