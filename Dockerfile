@@ -3,9 +3,12 @@
 #   docker build --target coordinator -t tessera-coordinator .
 #   docker build --target worker -t tessera-worker .
 #
-# Both run as an unprivileged user on a read-only root file system; all they write is under /data:
+# Both run as an unprivileged user on a read-only root file system; all they write is under /data. The coordinator serves
+# TLS, or says that a proxy does so; with neither it does not start:
 #
-#   docker run --read-only --tmpfs /tmp -v tessera:/data -p 8470:8470 tessera-coordinator
+#   docker run --read-only --tmpfs /tmp -v tessera:/data -v /etc/tessera:/tls:ro -p 8470:8470 \
+#     -e TESSERA_TLS_CERT=/tls/cert.pem -e TESSERA_TLS_KEY=/tls/key.pem tessera-coordinator
+#   docker run --read-only --tmpfs /tmp -v tessera:/data --network proxy -e TESSERA_BEHIND_PROXY=true tessera-coordinator
 
 FROM python:3.11-slim AS base
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PATH=/opt/tessera/bin:$PATH
@@ -39,8 +42,9 @@ USER tessera
 WORKDIR /data
 VOLUME /data
 EXPOSE 8470
+# From inside, where the name in the certificate is another. With TESSERA_TLS_CLIENT_CA, give it a certificate to show.
 HEALTHCHECK --interval=15s --timeout=5s --start-period=10s \
-    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8470/healthz/ready', timeout=4)"]
+    CMD ["python", "-c", "import os, ssl, urllib.request as u; s = 's' if 'TESSERA_TLS_CERT' in os.environ else ''; u.urlopen(f'http{s}://127.0.0.1:8470/healthz/ready', timeout=4, context=ssl._create_unverified_context() if s else None)"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tessera", "coordinator"]
 CMD ["serve", "--migrate"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from coordinator.api import admin, blobs, errors, events, health, runs, sites, tasks
+from coordinator.api import admin, blobs, enrolments, errors, events, health, runs, sites, tasks
 from coordinator.page import live as page
 from coordinator.services import Services
 from coordinator.tracing import Tracing
@@ -53,7 +53,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     app.state.services = services
     errors.install(app)
     app.add_middleware(Tracing)
-    routers = (module.router for module in (runs, events, tasks, blobs, sites, admin, health))
+    routers = (module.router for module in (runs, events, tasks, blobs, sites, enrolments, admin, health))
     for router in (*routers, blobs.listed):
         app.include_router(router, responses=REFUSALS)
     page.install(app)

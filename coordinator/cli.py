@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from coordinator import logs
 from coordinator.app import GOODBYE_SECONDS, create_app
 from coordinator.bells import CONDUCTOR
-from coordinator.listening import configuration, make_room
+from coordinator.listening import BadCertificate, Exposed, configuration, make_room, require_private
 from coordinator.services import Duty, Services, assemble
 from coordinator.settings import Settings
 from coordinator.storage import backup
@@ -75,6 +75,11 @@ def serve(
     ] = True,
 ) -> None:
     """Serve the API, and have a process beside this one move the rounds."""
+    try:
+        require_private(_settings())
+    except (BadCertificate, Exposed) as refusal:
+        typer.echo(str(refusal), err=True)
+        raise typer.Exit(2) from None
     if first_migrate:
         migrate()
     services = _opened("serve")
@@ -82,7 +87,8 @@ def serve(
     settings = services.settings
     make_room(settings.max_connections)
     config = configuration(create_app(services, conduct=False), settings)
-    log.info("coordinator.serving", url=f"http://{settings.host}:{settings.port}")
+    scheme = "https" if settings.tls_cert else "http"
+    log.info("coordinator.serving", url=f"{scheme}://{settings.host}:{settings.port}")
     child = ChildConductor() if conducting else None
     if child:
         child.start()
@@ -193,7 +199,8 @@ def _settings() -> Settings:
         return Settings()
     except ValidationError as refusal:
         for error in refusal.errors(include_url=False, include_input=False):
-            typer.echo(f"setting TESSERA_{'_'.join(map(str, error['loc'])).upper()}: {error['msg']}", err=True)
+            named = "_".join(("TESSERA", *map(str, error["loc"]))).upper()
+            typer.echo(f"setting {named}: {error['msg']}", err=True)
         raise typer.Exit(2) from None
 
 

@@ -12,6 +12,7 @@ import fcntl
 import http
 import json
 import resource
+import ssl
 import struct
 import termios
 from collections import Counter
@@ -28,6 +29,7 @@ from coordinator.api.errors import headers_of
 from coordinator.metrics import CONNECTIONS, PROBLEMS_TOTAL
 from coordinator.settings import Settings
 from shared.problems import MEDIA_TYPE, BadRequest, Busy, HeadersTooLarge, Problem, TooSlow, Unavailable
+from shared.transport import is_loopback
 
 log = structlog.get_logger()
 
@@ -65,7 +67,37 @@ def configuration(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=GRACE_SECONDS,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+        ssl_ca_certs=str(settings.tls_client_ca) if settings.tls_client_ca else None,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if settings.tls_client_ca else ssl.CERT_NONE,
     )
+
+
+class Exposed(RuntimeError):
+    """To listen as the settings say would show tokens and updates to whoever is on the way."""
+
+
+class BadCertificate(RuntimeError):
+    """The files of the settings make no TLS server."""
+
+
+def require_private(settings: Settings) -> None:
+    """Raises Exposed if other machines would be served in plain HTTP, and BadCertificate."""
+    if settings.tls_cert is None:
+        if not (settings.behind_proxy or is_loopback(settings.host)):
+            raise Exposed(
+                f"TESSERA_HOST={settings.host} serves other machines, and without TLS whoever is on the way reads "
+                "tokens and updates. Give TESSERA_TLS_CERT and TESSERA_TLS_KEY, or set TESSERA_BEHIND_PROXY=true if "
+                "a proxy does TLS and nobody else reaches this address."
+            )
+        return
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=settings.tls_client_ca)
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except OSError as fault:
+        named = ", ".join(str(file) for file in (settings.tls_cert, settings.tls_key, settings.tls_client_ca) if file)
+        raise BadCertificate(f"TLS cannot be served with {named}: {fault}") from fault
 
 
 def make_room(connections: int) -> None:

@@ -47,9 +47,10 @@ class Admission:
     Who shows a valid token is never refused for what others do behind the same proxy.
     """
 
-    def __init__(self, per_second: float, burst: int, failures_per_minute: int) -> None:
+    def __init__(self, per_second: float, burst: int, failures_per_minute: int, enrolments_per_minute: int) -> None:
         self._tokens = Rate(per_second, burst)
         self._failures = Rate(failures_per_minute / 60, failures_per_minute)
+        self._enrolments = Rate(enrolments_per_minute / 60, enrolments_per_minute)
 
     def asked(self, token_id: str) -> None:
         """Raises TooManyRequests."""
@@ -64,5 +65,13 @@ class Admission:
             raise TooManyRequests(
                 "too many requests without a valid token came from your address (setting failures_per_minute)",
                 remedy="Use a valid token; wait as long as Retry-After says before trying another.",
+                retry_after_seconds=wait,
+            )
+
+    def enrols(self, address: str) -> None:
+        """Raises TooManyRequests."""
+        if wait := self._enrolments.take(address):
+            raise TooManyRequests(
+                "too many workers asked from your address to be admitted (setting enrolments_per_minute)",
                 retry_after_seconds=wait,
             )

@@ -23,6 +23,7 @@ from coordinator.rates import Admission
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
+from coordinator.storage.identity import Principal
 from coordinator.storage.retention import Retention
 from coordinator.storage.room import Room
 from coordinator.storage.uploads import Quota, Uploads
@@ -51,6 +52,8 @@ class Services:
     conductor: Conductor
     bells: Bells
     attendance: Attendance
+    people: Callable[[str], Principal] | None
+    """Who holds a token of the OpenID provider, if there is one."""
     housekeeping: Housekeeping
     call: Callable[[], None]
     """Something happened: the conductor, in whatever process, is to look at once."""
@@ -100,7 +103,12 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         database=database,
         room=room,
         memory=Memory(settings.memory_limit_bytes),
-        admission=Admission(settings.requests_per_second, settings.request_burst, settings.failures_per_minute),
+        admission=Admission(
+            settings.requests_per_second,
+            settings.request_burst,
+            settings.failures_per_minute,
+            settings.enrolments_per_minute,
+        ),
         blobs=blobs,
         states=states,
         inspector=inspector,
@@ -111,6 +119,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         conductor=conductor,
         bells=bells,
         attendance=Attendance(database, presence, gate, news, bells, tick_seconds=settings.tick_seconds),
+        people=_people(settings) if duty != "conduct" else None,
         housekeeping=Housekeeping(_retention(settings, database, blobs, states, room), settings.housekeeping_seconds),
         call=_each(conductor.call if duty == "both" else bells.call, news.ring),
         wake=wake,
@@ -142,6 +151,14 @@ def _folders(database: Database, blobs: Blobs) -> list[Path]:
     url = database.url
     embedded = [Path(url.database).parent] if url.get_backend_name() == "sqlite" and url.database else []
     return [blobs.staging_dir, *embedded]
+
+
+def _people(settings: Settings) -> Callable[[str], Principal] | None:
+    if settings.oidc_issuer is None:
+        return None
+    # Its libraries take long to import, and most coordinators have no use for them.
+    found: Callable[[str], Principal] = importlib.import_module("coordinator.oidc").People(settings).principal
+    return found
 
 
 def _engine(settings: Settings) -> Settle:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from shared.transport import is_loopback
+
+PersonRole = Literal["admin", "orchestrator", "viewer"]
+"""What a person may be, the strongest first. Sites are admitted by tokens of their own."""
 
 
 class Settings(BaseSettings):
@@ -27,8 +33,27 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="the address to listen on")
     port: int = Field(default=8470, ge=1, le=65535, description="the port to listen on")
+    tls_cert: Path | None = Field(default=None, description="the certificate to serve TLS with, and its chain (PEM)")
+    tls_key: Path | None = Field(default=None, description="its key, if that is in a file of its own")
+    tls_client_ca: Path | None = Field(
+        default=None, description="CAs (PEM) of which every client must show a certificate"
+    )
+    behind_proxy: bool = Field(
+        default=False, description="whether a proxy does TLS, so that other machines may be served without"
+    )
     admin_token_file: Path | None = Field(
         default=None, description="where the first admin token is written, instead of being printed"
+    )
+    oidc_issuer: str | None = Field(
+        default=None, description="the OpenID provider whose tokens people may show, as it calls itself"
+    )
+    oidc_audience: str | None = Field(default=None, description="what those tokens must be for")
+    oidc_keys_url: str | None = Field(
+        default=None, description="where its keys are, if that is on another host than it says of itself"
+    )
+    oidc_role_claim: str = Field(default="roles", description="the claim that tells of roles; dots lead into it")
+    oidc_roles: dict[str, PersonRole] = Field(
+        default={}, description="what its values are here, as JSON; without one a person may do nothing"
     )
     lease_seconds: PositiveFloat = Field(
         default=60.0, le=86_400, description="how long a task is held without a heartbeat"
@@ -73,6 +98,15 @@ class Settings(BaseSettings):
         default=28_800.0, le=7 * 86_400, description="how long somebody stays signed in to the page"
     )
     max_listeners: PositiveInt = Field(default=256, description="the most that listen to events, of one process")
+    enrolments_per_minute: PositiveInt = Field(
+        default=10, description="how often workers from one address may ask to be admitted, of one process"
+    )
+    pending_enrolments: PositiveInt = Field(
+        default=100, description="the most workers that wait to be admitted; from one address a tenth of them"
+    )
+    rotation_grace_seconds: NonNegativeFloat = Field(
+        default=600.0, le=86_400, description="how long the secret before is admitted after a token was given another"
+    )
     site_bytes_per_day: PositiveInt | None = Field(
         default=None, description="the most bytes that a site may announce within 24 hours"
     )
@@ -111,3 +145,23 @@ class Settings(BaseSettings):
     housekeeping_seconds: PositiveFloat = Field(
         default=600.0, description="how often what is no longer kept is removed"
     )
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_key or self.tls_client_ca) and not self.tls_cert:
+            raise ValueError("tls_key and tls_client_ca are of no use without tls_cert")
+        return self
+
+    @model_validator(mode="after")
+    def _provider_is_whole(self) -> Self:
+        if self.oidc_issuer is None:
+            return self
+        if not (self.oidc_audience and self.oidc_roles):
+            raise ValueError("oidc_issuer needs oidc_audience, whom its tokens are for, and oidc_roles")
+        for url in filter(None, (self.oidc_issuer, self.oidc_keys_url)):
+            parts = urlsplit(url)
+            if parts.scheme != "https" and not (parts.scheme == "http" and is_loopback(parts.hostname or "")):
+                raise ValueError(
+                    f"{url} is no https:// URL: who changed its answers on the way could be anybody here"
+                )
+        return self

@@ -30,13 +30,16 @@ from shared.hashing import Hashing, Sink
 from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import Invalid, NotFound, OffsetMismatch, faults_of
 from shared.tensors import digest_of
-from shared.transport import Answer, NotUnderstood, Transport, Unreachable
+from shared.transport import Answer, Credential, NotUnderstood, Transport, Unreachable, tls_context
 from shared.wire import (
     MOST_WANTED,
     About,
+    Approval,
     AuditEntry,
     Claim,
     Difference,
+    Enrolment,
+    EnrolmentSpec,
     Evaluated,
     Failure,
     Heartbeat,
@@ -46,6 +49,8 @@ from shared.wire import (
     Measurement,
     Page,
     Preview,
+    Rotated,
+    Rotation,
     Round,
     Run,
     RunPatch,
@@ -88,14 +93,16 @@ Progress = Callable[[int], None]
 class Client:
     """A coordinator, as seen by one token."""
 
-    def __init__(self, url: str, token: str | None = None, **transport: Any) -> None:
+    def __init__(self, url: str, token: str | Credential | None = None, **transport: Any) -> None:
         self._transport = Transport(url, token, **transport)
         self._rates: deque[float] = deque(maxlen=RATES_KEPT)
 
     @classmethod
     def from_environment(cls) -> Self:
-        """The coordinator that TESSERA_URL and TESSERA_TOKEN name."""
-        return cls(os.environ.get("TESSERA_URL", DEFAULT_URL), os.environ.get("TESSERA_TOKEN"))
+        """The coordinator that TESSERA_URL and TESSERA_TOKEN name, trusted as TESSERA_CA_BUNDLE and others say."""
+        files = (os.environ.get(f"TESSERA_{name}") for name in ("CA_BUNDLE", "CLIENT_CERT", "CLIENT_KEY"))
+        verify = tls_context(*(Path(file) if file else None for file in files))
+        return cls(os.environ.get("TESSERA_URL", DEFAULT_URL), os.environ.get("TESSERA_TOKEN"), verify=verify)
 
     def close(self) -> None:
         self._transport.close()
@@ -332,6 +339,10 @@ class Client:
         answer = self._send("POST", "/v1/tasks/claim", claim, headers)
         return _read(Task, answer.content) if answer.status_code == httpx.codes.OK else None
 
+    def tasks(self) -> Iterator[TaskView]:
+        """The site's own tasks, oldest first."""
+        return self._pages("/v1/tasks", TaskView)
+
     def task(self, task_id: str) -> TaskView:
         return self._get(f"/v1/tasks/{task_id}", TaskView)
 
@@ -363,6 +374,13 @@ class Client:
     def sites(self) -> Iterator[Site]:
         return self._pages("/v1/sites", Site)
 
+    def suspend_site(self, site_id: str) -> Site:
+        """From now on the site's tokens are refused."""
+        return self._post(f"/v1/sites/{site_id}/suspend", None, Site)
+
+    def resume_site(self, site_id: str) -> Site:
+        return self._post(f"/v1/sites/{site_id}/resume", None, Site)
+
     def workers(self) -> Iterator[WorkerView]:
         return self._pages("/v1/workers", WorkerView)
 
@@ -374,6 +392,28 @@ class Client:
 
     def revoke_token(self, token_id: str) -> None:
         self._transport.request("DELETE", f"/v1/admin/tokens/{token_id}")
+
+    def ask_to_join(self, spec: EnrolmentSpec) -> Enrolment:
+        """Asks for a worker to be admitted. The same secret again is the same wish."""
+        return self._post("/v1/enrolments", spec, Enrolment)
+
+    def enrolment(self, enrolment_id: str) -> Enrolment:
+        """What became of it; for a client whose token is the secret that it was made for."""
+        return self._get(f"/v1/enrolments/{enrolment_id}", Enrolment)
+
+    def enrolments(self) -> Iterator[Enrolment]:
+        """Workers that wait to be admitted."""
+        return self._pages("/v1/enrolments", Enrolment)
+
+    def approve(self, enrolment_id: str, approval: Approval) -> Enrolment:
+        return self._post(f"/v1/enrolments/{enrolment_id}/approve", approval, Enrolment)
+
+    def decline(self, enrolment_id: str) -> Enrolment:
+        return self._post(f"/v1/enrolments/{enrolment_id}/decline", None, Enrolment)
+
+    def rotate(self, secret_hash: str) -> Rotated:
+        """Gives this client's token another secret, of which this is the hash."""
+        return self._post("/v1/tokens/rotate", Rotation(secret_hash=secret_hash), Rotated)
 
     def audit(self) -> Iterator[AuditEntry]:
         """Every change of state, oldest first; each entry carries the digest of the one before."""
@@ -390,10 +430,12 @@ class Client:
     def _get(self, path: str, kind: type[T]) -> T:
         return _read(kind, self._transport.request("GET", path).content)
 
-    def _post(self, path: str, body: BaseModel, kind: type[T], headers: dict[str, str] | None = None) -> T:
+    def _post(self, path: str, body: BaseModel | None, kind: type[T], headers: dict[str, str] | None = None) -> T:
         return _read(kind, self._send("POST", path, body, headers or {}).content)
 
-    def _send(self, method: str, path: str, body: BaseModel, headers: dict[str, str]) -> Answer:
+    def _send(self, method: str, path: str, body: BaseModel | None, headers: dict[str, str]) -> Answer:
+        if body is None:
+            return self._transport.request(method, path, headers=headers)
         headers = {"Content-Type": "application/json", **headers}
         return self._transport.request(method, path, content=body.model_dump_json(), headers=headers)
 

@@ -6,9 +6,11 @@ import math
 import random
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -16,9 +18,11 @@ from pydantic import ValidationError
 
 from shared.problems import (
     MEDIA_TYPE,
+    Invalid,
     Problem,
     ProblemDocument,
     ServerFault,
+    Unauthenticated,
     Unavailable,
     kind_of_status,
     problem_from,
@@ -37,6 +41,11 @@ WHOLE_ANSWER = 10
 """How many times as long an answer that is held whole may take to its end, though it goes on all the while."""
 
 
+SHOW_CERTIFICATE = (
+    "client_cert and client_key in a worker's settings, TESSERA_CLIENT_CERT and TESSERA_CLIENT_KEY for commands."
+)
+
+
 class Unreachable(Unavailable):
     """No answer came: nothing listens there, or the connection broke each time it was tried."""
 
@@ -53,6 +62,38 @@ class NotUnderstood(ServerFault):
     retryable = False
 
 
+class Untrusted(Unreachable):
+    """One side could not show the other who it is. To try again would not help."""
+
+    code = "untrusted"
+    title = "TLS does not come about"
+    remedy = (
+        "Check the name in the URL, and give the CA that issued the coordinator's certificate: ca_bundle in a "
+        "worker's settings, TESSERA_CA_BUNDLE for commands."
+    )
+    retryable = False
+
+
+class Credential(httpx.Auth):
+    """A token that may be given another secret while it is in use: `reread` says what it is now.
+
+    Several transports may share one, from several threads.
+    """
+
+    def __init__(self, secret: str, reread: Callable[[], str | None] = lambda: None) -> None:
+        self.secret = secret
+        self._reread = reread
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        request.headers["Authorization"] = f"Bearer {self.secret}"
+        yield request
+
+    def renewed(self, refused: str) -> bool:
+        """Whether there is another secret than the one that was refused."""
+        self.secret = self._reread() or self.secret
+        return self.secret != refused
+
+
 class Transport:
     """An httpx client that repeats what failed for a passing reason, until nothing moved for `patience_seconds`.
 
@@ -63,7 +104,7 @@ class Transport:
     def __init__(
         self,
         url: str,
-        token: str | None,
+        token: str | Credential | None,
         *,
         patience_seconds: float = 60.0,
         sleep: Callable[[float], None] = time.sleep,
@@ -72,9 +113,12 @@ class Transport:
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         # Not compressed, so that no answer can grow in this process beyond what was sent.
-        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        headers = {"Accept-Encoding": "identity"}
         timeout = httpx.Timeout(answer_seconds, connect=min(10.0, answer_seconds))
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=verify)
+        self._credential = token if isinstance(token, Credential) else Credential(token) if token else None
+        self._http = httpx.Client(
+            base_url=url, headers=headers, timeout=timeout, verify=verify, auth=self._credential
+        )
         self._patience_seconds = patience_seconds
         self._sleep = sleep
         self._whole_seconds = WHOLE_ANSWER * answer_seconds
@@ -126,14 +170,20 @@ class Transport:
         """Runs `attempt` until it ends in anything but a retryable problem, or patience runs out.
 
         Patience begins with the first failure, and anew with each after which `moved` (bytes that got through) has
-        grown: a transfer may take as long as it likes while it gets on.
+        grown: a transfer may take as long as it likes while it gets on. A token that is refused is read anew, once.
         """
         give_up_at, before = math.inf, -1
         pause = 0.1
+        renewed = False
         while True:
+            shown = self._credential.secret if self._credential else ""
             try:
                 return attempt()
             except Problem as problem:
+                if isinstance(problem, Unauthenticated) and not renewed and self._credential:
+                    renewed = self._credential.renewed(shown)
+                    if renewed:
+                        continue
                 if (there := moved()) > before:
                     give_up_at, before, pause = time.monotonic() + self._patience_seconds, there, 0.1
                 asked = problem.retry_after_seconds
@@ -168,9 +218,70 @@ def reaching() -> Iterator[None]:
     try:
         yield
     except httpx.RequestError as fault:
+        if tls := _tls_fault(fault):
+            raise _untrusted(tls) from fault
+        if isinstance(fault, httpx.RemoteProtocolError) and fault.request.url.scheme == "https":
+            # Which may be a restart, or how a server with TLS 1.3 turns away who shows no certificate.
+            raise Unreachable(
+                f"the coordinator hung up without an answer: {fault}",
+                remedy=f"Check that it runs. Should it want to be shown a certificate: {SHOW_CERTIFICATE}",
+            ) from fault
         raise Unreachable(f"no answer from the coordinator: {type(fault).__name__}: {fault}") from fault
     except httpx.InvalidURL as fault:
         raise Unreachable(f"the coordinator's URL cannot be read: {fault}") from fault
+
+
+def _tls_fault(fault: BaseException) -> ssl.SSLError | None:
+    """What TLS itself complained of, behind httpx's own words."""
+    cause: BaseException | None = fault
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
+def _untrusted(fault: ssl.SSLError) -> Unreachable:
+    reason = (fault.reason or str(fault)).replace("_", " ").lower()
+    if isinstance(fault, ssl.SSLCertVerificationError):
+        return Untrusted(f"the certificate that is shown there is not trusted: {fault.verify_message}")
+    if "certificate required" in reason or "alert" in reason:
+        return Untrusted(
+            f"the coordinator does not take this client's certificate, or wants one: {reason}",
+            remedy=f"Give a certificate of a CA that the coordinator takes: {SHOW_CERTIFICATE}",
+        )
+    if "wrong version number" in reason:
+        return Untrusted("what listens there speaks no TLS", remedy="Check the port; http:// is for loopback alone.")
+    return Unreachable(f"TLS broke off: {reason}")
+
+
+def tls_context(
+    ca_bundle: Path | None = None, client_cert: Path | None = None, client_key: Path | None = None
+) -> ssl.SSLContext:
+    """Whom to trust, and what to be trusted by. A bundle of CAs takes the place of those that are trusted otherwise.
+
+    Raises Invalid naming the file that cannot be used.
+    """
+    remedy = "Give PEM files that this user may read."
+    try:
+        context = ssl.create_default_context(cafile=ca_bundle) if ca_bundle else httpx.create_ssl_context()
+    except OSError as fault:
+        raise Invalid(f"ca_bundle: {ca_bundle} cannot be used: {fault}", remedy=remedy) from fault
+    if client_key and not client_cert:
+        raise Invalid("client_key: there is no client_cert that it belongs to", remedy=remedy)
+    if client_cert:
+        try:
+            context.load_cert_chain(client_cert, client_key)
+        except OSError as fault:
+            named = f"{client_cert} and {client_key}" if client_key else f"{client_cert}"
+            raise Invalid(f"client_cert: {named} cannot be used: {fault}", remedy=remedy) from fault
+    return context
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what is sent there stays on this machine."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def problem_of(response: Answer) -> Problem:

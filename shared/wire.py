@@ -90,7 +90,14 @@ TaskKind = Literal["train", "evaluate"]
 RunState = Literal["running", "paused", "completed", "failed", "cancelled"]
 RoundState = Literal["open", "merging", "committed", "abandoned"]
 TaskState = Literal["offered", "leased", "accepted", "rejected", "lapsed", "failed", "cancelled"]
-TokenRole = Literal["admin", "orchestrator", "viewer", "site"]
+TokenRole = Literal["admin", "orchestrator", "viewer", "site", "enrolment"]
+EnrolmentState = Literal["pending", "approved", "declined", "expired"]
+
+SecretHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""The SHA-256 of a whole token: all that a coordinator keeps of one."""
+
+Told = Annotated[str, Field(pattern=r"^[ -~]*$", max_length=64)]
+"""What a worker says of itself, for people to read."""
 
 
 class Message(BaseModel):
@@ -199,7 +206,9 @@ class Cohort(Frozen):
     deadline_seconds: float = Field(default=3600, gt=0, le=30 * 86400)
     tries: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")
     task_tries: PositiveInt = Field(default=3, le=100, description="leases of a task before it counts as lapsed")
-    sites: tuple[Label, ...] | None = Field(default=None, description="sites that may take part; all if left out")
+    sites: tuple[Label, ...] | None = Field(
+        default=None, description="sites that may take part, be it to train or to evaluate; all if left out"
+    )
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
@@ -588,6 +597,7 @@ class Site(Message):
     id: str
     name: str
     created_at: datetime
+    suspended_at: datetime | None = None
 
 
 class WorkerView(Message):
@@ -605,13 +615,16 @@ class WorkerView(Message):
 class TokenSpec(Frozen):
     name: Label
     role: TokenRole
-    site: Label | None = Field(default=None, description="for role site: whose workers it admits")
+    site: Label | None = Field(default=None, description="for roles site and enrolment: whose workers it admits")
     expires_in_days: PositiveInt | None = Field(default=None, le=3650)
+    uses: PositiveInt | None = Field(default=None, le=10_000, description="for role enrolment: how many workers")
 
     @model_validator(mode="after")
     def _site_only_for_sites(self) -> Self:
-        if (self.role == "site") != (self.site is not None):
-            raise ValueError("a token of role 'site' names its site, and no other role does")
+        if (self.role in ("site", "enrolment")) != (self.site is not None):
+            raise ValueError("a token of role 'site' or 'enrolment' names its site, and no other role does")
+        if (self.role == "enrolment") != (self.uses is not None):
+            raise ValueError("a token of role 'enrolment' says how many workers it admits, and no other role does")
         return self
 
 
@@ -625,12 +638,61 @@ class Token(Message):
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
+    uses_left: int | None = None
 
 
 class IssuedToken(Token):
     """A token with its secret, which is shown this once."""
 
     secret: str
+
+
+class Rotation(Message):
+    """Another secret for the token that is shown, by its hash."""
+
+    secret_hash: SecretHash
+
+
+class Rotated(Message):
+    """For how long the secret before is admitted too."""
+
+    grace_seconds: float
+
+
+class EnrolmentSpec(Message):
+    """A worker that asks to be admitted. Its secret stays with it; this is the hash that its token is to have."""
+
+    site: Label | None = Field(
+        default=None, description="the site that it says it is of; an enrolment token's, if shown"
+    )
+    worker: Label
+    device: Told = ""
+    version: Told = ""
+    secret_hash: SecretHash
+
+
+class Enrolment(Message):
+    """What became of a worker's wish to be admitted. An administrator admits it by its `code`."""
+
+    id: Identifier
+    code: Annotated[str, Field(pattern=r"^[A-Z]{4}-[A-Z]{4}$")]
+    state: EnrolmentState
+    site: Label
+    worker: Label
+    device: Told = ""
+    version: Told = ""
+    address: str = ""
+    created_at: datetime
+    expires_in_seconds: Annotated[float, Field(ge=0, le=86_400)]
+    poll_seconds: Annotated[float, Field(ge=0.5, le=60)] = 2.0
+
+
+class Approval(Frozen):
+    """An administrator's yes. The code shows that it is the worker's that was meant, and not another's."""
+
+    code: str = Field(max_length=16)
+    site: Label = Field(description="the site that its worker is to be of, as it says or otherwise")
+    create_site: bool = Field(default=False, description="whether to make the site if there is none")
 
 
 class AuditEntry(Message):

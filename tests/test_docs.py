@@ -108,6 +108,17 @@ def test_every_test_that_the_threat_model_names_is_there() -> None:
     assert [row for row in rows if "tests/" not in row and "the same" not in row and "trusted" not in row][8:] == []
 
 
+def test_every_test_that_the_ten_risks_name_is_there() -> None:
+    document = text("docs/security.md")
+    rows = re.findall(r"^\| (API\d+) .*", document, re.MULTILINE)
+    assert rows == [f"API{number}" for number in range(1, 11)]
+    for row in document.splitlines():
+        if row.startswith("| API"):
+            named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+            assert named, row
+            assert [f"{file}::{test}" for file, test in named if f"def {test}(" not in text(file)] == []
+
+
 def test_every_decision_is_in_the_index() -> None:
     index = text("docs/decisions/README.md")
     assert [p.name for p in sorted((DOCS / "decisions").glob("0*.md")) if p.name not in index] == []

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-import httpx
 import structlog
 import torch
 from pydantic import JsonValue
@@ -47,7 +46,7 @@ from worker.policy import PolicyViolation
 from worker.probabilities import UnknownAttention
 from worker.renewal import Renewal, Stop, Stopped
 from worker.report import Report
-from worker.settings import Settings, allowances_of, token_of
+from worker.settings import Settings, allowances_of, credential_of, tls_of
 from worker.trainer import TrainingDiverged
 from worker.workbench import TaskFailure, Workbench
 
@@ -100,12 +99,12 @@ class Agent:
     """
 
     def __init__(self, settings: Settings, stop: Stop) -> None:
-        token = token_of(settings)
+        token = credential_of(settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._stop = stop
         # One for all clients: to read the certificates takes longer than a small round.
-        verify = httpx.create_ssl_context()
+        verify = tls_of(settings)
         bounded = partial(Client, settings.url, token, verify=verify, max_answer_bytes=MAX_ANSWER_BYTES)
         self._client = bounded(sleep=stop.sleep)
         # For claims and heartbeats, which other threads make and may be left behind in: each has a client of its own,

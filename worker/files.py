@@ -28,13 +28,22 @@ def written_whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
         replace(temporary, path, durable=durable)
 
 
+def write_secret(path: Path, secret: str) -> None:
+    """A file that only its owner may read from its first moment on, in place of any that has the name."""
+    with temporary_file(path.parent, 0o600) as (temporary, file):
+        file.write(f"{secret}\n".encode("ascii"))
+        file.flush()
+        os.fsync(file.fileno())
+        replace(temporary, path)
+
+
 @contextmanager
-def temporary_file(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
+def temporary_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
     """A new file to write and read, under a name of its own, which is removed if it still has it at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / (uuid4().hex + TEMPORARY)
     try:
-        with path.open("x+b") as file:
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode), "w+b") as file:
             yield path, file
     finally:
         path.unlink(missing_ok=True)

@@ -15,9 +15,10 @@ never_send = ["*embeddings*"]
 
 from __future__ import annotations
 
+import ssl
 import tomllib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
@@ -26,6 +27,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SecretStr, Valid
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as SourceError
 
+from shared.problems import Invalid
+from shared.transport import Credential, tls_context
 from shared.wire import Label, Resources, TaskKind
 from worker.airlock import AIRLOCK_FOLDER, Airlock
 from worker.audit import AUDIT_FOLDER, Audit
@@ -106,6 +109,11 @@ class Settings(DataSettings):
     url: Annotated[str, Field(pattern=r"^https?://")]
     token: SecretStr | None = Field(default=None, description="stronger than token_file")
     token_file: Path | None = None
+    ca_bundle: Path | None = Field(
+        default=None, description="the CAs to trust (PEM), in place of those that are trusted otherwise"
+    )
+    client_cert: Path | None = Field(default=None, description="a certificate to show to the coordinator (PEM)")
+    client_key: Path | None = Field(default=None, description="its key, if that is in a file of its own")
     name: Label = Field(description="what this worker is called; its own among the site's workers")
     state_dir: Path = Field(description="where cache and vault are; this worker's alone")
     device: DeviceName = "auto"
@@ -185,6 +193,29 @@ def token_of(settings: Settings) -> str:
     if not (token.isascii() and token.isprintable()):
         raise SettingsError(f"{where} has characters that no token has")
     return token
+
+
+def credential_of(settings: Settings) -> Credential:
+    """The token, which is read anew should it be refused: `tessera worker rotate` may have put another in its place.
+
+    Raises SettingsError.
+    """
+
+    def reread() -> str | None:
+        # What cannot be read now was there at the start; the refusal says more.
+        with suppress(SettingsError):
+            return token_of(settings)
+        return None
+
+    return Credential(token_of(settings), reread)
+
+
+def tls_of(settings: Settings) -> ssl.SSLContext:
+    """Whom this worker trusts, and what it is trusted by. Raises SettingsError."""
+    try:
+        return tls_context(settings.ca_bundle, settings.client_cert, settings.client_key)
+    except Invalid as refusal:
+        raise SettingsError(refusal.detail) from refusal
 
 
 def datasets_of(settings: Settings) -> dict[str, Dataset]:

@@ -13,7 +13,9 @@ from coordinator.storage.identity import Principal, authenticate
 from shared.problems import Forbidden, Unauthenticated
 from shared.wire import TokenRole
 
-_bearer = HTTPBearer(auto_error=False, description="A token that an administrator issued.")
+bearer = HTTPBearer(
+    auto_error=False, description="A token that an administrator issued, or one of the OpenID provider's."
+)
 
 
 # Asynchronous because it waits for nothing: FastAPI takes any other dependency to a thread, at every request.
@@ -26,23 +28,36 @@ Serving = Annotated[Services, Depends(services)]
 
 
 def principal(
-    request: Request, serving: Serving, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+    request: Request, serving: Serving, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 ) -> Principal:
     """The caller. Raises Unauthenticated and TooManyRequests."""
     try:
-        caller = _holder(serving, credentials)
+        caller = holder(serving, credentials)
     except Unauthenticated:
-        serving.admission.failed(request.client.host if request.client else "")
+        serving.admission.failed(address_of(request))
         raise
     serving.admission.asked(caller.token_id)
     return caller
 
 
-def _holder(serving: Services, credentials: HTTPAuthorizationCredentials | None) -> Principal:
+def address_of(request: Request) -> str:
+    """The peer's."""
+    return request.client.host if request.client else ""
+
+
+def holder(serving: Services, credentials: HTTPAuthorizationCredentials | None) -> Principal:
+    """Who shows this. Raises Unauthenticated, and Forbidden if its site is suspended."""
     if credentials is None:
         raise Unauthenticated("the request carries no bearer token", headers={"WWW-Authenticate": "Bearer"})
+    if serving.people and is_signed(credentials.credentials):
+        return serving.people(credentials.credentials)
     with serving.database.snapshot() as session:
         return authenticate(session, serving.database.now(), credentials.credentials)
+
+
+def is_signed(token: str) -> bool:
+    """Whether a bearer token is of the form that OpenID providers issue, and not one of our own."""
+    return token.count(".") == 2 and not token.startswith("tessera_")
 
 
 def allow(*roles: TokenRole) -> Callable[[Principal], Awaitable[Principal]]:
@@ -60,7 +75,8 @@ Viewer = Annotated[Principal, Depends(allow("viewer", "orchestrator", "admin"))]
 Orchestrator = Annotated[Principal, Depends(allow("orchestrator", "admin"))]
 Admin = Annotated[Principal, Depends(allow("admin"))]
 SiteCaller = Annotated[Principal, Depends(allow("site"))]
-Anyone = Annotated[Principal, Depends(principal)]
+Anyone = Annotated[Principal, Depends(allow("site", "viewer", "orchestrator", "admin"))]
+"""Whoever is admitted: an enrolment token's holder is not yet."""
 
 Key = Annotated[
     str | None,

@@ -50,9 +50,11 @@ def list_tokens(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Cur
 
 @router.delete("/v1/admin/tokens/{token_id}", status_code=204, operation_id="revokeToken")
 def revoke_token(token_id: str, serving: Serving, caller: Admin) -> None:
-    """Ends a token at once."""
+    """Ends a token at once, and the claims that wait with it."""
     with serving.database.transaction() as session:
-        identity.revoke_token(session, serving.database.now(), caller.actor, token_id)
+        row = identity.revoke_token(session, serving.database.now(), caller.actor, token_id)
+        waiting = identity.workers_of(session, row.site_id)
+    serving.wake(waiting)
 
 
 @router.get("/v1/admin/audit", operation_id="listAudit")

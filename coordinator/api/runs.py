@@ -8,6 +8,7 @@ from fastapi import APIRouter, Header, Query, Response
 from fastapi import Path as PathParam
 from fastapi.responses import StreamingResponse
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from coordinator.api.access import Anyone, Cursor, Key, Limit, Orchestrator, Serving, Viewer
 from coordinator.api.reading import BoundedRoute
@@ -16,8 +17,8 @@ from coordinator.preview import preview
 from coordinator.services import Services
 from coordinator.storage import audit, rounds, views
 from coordinator.storage.idempotency import once
-from coordinator.storage.identity import Principal, new_id
-from coordinator.storage.reach import within_reach
+from coordinator.storage.identity import Principal, find_site, new_id
+from coordinator.storage.reach import run_within_reach, runs_of, within_reach
 from coordinator.storage.snapshots import live_workers
 from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run
@@ -28,6 +29,7 @@ from shared.planning import begun, check_method, dataset_of, warnings_of
 from shared.problems import (
     Conflict,
     Fault,
+    Forbidden,
     Gone,
     Invalid,
     NotFound,
@@ -83,6 +85,7 @@ def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: 
                 created_at=now,
                 resumed_at=now,
                 updated_at=now,
+                owner=caller.owner,
             )
             session.add(run)
             session.flush()
@@ -137,18 +140,30 @@ def preview_run(spec: RunSpec, serving: Serving, caller: Orchestrator) -> Previe
 
 
 @router.get("", operation_id="listRuns")
-def list_runs(serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None) -> Page[Run]:
+def list_runs(serving: Serving, caller: Anyone, limit: Limit = 100, cursor: Cursor = None) -> Page[Run]:
+    """All runs; for a site, those that it takes part in."""
     with serving.database.snapshot() as session:
+        query = select(RunRow)
+        if caller.site_id is not None:
+            query = query.where(RunRow.id.in_(runs_of(caller.site_id)))
         keys = (RunRow.created_at, RunRow.id)
-        return views.page(session, select(RunRow), keys, lambda row: views.run_view(session, row[0]), limit, cursor)
+        return views.page(session, query, keys, lambda row: _shown(session, caller, row[0]), limit, cursor)
 
 
 @router.get("/{run_id}", operation_id="getRun")
-def get_run(run_id: str, serving: Serving, caller: Viewer, response: Response) -> Run:
+def get_run(run_id: str, serving: Serving, caller: Anyone, response: Response) -> Run:
+    """A run; a site is told of those that it takes part in, and of no other site in them."""
     with serving.database.snapshot() as session:
-        run = views.run_view(session, views.find_run(session, run_id))
+        run = _shown(session, caller, run_within_reach(session, caller, run_id))
     response.headers["ETag"] = _etag(run.revision)
     return run
+
+
+def _shown(session: Session, caller: Principal, row: RunRow) -> Run:
+    run = views.run_view(session, row)
+    if caller.site_id is None:
+        return run
+    return views.for_site(run, find_site(session, caller.site_id).name)
 
 
 @router.patch("/{run_id}", operation_id="patchRun")
@@ -160,12 +175,19 @@ def patch_run(
     response: Response,
     if_match: Annotated[str | None, Header(alias="If-Match")] = None,
 ) -> Run:
-    """Pauses, resumes or cancels. A pause lets the round in progress end; a cancellation ends it at once."""
+    """Pauses, resumes or cancels. A pause lets the round in progress end; a cancellation ends it at once.
+
+    An orchestrator does so to the runs that it created, an administrator to all.
+    """
     event = {"paused": "pause", "running": "resume", "cancelled": "cancel"}[patch.state]
     if if_match is None:
         raise PreconditionRequired("the request carries no If-Match header")
     with serving.database.transaction() as session:
         row = views.find_run(session, run_id)
+        if caller.role != "admin" and row.owner != caller.owner:
+            raise Forbidden(
+                f"run {run_id} was created by another", remedy="Ask whoever created it, or an administrator."
+            )
         if row.state == patch.state:
             # So it is already: a repeat whose first answer was lost, or a wish that somebody else had too.
             response.headers["ETag"] = _etag(row.revision)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from sqlalchemy import select
 
-from coordinator.api.access import Admin, Cursor, Key, Limit, Serving, Viewer
+from coordinator.api.access import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
 from coordinator.api.reading import BoundedRoute
 from coordinator.storage import identity, views
 from coordinator.storage.idempotency import once
@@ -32,12 +32,32 @@ def list_sites(serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cur
         return views.page(session, select(SiteRow), (SiteRow.name,), lambda r: views.site_view(r[0]), limit, cursor)
 
 
+@router.post("/sites/{site_id}/suspend", operation_id="suspendSite")
+def suspend_site(site_id: str, serving: Serving, caller: Admin) -> Site:
+    """Refuses all of a site's tokens from now on, and chooses none of its workers, until it is resumed."""
+    with serving.database.transaction() as session:
+        row = identity.suspend_site(session, serving.database.now(), caller.actor, site_id)
+        waiting = identity.workers_of(session, site_id)
+        site = views.site_view(row)
+    serving.wake(waiting)
+    return site
+
+
+@router.post("/sites/{site_id}/resume", operation_id="resumeSite")
+def resume_site(site_id: str, serving: Serving, caller: Admin) -> Site:
+    """Admits a suspended site's tokens again."""
+    with serving.database.transaction() as session:
+        return views.site_view(identity.resume_site(session, serving.database.now(), caller.actor, site_id))
+
+
 @router.get("/workers", operation_id="listWorkers")
-def list_workers(serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None) -> Page[WorkerView]:
-    """Every worker ever enrolled; `live` says whether it was heard of lately."""
+def list_workers(serving: Serving, caller: Anyone, limit: Limit = 100, cursor: Cursor = None) -> Page[WorkerView]:
+    """Every worker ever heard of, for a site its own; `live` says whether it was heard of lately."""
     since = serving.database.now() - serving.settings.live_seconds
     with serving.database.snapshot() as session:
         query = select(WorkerRow, SiteRow.name).join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        if caller.site_id is not None:
+            query = query.where(WorkerRow.site_id == caller.site_id)
         return views.page(
             session, query, (WorkerRow.id,), lambda r: views.worker_view(r[0], r[1], since), limit, cursor
         )

@@ -8,23 +8,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from sqlalchemy import select
+from sqlalchemy.orm import Session
 
-from coordinator.api.access import Anyone, Serving, SiteCaller
+from coordinator.api.access import Anyone, Cursor, Limit, Serving, SiteCaller
 from coordinator.api.blobs import uploads
 from coordinator.api.reading import BoundedRoute
 from coordinator.metrics import UPDATES_TOTAL
 from coordinator.services import Services
 from coordinator.storage import identity, tasks, views
 from coordinator.storage.identity import Principal
+from coordinator.storage.tables import TaskRow, WorkerRow
 from coordinator.storage.tasks import Held
 from coordinator.storage.uploads import hand_in, owned
 from shared.anomaly import PREFIX
 from shared.layers import layers_of
 from shared.planning import check_report
 from shared.problems import Conflict, Fault, Invalid, InvalidUpdate, Problem, StaleVersion, Withheld, WorkerFailed
-from shared.wire import GIVEN_BACK, PROTOCOL, Claim, Evaluated, Failure, Heartbeat, Lease, Submission, Task, TaskView
+from shared.wire import (
+    GIVEN_BACK,
+    PROTOCOL,
+    Claim,
+    Evaluated,
+    Failure,
+    Heartbeat,
+    Lease,
+    Page,
+    Submission,
+    Task,
+    TaskView,
+)
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"], route_class=BoundedRoute)
 
@@ -59,7 +74,14 @@ async def claim(
                 pass
             if serving.gate.closed or not bell.is_set():
                 break
+            # The bell rings for those too whose token was revoked while they waited.
+            await run_in_threadpool(_require_admitted, serving, caller)
     return Response(status_code=204)
+
+
+def _require_admitted(serving: Services, caller: Principal) -> None:
+    with serving.database.snapshot() as session:
+        identity.require_admitted(session, serving.database.now(), caller)
 
 
 @contextmanager
@@ -123,13 +145,35 @@ def _lease(serving: Services, caller: Principal, worker_id: str, instance: str) 
         return tasks.task_message(session, entry, seconds, serving.settings.submission_bytes)
 
 
+@router.get("", operation_id="listTasks")
+def list_tasks(
+    serving: Serving,
+    caller: SiteCaller,
+    run: Annotated[str | None, Query(max_length=64, description="only of this run")] = None,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+) -> Page[TaskView]:
+    """The calling site's own tasks, oldest first."""
+    with serving.database.snapshot() as session:
+        query = select(TaskRow).join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        query = query.where(WorkerRow.site_id == caller.site_id)
+        if run is not None:
+            query = query.where(TaskRow.run_id == run)
+        keys = (TaskRow.created_at, TaskRow.id)
+        return views.page(session, query, keys, lambda r: _shown(session, caller, r[0].id), limit, cursor)
+
+
 @router.get("/{task_id}", operation_id="getTask")
 def get_task(task_id: str, serving: Serving, caller: Anyone) -> TaskView:
     """A task; a site sees its own only."""
     with serving.database.snapshot() as session:
-        entry = tasks.held(session, task_id, caller.site_id)
-        name = views.worker_name(session, entry.task.worker_id)
-        view = views.task_view(entry.task, name, entry.round.number if entry.round else entry.task.version_number)
+        return _shown(session, caller, task_id)
+
+
+def _shown(session: Session, caller: Principal, task_id: str) -> TaskView:
+    entry = tasks.held(session, task_id, caller.site_id)
+    name = views.worker_name(session, entry.task.worker_id)
+    view = views.task_view(entry.task, name, entry.round.number if entry.round else entry.task.version_number)
     # How to stay below notice is nothing to tell a site, and what it was told once stays the same.
     return view if caller.site_id is None else view.model_copy(update={"numbers": without_scores(view.numbers)})
 

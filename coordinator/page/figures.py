@@ -18,7 +18,7 @@ from coordinator.storage.tables import AuditRow, RoundRow, RunRow, SiteRow, Task
 from shared.planning import dataset_of
 from shared.wire import Measurement, Round, Run, RunSpec, TaskView
 
-MOST_POINTS = 100
+MOST_POINTS = 60
 """Of a chart along versions: of longer runs every n-th version is shown."""
 MOST_BARS = 60
 PAST_ROUNDS = 5

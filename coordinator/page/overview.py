@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from coordinator.api.access import Serving
 from coordinator.memory import WATERMARK
-from coordinator.page.approving import withheld
+from coordinator.page.approving import pending_count, withheld
 from coordinator.page.figures import Moved, forecast, latest_scores, moved_by_run, together
 from coordinator.page.guarding import PREFIX
 from coordinator.page.rendering import plural, render, size
@@ -160,6 +160,13 @@ def _concerns(session: Session, serving: Services, now: float) -> Iterator[Conce
         latest = session.get_one(VersionRow, (run.id, run.version_number))
         for warning in latest.warnings:
             yield Concern(f"{run.name} warns", warning, link=f"{PREFIX}/runs/{run.id}")
+    if waiting := pending_count(session, now):
+        yield Concern(
+            f"{plural(waiting, 'worker')} {'asks' if waiting == 1 else 'ask'} to be admitted",
+            "Each shows a code to its people.",
+            "An administrator compares the codes, and admits or declines.",
+            f"{PREFIX}/approvals",
+        )
     for one in withheld(session, live):
         detail = f"{plural(len(one.workers) + one.more, 'worker')} will not take part before their sites agree."
         yield Concern(

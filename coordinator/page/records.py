@@ -118,7 +118,7 @@ def _blocks(session: Session, sites: Sequence[SiteRow], since: float) -> list[Si
     return [
         SiteBlock(
             views.site_view(row),
-            getattr(row, "suspended_at", None) is not None,
+            row.suspended_at is not None,
             lines[row.id],
             max((e for line in lines[row.id] if (e := line.scores.get("epsilon")) is not None), default=None),
         )

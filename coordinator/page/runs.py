@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as PathParam
@@ -19,6 +19,7 @@ from coordinator.page.charts import Series, Stretch
 from coordinator.page.figures import (
     MOST_BARS,
     Moved,
+    RoundSum,
     forecast,
     layers_by_site,
     measured,
@@ -33,14 +34,14 @@ from coordinator.page.figures import (
 )
 from coordinator.page.guarding import PREFIX
 from coordinator.page.rendering import NOTHING, number, percent, plural, render, size
-from coordinator.page.visitors import PageRoute, Signed
+from coordinator.page.visitors import PageRoute, Signed, Visitor
 from coordinator.services import Services
 from coordinator.storage import views
 from coordinator.storage.snapshots import eligible, invitation, live_workers
 from coordinator.storage.tables import RoundRow, RunRow, VersionRow
 from shared.anomaly import DISTANCE, NORM
 from shared.cli.rounds import scores_by_version
-from shared.fairness import PERSONAL, spreads
+from shared.fairness import BETTER_LOW, PERSONAL, spreads
 from shared.methods.fedfrozen import PERSISTENCE, SIGNAL, TO_WIN
 from shared.problems import NotFound
 from shared.wire import Measurement, Round, Run, RunSpec, RunState, TaskView
@@ -53,6 +54,9 @@ MOST_LINES = 8
 HEADLINE = ("accuracy", "macro_f1", "loss")
 ODD = 2.0
 """Times the round's median from which on a score is pointed to."""
+
+Scores = Mapping[int, Mapping[str, float]]
+"""What was measured of versions, by name."""
 
 Before = Annotated[str | None, Query(max_length=64)]
 RoundNumber = Annotated[int, PathParam(ge=1, lt=1 << 31)]
@@ -109,8 +113,9 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
         run = views.run_view(session, views.find_run(session, run_id))
         open_round = _open_round(session, run)
         measurements = measured(session, run)
-        scores, at_sites = scores_by_version(measurements), spreads(measurements)
+        scores = scores_by_version(measurements)
         latest = max(scores, default=None)
+        at_sites = spreads(one for one in measurements if one.version == latest)
         shown = scores.get(latest, {}) if latest is not None else {}
         sums = round_sums(session, run_id, MOST_BARS)
         moved = moved_by_run(session).get(run_id, Moved())
@@ -121,7 +126,7 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
             who,
             now=views.instant(now),
             run=run,
-            steerable=who.steers and run.state in ("running", "paused"),
+            steerable=_steers(session, who, run),
             warnings=session.get_one(VersionRow, (run_id, run.version.number)).warnings,
             headline=[(name, shown[name]) for name in HEADLINE if name in shown],
             spreads=at_sites.get(latest, {}) if latest is not None else {},
@@ -131,7 +136,7 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
             round=open_round,
             end=end,
             waiting_for=_waiting_for(session, serving, now, run),
-            charts=[chart for chart in _charts(session, run, measurements, sums) if chart.picture],
+            charts=[chart for chart in _charts(session, run, measurements, scores, sums) if chart.picture],
             rounds=sums[:SHOWN_ROUNDS],
             facts=facts_of(run.spec, run.model_bytes),
         )
@@ -189,6 +194,12 @@ def show_round(
             picture=_timeline(session, now, view),
             rows=[{"task": task, "odd": _oddity(task), "layers": _layers_told(task)} for task in view.tasks],
         )
+
+
+def _steers(session: Session, who: Visitor, run: Run) -> bool:
+    """Whether somebody may pause, resume and cancel the run: their own, or as an administrator."""
+    own = who.administers or session.get_one(RunRow, run.id).owner == who.principal.owner
+    return who.steers and own and run.state in ("running", "paused")
 
 
 # ---------------------------------------------------------------- a run's figures
@@ -252,11 +263,13 @@ def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
     return told
 
 
-def _charts(session: Session, run: Run, measurements: Sequence[Measurement], sums: Sequence[Any]) -> list[Chart]:
+def _charts(
+    session: Session, run: Run, measurements: Sequence[Measurement], scores: Scores, sums: Sequence[RoundSum]
+) -> list[Chart]:
     bands = stage_bands(session, run.id)
     step = thinned(run.version.number)
     every = f"Every {step} versions." if step > 1 else ""
-    made = [_metric(measurements, name, bands, every) for name in ("accuracy", "loss")]
+    made = [_metric(measurements, scores, name, bands, every) for name in ("accuracy", "loss")]
     made.append(_bytes_by_round(run, sums))
     made.append(_heat(session, run))
     for prefix, title in (("warmup.", "Warm-up signals"), ("entropy.", "Attention entropy by layer")):
@@ -271,21 +284,30 @@ def _charts(session: Session, run: Run, measurements: Sequence[Measurement], sum
     return made
 
 
-def _metric(measurements: Sequence[Measurement], name: str, bands: Sequence[charts.Band], note: str) -> Chart:
+def _metric(
+    measurements: Sequence[Measurement], scores: Scores, name: str, bands: Sequence[charts.Band], note: str
+) -> Chart:
     """A number of the global model, of sites' own models, and of the global one at each site."""
-    together = {v: scores[name] for v, scores in scores_by_version(measurements).items() if name in scores}
+    together = {version: found[name] for version, found in scores.items() if name in found}
     lines = [Series("global", together, main=True)]
-    own = {v: s[PERSONAL + name].mean for v, s in spreads(measurements).items() if PERSONAL + name in s}
+    told = [one for one in measurements if PERSONAL + name in one.numbers]
+    own = {v: s[PERSONAL + name].mean for v, s in spreads(told).items()} if told else {}
     if own:
         lines.append(Series("sites' own models, mean", own, main=True))
     by_site: dict[str, dict[int, float]] = {}
     for one in measurements:
         if one.held_out and name in one.numbers:
             by_site.setdefault(one.site, {})[one.version] = one.numbers[name]
-    lines += [Series(site, points) for site, points in sorted(by_site.items())]
-    if len(lines) > MOST_LINES:
-        note = f"{note} The first {MOST_LINES - 1} sites have colours of their own.".strip()
+    room = MOST_LINES - len(lines)
+    if len(by_site) > room:
+        note = f"{note} Of {len(by_site)} sites, those that fared worst when they were last measured.".strip()
+    worst = sorted(by_site, key=lambda site: _last(by_site[site]), reverse=name in BETTER_LOW)[:room]
+    lines += [Series(site, by_site[site]) for site in sorted(worst)]
     return _along(name, name.replace("_", " ").capitalize(), [line for line in lines if line.points], bands, note)
+
+
+def _last(points: Mapping[int, float]) -> float:
+    return points[max(points)]
 
 
 def _along(ident: str, title: str, lines: Sequence[Series], bands: Sequence[charts.Band], note: str) -> Chart:
@@ -295,7 +317,7 @@ def _along(ident: str, title: str, lines: Sequence[Series], bands: Sequence[char
     return Chart(ident, title, picture, ("version", *(line.name for line in lines)), rows, lines[:MOST_LINES], note)
 
 
-def _bytes_by_round(run: Run, sums: Sequence[Any]) -> Chart:
+def _bytes_by_round(run: Run, sums: Sequence[RoundSum]) -> Chart:
     made = {one.number: one for one in sorted(sums, key=lambda one: (one.number, one.attempt)) if one.accepted}
     down = Series("down", {n: float(one.down) for n, one in made.items()})
     up = Series("up", {n: float(one.up) for n, one in made.items()})

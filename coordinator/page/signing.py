@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
-from coordinator.api.access import Serving
+from coordinator.api.access import Serving, address_of
 from coordinator.page.guarding import PREFIX
 from coordinator.page.rendering import render
 from coordinator.page.visitors import (
@@ -17,7 +17,6 @@ from coordinator.page.visitors import (
     Fields,
     PageRoute,
     Sender,
-    address_of,
     forget_session,
     keep_session,
     own_path,
@@ -27,8 +26,11 @@ from coordinator.services import Services
 from coordinator.storage import sessions
 from coordinator.storage.identity import Principal, authenticate
 from shared.problems import Unauthenticated
+from shared.wire import TokenRole
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
+
+ADMITTED: tuple[TokenRole, ...] = ("viewer", "orchestrator", "admin")
 
 KEPT = "kept"
 """The query by which a browser shows that it was signed in a moment ago."""
@@ -95,8 +97,8 @@ def _begun(serving: Services, token: str) -> tuple[str, float]:
     seconds = serving.settings.session_seconds
     with serving.database.snapshot() as session:
         caller: Principal = authenticate(session, serving.database.now(), token)
-    if caller.role == "site":
-        raise Unauthenticated("a site's token admits its workers, and nobody to this page")
+    if caller.role not in ADMITTED:
+        raise Unauthenticated(f"a token of role {caller.role} admits workers, and nobody to this page")
     with serving.database.transaction() as session:
         return sessions.begin(session, serving.database.now(), caller, seconds), seconds
 

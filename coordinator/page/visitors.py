@@ -16,7 +16,7 @@ from fastapi import Depends, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 
-from coordinator.api.access import Serving
+from coordinator.api.access import Serving, address_of
 from coordinator.api.reading import BoundedRoute
 from coordinator.page.guarding import PREFIX
 from coordinator.services import Services
@@ -108,10 +108,6 @@ def require_role(who: Visitor, *roles: TokenRole) -> None:
     """Raises Forbidden."""
     if who.principal.role not in roles:
         raise Forbidden(f"this needs a token of role {' or '.join(roles)}; yours has role {who.principal.role}")
-
-
-def address_of(request: Request) -> str:
-    return request.client.host if request.client else ""
 
 
 # ---------------------------------------------------------------- forms

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import uuid
 from dataclasses import dataclass
 
-from sqlalchemy import Float, String, bindparam, exists, or_, select, update
+from sqlalchemy import ColumnElement, Float, Row, String, bindparam, exists, or_, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.storage import audit
 from coordinator.storage.tables import SiteRow, TokenRow, WorkerRow
-from shared.problems import Conflict, Fault, Invalid, NotFound, Unauthenticated
+from shared.problems import Conflict, Fault, Forbidden, Invalid, NotFound, Unauthenticated
+from shared.tokens import hash_of, new_secret
 from shared.wire import Claim, TokenRole, TokenSpec
-
-TOKEN_BYTES = 32
 
 DECLARED = {"kinds", "datasets", "held_out", "methods", "device", "resources", "mirror", "withheld"}
 """What is kept of a claim: all that tells which tasks the worker may have."""
@@ -46,26 +43,47 @@ class Principal:
 
 
 def authenticate(session: Session, now: float, secret: str) -> Principal:
-    """Raises Unauthenticated."""
-    row = session.scalars(select(TokenRow).where(TokenRow.secret_hash == _hash(secret))).one_or_none()
-    if row is None:
+    """Who holds this token. Raises Unauthenticated, and Forbidden if its site is suspended."""
+    shown = hash_of(secret)
+    found = _token(session, TokenRow.secret_hash == shown)
+    if found is None:
+        # A running worker reads its file anew only when the secret that it knows is refused.
+        replaced = (TokenRow.previous_hash == shown) & (TokenRow.previous_until > now)
+        found = _token(session, replaced)
+    return _admitted(found, now)
+
+
+def require_admitted(session: Session, now: float, caller: Principal) -> None:
+    """Raises Unauthenticated or Forbidden if the caller, who was admitted before, no longer is."""
+    holder_of(session, now, caller.token_id)
+
+
+def holder_of(session: Session, now: float, token_id: str) -> Principal:
+    """Who holds the token of this id. Raises Unauthenticated and Forbidden."""
+    return _admitted(_token(session, TokenRow.id == token_id), now)
+
+
+def _token(session: Session, which: ColumnElement[bool]) -> Row[TokenRow, SiteRow] | None:
+    query = select(TokenRow, SiteRow).outerjoin(SiteRow, SiteRow.id == TokenRow.site_id)
+    return session.execute(query.where(which)).one_or_none()
+
+
+def _admitted(found: Row[TokenRow, SiteRow] | None, now: float) -> Principal:
+    if found is None:
         raise Unauthenticated("this token is not known here")
-    return principal_of(row, now)
-
-
-def principal_of(row: TokenRow, now: float) -> Principal:
-    """Raises Unauthenticated for a token that was revoked or has expired."""
-    if row.revoked_at is not None:
+    token: TokenRow = found[0]
+    # An outer join's.
+    site: SiteRow | None = found[1]
+    if token.revoked_at is not None:
         raise Unauthenticated("this token was revoked")
-    if row.expires_at is not None and row.expires_at <= now:
+    if token.expires_at is not None and token.expires_at <= now:
         raise Unauthenticated("this token has expired")
+    if token.uses_left == 0:
+        raise Unauthenticated("this enrolment token was used up", remedy="Ask an administrator for another.")
+    if site is not None and site.suspended_at is not None:
+        raise Forbidden(f"site {site.name} is suspended", remedy="Ask an administrator why, and to resume it.")
     # The role was checked when the token was issued.
-    return Principal(row.id, row.name, row.role, row.site_id)  # type: ignore[arg-type]
-
-
-def still_valid(session: Session, now: float, token_id: str) -> bool:
-    row = session.get_one(TokenRow, token_id)
-    return row.revoked_at is None and (row.expires_at is None or row.expires_at > now)
+    return Principal(token.id, token.name, token.role, token.site_id)  # type: ignore[arg-type]
 
 
 def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tuple[TokenRow, str]:
@@ -76,22 +94,23 @@ def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tu
         if site is None:
             fault = Fault(pointer="/site", detail=f"there is no site {spec.site!r}")
             raise Invalid("the token's site does not exist", errors=[fault], remedy="Create the site first.")
-    secret = f"tessera_{spec.role}_{secrets.token_urlsafe(TOKEN_BYTES)}"
+    secret = new_secret(spec.role)
     row = TokenRow(
         id=new_id(),
         name=spec.name,
         role=spec.role,
-        secret_hash=_hash(secret),
+        secret_hash=hash_of(secret),
         site_id=site.id if site else None,
         created_at=now,
         expires_at=now + spec.expires_in_days * 86400 if spec.expires_in_days else None,
+        uses_left=spec.uses,
     )
     session.add(row)
     audit.record(session, now, actor, "token.issue", row.id, name=spec.name, role=spec.role, site=spec.site)
     return row, secret
 
 
-def revoke_token(session: Session, now: float, actor: str, token_id: str) -> None:
+def revoke_token(session: Session, now: float, actor: str, token_id: str) -> TokenRow:
     """Raises NotFound. Revoking again changes nothing."""
     row = session.get(TokenRow, token_id)
     if row is None:
@@ -99,6 +118,29 @@ def revoke_token(session: Session, now: float, actor: str, token_id: str) -> Non
     if row.revoked_at is None:
         row.revoked_at = now
         audit.record(session, now, actor, "token.revoke", token_id)
+    return row
+
+
+def rotate_token(session: Session, now: float, caller: Principal, shown: str, fresh_hash: str, grace: float) -> None:
+    """Gives the caller's token another secret, of which this is the hash; the one that was `shown` is admitted for
+    `grace` seconds more. A repeat changes nothing. Raises Conflict."""
+    row = session.get_one(TokenRow, caller.token_id)
+    if row.secret_hash == fresh_hash:
+        return
+    if row.secret_hash != hash_of(shown):
+        raise Conflict(
+            "this secret was replaced already, by another", remedy="Use the secret that it was replaced by."
+        )
+    if is_known(session, fresh_hash):
+        raise Conflict("this secret is or was another token's", remedy="Make another.")
+    row.previous_hash, row.previous_until, row.secret_hash = row.secret_hash, now + grace, fresh_hash
+    audit.record(session, now, caller.actor, "token.rotate", row.id, name=row.name)
+
+
+def is_known(session: Session, secret_hash: str) -> bool:
+    """Whether this is or was the secret of any token."""
+    either = (TokenRow.secret_hash == secret_hash) | (TokenRow.previous_hash == secret_hash)
+    return bool(session.scalar(select(exists().where(either))))
 
 
 def first_token(session: Session, now: float) -> str | None:
@@ -116,6 +158,37 @@ def create_site(session: Session, now: float, actor: str, name: str) -> SiteRow:
     session.add(row)
     audit.record(session, now, actor, "site.create", row.id, name=name)
     return row
+
+
+def suspend_site(session: Session, now: float, actor: str, site_id: str) -> SiteRow:
+    """From now on none of the site's tokens is admitted. Raises NotFound. To do it again changes nothing."""
+    row = find_site(session, site_id)
+    if row.suspended_at is None:
+        row.suspended_at = now
+        audit.record(session, now, actor, "site.suspend", row.id, name=row.name)
+    return row
+
+
+def resume_site(session: Session, now: float, actor: str, site_id: str) -> SiteRow:
+    """Raises NotFound. To do it again changes nothing."""
+    row = find_site(session, site_id)
+    if row.suspended_at is not None:
+        row.suspended_at = None
+        audit.record(session, now, actor, "site.resume", row.id, name=row.name)
+    return row
+
+
+def find_site(session: Session, site_id: str) -> SiteRow:
+    """Raises NotFound."""
+    row = session.get(SiteRow, site_id)
+    if row is None:
+        raise NotFound(f"there is no site {site_id}")
+    return row
+
+
+def workers_of(session: Session, site_id: str | None) -> list[str]:
+    """The ids of a site's workers."""
+    return list(session.scalars(select(WorkerRow.id).where(WorkerRow.site_id == site_id)))
 
 
 def enrolled(session: Session, site_id: str, claim: Claim) -> str | None:
@@ -156,8 +229,3 @@ def _worker(session: Session, site_id: str, name: str) -> WorkerRow | None:
 
 def _declared(claim: Claim) -> dict[str, object]:
     return claim.model_dump(mode="json", include=DECLARED)
-
-
-def _hash(secret: str) -> str:
-    # A plain hash is enough for 256 random bits: there is nothing to guess.
-    return hashlib.sha256(secret.encode()).hexdigest()

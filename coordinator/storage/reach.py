@@ -1,17 +1,36 @@
-"""Which blobs a caller has to do with. To all others, a blob is not there: its name must tell nothing."""
+"""Which runs and blobs a caller has to do with. To all others, these are not there: a name must tell nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from sqlalchemy import select
+from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from coordinator.storage.identity import Principal
-from coordinator.storage.tables import RunBlobRow, TaskRow, UploadRow, WorkerRow
+from coordinator.storage.tables import RunBlobRow, RunRow, TaskRow, UploadRow, WorkerRow
+from shared.problems import NotFound
 
 AT_A_TIME = 1_000
 """Digests in one query; databases bound the number of parameters."""
+
+
+def runs_of(site_id: str) -> Select[str]:
+    """The runs that a site takes part in: those that it has had a task in."""
+    return (
+        select(TaskRow.run_id).join(WorkerRow, WorkerRow.id == TaskRow.worker_id).where(WorkerRow.site_id == site_id)
+    )
+
+
+def run_within_reach(session: Session, caller: Principal, run_id: str) -> RunRow:
+    """Raises NotFound if there is no such run, or if the caller is a site that takes no part in it."""
+    query = select(RunRow).where(RunRow.id == run_id)
+    if caller.site_id is not None:
+        query = query.where(RunRow.id.in_(runs_of(caller.site_id)))
+    row = session.scalars(query).one_or_none()
+    if row is None:
+        raise NotFound(f"there is no run {run_id}")
+    return row
 
 
 def within_reach(session: Session, caller: Principal, digests: Collection[str]) -> set[str]:
@@ -30,11 +49,6 @@ def within_reach(session: Session, caller: Principal, digests: Collection[str]) 
 def _reached(session: Session, caller: Principal, digests: list[str]) -> set[str]:
     of_runs = select(RunBlobRow.digest).where(RunBlobRow.digest.in_(digests))
     if caller.site_id is not None:
-        of_runs = (
-            of_runs.join(TaskRow, TaskRow.run_id == RunBlobRow.run_id)
-            .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-            .where(WorkerRow.site_id == caller.site_id)
-        )
-        return set(session.scalars(of_runs))
+        return set(session.scalars(of_runs.where(RunBlobRow.run_id.in_(runs_of(caller.site_id)))))
     not_of_sites = UploadRow.owner.not_like("site:%") & UploadRow.complete & UploadRow.digest.in_(digests)
     return {*session.scalars(of_runs), *session.scalars(select(UploadRow.digest).where(not_of_sites))}

@@ -45,11 +45,11 @@ def ids(workers: Sequence[Member]) -> set[str]:
 
 
 def live_workers(session: Session, since: float) -> list[Member]:
-    """Every worker heard of since then, in the order of names (`site/worker`)."""
+    """Every worker heard of since then whose site is not suspended, in the order of names (`site/worker`)."""
     rows = session.execute(
         select(WorkerRow.id, WorkerRow.name, SiteRow.name.label("site"), WorkerRow.declared)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .where(WorkerRow.last_seen_at >= since)
+        .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None))
     )
     return sorted((Member(r.id, f"{r.site}/{r.name}", r.site, r.declared) for r in rows), key=lambda m: m.name)
 
@@ -71,10 +71,16 @@ def evaluators(invited: Invitation, live: Sequence[Member]) -> list[Member]:
     return [
         worker
         for worker in live
-        if "evaluate" in worker.declared["kinds"]
+        if _invited(invited.spec, worker)
+        and "evaluate" in worker.declared["kinds"]
         and worker.declared["datasets"].get(wanted, 0) > 0
         and invited.run not in worker.declared.get("withheld", {})
     ]
+
+
+def _invited(spec: RunSpec, worker: Member) -> bool:
+    """Whether a run lets the worker's site know anything of it."""
+    return spec.cohort.sites is None or worker.site in spec.cohort.sites
 
 
 def site_evaluators(invited: Invitation, live: Sequence[Member]) -> list[Member]:

@@ -42,6 +42,8 @@ class SiteRow(Table):
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
     created_at: Mapped[float]
+    # Since when none of its tokens is admitted, and none of its workers chosen.
+    suspended_at: Mapped[float | None]
 
 
 class TokenRow(Table):
@@ -57,6 +59,49 @@ class TokenRow(Table):
     created_at: Mapped[float]
     expires_at: Mapped[float | None]
     revoked_at: Mapped[float | None]
+    # The secret before this one, and until when it is admitted too.
+    previous_hash: Mapped[str | None] = mapped_column(index=True)
+    previous_until: Mapped[float | None]
+    # Of an enrolment token: how many workers it may yet admit.
+    uses_left: Mapped[int | None]
+
+
+class EnrolmentRow(Table):
+    """A worker that asks to be admitted. Its secret stays where it was made; here is the hash that its token is to
+    have."""
+
+    __tablename__ = "enrolments"
+    __table_args__ = (
+        # An administrator admits by code alone, so no two that wait have the same;
+        Index(
+            "uq_enrolments_code",
+            "code",
+            unique=True,
+            sqlite_where=text("state = 'pending'"),
+            postgresql_where=text("state = 'pending'"),
+        ),
+        # and who asks again, because an answer was lost, waits only once.
+        Index(
+            "uq_enrolments_secret",
+            "secret_hash",
+            unique=True,
+            sqlite_where=text("state = 'pending'"),
+            postgresql_where=text("state = 'pending'"),
+        ),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    code: Mapped[str]
+    secret_hash: Mapped[str] = mapped_column(index=True)
+    state: Mapped[str]
+    # As the worker names it; its site need not exist before it is admitted.
+    site: Mapped[str]
+    worker: Mapped[str]
+    device: Mapped[str]
+    version: Mapped[str]
+    address: Mapped[str]
+    created_at: Mapped[float]
+    expires_at: Mapped[float]
 
 
 class SessionRow(Table):
@@ -99,6 +144,8 @@ class RunRow(Table):
     # When it was created or last resumed: attempts that failed before then are forgiven.
     resumed_at: Mapped[float]
     updated_at: Mapped[float]
+    # Who created it, and so may steer it. Runs from before this was noted have none.
+    owner: Mapped[str | None]
 
 
 class VersionRow(Table):
@@ -174,7 +221,7 @@ class TaskRow(Table):
             sqlite_where=text(f"held_out and {EVALUATION}"),
             postgresql_where=text(f"held_out and {EVALUATION}"),
         ),
-        Index("ix_tasks_claim", "worker_id", "state"),
+        Index("ix_tasks_claim", "worker_id", "state", "kind", "created_at"),
         Index("ix_tasks_run_id_kind", "run_id", "kind"),
         # What is looked at again and again while people watch: who is at work, what failed, what was moved.
         Index(

@@ -16,6 +16,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 from coordinator.storage.tables import (
     AuditRow,
     BlobRow,
+    EnrolmentRow,
     RoundRow,
     RunRow,
     SiteRow,
@@ -27,6 +28,7 @@ from coordinator.storage.tables import (
 from shared.problems import BadRequest, NotFound
 from shared.wire import (
     AuditEntry,
+    Enrolment,
     Measurement,
     Page,
     Round,
@@ -119,6 +121,14 @@ def run_view(session: Session, row: RunRow) -> Run:
     )
 
 
+def for_site(run: Run, site: str) -> Run:
+    """What a site is told of a run that it takes part in: nothing that names another."""
+    cohort = run.spec.cohort
+    own = cohort.model_copy(update={"sites": None if cohort.sites is None else (site,)})
+    spec = run.spec.model_copy(update={"cohort": own})
+    return run.model_copy(update={"reason": None, "spec": spec})
+
+
 def find_run(session: Session, run_id: str) -> RunRow:
     """Raises NotFound."""
     row = session.get(RunRow, run_id)
@@ -201,7 +211,12 @@ def measurement_view(session: Session, row: TaskRow, dataset: str) -> Measuremen
 
 
 def site_view(row: SiteRow) -> Site:
-    return Site(id=row.id, name=row.name, created_at=instant(row.created_at))
+    return Site(
+        id=row.id,
+        name=row.name,
+        created_at=instant(row.created_at),
+        suspended_at=maybe_instant(row.suspended_at),
+    )
 
 
 def worker_view(row: WorkerRow, site: str, live_since: float) -> WorkerView:
@@ -227,6 +242,25 @@ def token_view(row: TokenRow, site: str | None) -> Token:
         created_at=instant(row.created_at),
         expires_at=maybe_instant(row.expires_at),
         revoked_at=maybe_instant(row.revoked_at),
+        uses_left=row.uses_left,
+    )
+
+
+def enrolment_view(row: EnrolmentRow, now: float) -> Enrolment:
+    pending = row.state == "pending"
+    return Enrolment.model_validate(
+        {
+            "id": row.id,
+            "code": row.code,
+            "state": "expired" if pending and row.expires_at <= now else row.state,
+            "site": row.site,
+            "worker": row.worker,
+            "device": row.device,
+            "version": row.version,
+            "address": row.address,
+            "created_at": instant(row.created_at),
+            "expires_in_seconds": max(0.0, row.expires_at - now) if pending else 0.0,
+        }
     )
 
 

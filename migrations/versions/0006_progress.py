@@ -22,6 +22,8 @@ def upgrade() -> None:
     op.create_index(
         "ix_tasks_moved", "tasks", ["run_id", "kind", "state", "round_id", "upload_bytes", "download_bytes"]
     )
+    op.drop_index("ix_tasks_claim", "tasks")
+    op.create_index("ix_tasks_claim", "tasks", ["worker_id", "state", "kind", "created_at"])
     op.create_index("ix_audit_run_id_seq", "audit", ["run_id", "seq"])
     op.create_index("ix_audit_subject", "audit", ["subject"])
     op.drop_index("ix_audit_run_id", "audit")
@@ -42,6 +44,8 @@ def downgrade() -> None:
     op.create_index("ix_audit_run_id", "audit", ["run_id"])
     op.drop_index("ix_audit_subject", "audit")
     op.drop_index("ix_audit_run_id_seq", "audit")
+    op.drop_index("ix_tasks_claim", "tasks")
+    op.create_index("ix_tasks_claim", "tasks", ["worker_id", "state"])
     for name in ("ix_tasks_moved", "ix_tasks_faulty", "ix_tasks_leased"):
         op.drop_index(name, "tasks")
     op.drop_column("tasks", "layers")

@@ -1,7 +1,8 @@
-"""`tessera admin`: sites, workers, tokens, and the coordinator at a glance."""
+"""`tessera admin`: who may come in (joining, sites, tokens), workers, and the coordinator at a glance."""
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,13 +15,18 @@ from shared.cli.connection import client_of, connect, find_token
 from shared.cli.output import AsJson
 from shared.cli.rounds import at_work
 from shared.cli.secret import place_for, put_secret
-from shared.wire import IssuedToken, Label, Status, TokenRole, TokenSpec
+from shared.client import Client
+from shared.problems import Invalid, NotFound
+from shared.tokens import normal_code
+from shared.wire import Approval, Enrolment, IssuedToken, Label, Site, Status, TokenRole, TokenSpec
 
 app = typer.Typer(
     no_args_is_help=True, callback=connect, help="Sites, workers, tokens, and the coordinator at a glance."
 )
 site_app = typer.Typer(no_args_is_help=True, help="Admit institutions.")
 token_app = typer.Typer(no_args_is_help=True, help="Issue and revoke tokens.")
+join_app = typer.Typer(no_args_is_help=True, help="Admit workers that ask to join.")
+app.add_typer(join_app, name="join")
 app.add_typer(site_app, name="site")
 app.add_typer(token_app, name="token")
 
@@ -40,6 +46,10 @@ Days = Annotated[int | None, typer.Option(min=1, max=3650, help="Days until it e
 TokenFileOut = Annotated[
     Path | None, typer.Option(help="Write the secret to this new file (mode 0600) instead of printing it.")
 ]
+
+
+SiteName = Annotated[str, typer.Argument(help="The site's name.")]
+Code = Annotated[str, typer.Argument(help="What the worker shows, as in WDJB-MJHT.")]
 
 
 @app.command()
@@ -75,8 +85,12 @@ def sites(ctx: typer.Context, as_json: AsJson = False) -> None:
     if as_json:
         output.print_json(found)
         return
-    rows = [(site.id, site.name, output.ago(site.created_at)) for site in found]
-    output.out().print(output.table(("id", "name", "added"), rows))
+    rows = [(site.id, site.name, _state(site), output.ago(site.created_at)) for site in found]
+    output.out().print(output.table(("id", "name", "state", "added"), rows))
+
+
+def _state(site: Site) -> str:
+    return f"suspended {output.ago(site.suspended_at)}" if site.suspended_at else "admitted"
 
 
 @app.command()
@@ -143,6 +157,126 @@ def add_site(
     _tell_issued(issued, token_file, as_json=as_json, more={"site": site.model_dump(mode="json")})
 
 
+@site_app.command()
+def suspend(ctx: typer.Context, name: SiteName, as_json: AsJson = False) -> None:
+    """Refuse all of a site's tokens and choose none of its workers, until it is resumed."""
+    client = client_of(ctx)
+    _tell_site(client.suspend_site(_site(client, name).id), as_json=as_json)
+
+
+@site_app.command()
+def resume(ctx: typer.Context, name: SiteName, as_json: AsJson = False) -> None:
+    """Admit a suspended site's tokens again."""
+    client = client_of(ctx)
+    _tell_site(client.resume_site(_site(client, name).id), as_json=as_json)
+
+
+def _site(client: Client, name: str) -> Site:
+    for site in client.sites():
+        if site.name == name:
+            return site
+    raise NotFound(f"there is no site {name!r}", remedy="List what there is: `tessera admin sites`.")
+
+
+def _tell_site(site: Site, *, as_json: bool) -> None:
+    if as_json:
+        output.print_json(site)
+    else:
+        output.out().print(f"site {site.name} is {'suspended' if site.suspended_at else 'admitted'}")
+
+
+@join_app.command("list")
+def list_joining(ctx: typer.Context, as_json: AsJson = False) -> None:
+    """List the workers that wait to be admitted."""
+    found = list(client_of(ctx).enrolments())
+    if as_json:
+        output.print_json(found)
+        return
+    rows = [
+        (
+            asked.code,
+            asked.site,
+            asked.worker,
+            asked.device,
+            asked.version,
+            asked.address,
+            output.ago(asked.created_at),
+        )
+        for asked in found
+    ]
+    output.out().print(output.table(("code", "site", "worker", "device", "version", "from", "asked"), rows))
+
+
+@join_app.command()
+def approve(
+    ctx: typer.Context,
+    code: Code,
+    site: Annotated[
+        str | None, typer.Option(callback=_label, help="The site that it is of, made if there is none; as it says.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Admit the worker that shows this code."""
+    client = client_of(ctx)
+    asked = _waiting(client, code)
+    name = site or asked.site
+    known = name in (one.name for one in client.sites())
+    if site is None and not known:
+        _confirm_new(name)
+    admitted = client.approve(asked.id, Approval(code=code, site=name, create_site=not known))
+    if as_json:
+        output.print_json(admitted)
+    else:
+        output.out().print(f"{admitted.worker} is admitted as a worker of site {admitted.site}")
+
+
+@join_app.command()
+def decline(ctx: typer.Context, code: Code, as_json: AsJson = False) -> None:
+    """Turn away the worker that shows this code."""
+    client = client_of(ctx)
+    declined = client.decline(_waiting(client, code).id)
+    if as_json:
+        output.print_json(declined)
+    else:
+        output.out().print(f"{declined.worker} of {declined.site} is not admitted")
+
+
+@join_app.command("token")
+def create_enrolment_token(
+    ctx: typer.Context,
+    site: Annotated[str, typer.Option(callback=_label, help="Whose workers it admits; made if there is none.")],
+    uses: Annotated[int, typer.Option(min=1, max=10_000, help="How many workers.")] = 1,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Days until it expires.")] = 1,
+    token_file: TokenFileOut = None,
+    as_json: AsJson = False,
+) -> None:
+    """Issue a token with which workers join without being waited for: `tessera worker join URL --token-file FILE`."""
+    spec = TokenSpec(name=f"join-{site}"[:64], role="enrolment", site=site, expires_in_days=days, uses=uses)
+    client = client_of(ctx)
+    with place_for(token_file) as file:
+        if site not in (known.name for known in client.sites()):
+            client.create_site(site)
+        issued = client.issue_token(spec)
+        put_secret(issued, file)
+    _tell_issued(issued, token_file, as_json=as_json, more={})
+
+
+def _waiting(client: Client, code: str) -> Enrolment:
+    for asked in client.enrolments():
+        if asked.code == normal_code(code):
+            return asked
+    raise NotFound(
+        f"no worker waits under the code {code!r}", remedy="List those that do: `tessera admin join list`."
+    )
+
+
+def _confirm_new(site: str) -> None:
+    """Raises Abort if a person says no, and Invalid if there is none to ask."""
+    if not sys.stdin.isatty():
+        raise Invalid(f"there is no site {site!r}", remedy=f"Give --site {site} to make it.")
+    typer.confirm(f"There is no site {site}. Make it?", abort=True, err=True)
+
+
 @token_app.command("create")
 def create_token(
     ctx: typer.Context,
@@ -154,6 +288,8 @@ def create_token(
     as_json: AsJson = False,
 ) -> None:
     """Issue a token."""
+    if role == "enrolment":
+        raise typer.BadParameter("`tessera admin join token` issues these", param_hint="'--role'")
     if (role == "site") != (site is not None):
         raise typer.BadParameter("a token of role site needs one, and no other role has one", param_hint="'--site'")
     spec = TokenSpec(name=name, role=role, site=site, expires_in_days=days)

@@ -11,6 +11,7 @@ import typer
 
 from shared.client import DEFAULT_URL, Client
 from shared.problems import Fault, Invalid, NotFound
+from shared.transport import tls_context
 from shared.wire import Run, Token
 
 # Long enough for a passing fault, short enough that a person at a terminal does not wonder.
@@ -22,6 +23,10 @@ TokenText = Annotated[
 ]
 TokenFile = Annotated[Path | None, typer.Option(envvar="TESSERA_TOKEN_FILE", help="A file that holds the token.")]
 
+CaBundle = Annotated[Path | None, typer.Option(envvar="TESSERA_CA_BUNDLE", help="The CAs to trust, as PEM.")]
+ClientCert = Annotated[Path | None, typer.Option(envvar="TESSERA_CLIENT_CERT", help="A certificate to show, as PEM.")]
+ClientKey = Annotated[Path | None, typer.Option(envvar="TESSERA_CLIENT_KEY", help="Its key, if in another file.")]
+
 T = TypeVar("T")
 
 
@@ -32,12 +37,16 @@ class Connection:
     url: str
     token: str | None
     token_file: Path | None
+    ca_bundle: Path | None = None
+    client_cert: Path | None = None
+    client_key: Path | None = None
 
     def client(self, patience_seconds: float = PATIENCE_SECONDS) -> Client:
         """A client, to be closed by the caller. Raises Invalid for a token that cannot be read or sent."""
         if not self.url.startswith(("http://", "https://")):
             raise Invalid(f"{self.url!r} is not a coordinator's URL", remedy="Give one that begins with https://.")
-        return Client(self.url, self._read_token(), patience_seconds=patience_seconds)
+        verify = tls_context(self.ca_bundle, self.client_cert, self.client_key)
+        return Client(self.url, self._read_token(), patience_seconds=patience_seconds, verify=verify)
 
     def _read_token(self) -> str | None:
         text = self.token
@@ -54,10 +63,16 @@ class Connection:
 
 
 def connect(
-    ctx: typer.Context, url: Url = DEFAULT_URL, token: TokenText = None, token_file: TokenFile = None
+    ctx: typer.Context,
+    url: Url = DEFAULT_URL,
+    token: TokenText = None,
+    token_file: TokenFile = None,
+    ca_bundle: CaBundle = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
 ) -> None:
     """A command group's callback: its options become what `client_of` connects with."""
-    ctx.obj = Connection(url, token, token_file)
+    ctx.obj = Connection(url, token, token_file, ca_bundle, client_cert, client_key)
 
 
 def client_of(ctx: typer.Context, patience_seconds: float = PATIENCE_SECONDS) -> Client:

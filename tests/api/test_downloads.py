@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize("data", [SMALL, LARGE], ids=["inline", "stored"])
 @pytest.fixture(scope="module")
 def http(standing: LiveCoordinator) -> Iterator[httpx.Client]:
     client = standing.client("orchestrator")
-    token = client._transport._http.headers["Authorization"]
+    token = f"Bearer {client._transport._credential.secret}"
     for data in (SMALL, LARGE, b""):
         client.put_bytes(data)
     return standing.bare({"Authorization": token})

@@ -264,7 +264,7 @@ def test_a_report_about_something_else_is_refused_and_the_task_goes_on(scene: Sc
 
 def test_an_upload_that_is_not_finished_is_no_update(scene: Scene, standing: LiveCoordinator) -> None:
     data = head(HEAD + np.float32(777))
-    http = standing.bare({"Authorization": scene.bad.client._transport._http.headers["Authorization"]})
+    http = standing.bare({"Authorization": f"Bearer {scene.bad.client._transport._credential.secret}"})
     digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
     headers = {"Upload-Length": str(len(data)), "Upload-Complete": "?0", "Repr-Digest": f"sha-256=:{digest}:"}
     location = http.post("/v1/uploads", headers=headers).headers["Location"]

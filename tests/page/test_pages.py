@@ -10,7 +10,8 @@ from coordinator.domain.forecast import Pace, expected_end
 from coordinator.storage.tables import TaskRow, WorkerRow
 from shared.client import Client
 from shared.methods import Chosen
-from shared.wire import Cohort, Evaluation, Failure, Progress
+from shared.tokens import hash_of
+from shared.wire import Cohort, EnrolmentSpec, Evaluation, Failure, Progress
 from tests.page.conftest import Person, signed_in
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -39,14 +40,45 @@ def test_viewers_look_and_no_more(coordinator: LiveCoordinator, viewer: Person) 
     assert coordinator.client().run(run.id).state == "running"
 
 
-def test_runs_are_paused_resumed_and_cancelled(coordinator: LiveCoordinator) -> None:
-    person = signed_in(coordinator, "orchestrator")
+def test_runs_are_paused_resumed_and_cancelled(coordinator: LiveCoordinator, admin: Person) -> None:
     run = start_run(coordinator.client(), MODEL, values(MODEL), dataset="none")
     way = f"/page/runs/{run.id}/state"
     for revision, state in (("1", "paused"), ("2", "running"), ("3", "cancelled")):
-        assert person.send(way, state=state, revision=revision).status_code == 303
+        assert admin.send(way, state=state, revision=revision).status_code == 303
         assert coordinator.client().run(run.id).state == state
-    assert person.send(way, state="running", revision="4").status_code == 409
+    assert admin.send(way, state="running", revision="4").status_code == 409
+
+
+def test_an_orchestrator_steers_nobody_elses_runs(coordinator: LiveCoordinator) -> None:
+    person = signed_in(coordinator, "orchestrator")
+    run = start_run(coordinator.client(), MODEL, values(MODEL), dataset="none")
+    assert "Pause" not in person.http.get(f"/page/runs/{run.id}").text
+    answer = person.send(f"/page/runs/{run.id}/state", state="paused", revision="1")
+    assert (answer.status_code, coordinator.client().run(run.id).state) == (403, "running")
+
+
+def test_workers_are_admitted_by_the_code_that_they_show(
+    coordinator: LiveCoordinator, admin: Person, viewer: Person
+) -> None:
+    with Client(coordinator.url, verify=False) as client:
+        asked = [
+            client.ask_to_join(EnrolmentSpec(site=site, worker="gpu-1", secret_hash=hash_of(site)))
+            for site in ("north", "south")
+        ]
+    shown = admin.http.get("/page/approvals").text
+    assert "north/gpu-1" in shown
+    # Who admits has the code from the site's people, and not from here.
+    assert asked[0].code not in shown
+    assert "gpu-1" not in viewer.http.get("/page/approvals").text
+    assert "2 workers ask to be admitted" in admin.http.get("/page/").text
+    way = f"/page/approvals/{asked[0].id}"
+    yes = {"decision": "approve", "site": "north", "create_site": "yes"}
+    assert viewer.send(way, **yes, code=asked[0].code).status_code == 403
+    assert admin.send(way, **yes, code="AAAA-AAAA").status_code >= 400
+    assert admin.send(way, **yes, code=asked[0].code).status_code == 303
+    assert admin.send(f"/page/approvals/{asked[1].id}", decision="decline").status_code == 303
+    assert [site.name for site in coordinator.client().sites()] == ["north"]
+    assert "Nobody waits" in admin.http.get("/page/approvals").text
 
 
 def test_what_changed_since_it_was_shown_is_not_overwritten(coordinator: LiveCoordinator, admin: Person) -> None:

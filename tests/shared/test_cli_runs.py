@@ -16,7 +16,8 @@ from shared.cli.rounds import follow
 from shared.client import Client
 from shared.model import BLOCKS_FILE, WEIGHTS_FILE
 from shared.tensors import as_bytes
-from shared.wire import Failure
+from shared.tokens import hash_of, new_secret
+from shared.wire import EnrolmentSpec, Failure
 from tests.support.cli import COMMAND, environment, tessera
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -246,3 +247,56 @@ def test_a_preview_says_who_would_take_part_and_create_warns_of_too_few(
     assert commands.json(*asked, *few, code=3)["willing"] == 1
     made = commands.say("run", "create", *asked[2:], *few)
     assert "warning: 1 would take part now, fewer than the quorum of 2" in made.stderr
+
+
+# ---------------------------------------------------------------- who comes in
+
+
+def ask(coordinator: LiveCoordinator, site: str) -> tuple[str, str]:
+    """A worker that waits to be admitted: its secret and its code."""
+    secret = new_secret("site")
+    with Client(coordinator.url, verify=False) as client:
+        wanted = EnrolmentSpec(site=site, worker="gpu-1", device="cpu", version="0.1.0", secret_hash=hash_of(secret))
+        return secret, client.ask_to_join(wanted).code
+
+
+def test_workers_that_ask_are_listed_approved_and_declined_by_their_codes(coordinator: LiveCoordinator) -> None:
+    commands = Commands(coordinator)
+    secret, code = ask(coordinator, "north")
+    listed = commands.say("admin", "join", "list").stdout
+    assert all(told in listed for told in (code, "north", "gpu-1", "cpu", "0.1.0", "127.0.0.1"))
+    refused = commands.say("admin", "join", "approve", code, code=1)
+    assert "there is no site 'north'" in refused.stderr
+    assert "--site north" in refused.stderr
+    approved = commands.json("admin", "join", "approve", code.lower(), "--site", "north")
+    assert (approved["state"], approved["site"]) == ("approved", "north")
+    with Client(coordinator.url, secret, verify=False) as client:
+        assert client.enrolment(approved["id"]).state == "approved"
+    # Of a site that is known, the next worker needs no more than its code.
+    _, second = ask(coordinator, "north")
+    assert "is admitted as a worker of site north" in commands.say("admin", "join", "approve", second).stdout
+    _, third = ask(coordinator, "north")
+    assert commands.json("admin", "join", "decline", third)["state"] == "declined"
+    assert "no worker waits under the code" in commands.say("admin", "join", "decline", third, code=1).stderr
+
+
+def test_an_enrolment_token_is_issued_into_a_file(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    commands = Commands(coordinator)
+    file = tmp_path / "ticket"
+    issued = commands.json("admin", "join", "token", "--site", "north", "--token-file", str(file))
+    assert (issued["token"]["role"], issued["token"]["uses_left"], issued["token"]["site"]) == (
+        "enrolment",
+        1,
+        "north",
+    )
+    assert file.read_text().startswith("tessera_enrolment_")
+    assert "join token" in commands.say("admin", "token", "create", "x", "--role", "enrolment", code=2).stderr
+
+
+def test_a_site_is_suspended_and_resumed_by_its_name(coordinator: LiveCoordinator) -> None:
+    commands = Commands(coordinator)
+    coordinator.token("site", "north")
+    assert commands.say("admin", "site", "suspend", "north").stdout == "site north is suspended\n"
+    assert "suspended" in commands.say("admin", "sites").stdout
+    assert commands.json("admin", "site", "resume", "north")["suspended_at"] is None
+    assert "there is no site 'south'" in commands.say("admin", "site", "suspend", "south", code=1).stderr

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shared.problems import PROBLEMS, NotFound, ServerFault, TooManyRequests, Unavailable
-from shared.transport import WHOLE_ANSWER, NotUnderstood, Transport, Unreachable
+from shared.problems import PROBLEMS, NotFound, ServerFault, TooManyRequests, Unauthenticated, Unavailable
+from shared.transport import WHOLE_ANSWER, Credential, NotUnderstood, Transport, Unreachable
 from tests.support.scripted import Answer, answering
 
 PROBLEM = {"Content-Type": "application/problem+json"}
@@ -154,3 +154,26 @@ def test_an_answer_is_as_long_as_its_reader_allows() -> None:
         with pytest.raises(NotUnderstood, match="longer than 100 bytes"):
             brief.request("GET", "/version")
         brief.close()
+
+
+def test_a_token_that_is_refused_is_read_anew_once() -> None:
+    secrets = iter(["second", "third"])
+    no = refusal("unauthenticated")
+    with answering(no, Answer(), no) as (url, asked):
+        http = Transport(url, Credential("first", lambda: next(secrets)), verify=False, patience_seconds=0)
+        http.request("GET", "/x")
+        # What is refused twice is not tried a third time.
+        with pytest.raises(Unauthenticated):
+            http.request("GET", "/y")
+        http.close()
+    shown = [ask.headers["Authorization"] for ask in asked]
+    assert shown == ["Bearer first", "Bearer second", "Bearer second", "Bearer third"]
+
+
+def test_a_token_that_is_the_same_when_read_anew_is_not_tried_again() -> None:
+    with answering(refusal("unauthenticated")) as (url, asked):
+        http = Transport(url, Credential("same", lambda: "same"), verify=False)
+        with pytest.raises(Unauthenticated):
+            http.request("GET", "/x")
+        http.close()
+    assert len(asked) == 1

@@ -70,7 +70,8 @@ class LiveCoordinator:
         self.services.blobs.sweep()
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        scheme = "https" if self.settings.tls_cert else "http"
+        self.url = f"{scheme}://127.0.0.1:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(configuration(self.app(), self.settings))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
         self._thread.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,12 +30,19 @@ class Asked:
 def answering(*answers: Answer) -> Iterator[tuple[str, list[Asked]]]:
     """The server's URL, and what it was asked. The last answer is repeated."""
     asked: list[Asked] = []
+    with answering_by(lambda _: answers[min(len(asked), len(answers)) - 1], asked) as url:
+        yield url, asked
+
+
+@contextmanager
+def answering_by(choose: Callable[[Asked], Answer], asked: list[Asked]) -> Iterator[str]:
+    """The URL of a server whose answers follow what it is asked, which is noted."""
 
     class Scripted(BaseHTTPRequestHandler):
         def answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             asked.append(Asked(self.command, self.path, dict(self.headers), body))
-            answer = answers[min(len(asked), len(answers)) - 1]
+            answer = choose(asked[-1])
             self.send_response(answer.status)
             for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
                 self.send_header(name, value)
@@ -52,7 +59,7 @@ def answering(*answers: Answer) -> Iterator[tuple[str, list[Asked]]]:
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()

@@ -45,6 +45,7 @@ from tests.support.scripted import Answer, answering
 from tests.support.tapping import Tap
 from worker.agent import Agent, told
 from worker.blockmap import block_table, named_tensors
+from worker.joining import rotate
 from worker.models import instantiate, read_block
 from worker.opening import local_time
 from worker.policy import Policy
@@ -308,6 +309,18 @@ def test_a_worker_that_is_not_admitted_ends_with_the_reason(coordinator: LiveCoo
     settings = Settings(url=coordinator.url, token="no such", name="w", state_dir=tmp_path, datasets=datasets)
     with pytest.raises(Unauthenticated):
         Agent(settings, Stop()).run()
+
+
+def test_an_agent_goes_on_when_its_token_file_has_another_secret(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "coordinator", rotation_grace_seconds=0) as coordinator:
+        client, file = coordinator.client(), tmp_path / "token"
+        file.write_text(coordinator.token("site", "a"))
+        with working(coordinator, tmp_path, token=None, token_file=file, poll_seconds=1):
+            first = begin(client)
+            until(lambda: client.run(first.id).state == "completed")
+            rotate(lambda secret: Client(coordinator.url, secret, verify=False), file)
+            second = begin(client)
+            until(lambda: client.run(second.id).state == "completed")
 
 
 def page(status: int) -> Answer:

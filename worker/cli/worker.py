@@ -1,4 +1,4 @@
-"""`tessera worker`: runs a worker, and checks its settings."""
+"""`tessera worker`: joins, runs a worker, and checks its settings."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from shared.methods import MethodsUnusable, methods
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from worker.agent import Agent, describe
 from worker.cli.approval import COMMANDS
+from worker.cli.joining import join, rotate
 from worker.cli.ledger import ledger
 from worker.files import alone
 from worker.renewal import Stop
-from worker.settings import Settings, SettingsError, datasets_of, device_of, read_settings, token_of
+from worker.settings import Settings, SettingsError, datasets_of, device_of, read_settings, tls_of, token_of
 
 BAD_SETTINGS = 2
 NOT_ADMITTED = 3
@@ -86,14 +87,14 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     """
     with _bad_settings_in_one_line():
         settings = read_settings(config)
-        token = token_of(settings)
+        token, verify = token_of(settings), tls_of(settings)
         device = describe(device_of(settings.device))
         methods()
         loaded = datasets_of(settings)
     examples = {name: loaded[name].examples if name in loaded else None for name in settings.datasets}
     version, problem = None, None
     try:
-        with Client(settings.url, token, patience_seconds=0) as client:
+        with Client(settings.url, token, patience_seconds=0, verify=verify) as client:
             version = client.about().version
             _try_token(client)
     except Problem as refusal:
@@ -111,7 +112,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-for command in (ledger, *COMMANDS):
+for command in (join, rotate, ledger, *COMMANDS):
     app.command()(command)
 
 

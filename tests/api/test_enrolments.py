@@ -1,0 +1,230 @@
+"""How a worker comes in: it asks, an administrator admits it by a code, and its secret stays where it was made."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from coordinator.storage.enrolment import KEPT_SECONDS, LETTERS, PENDING_SECONDS
+from shared.client import Client
+from shared.tokens import hash_of, new_secret, normal_code
+from shared.wire import Approval, Enrolment, EnrolmentSpec, TokenSpec
+from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing
+
+FAST = {"enrolments_per_minute": 1_000}
+
+
+def spec(secret: str, site: str | None = "north", **more: str) -> EnrolmentSpec:
+    return EnrolmentSpec(site=site, worker="gpu-1", secret_hash=hash_of(secret), **more)
+
+
+def asking(coordinator: LiveCoordinator, token: str | None = None) -> Client:
+    client = Client(coordinator.url, token, patience_seconds=0, verify=False)
+    coordinator._clients.append(client)
+    return client
+
+
+def approve(coordinator: LiveCoordinator, asked: Enrolment, site: str = "north", *, create: bool = True) -> Enrolment:
+    approval = Approval(code=asked.code, site=site, create_site=create)
+    return coordinator.client().approve(asked.id, approval)
+
+
+def admitted(coordinator: LiveCoordinator, secret: str) -> bool:
+    answer = coordinator.bare({"Authorization": f"Bearer {secret}"}).post("/v1/tasks/x/heartbeat", json={"token": 0})
+    # There is no such task, which only who is admitted is told.
+    return answer.status_code == 404
+
+
+def test_a_worker_is_admitted_by_its_code_and_its_secret_is_a_token_from_then_on(
+    coordinator: LiveCoordinator,
+) -> None:
+    secret = new_secret("site")
+    asked = asking(coordinator).ask_to_join(spec(secret, device="cpu", version="0.1.0"))
+    assert (asked.state, asked.site, asked.worker, asked.device) == ("pending", "north", "gpu-1", "cpu")
+    assert re.fullmatch(f"[{LETTERS}]{{4}}-[{LETTERS}]{{4}}", asked.code)
+    assert not admitted(coordinator, secret)
+    admin = coordinator.client()
+    assert [waiting.code for waiting in admin.enrolments()] == [asked.code]
+    # Typed by a person who was told it by telephone.
+    approve(coordinator, asked.model_copy(update={"code": asked.code.lower().replace("-", " ")}))
+    assert asking(coordinator, secret).enrolment(asked.id).state == "approved"
+    assert admitted(coordinator, secret)
+    assert list(admin.enrolments()) == []
+    assert [site.name for site in admin.sites()] == ["north"]
+    (token,) = (token for token in admin.tokens() if token.role == "site")
+    assert (token.name, token.site) == ("north.gpu-1", "north")
+    actions = [entry.action for entry in admin.audit()]
+    assert actions[-3:] == ["site.create", "enrolment.approve", "token.issue"]
+
+
+def test_the_secret_is_nowhere_at_the_coordinator(coordinator: LiveCoordinator) -> None:
+    secret = new_secret("site")
+    asked = asking(coordinator).ask_to_join(spec(secret))
+    approve(coordinator, asked)
+    asking(coordinator, secret).enrolment(asked.id)
+    coordinator.services.database.engine.dispose()
+    for file in Path(coordinator.settings.staging_dir).parent.rglob("*"):
+        assert file.is_dir() or secret.encode() not in file.read_bytes(), file
+
+
+def test_who_asks_again_because_the_answer_was_lost_waits_once(coordinator: LiveCoordinator) -> None:
+    secret = new_secret("site")
+    first, again = (asking(coordinator).ask_to_join(spec(secret)) for _ in range(2))
+    assert (first.id, first.code) == (again.id, again.code)
+    approve(coordinator, first)
+    assert asking(coordinator).ask_to_join(spec(secret)).state == "approved"
+
+
+def test_a_secret_whose_token_was_revoked_does_not_come_in_again(coordinator: LiveCoordinator) -> None:
+    admin, secret = coordinator.client(), new_secret("site")
+    approve(coordinator, asking(coordinator).ask_to_join(spec(secret)))
+    admin.revoke_token(next(token.id for token in admin.tokens() if token.role == "site"))
+    with refusing("conflict", "issued before"):
+        asking(coordinator).ask_to_join(spec(secret))
+
+
+def test_only_who_shows_the_secret_is_told_what_became_of_it(coordinator: LiveCoordinator) -> None:
+    asked = asking(coordinator).ask_to_join(spec(new_secret("site")))
+    bare = coordinator.bare()
+    refused(bare.get(f"/v1/enrolments/{asked.id}"), 401, "unauthenticated")
+    details = set()
+    for token, enrolment in ((new_secret("site"), asked.id), (coordinator.token("admin"), asked.id), ("x", "none")):
+        answer = bare.get(f"/v1/enrolments/{enrolment}", headers={"Authorization": f"Bearer {token}"})
+        details.add(refused(answer, 404, "not-found").detail.replace(enrolment, ""))
+    assert len(details) == 1
+
+
+def test_a_wrong_code_or_an_unknown_site_admits_nobody(coordinator: LiveCoordinator) -> None:
+    secret = new_secret("site")
+    asked = asking(coordinator).ask_to_join(spec(secret))
+    wrong = "BBBB-BBBB" if asked.code != "BBBB-BBBB" else "CCCC-CCCC"
+    with refusing("invalid") as caught:
+        approve(coordinator, asked.model_copy(update={"code": wrong}))
+    assert [fault.pointer for fault in caught.value.errors] == ["/code"]
+    with refusing("invalid") as caught:
+        approve(coordinator, asked, create=False)
+    assert [fault.pointer for fault in caught.value.errors] == ["/site"]
+    assert not admitted(coordinator, secret)
+    assert list(coordinator.client().sites()) == []
+
+
+def test_an_administrator_may_name_another_site_than_the_worker_does(coordinator: LiveCoordinator) -> None:
+    secret = new_secret("site")
+    coordinator.client().create_site("south")
+    asked = asking(coordinator).ask_to_join(spec(secret))
+    assert approve(coordinator, asked, "south", create=False).site == "south"
+    assert [site.name for site in coordinator.client().sites()] == ["south"]
+
+
+def test_what_was_declined_or_waited_too_long_is_over(tmp_path: Path) -> None:
+    clock = Clock()
+    with LiveCoordinator(tmp_path, clock=clock, **FAST) as coordinator:
+        secret = new_secret("site")
+        first = asking(coordinator).ask_to_join(spec(secret))
+        coordinator.client().decline(first.id)
+        assert asking(coordinator, secret).enrolment(first.id).state == "declined"
+        with refusing("conflict", "declined"):
+            approve(coordinator, first)
+        second = asking(coordinator).ask_to_join(spec(secret))
+        assert second.id != first.id
+        clock.advance(PENDING_SECONDS)
+        assert asking(coordinator, secret).enrolment(second.id).state == "expired"
+        assert list(coordinator.client().enrolments()) == []
+        with refusing("conflict", "expired"):
+            approve(coordinator, second)
+        # Neither stands in the way of another try, and in a day nothing is left of them.
+        clock.advance(KEPT_SECONDS + 1)
+        assert asking(coordinator).ask_to_join(spec(secret)).state == "pending"
+        with refusing("not-found"):
+            asking(coordinator, secret).enrolment(first.id)
+
+
+def test_only_so_many_wait_and_one_address_takes_a_tenth_of_the_places(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, pending_enrolments=20, **FAST) as coordinator:
+        client = asking(coordinator)
+        for _ in range(2):
+            client.ask_to_join(spec(new_secret("site")))
+        with refusing("busy", "pending_enrolments"):
+            client.ask_to_join(spec(new_secret("site")))
+
+
+def test_an_address_asks_only_so_often(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, enrolments_per_minute=2) as coordinator:
+        client, body = asking(coordinator), spec(new_secret("site"))
+        for _ in range(2):
+            client.ask_to_join(body)
+        with refusing("too-many-requests", "enrolments_per_minute") as caught:
+            client.ask_to_join(body)
+        assert caught.value.retry_after_seconds == pytest.approx(30, abs=2)
+
+
+# ---------------------------------------------------------------- enrolment tokens
+
+
+def enrolment_token(coordinator: LiveCoordinator, uses: int = 1) -> str:
+    admin = coordinator.client()
+    if not list(admin.sites()):
+        admin.create_site("north")
+    wanted = TokenSpec(name="join-north", role="enrolment", site="north", expires_in_days=1, uses=uses)
+    return admin.issue_token(wanted).secret
+
+
+def test_an_enrolment_token_admits_at_once_and_is_used_up_by_it(coordinator: LiveCoordinator) -> None:
+    admin, token, secret = coordinator.client(), enrolment_token(coordinator), new_secret("site")
+    asked = asking(coordinator, token).ask_to_join(spec(secret, site=None))
+    assert (asked.state, asked.site) == ("approved", "north")
+    assert admitted(coordinator, secret)
+    # Its answer may have been lost: the same secret is not another worker.
+    assert asking(coordinator, token).ask_to_join(spec(secret)).id == asked.id
+    with refusing("unauthenticated", "used up"):
+        asking(coordinator, token).ask_to_join(spec(new_secret("site")))
+    actions = [entry.action for entry in admin.audit()]
+    assert actions[-2:] == ["enrolment.redeem", "token.issue"]
+
+
+def test_of_two_that_use_one_enrolment_token_at_once_one_is_admitted(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, **FAST) as coordinator:
+        token = enrolment_token(coordinator)
+        secrets = [new_secret("site") for _ in range(8)]
+
+        def join(secret: str) -> int:
+            body = spec(secret).model_dump_json()
+            headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+            return coordinator.bare(headers).post("/v1/enrolments", content=body).status_code
+
+        with ThreadPoolExecutor(8) as pool:
+            statuses = sorted(pool.map(join, secrets))
+        assert statuses == [201] + [401] * 7
+        assert sum(admitted(coordinator, secret) for secret in secrets) == 1
+
+
+def test_an_enrolment_token_admits_to_its_own_site_and_to_nothing_else(coordinator: LiveCoordinator) -> None:
+    token = enrolment_token(coordinator)
+    with refusing("invalid") as caught:
+        asking(coordinator, token).ask_to_join(spec(new_secret("site"), site="south"))
+    assert [fault.pointer for fault in caught.value.errors] == ["/site"]
+    with refusing("forbidden"):
+        asking(coordinator, coordinator.token("site", "a")).ask_to_join(spec(new_secret("site")))
+    # A refusal has not used it up.
+    assert asking(coordinator, token).ask_to_join(spec(new_secret("site"))).state == "approved"
+
+
+def test_a_revoked_enrolment_token_admits_nobody(coordinator: LiveCoordinator) -> None:
+    token = enrolment_token(coordinator, uses=2)
+    admin = coordinator.client()
+    admin.revoke_token(next(found.id for found in admin.tokens() if found.role == "enrolment"))
+    with refusing("unauthenticated", "revoked"):
+        asking(coordinator, token).ask_to_join(spec(new_secret("site")))
+
+
+def test_a_secret_that_is_a_token_s_already_cannot_join(coordinator: LiveCoordinator) -> None:
+    with refusing("conflict", "issued before"):
+        asking(coordinator).ask_to_join(spec(coordinator.token("site", "a")))
+
+
+@pytest.mark.parametrize("typed", ["wdjb mjht", "WDJB-MJHT", "WDJBMJHT", " wdjb - mjht "])
+def test_a_code_may_be_typed_as_one_likes(typed: str) -> None:
+    assert normal_code(typed) == "WDJB-MJHT"

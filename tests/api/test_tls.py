@@ -1,0 +1,234 @@
+"""Ways through the network: TLS with an authority made on the fly, certificates of clients, and proxies."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trustme
+
+from coordinator.listening import BadCertificate, Exposed, require_private
+from coordinator.settings import Settings
+from shared.client import Client
+from shared.problems import Invalid
+from shared.transport import Unreachable, Untrusted, tls_context
+from tests.support.cli import tessera
+from tests.support.coordinator import LiveCoordinator
+from tests.support.proxying import proxying
+
+
+@dataclass(frozen=True)
+class Authority:
+    """A CA and what it issued: a server's certificate and a client's, as files."""
+
+    ca: Path
+    server: Path
+    client: Path
+    key: Path
+
+    @classmethod
+    def made(cls, folder: Path, name: str = "127.0.0.1") -> Authority:
+        authority = trustme.CA()
+        server, client = authority.issue_cert(name), authority.issue_cert("worker@north.example")
+        made = cls(folder / "ca.pem", folder / "server.pem", folder / "client.pem", folder / "client.key")
+        authority.cert_pem.write_to_path(made.ca)
+        server.private_key_and_cert_chain_pem.write_to_path(made.server)
+        client.cert_chain_pems[0].write_to_path(made.client)
+        client.private_key_pem.write_to_path(made.key)
+        return made
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.made(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.made(tmp_path_factory.mktemp("another"))
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[LiveCoordinator]:
+    """A coordinator that speaks TLS."""
+    with LiveCoordinator(tmp_path_factory.mktemp("tls"), tls_cert=authority.server) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[LiveCoordinator]:
+    """One that wants to be shown certificates, too."""
+    settings = {"tls_cert": authority.server, "tls_client_ca": authority.ca}
+    with LiveCoordinator(tmp_path_factory.mktemp("strict"), **settings) as live:
+        yield live
+
+
+def reached(live: LiveCoordinator, *files: Path | None) -> str:
+    """The version that a coordinator tells a client with these files. Raises Problem."""
+    with Client(live.url, live.token("admin"), verify=tls_context(*files), patience_seconds=0) as client:
+        return client.about().version
+
+
+def test_a_coordinator_whose_authority_is_known_is_reached(serving: LiveCoordinator, authority: Authority) -> None:
+    assert serving.url.startswith("https://")
+    assert reached(serving, authority.ca)
+    with Client(serving.url, serving.token("admin"), verify=tls_context(authority.ca)) as client:
+        # More than buffers hold, so that limits on time are at work on a connection with TLS too.
+        data = bytes(range(256)) * (1 << 14)
+        assert client.read_blob(client.put_bytes(data)) == data
+
+
+def test_one_whose_authority_is_not_known_is_refused_with_what_to_do(
+    serving: LiveCoordinator, another: Authority
+) -> None:
+    for files in ((), (another.ca,)):
+        with pytest.raises(Untrusted, match="is not trusted: ") as refused:
+            reached(serving, *files)
+        assert "ca_bundle" in refused.value.advice
+        assert "TESSERA_CA_BUNDLE" in refused.value.advice
+        assert not refused.value.retryable
+
+
+def test_a_certificate_for_another_name_is_refused(tmp_path: Path) -> None:
+    elsewhere = Authority.made(tmp_path, "elsewhere.example")
+    with (
+        LiveCoordinator(tmp_path / "live", tls_cert=elsewhere.server) as live,
+        pytest.raises(Untrusted, match=r"not valid for '127\.0\.0\.1'"),
+    ):
+        reached(live, elsewhere.ca)
+
+
+def test_a_coordinator_may_want_to_be_shown_a_certificate(
+    strict: LiveCoordinator, authority: Authority, another: Authority
+) -> None:
+    assert reached(strict, authority.ca, authority.client, authority.key)
+    for shown in ((), (another.client, another.key)):
+        with pytest.raises(Unreachable) as refused:
+            reached(strict, authority.ca, *shown)
+        assert "client_cert" in refused.value.advice
+
+
+def test_a_server_that_says_that_it_wants_a_certificate_is_quoted(authority: Authority) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority.ca)
+    context.load_cert_chain(authority.server)
+    context.verify_mode = ssl.CERT_REQUIRED
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def turn_away() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(ssl.SSLError):
+                context.wrap_socket(connection, server_side=True)
+
+        pool.submit(turn_away)
+        url = f"https://127.0.0.1:{server.getsockname()[1]}"
+        with (
+            Client(url, verify=tls_context(authority.ca), patience_seconds=0) as client,
+            pytest.raises(Untrusted, match="certificate required") as refused,
+        ):
+            client.about()
+    assert "client_cert" in refused.value.advice
+
+
+def test_plain_http_where_tls_is_spoken_and_the_reverse_are_told_apart(
+    serving: LiveCoordinator, standing: LiveCoordinator, authority: Authority
+) -> None:
+    with (
+        Client(standing.url.replace("http:", "https:"), verify=tls_context(authority.ca)) as client,
+        pytest.raises(Untrusted, match="speaks no TLS"),
+    ):
+        client.about()
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path, authority: Authority) -> None:
+    (tmp_path / "empty").touch()
+    for files, named in (
+        ((tmp_path / "none",), "ca_bundle: "),
+        ((tmp_path / "empty",), "ca_bundle: "),
+        ((None, tmp_path / "empty"), "client_cert: "),
+        ((None, authority.client, tmp_path / "none"), "client_cert: "),
+        ((None, None, authority.key), "client_key: "),
+    ):
+        with pytest.raises(Invalid, match=named):
+            tls_context(*files)
+
+
+def test_commands_take_the_same_files_from_their_environment(strict: LiveCoordinator, authority: Authority) -> None:
+    files = {"CA_BUNDLE": authority.ca, "CLIENT_CERT": authority.client, "CLIENT_KEY": authority.key}
+    given = {f"TESSERA_{name}": str(file) for name, file in files.items()}
+    connection = {"TESSERA_URL": strict.url, "TESSERA_TOKEN": strict.token("admin")}
+    shown = tessera("admin", "status", **connection, **given)
+    assert (shown.returncode, "workers" in shown.stdout) == (0, True), shown.stderr
+    refused = tessera("admin", "status", **connection)
+    assert (refused.returncode, "is not trusted" in refused.stderr) == (1, True), refused.stderr
+    assert "TESSERA_CA_BUNDLE" in refused.stderr
+
+
+# ---------------------------------------------------------------- proxies
+
+
+@pytest.fixture
+def proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What a proxy was asked for, which the environment names for all requests."""
+    with proxying() as (url, asked):
+        for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+            monkeypatch.delenv(name.upper(), raising=False)
+        monkeypatch.setenv("HTTPS_PROXY", url)
+        monkeypatch.setenv("HTTP_PROXY", url)
+        yield asked
+
+
+def test_a_proxy_that_the_environment_names_is_gone_through(
+    proxies: list[str], strict: LiveCoordinator, authority: Authority
+) -> None:
+    assert reached(strict, authority.ca, authority.client, authority.key)
+    # It sees where to, and nothing else.
+    assert proxies == [f"CONNECT {strict.url.removeprefix('https://')}"]
+
+
+def test_plain_http_goes_through_it_too_unless_the_host_is_excepted(
+    proxies: list[str], standing: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert reached(standing)
+    assert proxies == [f"GET {standing.url}/version"]
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    assert reached(standing)
+    assert len(proxies) == 1
+
+
+# ---------------------------------------------------------------- what is served without TLS
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "tessera.example"])  # noqa: S104 (is refused)
+def test_other_machines_are_not_served_in_plain_http(host: str, authority: Authority) -> None:
+    with pytest.raises(Exposed, match="TESSERA_BEHIND_PROXY"):
+        require_private(Settings(host=host))
+    require_private(Settings(host=host, behind_proxy=True))
+    require_private(Settings(host=host, tls_cert=authority.server))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_this_machine_is(host: str) -> None:
+    require_private(Settings(host=host))
+
+
+def test_serve_says_what_is_wrong_before_it_opens_anything(tmp_path: Path) -> None:
+    settings = {"TESSERA_DATABASE_URL": f"sqlite:///{tmp_path}/t.db"}
+    exposed = tessera("coordinator", "serve", "--migrate", TESSERA_HOST="0.0.0.0", **settings)  # noqa: S104
+    assert (exposed.returncode, "TESSERA_TLS_CERT" in exposed.stderr) == (2, True), exposed.stderr
+    missing = tessera("coordinator", "serve", TESSERA_TLS_CERT=str(tmp_path / "none.pem"), **settings)
+    assert (missing.returncode, "none.pem" in missing.stderr) == (2, True), missing.stderr
+    partial = tessera("coordinator", "serve", TESSERA_TLS_KEY=str(tmp_path / "key.pem"), **settings)
+    assert (partial.returncode, "without tls_cert" in partial.stderr) == (2, True), partial.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_certificate_without_its_key_serves_nothing(authority: Authority) -> None:
+    with pytest.raises(BadCertificate, match=r"client\.pem"):
+        require_private(Settings(tls_cert=authority.client))

@@ -1,0 +1,217 @@
+"""`tessera worker join` and `rotate` against a real coordinator, and what they leave on the disk."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from click.testing import Result
+from typer.testing import CliRunner
+
+from coordinator.storage.identity import create_site, issue_token
+from shared.client import Client
+from shared.problems import Unauthenticated
+from shared.tokens import hash_of, new_secret
+from shared.wire import Approval, Enrolment, TokenSpec
+from tests.support.coordinator import LiveCoordinator, until
+from worker.cli.worker import app
+from worker.files import write_secret
+from worker.joining import NEXT, prepared, rotate
+from worker.settings import SettingsError
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCoordinator]:
+    with LiveCoordinator(tmp_path_factory.mktemp("live"), enrolments_per_minute=1_000) as coordinator:
+        yield coordinator
+
+
+def say(*arguments: str, code: int = 0) -> Result:
+    done = CliRunner().invoke(app, [*arguments])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def decided(live: LiveCoordinator, folder: Path, approve: bool) -> Result:
+    """Joins, and has an administrator decide."""
+    admin = live.client()
+
+    def waiting() -> Enrolment | None:
+        return next(iter(admin.enrolments()), None)
+
+    with ThreadPoolExecutor(1) as pool:
+        arguments = ["join", live.url, "--site", "north", "--name", "gpu-1", "--config", str(folder / "worker.toml")]
+        joined = pool.submit(say, *arguments, code=0 if approve else 3)
+        asked = until(waiting)
+        if approve:
+            admin.approve(asked.id, Approval(code=asked.code, site="north", create_site=True))
+        else:
+            admin.decline(asked.id)
+        done = joined.result(20)
+    assert asked.code in done.output
+    return done
+
+
+def secret_in(folder: Path) -> str:
+    return (folder / "worker.token").read_text().strip()
+
+
+def test_a_machine_with_nothing_on_it_is_a_worker_after_a_code_was_told(
+    live: LiveCoordinator, tmp_path: Path
+) -> None:
+    done = decided(live, tmp_path, approve=True)
+    secret = secret_in(tmp_path)
+    assert secret not in done.output
+    assert (tmp_path / "worker.token").stat().st_mode & 0o777 == 0o600
+    settings = tomllib.loads((tmp_path / "worker.toml").read_text())
+    assert (settings["url"], settings["name"], settings["token_file"]) == (
+        live.url,
+        "gpu-1",
+        str(tmp_path / "worker.token"),
+    )
+    # All that is left to be said is where the data are.
+    with (tmp_path / "worker.toml").open("a") as file:
+        file.write('[datasets.digits]\nkind = "digits"\n')
+    say("check", "--config", str(tmp_path / "worker.toml"))
+    # Joining again finds it done.
+    say("join", live.url, "--site", "north", "--config", str(tmp_path / "worker.toml"))
+    assert secret_in(tmp_path) == secret
+
+
+def test_one_that_is_declined_says_so_and_may_ask_again(live: LiveCoordinator, tmp_path: Path) -> None:
+    assert "declined" in decided(live, tmp_path, approve=False).output
+    secret = secret_in(tmp_path)
+    decided(live, tmp_path, approve=True)
+    assert secret_in(tmp_path) == secret
+
+
+def test_an_enrolment_token_in_a_file_admits_without_anybody(live: LiveCoordinator, tmp_path: Path) -> None:
+    if "south" not in [site.name for site in live.client().sites()]:
+        live.client().create_site("south")
+    issued = live.client().issue_token(
+        TokenSpec(name="join-south", role="enrolment", site="south", uses=1, expires_in_days=1)
+    )
+    (tmp_path / "ticket").write_text(f"{issued.secret}\n")
+    arguments = ["join", live.url, "--config", str(tmp_path / "worker.toml"), "--json"]
+    done = say(*arguments, "--token-file", str(tmp_path / "ticket"))
+    enrolment = json.loads(done.stdout)
+    assert (enrolment["state"], enrolment["site"]) == ("approved", "south")
+    (tmp_path / "worker.token").unlink()
+    assert "used up" in say(*arguments, "--token-file", str(tmp_path / "ticket"), code=3).output
+
+
+def test_settings_that_are_there_are_kept_and_what_they_lack_is_told(tmp_path: Path) -> None:
+    config = tmp_path / "worker.toml"
+    config.write_text('url = "https://a"\n[datasets.x]\nkind = "digits"\n')
+    place = prepared(config, "https://a", "gpu-1", {})
+    assert config.read_text().startswith('url = "https://a"\n[datasets.x]')
+    assert place.missing == (
+        f'token_file = "{tmp_path}/worker.token"',
+        'name = "gpu-1"',
+        f'state_dir = "{tmp_path}/state"',
+    )
+    assert prepared(config, "https://a", None, {}).secret == place.secret
+
+
+def test_the_secret_for_one_coordinator_is_never_shown_to_another(tmp_path: Path) -> None:
+    prepared(tmp_path / "worker.toml", "https://a", "w", {})
+    with pytest.raises(SettingsError, match="is for https://a"):
+        prepared(tmp_path / "worker.toml", "https://b", "w", {})
+    (tmp_path / "worker.toml").unlink()
+    with pytest.raises(SettingsError, match="nobody knows for which coordinator"):
+        prepared(tmp_path / "worker.toml", "https://b", "w", {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["--token-file", "x", "--site", "a"], "either the site"), ([], "either the site")],
+)
+def test_a_worker_says_its_site_or_shows_a_token(tmp_path: Path, arguments: list[str], told: str) -> None:
+    done = say("join", "http://127.0.0.1:9", "--config", str(tmp_path / "w.toml"), *arguments, code=2)
+    assert told in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- rotation
+
+
+def settings_in(live: LiveCoordinator, folder: Path, secret: str) -> Path:
+    write_secret(folder / "token", secret)
+    lines: dict[str, Any] = {"url": live.url, "token_file": str(folder / "token"), "name": "w", "state_dir": "s"}
+    config = folder / "worker.toml"
+    config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in lines.items()))
+    with config.open("a") as file:
+        file.write('[datasets.digits]\nkind = "digits"\n')
+    return config
+
+
+def test_a_worker_s_secret_is_replaced_by_one_of_its_own_making(live: LiveCoordinator, tmp_path: Path) -> None:
+    old = live.token("site", "rotating")
+    config = settings_in(live, tmp_path, old)
+    done = say("rotate", "--config", str(config))
+    new = (tmp_path / "token").read_text().strip()
+    assert new != old
+    assert new not in done.output
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    assert not (tmp_path / f"token{NEXT}").exists()
+    say("check", "--config", str(config))
+
+
+def test_a_rotation_that_was_cut_off_is_done_by_doing_it_again(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "coordinator", rotation_grace_seconds=0) as live:
+        old, new = live.token("site", "a"), new_secret("site")
+        write_secret(tmp_path / "token", old)
+        write_secret(tmp_path / f"token{NEXT}", new)
+
+        def connect(secret: str) -> Client:
+            return Client(live.url, secret, patience_seconds=0, verify=False)
+
+        # The coordinator was told, and the process killed before it renamed the file; the old secret is over.
+        with connect(old) as client:
+            client.rotate(hash_of(new))
+        rotate(connect, tmp_path / "token")
+        assert (tmp_path / "token").read_text().strip() == new
+        write_secret(tmp_path / "token", new_secret("site"))
+        with pytest.raises(Unauthenticated):
+            rotate(connect, tmp_path / "token")
+
+
+def test_what_is_rotated_is_a_file(live: LiveCoordinator, tmp_path: Path) -> None:
+    config = settings_in(live, tmp_path, "x")
+    config.write_text(config.read_text().replace("token_file", "token"))
+    assert "token_file" in say("rotate", "--config", str(config), code=2).output
+
+
+# ---------------------------------------------------------------- TLS
+
+
+def test_a_worker_joins_and_works_with_the_certificates_it_joined_with(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    server, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("worker@north.example")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    server.private_key_and_cert_chain_pem.write_to_path(tmp_path / "server.pem")
+    client.private_key_and_cert_chain_pem.write_to_path(tmp_path / "client.pem")
+    tls = {"tls_cert": tmp_path / "server.pem", "tls_client_ca": tmp_path / "ca.pem"}
+    with LiveCoordinator(tmp_path / "coordinator", **tls) as live:
+        with live.services.database.transaction() as session:
+            create_site(session, live.services.database.now(), "test", "north")
+            ticket = TokenSpec(name="t", role="enrolment", site="north", uses=1, expires_in_days=1)
+            secret = issue_token(session, live.services.database.now(), "test", ticket)[1]
+        (tmp_path / "ticket").write_text(secret)
+        config = str(tmp_path / "worker.toml")
+        shown = ["--ca-bundle", str(tmp_path / "ca.pem"), "--client-cert", str(tmp_path / "client.pem")]
+        say("join", live.url, "--token-file", str(tmp_path / "ticket"), "--config", config, *shown)
+        with Path(config).open("a") as file:
+            file.write('[datasets.digits]\nkind = "digits"\n')
+        # From here on the settings say it.
+        say("check", "--config", config)
+        say("rotate", "--config", config)
+        settings = Path(config).read_text()
+        Path(config).write_text(settings.replace("ca.pem", "none.pem"))
+        assert "ca_bundle: " in say("check", "--config", config, code=2).output
