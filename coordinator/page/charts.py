@@ -72,7 +72,7 @@ def lines(
     shapes = [_bands(bands, across), _grid(ticks, up, unit), _axis(min(ends), max(ends), across, along)]
     # What matters most is drawn last, above the others.
     for place, one in sorted(enumerate(series), key=lambda pair: pair[1].main):
-        shapes.append(_line(one, place, across, up, unit))
+        shapes.append(_line(one, place, across, up))
     said = "; ".join(f"{one.name}: {one.ordered[-1][1]:.4g} at {one.ordered[-1][0]}" for one in series if one.points)
     return _picture(ident, title, f"By {along}. Last values: {said}.", shapes)
 
@@ -100,7 +100,7 @@ def bars(ident: str, title: str, series: Sequence[Series], limit: Series | None,
             said = f"{along} {at}, {one.name}: {_bytes(value)}"
             shapes.append(_rect(f"c{place}", across(at) - width / 2, end, width, max(0.5, begin - end), said))
     if limit:
-        shapes.append(_line(limit, COLOURS - 1, across, up, "B", css="limit"))
+        shapes.append(_line(limit, COLOURS - 1, across, up, css="limit"))
     return _picture(ident, title, told, shapes)
 
 
@@ -234,7 +234,7 @@ def _bands(bands: Sequence[Band], across: _Scale) -> Markup:
     return made
 
 
-def _line(one: Series, place: int, across: _Scale, up: _Scale, unit: str, css: str = "") -> Markup:
+def _line(one: Series, place: int, across: _Scale, up: _Scale, css: str = "") -> Markup:
     points = one.ordered
     if not points:
         return Markup("")
