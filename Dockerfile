@@ -3,61 +3,74 @@
 #   docker build --target coordinator -t tessera-coordinator .
 #   docker build --target worker -t tessera-worker .
 #
-# Both run as an unprivileged user on a read-only root file system; all they write is under /data. The coordinator serves
-# TLS, or says that a proxy does so; with neither it does not start:
+# Both run as an unprivileged user on a read-only root file system; all they write is under /data and /tmp. The
+# coordinator serves TLS, or says that a proxy does so; with neither it does not start:
 #
 #   docker run --read-only --tmpfs /tmp -v tessera:/data -v /etc/tessera:/tls:ro -p 8470:8470 \
 #     -e TESSERA_TLS_CERT=/tls/cert.pem -e TESSERA_TLS_KEY=/tls/key.pem tessera-coordinator
 #   docker run --read-only --tmpfs /tmp -v tessera:/data --network proxy -e TESSERA_BEHIND_PROXY=true tessera-coordinator
+#
+# Neither has a compiler, pip, or this checkout in it. deploy/ and docs/deploying.md have the rest.
 
-FROM python:3.11-slim AS base
+FROM python:3.11-slim-bookworm AS base
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PATH=/opt/tessera/bin:$PATH
-RUN useradd --uid 10001 --create-home --home-dir /home/tessera tessera \
-    && mkdir /data && chown tessera /data
+RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp tessera \
+    && mkdir /data && chown 10001:10001 /data
 
 FROM base AS build
 WORKDIR /src
-RUN python -m venv /opt/tessera
-COPY pyproject.toml constraints.txt README.md ./
+# Without pip of its own, for what is copied on from here is to install nothing.
+RUN python -m venv --without-pip /opt/tessera
+COPY pyproject.toml README.md constraints.txt ./
+COPY deploy/constraints.txt deploy/constraints.txt
 COPY shared shared
 COPY migrations migrations
 COPY coordinator coordinator
 COPY worker worker
+# Every package in the version that `make image-check` last ran with. On a machine with a GPU, build with
+# --build-arg CONSTRAINTS=/dev/null and an index that has CUDA wheels.
+ARG CONSTRAINTS=deploy/constraints.txt
 
 FROM build AS build-coordinator
-RUN pip install '.[coordinator]'
+RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" '.[coordinator,otel]'
 
 FROM build AS build-worker
-# On a machine with a GPU, build with --build-arg CONSTRAINTS=/dev/null and an index that has CUDA wheels.
-ARG CONSTRAINTS=constraints.txt
-RUN pip install --constraint "$CONSTRAINTS" '.[worker]'
+RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" '.[worker,privacy,lora,otel]'
 
-FROM base AS coordinator
+FROM base AS final
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.version=$VERSION org.opencontainers.image.revision=$REVISION \
+    org.opencontainers.image.documentation=docs/deploying.md
+RUN python -m pip uninstall --yes pip setuptools wheel
+# By number, so that who starts it can see that it is not root.
+USER 10001:10001
+WORKDIR /data
+VOLUME /data
+STOPSIGNAL SIGTERM
+
+FROM final AS coordinator
+LABEL org.opencontainers.image.title="Tessera coordinator" \
+    org.opencontainers.image.description="Keeps runs, rounds and the global state of federated training"
 COPY --from=build-coordinator /opt/tessera /opt/tessera
 ENV TESSERA_HOST=0.0.0.0 \
     TESSERA_DATABASE_URL=sqlite:////data/tessera.db \
     TESSERA_BLOB_URL=/data/blobs \
     TESSERA_STAGING_DIR=/data/staging
-USER tessera
-WORKDIR /data
-VOLUME /data
 EXPOSE 8470
 # From inside, where the name in the certificate is another. With TESSERA_TLS_CLIENT_CA, give it a certificate to show.
 HEALTHCHECK --interval=15s --timeout=5s --start-period=10s \
     CMD ["python", "-c", "import os, ssl, urllib.request as u; s = 's' if 'TESSERA_TLS_CERT' in os.environ else ''; u.urlopen(f'http{s}://127.0.0.1:8470/healthz/ready', timeout=4, context=ssl._create_unverified_context() if s else None)"]
-STOPSIGNAL SIGTERM
 ENTRYPOINT ["tessera", "coordinator"]
 CMD ["serve", "--migrate"]
 
-FROM base AS worker
+FROM final AS worker
+LABEL org.opencontainers.image.title="Tessera worker" \
+    org.opencontainers.image.description="Trains for a coordinator beside the data of one site"
 COPY --from=build-worker /opt/tessera /opt/tessera
-ENV TESSERA_WORKER_STATE_DIR=/data HF_HOME=/data/huggingface
-USER tessera
-WORKDIR /data
-VOLUME /data
+ENV TESSERA_WORKER_STATE_DIR=/data HF_HOME=/data/huggingface TORCHINDUCTOR_CACHE_DIR=/tmp/torch
 # The worker touches this file at every claim and heartbeat.
 HEALTHCHECK --interval=30s --timeout=5s --start-period=60s \
     CMD ["python", "-c", "import os, sys, time; sys.exit(time.time() - os.stat('/data/alive').st_mtime > 120)"]
-STOPSIGNAL SIGTERM
 ENTRYPOINT ["tessera", "worker"]
 CMD ["run", "--config", "/etc/tessera/worker.toml"]

@@ -5,7 +5,8 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .PHONY: help install demo test test-postgresql check fix system fuzz \
-  bench bench-quick bench-results bench-rivals bench-attention simulation chaos test-long migrate image clean
+  bench bench-quick bench-results bench-rivals bench-attention simulation chaos soak test-long image-check deploy-check \
+  migrate image clean
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -45,8 +46,18 @@ system: install ## the tests with real processes and real crashes alone
 test-long: install ## the tests that take long or need a quiet machine
 	TESSERA_TEST_LONG=1 $(BIN)/python -m pytest -m long
 
+image-check: install ## what the images install and start, as nobody on a read-only tree; as root, some minutes
+	TESSERA_TEST_LONG=1 $(BIN)/python -m pytest tests/deploy/test_images.py
+
+deploy-check: install ## lint and render what is deployed, by Helm itself; installs 300 MB
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[deploy]'
+	$(BIN)/python -m pytest tests/deploy
+
 chaos: install ## two hundred faults at real processes, a quarter of an hour; FAULTS=, SEED=
 	$(BIN)/python -m tests.chaos --faults $(or $(FAULTS),200) --seed $(or $(SEED),0)
+
+soak: install ## five hundred rounds, and whether anything grows with them, ten minutes; ROUNDS=
+	$(BIN)/python -m tests.soak --rounds $(or $(ROUNDS),500)
 
 simulation: install ## a federation on one seed after the other; STEPS=, SEED=, HOURS= say how long
 	$(BIN)/python -m tests.simulation --seed $(or $(SEED),0) $(if $(HOURS),--hours $(HOURS),--steps $(or $(STEPS),1000000))

@@ -58,10 +58,10 @@ def trained(model: BertForSequenceClassification, make: Make, data: Any, steps: 
                 return
 
 
-def differences(pretraining: int, local: int) -> dict[str, list[Change]]:
+def differences(config: Mapping[str, Any], pretraining: int, local: int) -> dict[str, list[Change]]:
     """What a round of `local` steps changes, by optimizer."""
     torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig.from_dict({**WIDE, "num_labels": len(OTHERS)}))
+    model = BertForSequenceClassification(BertConfig.from_dict({**config, "num_labels": len(OTHERS)}))
     trained(model, lambda parameters: torch.optim.AdamW(parameters, lr=5e-4), others(), pretraining, seed=0)
     start = {name: value.clone() for name, value in model.state_dict().items()}
     found = {}
@@ -131,11 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compression", description=(__doc__ or "")[:100])
     parser.add_argument("--steps", type=int, default=20, help="local steps of a round")
     parser.add_argument("--pretraining", type=int, default=300, help="steps before them")
-    parser.add_argument("--quick", action="store_true", help="few steps: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="a small model, few steps: to see that it works")
     parser.add_argument("--out", type=Path, default=OUT, help="a folder for the results")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found = differences(*((5, 2) if given.quick else (given.pretraining, given.steps)))
+    found = differences(BERT, 5, 2) if given.quick else differences(WIDE, given.pretraining, given.steps)
     gigabytes = sum(change.block.nbytes for change in next(iter(found.values()))) / 1e9
     results = Results("compression", f"updates of {1e3 * gigabytes:.0f} MB, by codec and local optimizer")
     for codec in CODECS:

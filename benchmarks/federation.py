@@ -49,6 +49,7 @@ class Federation:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.workers: list[str] = []
+        self._begun = 0
         self._settings = settings
 
     def __enter__(self) -> Self:
@@ -139,11 +140,14 @@ class Federation:
     ) -> Run:
         """Uploads a model and starts a run of so many rounds on it."""
         uploaded = upload_model(self.admin, model)
+        self._begun += 1
         wanted = {
             "name": "benchmark",
             "dataset": DATASET,
             "method": method or {"name": "drift"},
             "rounds": rounds,
+            # Another for each: of what a run before has made to the bit, nothing would have to travel.
+            "seed": self._begun,
             "cohort": {"size": cohort, "quorum": cohort, "tries": 1},
             "model": uploaded.model,
             "version": uploaded.version,

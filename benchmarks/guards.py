@@ -1,7 +1,7 @@
 """What the coordinator's limits cost a request: `python -m benchmarks.guards [--quick]`.
 
 Each alone, in processor time of this process, with nothing refused; the median of several runs. An idle poll meets
-the first three.
+the first four.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from coordinator.api.reading import in_time
 from coordinator.memory import Memory
 from coordinator.rates import Admission
 from coordinator.storage.room import Room
+from coordinator.timing import Timing
 from coordinator.tracing import Tracing
 from shared.tracing import HEADER, new_trace, traceparent
 
@@ -50,6 +51,10 @@ async def asynchronously(work: Callable[[], Awaitable[object]], calls: int) -> f
 
 async def tracing() -> None:
     await Tracing(_nothing)(SCOPE, _receive, _send)
+
+
+async def timing() -> None:
+    await Timing(_nothing)({**SCOPE, "method": "GET"}, _receive, _send)
 
 
 async def reading() -> None:
@@ -86,6 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     room, memory = Room([Path(tempfile.gettempdir())], 0), Memory(None)
     results.add(guard="rate of a token", us=microseconds(lambda: admission.asked("token"), calls))
     results.add(guard="trace id", us=asyncio.run(asynchronously(tracing, calls)))
+    results.add(guard="time of a request", us=asyncio.run(asynchronously(timing, calls)))
     results.add(guard="time of a body", us=asyncio.run(asynchronously(reading, calls)))
     results.add(guard="room on the disk", us=microseconds(lambda: room.require(1), calls))
     results.add(guard="memory", us=microseconds(memory.share, calls))

@@ -10,8 +10,10 @@ from typing import Any
 from fastapi import FastAPI
 
 from coordinator.api import admin, blobs, enrolments, errors, events, health, runs, sites, tasks
+from coordinator.metrics import Metrics
 from coordinator.page import live as page
 from coordinator.services import Services
+from coordinator.timing import Timing
 from coordinator.tracing import Tracing
 from coordinator.version import VERSION
 from shared.problems import ProblemDocument
@@ -51,7 +53,10 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
 
     app = FastAPI(title="Tessera", version=VERSION, description=DESCRIPTION, lifespan=lifespan)
     app.state.services = services
+    app.state.metrics = Metrics(services)
     errors.install(app)
+    # The last that is added is the outermost.
+    app.add_middleware(Timing)
     app.add_middleware(Tracing)
     routers = (module.router for module in (runs, events, tasks, blobs, sites, enrolments, admin, health))
     for router in (*routers, blobs.listed):

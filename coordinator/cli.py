@@ -24,6 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from coordinator import logs
 from coordinator.app import GOODBYE_SECONDS, create_app
 from coordinator.bells import CONDUCTOR
+from coordinator.doctor import checks
 from coordinator.listening import BadCertificate, Exposed, configuration, make_room, require_private
 from coordinator.services import Duty, Services, assemble
 from coordinator.settings import Settings
@@ -40,6 +41,12 @@ from coordinator.storage.database import (
 )
 from coordinator.storage.identity import first_token
 from coordinator.supervision import ChildConductor, end_with_parent
+from shared import spans
+from shared.cli.effective import tell_settings
+from shared.cli.findings import tell
+from shared.cli.output import AsJson
+from shared.doctor import examined
+from shared.effective import effective
 from shared.memory import keep_freed_memory
 from shared.methods import MethodsUnusable, methods
 from shared.problems import Problem
@@ -86,6 +93,7 @@ def serve(
     _hand_over_first_token(services)
     settings = services.settings
     make_room(settings.max_connections)
+    spans.begin("tessera-coordinator")
     config = configuration(create_app(services, conduct=False), settings)
     scheme = "https" if settings.tls_cert else "http"
     log.info("coordinator.serving", url=f"{scheme}://{settings.host}:{settings.port}")
@@ -106,6 +114,7 @@ def conduct(
     if attached:
         end_with_parent()
     services = _opened("conduct", wait=attached)
+    spans.begin("tessera-conductor")
     # Waited for rather than handled: a handler that sets an event can deadlock with the wait that it interrupts.
     endings = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, endings)
@@ -118,6 +127,7 @@ def conduct(
     services.housekeeping.end()
     services.conductor.end()
     thread.join(GOODBYE_SECONDS)
+    spans.end()
 
 
 @app.command()
@@ -157,6 +167,26 @@ def restore(folder: Folder) -> None:
     _copying("restored", lambda: backup.restore(folder, services.database, services.blobs))
 
 
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Look at all that a coordinator needs: database, blobs, disk, address, limits, unsafe settings. Safe beside a
+    running one.
+
+    Exit code 0: it could work, 1: something fails, 2: it cannot be opened at all.
+    """
+    tell(examined(checks(_assembled())), as_json=as_json)
+
+
+config_app = typer.Typer(no_args_is_help=True, help="The settings that are in force.")
+app.add_typer(config_app, name="config")
+
+
+@config_app.command()
+def show(as_json: AsJson = False) -> None:
+    """Show every setting, and whether it comes from the environment or is the default. Hides secrets."""
+    tell_settings(effective(_settings().model_dump(), {}, os.environ, "TESSERA_"), as_json=as_json)
+
+
 def _copying(what: str, work: Callable[[], backup.Copied]) -> None:
     try:
         copied = work()
@@ -192,6 +222,7 @@ class _Server(uvicorn.Server):
         # Here and not after `run`, which ends the process by the signal that it was sent.
         if self._child:
             await asyncio.to_thread(self._child.stop)
+        await asyncio.to_thread(spans.end)
 
 
 def _settings() -> Settings:
@@ -219,13 +250,22 @@ def _opened(duty: Duty, *, wait: bool = False) -> Services:
 
 def _stored(duty: Duty = "both", hold: Callable[[Services], None] = lambda _: None) -> Services:
     """The services on a database at head."""
+
+    def ready(services: Services) -> None:
+        services.database.require_head()
+        hold(services)
+
+    return _assembled(duty, ready)
+
+
+def _assembled(duty: Duty = "both", ready: Callable[[Services], None] = lambda _: None) -> Services:
+    """The services, once they are `ready`; or a line that says why not, and exit code 2."""
     logs.configure()
     keep_freed_memory()
     settings = _settings()
     try:
         services = assemble(settings, duty=duty)
-        services.database.require_head()
-        hold(services)
+        ready(services)
     except (DatabaseInUse, NotAFile, SchemaBehind, StagingElsewhere, UnknownDatabase) as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None

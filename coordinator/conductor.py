@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import structlog
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
+from structlog.contextvars import bound_contextvars
 
 from coordinator.domain import decide as todo
 from coordinator.domain.decide import Action, Patience, decide
@@ -39,12 +41,14 @@ from coordinator.storage.snapshots import (
 )
 from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run, move_task
+from shared import spans
 from shared.aggregation import Aggregation, norm_scores, outlying
 from shared.methods.contract import Plan, State
 from shared.model import Model
 from shared.planning import plan_round, warnings_of
-from shared.problems import Conflict, StoreFull
+from shared.problems import Conflict, StoreAway, StoreFull
 from shared.states import States
+from shared.tracing import trace_of, traceparent_of
 from shared.willing import Invitation, refused_model, refused_plan
 from shared.wire import RunSpec, VersionRef
 
@@ -76,6 +80,7 @@ class Conductor:
         patience: Patience,
         live_seconds: float,
         tick_seconds: float,
+        alive_file: Path | None = None,
         notify: Callable[[Sequence[str]], None],
     ) -> None:
         self._database = database
@@ -87,6 +92,7 @@ class Conductor:
         self._patience = patience
         self._live_seconds = live_seconds
         self._tick_seconds = tick_seconds
+        self._alive_file = alive_file
         self._notify = notify
         # Forgetting it costs one more try.
         self._failed: dict[tuple[str, Action], float] = {}
@@ -112,6 +118,8 @@ class Conductor:
             self._called.wait(self._tick_seconds)
             self._called.clear()
             try:
+                if self._alive_file:
+                    self._alive_file.touch()
                 self.step()
             except Exception:  # the loop outlives a database that is away for a while
                 log.exception("conductor.step_failed")
@@ -182,9 +190,16 @@ class Conductor:
 
     def _try(self, run: RunSnapshot, action: Action) -> bool:
         """Does one action, unless another process was faster or the run cannot go on."""
-        run_id = run.id
+        if not isinstance(action, todo.Open | todo.Close | todo.Merge | todo.Abandon):
+            return self._do(run.id, action, run.idle_since)
+        with bound_contextvars(trace=trace_of(run.id, run.version + 1)):
+            return self._do(run.id, action, run.idle_since, traceparent_of(run.id, run.version + 1))
+
+    def _do(self, run_id: str, action: Action, idle_since: float, round_: str | None = None) -> bool:
+        """The same; `round_` names the trace of the round that the action moves."""
         try:
-            self._act(run_id, action)
+            with spans.span(type(action).__name__.lower(), parent=round_) if round_ else nullcontext():
+                self._act(run_id, action)
         except TooFewWilling as refusal:
             log.info("conductor.too_few_willing", run=run_id, action=str(action), detail=refusal.detail)
             self._refused_until[run_id] = self._database.now() + REFUSED_SECONDS
@@ -198,14 +213,36 @@ class Conductor:
                 log.warning("conductor.disk_full", run=run_id, action=str(action), detail=str(fault))
                 self._full_until = self._database.now() + FULL_SECONDS
                 return False
+            if isinstance(fault, StoreAway):
+                # Nor of this one. It has said so in the log already; the next tick tries again.
+                return False
             if isinstance(fault, DATABASE_AWAY):
                 # No fault of this run. The next tick tries again.
                 raise
             log.exception("conductor.action_failed", run=run_id, action=str(action))
-            self._failed[run_id, action] = run.idle_since
+            self._failed[run_id, action] = idle_since
             return self._halt(run_id, f"{type(action).__name__.lower()} failed: {fault}")
         log.info("conductor.acted", run=run_id, action=str(action))
+        if spans.on() and isinstance(action, todo.Merge | todo.Abandon):
+            self._tell_round(action.round)
         return True
+
+    def _tell_round(self, round_id: str) -> None:
+        """Records a round that is over, which is what all that was done for it has named as its parent."""
+        with self._database.snapshot() as session:
+            row = session.get_one(RoundRow, round_id)
+        itself = traceparent_of(row.run_id, row.number)
+        lasted = {"began_at": row.opened_at, "ended_at": row.closed_at or row.opened_at}
+        about: spans.Attributes = {
+            "tessera.run": row.run_id,
+            "tessera.round": row.number,
+            "tessera.attempt": row.attempt,
+        }
+        if row.state == "committed":
+            spans.root("round", itself=itself, **lasted, attributes=about)
+        else:
+            # Another attempt may yet be the round.
+            spans.past("abandoned", parent=itself, **lasted, attributes=about)
 
     def _halt(self, run_id: str, reason: str) -> bool:
         """A run that cannot be moved on pauses with its reason, so that a person sees it and the others go on."""

@@ -96,6 +96,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         patience=Patience(settings.gather_seconds, settings.evaluation_seconds),
         live_seconds=settings.live_seconds,
         tick_seconds=settings.tick_seconds,
+        alive_file=settings.alive_file,
         notify=wake,
     )
     return Services(

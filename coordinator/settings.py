@@ -64,6 +64,9 @@ class Settings(BaseSettings):
         default=10.0, description="how long a run waits for its full cohort, or for all, once there is a quorum"
     )
     tick_seconds: PositiveFloat = Field(default=0.5, description="how often the conductor looks without being called")
+    alive_file: Path | None = Field(
+        default=None, description="touched by the process that conducts at every look, for what watches it"
+    )
     evaluation_seconds: PositiveFloat = Field(
         default=600.0, description="how long a finished run waits for the evaluation of its last version"
     )

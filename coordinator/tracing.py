@@ -18,10 +18,15 @@ class Tracing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            sent = next((value for name, value in scope["headers"] if name == _NAME), b"")
             # Not unbound at the end: the request has a context of its own, and what went wrong is told after this.
-            bind_contextvars(trace=trace_in(sent.decode("latin-1")) or new_trace())
+            bind_contextvars(trace=trace_in(sent_in(scope)) or new_trace())
         await self._app(scope, receive, send)
+
+
+def sent_in(scope: Scope) -> str:
+    """The header of the caller's that names its trace, empty if there is none."""
+    sent: bytes = next((value for name, value in scope["headers"] if name == _NAME), b"")
+    return sent.decode("latin-1")
 
 
 def present_trace() -> str | None:

@@ -107,9 +107,9 @@ class Client:
     def close(self) -> None:
         self._transport.close()
 
-    def trace(self, trace: str | None) -> None:
-        """All requests from now on belong to this trace, or to none."""
-        self._transport.trace(trace)
+    def trace(self, traceparent: str | None) -> None:
+        """All requests from now on belong to the trace that this names, or to none."""
+        self._transport.trace(traceparent)
 
     def __enter__(self) -> Self:
         return self

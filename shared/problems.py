@@ -31,7 +31,8 @@ Problem
 |  `- Withheld           the same, of a task whose site has not agreed to its run
 `- Unavailable 503       retry after a while
    |- Busy               too many connections, or too little memory for another upload
-   `- StoreFull          too little room on the disk for what is announced
+   |- StoreFull          too little room on the disk for what is announced
+   `- StoreAway          the blobs' object store does not answer
 """
 
 from __future__ import annotations
@@ -288,7 +289,7 @@ class ServerFault(Problem):
 
 class StoreSpoilt(ServerFault):
     code = "store-spoilt"
-    title = "A blob on the coordinator's disk is missing or spoilt"
+    title = "A blob in the coordinator's store is missing or spoilt"
     remedy = "Restore the blob store from a backup; nothing was computed from what is spoilt."
     retryable = False
 
@@ -328,6 +329,12 @@ class StoreFull(Unavailable):
     code = "store-full"
     title = "The coordinator's disk has no room for this"
     remedy = "Wait as long as Retry-After says and try again; an administrator must make room."
+
+
+class StoreAway(Unavailable):
+    code = "store-away"
+    title = "The coordinator's blob store does not answer"
+    remedy = "Wait as long as Retry-After says and try again; an administrator should look at the store."
 
 
 def pointer_to(*steps: object) -> str:

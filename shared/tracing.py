@@ -1,7 +1,12 @@
-"""Trace ids: one name for all that is done for one purpose, in whichever process (W3C Trace Context)."""
+"""Trace ids: one name for all that is done for one purpose, in whichever process (W3C Trace Context).
+
+A round has a trace that follows from its run and its number, so that conductor, workers and whoever reads their logs
+agree on it without telling each other.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 
@@ -19,6 +24,18 @@ def new_trace() -> str:
 def traceparent(trace: str) -> str:
     """The header that says that a request belongs to a trace."""
     return f"00-{trace}-{secrets.token_hex(8)}-01"
+
+
+def traceparent_of(run: str, number: int) -> str:
+    """The header that says that something is done for a round, or to measure the version that it made. Its parent is
+    the round itself."""
+    digest = hashlib.sha256(f"{run}/{number}".encode()).hexdigest()
+    return f"00-{digest[:32]}-{digest[32:48]}-01"
+
+
+def trace_of(run: str, number: int) -> str:
+    """The trace of a round."""
+    return traceparent_of(run, number)[3:35]
 
 
 def trace_in(header: str) -> str | None:

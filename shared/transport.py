@@ -7,7 +7,7 @@ import random
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import ValidationError
 
+from shared import spans
 from shared.problems import (
     MEDIA_TYPE,
     Invalid,
@@ -27,7 +28,7 @@ from shared.problems import (
     kind_of_status,
     problem_from,
 )
-from shared.tracing import HEADER, traceparent
+from shared.tracing import HEADER
 
 T = TypeVar("T")
 
@@ -127,11 +128,11 @@ class Transport:
     def close(self) -> None:
         self._http.close()
 
-    def trace(self, trace: str | None) -> None:
-        """All requests from now on belong to this trace, or to none."""
+    def trace(self, traceparent: str | None) -> None:
+        """All requests from now on belong to the trace that this names, or to none."""
         self._http.headers.pop(HEADER, None)
-        if trace is not None:
-            self._http.headers[HEADER] = traceparent(trace)
+        if traceparent is not None:
+            self._http.headers[HEADER] = traceparent
 
     def request(self, method: str, path: str, **options: Any) -> Answer:
         """Sends a request, again if need be, and returns its answer. Raises Problem for a refusal."""
@@ -139,9 +140,9 @@ class Transport:
 
     def once(self, method: str, path: str, **options: Any) -> Answer:
         """Sends a request one time. Raises Problem for a refusal and Unreachable if no answer came."""
-        with reaching(), self._http.stream(method, path, **options) as response:
+        with self._spanning(method), reaching(), self._http.stream(method, path, **self._traced(options)) as response:
             answer = self._read(response)
-        _require_success(answer)
+            _require_success(answer)
         return answer
 
     @contextmanager
@@ -149,10 +150,22 @@ class Transport:
         self, path: str, headers: dict[str, str], *, method: str = "GET", content: str | None = None
     ) -> Iterator[httpx.Response]:
         """Opens a response whose body is read as it comes; tries one time."""
-        with reaching(), self._http.stream(method, path, headers=headers, content=content) as response:
+        options = {"headers": headers, "content": content}
+        with self._spanning(method), reaching(), self._http.stream(method, path, **self._traced(options)) as response:
             if not response.is_success:
                 _require_success(self._read(response))
             yield response
+
+    def _spanning(self, method: str) -> AbstractContextManager[None]:
+        """A span for a request; within the present one if there is one, or else where all of ours belong."""
+        parent = None if spans.present() else self._http.headers.get(HEADER)
+        return spans.span(method, kind="client", parent=parent, attributes={"http.request.method": method})
+
+    @staticmethod
+    def _traced(options: dict[str, Any]) -> dict[str, Any]:
+        """The options of a request that names the present span as its parent."""
+        present = spans.present()
+        return {**options, "headers": {**options.get("headers", {}), HEADER: present}} if present else options
 
     def _read(self, response: httpx.Response) -> Answer:
         """Reads an answer, as far as any answer of the API can be long, in bytes and in time."""

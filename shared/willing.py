@@ -29,6 +29,10 @@ class Invitation:
     orchestrator: str | None = None
     run: str | None = None
 
+    def lets_know(self, site: str) -> bool:
+        """Whether the run lets a site know anything of it."""
+        return self.spec.cohort.sites is None or site in self.spec.cohort.sites
+
 
 def mirror_of(declared: Mapping[str, Any]) -> Mirror | None:
     """What a worker said of its policy; None for one of a version that says nothing."""
@@ -49,7 +53,7 @@ def objections(invitation: Invitation, site: str, declared: Mapping[str, Any]) -
 
 def _objections(invitation: Invitation, site: str, declared: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     spec = invitation.spec
-    if spec.cohort.sites is not None and site not in spec.cohort.sites:
+    if not invitation.lets_know(site):
         yield "not-invited", "its site is not among cohort.sites"
     if "train" not in declared["kinds"]:
         yield "kinds", "it does not train"

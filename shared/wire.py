@@ -407,6 +407,9 @@ class TaskView(Message):
     progress: Progress | None = None
     layers: tuple[str, ...] = ()
     """Of which layers the accepted update holds blocks."""
+    update: str | None = None
+    """The digest of the update that was handed in."""
+    created_at: datetime | None = None
     problem: ProblemDocument | None = None
 
 

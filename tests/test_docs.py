@@ -10,7 +10,6 @@ from typing import get_args
 import pytest
 
 from coordinator.domain.lifecycle import ROUND, RUN, TASK, diagram
-from coordinator.metrics import REGISTRY
 from coordinator.settings import Settings
 from shared.methods import methods
 from shared.problems import PROBLEMS
@@ -50,12 +49,6 @@ def test_every_setting_of_a_worker_and_its_policy_is_described() -> None:
 def test_every_setting_of_a_simulation_is_described() -> None:
     described = set(re.findall(r"^\| `([a-z_]+)` \|", text("docs/simulating.md"), re.MULTILINE))
     assert described == set(Table.model_fields)
-
-
-def test_every_metric_is_described() -> None:
-    document = text("docs/operating.md")
-    names = {metric.name for metric in REGISTRY.collect() if metric.name.startswith("tessera_")}
-    assert {name for name in names if name not in document} == set()
 
 
 def test_every_method_is_in_the_readme() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import structlog
 import torch
 from pydantic import JsonValue
 
+from shared import spans
 from shared.blocks import SelectorError
 from shared.client import Client
 from shared.codecs import CodecError
@@ -30,7 +32,7 @@ from shared.problems import (
     Unauthenticated,
 )
 from shared.tensors import digest_of
-from shared.tracing import new_trace
+from shared.tracing import trace_of, traceparent_of
 from shared.wire import Claim, Failure, Lease, Task, canonical
 from worker.airlock import UpdateWithheld
 from worker.audit import Action
@@ -38,6 +40,7 @@ from worker.blockmap import UnknownArchitecture
 from worker.cache import BlobTooLarge
 from worker.chain import ChainError
 from worker.configs import ConfigError
+from worker.figures import Figures
 from worker.inbox import InboxError, Unapproved
 from worker.layouts import MappingError
 from worker.models import ModelMismatch
@@ -120,6 +123,7 @@ class Agent:
         if self._bench.airlock:
             self._bench.airlock.waits = self._opening.rest
         self._outage = Outage(stop)
+        self._figures = Figures(settings.metrics_file)
         self._log = structlog.get_logger("worker").bind(worker=settings.name)
         self._claim = Claim(
             worker=settings.name,
@@ -154,7 +158,8 @@ class Agent:
         if self._is_closed():
             self._stop.sleep(CLOSED_SECONDS)
             return None
-        asked_at = time.monotonic()
+        asked_at, began_at = time.monotonic(), time.time()
+        self._figures.asking(began_at)
         try:
             self._bench.vault.settle(self._client.task)
             task = self._stop.interruptible(self._ask, self._give_back)
@@ -166,6 +171,10 @@ class Agent:
         self._outage.over()
         if task is None and time.monotonic() - asked_at < SHORTEST_POLL_SECONDS:
             self._stop.sleep(SHORTEST_POLL_SECONDS)
+        if task is not None:
+            # What it was for is known only now.
+            parent = traceparent_of(task.run, task.round)
+            spans.past("claim", parent=parent, began_at=began_at, ended_at=time.time(), attributes=_about(task))
         return task
 
     def _is_closed(self) -> bool:
@@ -206,13 +215,15 @@ class Agent:
         return self._claim.model_copy(update={"mirror": mirror, "withheld": withheld})
 
     def _do(self, task: Task) -> None:
-        trace = new_trace()
+        trace = trace_of(task.run, task.round)
         log = self._log.bind(run=task.run_name, round=task.round, stage=task.plan.stage, kind=task.kind, trace=trace)
-        self._client.trace(trace)
+        self._client.trace(traceparent_of(task.run, task.round))
         report = Report()
         started_at = time.monotonic()
+        outcome = "given-back"
         try:
-            self._under_lease(task, trace, report)
+            with _spanning(task):
+                self._under_lease(task, report)
         except Stopped:
             self._give_back(task)
             raise
@@ -221,14 +232,18 @@ class Agent:
         except Unapproved as unapproved:
             self._give_back_unapproved(task, unapproved, log)
         except UNWANTED as problem:
+            outcome = "dropped"
             self._note("task.drop", task, code=problem.code)
             log.info("task-dropped", reason=problem.code, detail=problem.detail)
         except InvalidUpdate as problem:
+            outcome = "refused"
             self._note("task.drop", task, code=problem.code)
             log.warning("update-refused", detail=problem.detail, errors=[str(fault) for fault in problem.errors])
         except Exception as fault:  # noqa: BLE001  (whatever goes wrong in a task, the worker goes on to the next)
+            outcome = "failed"
             self._report_failure(task, fault, log)
         else:
+            outcome = "done"
             log.info(
                 "task-done",
                 examples=report.examples,
@@ -239,8 +254,15 @@ class Agent:
             )
         finally:
             self._client.trace(None)
+            self._figures.ended(
+                task.kind,
+                outcome,
+                time.monotonic() - started_at,
+                received_bytes=report.download_bytes,
+                sent_bytes=report.upload_bytes,
+            )
 
-    def _under_lease(self, task: Task, trace: str, report: Report) -> None:
+    def _under_lease(self, task: Task, report: Report) -> None:
         def heartbeat() -> Lease:
             self._alive.touch()
             return client.heartbeat(task.id, task.token, report.progress())
@@ -256,7 +278,8 @@ class Agent:
         self._opening.begin()
         try:
             with self._connect() as client, Renewal(heartbeat, task.lease_seconds, longest) as renewal:
-                client.trace(trace)
+                # Heartbeats are sent by another thread, which has no span of its own.
+                client.trace(spans.present() or traceparent_of(task.run, task.round))
                 self._bench.do(task, check, report)
         finally:
             self._opening.end()
@@ -302,6 +325,14 @@ class Agent:
             self._log.warning("task-not-released", run=task.run_name, reason=problem.code)
         else:
             self._log.info("task-released", run=task.run_name, round=task.round)
+
+
+def _spanning(task: Task) -> AbstractContextManager[None]:
+    return spans.span("task", parent=traceparent_of(task.run, task.round), attributes=_about(task))
+
+
+def _about(task: Task) -> spans.Attributes:
+    return {"tessera.run": task.run, "tessera.round": task.round, "tessera.task": task.id, "tessera.kind": task.kind}
 
 
 class Outage:

@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from shared.blocks import Frozen
-from shared.wire import MOST_WITHHELD, Task, canonical
+from shared.wire import MOST_WITHHELD, Task, TaskKind, canonical
 from worker.contributions import terms_of
 from worker.files import written_whole
 
@@ -100,6 +100,10 @@ class Inbox:
         """
         terms = terms_digest(task)
         now = self._now()
+        # Who lets a run train was told that it measures on what is held out too.
+        trained = self._find(task.run, terms_digest(task, "train")) if task.held_out else None
+        if trained and trained.standing(now) == "approved":
+            return
         request = self._find(task.run, terms)
         if request is None:
             request = self._ask(make(terms))
@@ -141,11 +145,10 @@ class Inbox:
         return sorted(read, key=lambda request: (request.asked_at, request.run))
 
     def withheld(self) -> dict[str, str]:
-        """The runs of which no task is to be offered, and why: those none of whose terms are approved now."""
+        """The runs of which no task is to be offered, and why: those with anything that is not approved now."""
         now = self._now()
-        requests = self.requests()
-        allowed = {request.run for request in requests if request.standing(now) == "approved"}
-        withheld = {request.run: request.reason(now) for request in requests if request.run not in allowed}
+        unapproved = [request for request in self.requests() if request.standing(now) != "approved"]
+        withheld = {request.run: request.reason(now) for request in unapproved}
         return dict(list(withheld.items())[-MOST_WITHHELD:])
 
     def _find(self, run: str, terms: str) -> Request | None:
@@ -174,7 +177,8 @@ class Inbox:
             yield
 
 
-def terms_digest(task: Task) -> str:
-    """What an approval is bound to: all that a run says once for all of its tasks, and on which data set."""
-    terms = {**terms_of(task), "dataset": task.dataset}
+def terms_digest(task: Task, kind: TaskKind | None = None) -> str:
+    """What an approval is bound to: all that a run says once for all of its tasks, on which data set, and whether it
+    trains on it or measures."""
+    terms = {**terms_of(task), "dataset": task.dataset, "kind": kind or task.kind}
     return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from shared.blocks import Block
+from shared.blocks import EVERYTHING, Block
 from shared.model import Model
 from shared.privacy import Privacy
 from shared.wire import Task
+from worker.policy import Policy
 
 NAMES = {
     "bert": "BERT", "roberta": "RoBERTa", "distilbert": "DistilBERT", "deberta-v2": "DeBERTa", "vit": "ViT",
@@ -48,7 +49,8 @@ def _leaving(task: Task, model: Model) -> str:
     nbytes = size(sum(block.nbytes for block in sent))
     return (
         f"Sends {len(sent)} blocks ({in_words(sent, model.blocks)}), {nbytes} a round before coding, {to}; later "
-        "rounds may ask for other blocks, within the site's policy."
+        "rounds may ask for other blocks, within the site's policy. Versions may also be measured on what is held "
+        "out here, which sends figures."
     )
 
 
@@ -86,3 +88,33 @@ def in_words(chosen: Sequence[Block], blocks: Sequence[Block]) -> str:
     if not parts:
         return "no blocks"
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts) + " blocks"
+
+
+def policy_in_words(policy: Policy) -> Iterator[str]:
+    """What a site allows, for people."""
+    yield f"Runs of {_any_of(policy.orchestrators, 'any orchestrator')} may ask."
+    yield (
+        f"They may use {_any_of(policy.methods, 'any installed method')} on {_any_of(policy.models, 'any model')} "
+        f"and {_any_of(policy.datasets, 'any data set that is set up')}."
+    )
+    never = f", never {', '.join(policy.never_send)}" if policy.never_send else ""
+    what = "Any block may leave" if policy.may_send == EVERYTHING else "Only blocks that may_send names may leave"
+    whole = f", {size(policy.max_run_upload_bytes)} over a run" if policy.max_run_upload_bytes else ""
+    yield f"{what}{never}; at most {size(policy.max_upload_bytes)} at a time{whole}."
+    if floor := policy.require_privacy:
+        yield f"Runs that train need privacy: at most epsilon {floor.epsilon:g} at delta {floor.delta:g}."
+    else:
+        yield "Runs need no differential privacy, except on data sets with a budget."
+    yield f"A person approves each run: {_yes(policy.approve_runs)}; releases each update: {_yes(policy.airlock)}."
+    when = f"It works {', '.join(policy.hours)}" if policy.hours else "It works at all hours"
+    most = f", {policy.max_minutes_per_day:g} minutes a day at most" if policy.max_minutes_per_day else ""
+    slow = policy.max_upload_bytes_per_second
+    yield f"{when}{most}{f', and uploads {size(int(slow))} a second at most' if slow else ''}."
+
+
+def _any_of(names: Sequence[str] | None, otherwise: str) -> str:
+    return otherwise if names is None else ", ".join(names) or "none at all"
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"

@@ -15,6 +15,7 @@ never_send = ["*embeddings*"]
 
 from __future__ import annotations
 
+import os
 import ssl
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SecretStr, Valid
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as SourceError
 
+from shared.effective import Setting, effective
 from shared.problems import Invalid
 from shared.transport import Credential, tls_context
 from shared.wire import Label, Resources, TaskKind
@@ -137,6 +139,9 @@ class Settings(DataSettings):
     audit_dir: Path | None = Field(
         default=None, description="where it is written down what was done and what left; in state_dir if unset"
     )
+    metrics_file: Path | None = Field(
+        default=None, description="where figures for Prometheus are written, as node_exporter reads them; *.prom"
+    )
     log: Literal["auto", "console", "json"] = "auto"
 
     @model_validator(mode="after")
@@ -167,6 +172,13 @@ def _read(path: Path, kind: type[S]) -> S:
         raise SettingsError(f"environment: {fault}") from fault
     except ValidationError as fault:
         raise SettingsError(f"{path}: {_told(fault)}") from None
+
+
+def effective_settings(path: Path) -> list[Setting]:
+    """Every setting that is in force, and where it comes from. Raises SettingsError."""
+    settings = read_settings(path)
+    file = tomllib.loads(path.read_text(encoding="utf-8"))
+    return effective(settings.model_dump(), file, os.environ, ENVIRONMENT_PREFIX)
 
 
 def _told(fault: ValidationError) -> str:

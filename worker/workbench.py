@@ -19,7 +19,7 @@ import torch
 from pydantic import JsonValue, ValidationError
 from transformers import PreTrainedModel
 
-from shared import codecs
+from shared import codecs, spans
 from shared.blocks import Block
 from shared.client import Client, Progress
 from shared.codecs import CodecError
@@ -275,11 +275,13 @@ class Workbench:
         private = self._private(task, dataset) if task.kind == "train" else None
         report.begin("fetching")
         with self.shelf.pinning():
-            ready = self._loaded(task, check, report)
+            with spans.span("fetch"):
+                ready = self._loaded(task, check, report)
             if task.kind == "train":
                 self._train(task, ready, dataset, private, check, report)
             else:
-                self._evaluate(task, ready, dataset, check, report)
+                with spans.span("evaluate"):
+                    self._evaluate(task, ready, dataset, check, report)
         ready.work.close()
         self.models.keep(ready.built)
 
@@ -503,6 +505,22 @@ class Workbench:
         check: Check,
         report: Report,
     ) -> None:
+        with spans.span("train"):
+            harvest, tally = self._trained(task, ready, dataset, private, check, report)
+        with spans.span("upload"):
+            handed = self._upload(task, ready, harvest, tally, private, check, report)
+        with spans.span("submit"):
+            self._submit(task, handed, {**harvest.keep, **ready.feedback.kept()}, tally, report)
+
+    def _trained(
+        self,
+        task: Task,
+        ready: _Ready,
+        dataset: Dataset,
+        private: PrivateTask | None,
+        check: Check,
+        report: Report,
+    ) -> tuple[Harvest, Tally]:
         half, work = ready.half, ready.work
         ready.prepare()
         self._check_plan(task, ready)
@@ -524,8 +542,7 @@ class Workbench:
         report.numbers = {**measured, **harvest.numbers}
         if private:
             report.numbers = private.disclosed(report.numbers)
-        handed = self._upload(task, ready, harvest, tally, private, check, report)
-        self._submit(task, handed, {**harvest.keep, **ready.feedback.kept()}, tally, report)
+        return harvest, tally
 
     def _upload(
         self,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Response
-from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.api.access import Serving
+from coordinator.readiness import readiness
 from coordinator.version import VERSION
 from shared.wire import PROTOCOL, About, Readiness
 
@@ -24,17 +24,10 @@ def ready(serving: Serving, response: Response) -> Readiness:
     One whose disk has no room for uploads is ready all the same: there is much else that it can do, and to send its
     callers to another would make no room.
     """
-    try:
-        schema = serving.database.at_head_or_later()
-    except SQLAlchemyError:
-        schema = False
-    writable = serving.blobs.writable()
-    has_room = serving.room.has()
-    if not (schema and writable):
+    found = readiness(serving)
+    if not found.ready:
         response.status_code = 503
-    return Readiness(
-        ready=schema and writable, schema_at_head=schema, store_writable=writable, store_has_room=has_room
-    )
+    return found
 
 
 @router.get("/version", operation_id="getVersion")

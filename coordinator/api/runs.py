@@ -22,6 +22,7 @@ from coordinator.storage.reach import run_within_reach, runs_of, within_reach
 from coordinator.storage.snapshots import live_workers
 from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run
+from shared import spans
 from shared.blobs import Stored
 from shared.export import Export
 from shared.model import Model
@@ -36,6 +37,7 @@ from shared.problems import (
     PreconditionFailed,
     PreconditionRequired,
 )
+from shared.tracing import traceparent_of
 from shared.willing import Invitation
 from shared.wire import (
     Difference,
@@ -97,6 +99,7 @@ def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: 
 
         run = once(session, now, caller, key, spec, Run, create)
     serving.call()
+    spans.link(traceparent_of(run.id, 1))
     response.headers["Location"] = f"/v1/runs/{run.id}"
     response.headers["ETag"] = _etag(run.revision)
     return run

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from contextlib import closing
 from typing import Any
 
@@ -11,8 +9,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from coordinator.storage.tables import AuditRow
+from shared.audit import GENESIS, link
 
-GENESIS = "0" * 64
 _COVERED = ("seq", "at", "actor", "action", "subject", "run_id", "detail")
 
 
@@ -64,9 +62,3 @@ def broken_at(session: Session) -> int | None:
                 return number
             digest = row.digest
     return None
-
-
-def link(previous: str, entry: dict[str, Any]) -> str:
-    """The digest of an entry behind the entry whose digest is `previous`."""
-    text = json.dumps([previous, entry], sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()

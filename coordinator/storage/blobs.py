@@ -1,8 +1,8 @@
 """Bytes under their sha-256: small ones in the database, the others in an object store.
 
 A blob is never visible in part. Its bytes are written under a temporary name, flushed to the disk, renamed to their
-digest and only then entered in the `blobs` table; what the table does not know does not exist. The store is any that
-`obstore` speaks to, a local folder by default.
+digest and only then entered in the `blobs` table; what the table does not know does not exist. The store is a local
+folder by default, or one that speaks S3: see `objects`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from typing import Any, BinaryIO, Self, cast
 
 import obstore
 from anyio import to_thread
-from obstore.store import LocalStore, from_url
+from obstore.store import LocalStore
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from coordinator.storage.database import Database
+from coordinator.storage.objects import Objects, key_of
 from coordinator.storage.staging import Unfinished, sweep
 from coordinator.storage.tables import BlobRow
 from shared.blobs import Stored
@@ -37,7 +38,7 @@ from shared.problems import NotFound, StoreSpoilt
 PIECE_BYTES = 1 << 18
 
 STREAM_BYTES = 1 << 20
-"""What is read of a local file at a time to be sent: each piece is a trip to a thread."""
+"""What is read at a time to be sent: each piece is a trip to a thread, and perhaps to the store."""
 
 ROWS_KEPT = 4_096
 """Rows of the table that are kept at hand: a merge asks for every update once a block, and for the blocks."""
@@ -80,12 +81,15 @@ class Blobs:
         # A blob that is there stays as it is, and one that is not is not remembered.
         self._rows = Rows()
         self._map = lru_cache(maxsize=MAPS_KEPT)(mapped)
-        self._root = None if "://" in url else Path(url)
-        self._store = LocalStore(url, mkdir=True) if self._root else from_url(url)
-        if self._root and self._root.stat().st_dev != staging_dir.stat().st_dev:
-            raise StagingElsewhere(
-                f"{staging_dir} and {url} are on two file systems; finishing an upload is a rename"
-            )
+        self._objects = Objects(url) if "://" in url else None
+        # Where they are otherwise.
+        self._root = Path(url)
+        if self._objects is None:
+            self._root.mkdir(parents=True, exist_ok=True)
+            if self._root.stat().st_dev != staging_dir.stat().st_dev:
+                raise StagingElsewhere(
+                    f"{staging_dir} and {url} are on two file systems; finishing an upload is a rename"
+                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # To another process, which opens the same database and store once, however many tensors it is sent.
@@ -138,19 +142,19 @@ class Blobs:
 
     def move(self, path: Path, digest: str) -> None:
         """The same in part: its name is safe only after `flush_names`."""
-        _flush(path)
-        if self._root:
-            final = self._root / _key(digest)
-            final.parent.mkdir(parents=True, exist_ok=True)
-            # The name is the content, so replacing a file of the same name changes nothing.
-            path.replace(final)
-        else:
-            obstore.put(self._store, _key(digest), path)
+        if self._objects:
+            self._objects.put(digest, path)
             path.unlink(missing_ok=True)
+            return
+        _flush(path)
+        final = self._path(digest)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        # The name is the content, so replacing a file of the same name changes nothing.
+        path.replace(final)
         self._sound.add(digest)
 
     def flush_names(self, digests: Iterable[str]) -> None:
-        if self._root and (folders := {(self._root / _key(digest)).parent for digest in digests}):
+        if self._objects is None and (folders := {self._path(digest).parent for digest in digests}):
             for folder in (*sorted(folders), self._root):
                 _flush(folder)
 
@@ -173,14 +177,14 @@ class Blobs:
         return stored
 
     def writable(self) -> bool:
-        """Whether the staging folder takes a file."""
+        """Whether the staging folder takes a file, and a store that is no folder takes and gives bytes."""
         probe = self.staging_dir / f"probe-{uuid.uuid4().hex}"
         try:
             probe.write_bytes(b"probe")
             probe.unlink(missing_ok=True)
         except OSError:
             return False
-        return True
+        return self._objects is None or self._objects.serves()
 
     def sweep(self) -> int:
         """Removes what killed processes left half-written, and returns how many files there were.
@@ -191,9 +195,8 @@ class Blobs:
             probe.unlink(missing_ok=True)
         for aside in self.staging_dir.glob("gone-*"):
             # Removing it was cut off before its age was seen. At worst it is a stray, which will be found.
-            if self._root:
-                with suppress(FileNotFoundError):
-                    aside.replace(self._root / _key(aside.name.removeprefix("gone-")))
+            with suppress(FileNotFoundError):
+                aside.replace(self._path(aside.name.removeprefix("gone-")))
         return sweep(self.staging_dir)
 
     # ------------------------------------------------------------ removing
@@ -202,10 +205,10 @@ class Blobs:
         """Removes the bytes of a blob that is in the table no more, unless they were written since `before`."""
         self._sound.discard(digest)
         self._rows.drop(digest)
-        if not self._root:
-            return self._discard_object(_key(digest), before)
+        if self._objects:
+            return self._objects.remove(digest, before)
         # It must be looked at where nobody can put another in its place.
-        path, aside = self._root / _key(digest), self.staging_dir / f"gone-{digest.removeprefix('sha256:')}"
+        path, aside = self._path(digest), self.staging_dir / f"gone-{digest.removeprefix('sha256:')}"
         with suppress(FileNotFoundError):
             path.replace(aside)
             if aside.stat().st_mtime < before:
@@ -214,16 +217,14 @@ class Blobs:
             aside.replace(path)
         return False
 
-    def _discard_object(self, key: str, before: float) -> bool:
-        with suppress(FileNotFoundError):
-            if obstore.head(self._store, key)["last_modified"].timestamp() < before:
-                obstore.delete(self._store, key)
-                return True
-        return False
-
     def listed(self, before: float, at_a_time: int) -> Iterator[list[str]]:
         """The digests of all that the store holds and that was written before then, a list at a time."""
-        for objects in obstore.list(self._store, chunk_size=at_a_time):
+        pages: Iterable[Sequence[obstore.ObjectMeta]]
+        if self._objects:
+            pages = self._objects.listed(at_a_time)
+        else:
+            pages = obstore.list(LocalStore(self._root), chunk_size=at_a_time)
+        for objects in pages:
             keys = [found["path"] for found in objects if found["last_modified"].timestamp() < before]
             yield [f"sha256:{name}" for key in keys if _HEXADECIMAL.fullmatch(name := key.rpartition("/")[2])]
 
@@ -237,24 +238,36 @@ class Blobs:
         """The blob as a seekable file. Raises NotFound, and StoreSpoilt if its bytes are not those of its name."""
         row = self._row(digest)
         self.verify(row)
-        if self._root and row.inline is None:
-            return cast("BinaryIO", MappedFile(self._map(self._root / _key(digest))))
+        if self._objects is None and row.inline is None:
+            return cast("BinaryIO", MappedFile(self._map(self._path(digest))))
         return self._open(row)
 
     def _open(self, blob: Stored) -> BinaryIO:
         if blob.inline is not None:
             return io.BytesIO(blob.inline)
-        if self._root:
-            return (self._root / _key(blob.digest)).open("rb", buffering=0)
-        return io.BufferedReader(_StoreFile(self._store, _key(blob.digest), self._readahead_bytes), PIECE_BYTES)
+        if self._objects:
+            return self._objects.open(blob, self._readahead_bytes)
+        return self._path(blob.digest).open("rb", buffering=0)
+
+    def _path(self, digest: str) -> Path:
+        """Where a blob is, or would be, in a store that is a folder."""
+        return self._root / key_of(digest)
 
     def verify(self, blob: Stored) -> None:
-        """Hashes a blob that was there before this process, the first time that it meets it. Raises StoreSpoilt."""
-        if blob.digest not in self._sound:
+        """Hashes a blob, the first time that this process meets it, unless it came into a folder since it began.
+
+        Raises StoreSpoilt, and StoreAway.
+        """
+        if self._objects and blob.inline is None:
+            self._objects.verify(blob)
+        elif blob.digest not in self._sound:
             self.rehash(blob)
 
     def rehash(self, blob: Stored) -> None:
-        """Raises StoreSpoilt if the blob is missing, or has other bytes than those of its name."""
+        """Raises StoreSpoilt if the blob is missing, or has other bytes than those of its name; and StoreAway."""
+        if self._objects and blob.inline is None:
+            self._objects.hash(blob)
+            return
         try:
             with self._open(blob) as file:
                 found = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
@@ -273,20 +286,21 @@ class Blobs:
         """Bytes `start` to `stop` of a blob, piece by piece, as the receiver takes them."""
         if blob.inline is not None:
             yield blob.inline[start:stop]
-        elif self._root:
+        elif self._objects:
+            while start < stop:
+                # A request for each piece: a receiver that is slow keeps no connection to the store waiting.
+                piece = await to_thread.run_sync(self._objects.read, blob, start, min(start + STREAM_BYTES, stop))
+                start += len(piece)
+                yield piece
+        else:
             # Read in a thread of ours: the store's own stream takes ten times the processor time over a local file.
-            with (self._root / _key(blob.digest)).open("rb", buffering=0) as file:
+            with self._path(blob.digest).open("rb", buffering=0) as file:
                 file.seek(start)
                 while start < stop and (
                     piece := await to_thread.run_sync(file.read, min(STREAM_BYTES, stop - start))
                 ):
                     start += len(piece)
                     yield piece
-        elif start < stop:
-            options: obstore.GetOptions = {"range": (start, stop)}
-            result = await obstore.get_async(self._store, _key(blob.digest), options=options)
-            async for piece in result.stream(min_chunk_size=PIECE_BYTES):
-                yield bytes(piece)
 
     def find(self, session: Session, digest: str) -> Stored:
         """Raises NotFound."""
@@ -310,8 +324,10 @@ class Blobs:
 
     def __contains__(self, blob: Stored) -> bool:
         """Whether a file of this name and size is in the store, whatever the table says."""
+        if self._objects:
+            return self._objects.size(blob.digest) == blob.size
         with suppress(FileNotFoundError):
-            return int(obstore.head(self._store, _key(blob.digest))["size"]) == blob.size
+            return self._path(blob.digest).stat().st_size == blob.size
         return False
 
     def expect(self, digests: Collection[str]) -> None:
@@ -456,37 +472,6 @@ class BlobBatch:
     def take(self, path: Path, digest: str) -> None:
         """A finished file of the staging folder."""
         self._taken.append((path, digest, self._pool.submit(self._blobs.move, path, digest)))
-
-
-class _StoreFile(io.RawIOBase):
-    """An object of the store as a plain readable file."""
-
-    def __init__(self, store: obstore.store.ObjectStore, key: str, readahead_bytes: int) -> None:
-        self._reader = obstore.open_reader(store, key, buffer_size=readahead_bytes)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._reader.seek(offset, whence)
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        data = self._reader.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._reader.close()
-        super().close()
-
-
-def _key(digest: str) -> str:
-    hexadecimal = digest.removeprefix("sha256:")
-    return f"{hexadecimal[:2]}/{hexadecimal}"
 
 
 def _flush(path: Path) -> None:

@@ -71,16 +71,11 @@ def evaluators(invited: Invitation, live: Sequence[Member]) -> list[Member]:
     return [
         worker
         for worker in live
-        if _invited(invited.spec, worker)
+        if invited.lets_know(worker.site)
         and "evaluate" in worker.declared["kinds"]
         and worker.declared["datasets"].get(wanted, 0) > 0
         and invited.run not in worker.declared.get("withheld", {})
     ]
-
-
-def _invited(spec: RunSpec, worker: Member) -> bool:
-    """Whether a run lets the worker's site know anything of it."""
-    return spec.cohort.sites is None or worker.site in spec.cohort.sites
 
 
 def site_evaluators(invited: Invitation, live: Sequence[Member]) -> list[Member]:

@@ -177,6 +177,8 @@ def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
             "download_bytes": row.download_bytes,
             "progress": row.progress or None,
             "layers": row.layers,
+            "update": row.update_digest,
+            "created_at": instant(row.created_at),
             "problem": row.problem,
         }
     )
@@ -281,6 +283,27 @@ def audit_view(row: AuditRow) -> AuditEntry:
 def counts_by_state(session: Session) -> dict[str, int]:
     rows = session.execute(select(RunRow.state, func.count().label("runs")).group_by(RunRow.state))
     return {row.state: row.runs for row in rows}
+
+
+def rounds_by_state(session: Session) -> dict[str, int]:
+    rows = session.execute(select(RoundRow.state, func.count().label("rounds")).group_by(RoundRow.state))
+    return {row.state: row.rounds for row in rows}
+
+
+def overdue_seconds(session: Session, now: float) -> float:
+    """For how long the round that is open longest beyond its deadline should have been closed; 0 if none should."""
+    first = session.scalar(select(func.min(RoundRow.deadline_at)).where(RoundRow.state == "open"))
+    return 0.0 if first is None else max(0.0, now - first)
+
+
+def merging_seconds(session: Session, now: float) -> float:
+    """For how long the round that merges longest has been merging; 0 if none is."""
+    since: list[float] = []
+    for round_id in session.scalars(select(RoundRow.id).where(RoundRow.state == "merging")):
+        closing = select(AuditRow.at).where(AuditRow.subject == round_id, AuditRow.action == "round.close")
+        # From the end, where it is.
+        since += session.scalars(closing.order_by(AuditRow.seq.desc()).limit(1))
+    return max(0.0, now - min(since, default=now))
 
 
 def blob_totals(session: Session) -> tuple[int, int]:

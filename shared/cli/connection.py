@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from shared import spans
 from shared.client import DEFAULT_URL, Client
 from shared.problems import Fault, Invalid, NotFound
 from shared.transport import tls_context
@@ -71,7 +72,11 @@ def connect(
     client_cert: ClientCert = None,
     client_key: ClientKey = None,
 ) -> None:
-    """A command group's callback: its options become what `client_of` connects with."""
+    """A command group's callback: its options become what `client_of` connects with. All that a command asks is one
+    trace."""
+    spans.begin("tessera")
+    ctx.call_on_close(spans.end)
+    ctx.with_resource(spans.span(f"tessera {ctx.info_name} {ctx.invoked_subcommand}"))
     ctx.obj = Connection(url, token, token_file, ca_bundle, client_cert, client_key)
 
 

@@ -22,6 +22,7 @@ COMMANDS = "tessera.commands"
 # Said here rather than taken from the commands, so that `tessera --help` imports none of them.
 SUMMARIES = {
     "admin": "Sites, workers, tokens, and the coordinator at a glance.",
+    "audit": "Verify, export and compare what coordinator and site wrote down.",
     "coordinator": "Serve the API and conduct runs; migrate the database.",
     "data": "Show a site's data sets, and how one divides among sites.",
     "model": "Make and inspect the models that runs start from.",

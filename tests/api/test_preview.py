@@ -186,3 +186,15 @@ def test_sites_that_have_not_agreed_use_up_no_tries(coordinator: LiveCoordinator
     assert len(list(client.rounds(run.id))) == 1
     worker.train(worker.take())
     until(lambda: client.run(run.id).state == "completed")
+
+
+def test_a_mirror_that_has_not_changed_is_entered_once(coordinator: LiveCoordinator) -> None:
+    mirror = Mirror(may_send=roles("value"), hours=("Mon 10:00-11:00",), budgets={"d": Budget(epsilon=1, delta=1e-6)})
+    worker = known(coordinator, "a", mirror=mirror)
+    worker.enrol()
+    admin = coordinator.client()
+    entered = [entry.detail["declared"] for entry in admin.audit() if entry.action == "worker.enrol"]
+    assert len(entered) == 1
+    worker.withheld = {"r": "declined: not ours"}
+    worker.enrol()
+    assert len([entry for entry in admin.audit() if entry.action == "worker.enrol"]) == 2

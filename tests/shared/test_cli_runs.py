@@ -233,22 +233,6 @@ def test_the_coordinator_is_shown_at_a_glance(commands: Commands, coordinator: L
         assert commands.say("admin", *shown).stdout
 
 
-def test_a_preview_says_who_would_take_part_and_create_warns_of_too_few(
-    coordinator: LiveCoordinator, commands: Commands, folder: Path
-) -> None:
-    ScriptedWorker(coordinator.client("site", "a")).enrol()
-    ScriptedWorker(coordinator.client("site", "b"), methods=("fedprox",)).enrol()
-    asked = ("run", "preview", str(folder.parent / "run.toml"), "--model", str(folder))
-    shown = commands.say(*asked)
-    assert "a/w     yes" in shown.stdout
-    assert "methods: it does not know the method fedavg, or may not use it" in shown.stdout
-    assert "warning" not in shown.stderr
-    few = ("--set", "cohort.quorum=2")
-    assert commands.json(*asked, *few, code=3)["willing"] == 1
-    made = commands.say("run", "create", *asked[2:], *few)
-    assert "warning: 1 would take part now, fewer than the quorum of 2" in made.stderr
-
-
 # ---------------------------------------------------------------- who comes in
 
 
@@ -300,3 +284,19 @@ def test_a_site_is_suspended_and_resumed_by_its_name(coordinator: LiveCoordinato
     assert "suspended" in commands.say("admin", "sites").stdout
     assert commands.json("admin", "site", "resume", "north")["suspended_at"] is None
     assert "there is no site 'south'" in commands.say("admin", "site", "suspend", "south", code=1).stderr
+
+
+def test_a_preview_says_who_would_take_part_and_create_warns_of_too_few(
+    coordinator: LiveCoordinator, commands: Commands, folder: Path
+) -> None:
+    ScriptedWorker(coordinator.client("site", "a")).enrol()
+    ScriptedWorker(coordinator.client("site", "b"), methods=("fedprox",)).enrol()
+    asked = ("run", "preview", str(folder.parent / "run.toml"), "--model", str(folder))
+    shown = commands.say(*asked)
+    assert "a/w     yes" in shown.stdout
+    assert "methods: it does not know the method fedavg, or may not use it" in shown.stdout
+    assert "warning" not in shown.stderr
+    few = ("--set", "cohort.quorum=2")
+    assert commands.json(*asked, *few, code=3)["willing"] == 1
+    made = commands.say("run", "create", *asked[2:], *few)
+    assert "warning: 1 would take part now, fewer than the quorum of 2" in made.stderr

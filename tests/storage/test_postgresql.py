@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import signal
@@ -9,20 +11,22 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.exc import DBAPIError
 
 from coordinator.bells import BATCH, CONDUCTOR, NoticeBells, own_name
+from coordinator.storage import audit
 from coordinator.storage import database as module
 from coordinator.storage.database import DATABASE_AWAY, Database, UnknownDatabase
-from coordinator.storage.tables import RunRow
+from coordinator.storage.tables import AnnouncedRow, AuditRow, RunRow, UploadRow
 from tests.support import databases
-from tests.support.coordinator import until
+from tests.support.coordinator import LiveCoordinator, until
 from tests.support.storage import add_run
 
 
@@ -69,6 +73,53 @@ def test_writers_of_several_processes_take_turns_and_none_reads_what_another_is_
         list(pool.map(count, shared * 2))
     with shared[0].snapshot() as session:
         assert session.scalar(select(RunRow.model_bytes)) == 6 * 20
+
+
+def test_sites_that_announce_at_several_coordinators_at_once_keep_to_their_quota_and_the_audit_is_whole(
+    tmp_path: Path,
+) -> None:
+    """Eight threads, each with twenty uploads of a site that may announce fifty, at one of two coordinators."""
+    each_bytes, most, threads, wishes = 1000, 50, 8, 20
+    barrier = threading.Barrier(threads)
+    limits = {"site_bytes_per_day": most * each_bytes, "site_unfinished_uploads": 10_000, "request_burst": 10_000}
+    with LiveCoordinator(tmp_path, **limits) as one, LiveCoordinator(tmp_path, **limits) as other:
+        replicas = [one, other] * (threads // 2)
+        tokens = [one.token("site", site) for site in "ab"]
+        clients = [
+            replica.bare({"Authorization": f"Bearer {tokens[number % 4 // 2]}"})
+            for number, replica in enumerate(replicas)
+        ]
+        admins = [one.client(), other.client()]
+
+        def announce(number: int) -> Counter[tuple[int, int]]:
+            answers: Counter[tuple[int, int]] = Counter()
+            barrier.wait()
+            for wish in range(wishes):
+                digest = base64.b64encode(hashlib.sha256(f"{number} {wish}".encode()).digest()).decode()
+                headers = {
+                    "Upload-Length": str(each_bytes),
+                    "Upload-Complete": "?0",
+                    "Repr-Digest": f"sha-256=:{digest}:",
+                }
+                answers[number % 4 // 2, clients[number].post("/v1/uploads", headers=headers).status_code] += 1
+                if wish % 10 == 0:
+                    # What is entered in the audit, between announcements that are not.
+                    admins[number % 2].create_site(f"site-{number}-{wish}")
+            return answers
+
+        with ThreadPoolExecutor(threads) as pool:
+            answers = sum(pool.map(announce, range(threads)), Counter())
+        over = threads // 2 * wishes - most
+        assert answers == {(site, status): n for site in (0, 1) for status, n in ((201, most), (429, over))}
+        with one.services.database.snapshot() as session:
+            announced = session.execute(
+                select(AnnouncedRow.site_id, func.sum(AnnouncedRow.bytes)).group_by(AnnouncedRow.site_id)
+            ).all()
+            assert [total for _, total in announced] == [most * each_bytes] * 2
+            assert session.scalar(select(func.count()).select_from(UploadRow)) == 2 * most
+            created = select(func.count()).where(AuditRow.action == "site.create", AuditRow.actor != "test")
+            assert session.scalar(created) == threads * 2
+            assert audit.broken_at(session) is None
 
 
 def test_a_reader_sees_one_moment_and_writes_nothing(shared: list[Database]) -> None:

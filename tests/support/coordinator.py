@@ -53,13 +53,13 @@ class LiveCoordinator:
     """Started with `with`. Stopping and starting again keeps the folder, as a restart does."""
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] | None = None, **settings: Any) -> None:
+        places = {
+            "database_url": url_in(folder),
+            "blob_url": str(folder / "blobs"),
+            "staging_dir": folder / "staging",
+        }
         quick = {"tick_seconds": 0.05, "gather_seconds": 0, "longest_wait_seconds": 5.0, **ROOMY}
-        self.settings = Settings(
-            database_url=url_in(folder),
-            blob_url=str(folder / "blobs"),
-            staging_dir=folder / "staging",
-            **{**quick, **settings},
-        )
+        self.settings = Settings(**{**places, **quick, **settings})
         self._clock = clock
         self._clients: list[Client | httpx.Client] = []
 

@@ -75,7 +75,7 @@ class CoordinatorProcess:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         quick = {"tick_seconds": 0.1, "gather_seconds": 60.0, **ROOMY}
-        self._environment = {
+        self.environment = {
             f"TESSERA_{key.upper()}": str(value)
             for key, value in {
                 "database_url": url_in(folder),
@@ -106,7 +106,7 @@ class CoordinatorProcess:
 
     def launch(self) -> None:
         self.process = Process(
-            self.folder, "coordinator", ["coordinator", "serve", "--migrate", *self._options], self._environment
+            self.folder, "coordinator", ["coordinator", "serve", "--migrate", *self._options], self.environment
         )
 
     def conductor(self) -> psutil.Process:
@@ -116,7 +116,7 @@ class CoordinatorProcess:
 
     def beside(self, name: str, *arguments: str) -> Process:
         """Another process with the same settings."""
-        return Process(self.folder, name, list(arguments), self._environment)
+        return Process(self.folder, name, list(arguments), self.environment)
 
     def _ready(self) -> bool:
         assert self.process.popen.poll() is None, self.process.log.read_text()

@@ -262,10 +262,13 @@ def test_what_may_not_be_done_fails_the_task_and_sends_nothing(
 def test_an_agent_goes_on_after_a_task_that_failed(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     client = coordinator.client()
     bad = begin(client, method=Chosen(name="talkative"))
-    with working(coordinator, tmp_path):
+    figures = tmp_path / "tessera.prom"
+    with working(coordinator, tmp_path, metrics_file=figures):
         task_of(client, bad, 1, failed)
         good = begin(client)
         until(lambda: client.run(good.id).state == "completed")
+    for outcome in ("failed", "done"):
+        assert f'tessera_worker_tasks_total{{kind="train",outcome="{outcome}"}} 1.0' in figures.read_text()
 
 
 def test_stopping_in_the_middle_of_training_gives_the_task_back_at_once(

@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
+from sklearn.metrics import f1_score
 from transformers import PreTrainedModel
 
 from shared.model import Head
 from worker.data import Dataset
-from worker.evaluator import calibration_error, evaluate
+from worker.evaluator import calibration_error, evaluate, macro_f1
 from worker.models import instantiate
 from worker.trainer import Batches, TrainingDiverged
 
@@ -55,6 +56,15 @@ def test_accuracy_macro_f1_and_loss_are_those_worked_out_by_hand() -> None:
     assert found["loss"] == pytest.approx((3 * math.log(2) + 2 * math.log(4)) / 5)
     # It is right 3 times of 5 and always gives that 1/2: one bin, a gap of 3/5 - 1/2.
     assert found["calibration_error"] == pytest.approx(1 / 10)
+
+
+@pytest.mark.parametrize("classes", [2, 5, 1000])
+def test_macro_f1_is_that_of_scikit_learn(classes: int) -> None:
+    dice = torch.Generator().manual_seed(classes)
+    # Not every class occurs, and some only among the predicted or only among the true.
+    predicted, true = (torch.randint(low, classes, (300,), generator=dice) for low in (0, 1))
+    wanted = f1_score(true.numpy(), predicted.numpy(), average="macro", zero_division=0.0)
+    assert macro_f1(predicted, true) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_the_batch_size_does_not_change_the_scores() -> None:

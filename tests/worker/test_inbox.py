@@ -80,9 +80,9 @@ def test_an_approval_is_of_the_terms_that_were_shown(asking: Asking) -> None:
     ):
         assert terms_digest(changed) != terms_digest(task())
         assert asking.code(changed) == "awaiting-approval"
-    # What is approved goes on.
+    # What is approved is done, if it is offered; the run as a whole waits for a person.
     assert asking.code(task()) is None
-    assert asking.inbox.withheld() == {}
+    assert set(asking.inbox.withheld()) == {"r1"}
 
 
 def test_an_approval_may_end(asking: Asking) -> None:
@@ -134,3 +134,19 @@ def test_a_request_that_cannot_be_read_is_no_approval(asking: Asking, tmp_path: 
     file.write_text("{}")
     with pytest.raises(InboxError, match="cannot be read as a request"):
         asking.code(task())
+
+
+def test_to_let_a_run_measure_is_not_to_let_it_train(asking: Asking) -> None:
+    measuring = {"kind": "evaluate", "held_out": True}
+    asking.code(task(**measuring))
+    asking.decide("r1")
+    assert asking.code(task(**measuring)) is None
+    assert asking.code(task()) == "awaiting-approval"
+    assert set(asking.inbox.withheld()) == {"r1"}
+
+
+def test_to_let_a_run_train_is_to_let_it_measure_on_what_is_held_out_of_the_same(asking: Asking) -> None:
+    asking.code(task())
+    asking.decide("r1")
+    assert asking.code(task(kind="evaluate", held_out=True)) is None
+    assert asking.code(task(kind="evaluate", dataset="clinics")) == "awaiting-approval"

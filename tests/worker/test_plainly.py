@@ -31,7 +31,8 @@ def test_a_run_is_told_in_full() -> None:
     assert summary(task(), MODEL, 1204) == (
         "Trains all value blocks of a BERT with 1 layer on `notes` (1,204 examples) for 3 epochs a round, 20 rounds, "
         "by the method fedfrozen. Sends 1 blocks (all value blocks), 64 bytes a round before coding, to orchestrator "
-        "trial-office; later rounds may ask for other blocks, within the site's policy. No differential privacy: "
+        "trial-office; later rounds may ask for other blocks, within the site's policy. Versions may also be "
+        "measured on what is held out here, which sends figures. No differential privacy: "
         "whoever sees what is sent, which the coordinator's operator does, may find out about single examples."
     )
 

@@ -22,8 +22,10 @@ from tests.support.federation import start_run
 from worker.agent import Agent
 from worker.audit import Audit
 from worker.blockmap import block_table, named_tensors
+from worker.cli.audit import app as audit_app
 from worker.cli.worker import app
 from worker.models import instantiate, read_block
+from worker.opening import Used, local_time
 from worker.renewal import Stop
 from worker.settings import read_settings
 
@@ -164,6 +166,8 @@ def test_an_update_waits_for_its_release_and_is_told_in_the_chain(
     assert desk.audit() == ["task.start", "update.hold", "update.release", "update.leave", "update.count"]
     (left,) = desk.details("update.leave")
     assert (left["update"], left["bytes"], left["blocks"]) == (held["update"], held["nbytes"], len(held["blocks"]))
+    compared = CliRunner().invoke(audit_app, ["compare", "--config", str(desk.file), "--json"])
+    assert json.loads(compared.stdout) == {"agreed": 1, "earlier": 0, "differences": []}
 
 
 def test_an_update_that_is_withheld_fails_its_task_by_name(coordinator: LiveCoordinator, tmp_path: Path) -> None:
@@ -217,3 +221,28 @@ def test_a_site_that_sends_only_some_blocks_takes_part_in_a_run_that_asks_for_th
     (left,) = desk.details("update.leave")
     sent = roles("value", "head").resolve(client.model(run.spec.model).blocks)
     assert left["blocks"] == len(sent)
+
+
+def test_uploads_are_slowed_down_and_work_is_counted(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "max_upload_bytes_per_second = 16384\nmax_minutes_per_day = 60\n")
+    with desk.working():
+        run = begin(client, codec="raw")
+        until(lambda: client.run(run.id).state == "completed")
+    entries = {entry.action: entry for entry in Audit(desk.settings.state_dir / "audit", "w").read()}
+    left, counted = entries["update.leave"], entries["update.count"]
+    assert (counted.at - left.at).total_seconds() >= tasks(client, run)[0].upload_bytes / 16384
+    used = json.loads((desk.settings.state_dir / "usage.json").read_bytes())["seconds"]
+    assert (counted.at - left.at).total_seconds() <= used < 60
+
+
+def test_a_worker_whose_minutes_are_used_up_asks_for_nothing_after_a_restart(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    desk = Desk(coordinator, tmp_path, "max_minutes_per_day = 1\n")
+    desk.settings.state_dir.mkdir()
+    used = Used(day=local_time().date().isoformat(), seconds=60.0)
+    (desk.settings.state_dir / "usage.json").write_text(used.model_dump_json())
+    with desk.working() as agent:
+        until(lambda: agent._closed)
+    assert list(coordinator.client().workers()) == []

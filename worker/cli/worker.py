@@ -14,17 +14,32 @@ import structlog
 import typer
 from transformers.utils import logging as transformers_logging
 
+from shared import spans
+from shared.cli.effective import tell_settings
+from shared.cli.findings import tell
 from shared.cli.output import AsJson, print_json
 from shared.client import Client
+from shared.doctor import examined
 from shared.methods import MethodsUnusable, methods
+from shared.network import without_password
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from worker.agent import Agent, describe
 from worker.cli.approval import COMMANDS
 from worker.cli.joining import join, rotate
 from worker.cli.ledger import ledger
+from worker.doctor import checks
 from worker.files import alone
 from worker.renewal import Stop
-from worker.settings import Settings, SettingsError, datasets_of, device_of, read_settings, tls_of, token_of
+from worker.settings import (
+    Settings,
+    SettingsError,
+    datasets_of,
+    device_of,
+    effective_settings,
+    read_settings,
+    tls_of,
+    token_of,
+)
 
 BAD_SETTINGS = 2
 NOT_ADMITTED = 3
@@ -69,14 +84,17 @@ def run(config: ConfigFile) -> None:
 
 
 def _run(agent: Agent, settings: Settings) -> None:
+    spans.begin("tessera-worker")
     try:
         agent.run()
     except (Unauthenticated, Forbidden) as problem:
-        typer.echo(f"error: {settings.url} does not admit worker {settings.name}: {problem}", err=True)
+        typer.echo(f"error: {_place(settings)} does not admit worker {settings.name}: {problem}", err=True)
         raise typer.Exit(NOT_ADMITTED) from problem
     except Problem as problem:
-        typer.echo(f"error: {settings.url} refuses worker {settings.name}: {problem}", err=True)
+        typer.echo(f"error: {_place(settings)} refuses worker {settings.name}: {problem}", err=True)
         raise typer.Exit(1) from problem
+    finally:
+        spans.end()
 
 
 @app.command()
@@ -100,20 +118,52 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     except Problem as refusal:
         problem = refusal
     if as_json:
-        coordinator = {"url": settings.url, "version": version, "problem": problem.json() if problem else None}
+        coordinator = {"url": _place(settings), "version": version, "problem": problem.json() if problem else None}
         print_json({"device": device, "datasets": examples, "coordinator": coordinator})
     else:
-        _tell(device, examples, settings.url, version)
+        _tell(device, examples, _place(settings), version)
     if isinstance(problem, Unauthenticated | Forbidden):
-        typer.echo(f"error: {settings.url} does not admit the token: {problem}", err=True)
+        typer.echo(f"error: {_place(settings)} does not admit the token: {problem}", err=True)
         raise typer.Exit(NOT_ADMITTED)
     if problem:
-        typer.echo(f"error: {settings.url} does not answer: {problem}", err=True)
+        typer.echo(f"error: {_place(settings)} does not answer: {problem}", err=True)
         raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    config: ConfigFile,
+    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Upload 256 KiB of noise, to time it.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Look at all that a worker needs: the way to the coordinator, token, disk, device, data, policy, line.
+
+    Exit code 0: it could work, 1: something fails, 2: bad settings.
+    """
+    with _bad_settings_in_one_line():
+        settings = read_settings(config)
+    tell(examined(checks(settings, probe=probe)), as_json=as_json)
+
+
+config_app = typer.Typer(no_args_is_help=True, help="The settings that are in force.")
+app.add_typer(config_app, name="config")
+
+
+@config_app.command()
+def show(config: ConfigFile, as_json: AsJson = False) -> None:
+    """Show every setting, and whether it comes from the file, the environment or is the default. Hides secrets."""
+    with _bad_settings_in_one_line():
+        found = effective_settings(config)
+    tell_settings(found, as_json=as_json)
 
 
 for command in (join, rotate, ledger, *COMMANDS):
     app.command()(command)
+
+
+def _place(settings: Settings) -> str:
+    """The coordinator's URL as it may be shown."""
+    return without_password(settings.url)
 
 
 def _try_token(client: Client) -> None:

@@ -1,0 +1,100 @@
+{{- define "tessera.name" -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* Labels that select: of the release, and of one part of it. */}}
+{{- define "tessera.selector" -}}
+app.kubernetes.io/name: tessera
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "tessera.labels" -}}
+{{ include "tessera.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end -}}
+
+{{- define "tessera.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+
+{{/* What pods of the profile `restricted` must say of themselves. */}}
+{{- define "tessera.pod" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  seccompProfile: {type: RuntimeDefault}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets: {{ toJson . }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{ toJson . }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{ toJson . }}
+{{- end }}
+{{- end -}}
+
+{{- define "tessera.container" -}}
+image: {{ include "tessera.image" . | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+env:
+  - name: TESSERA_DATABASE_URL
+    valueFrom:
+      secretKeyRef: {name: {{ required "database.existingSecret: the secret that holds the database URL" .Values.database.existingSecret | quote }}, key: {{ .Values.database.key | quote }}}
+  {{- with .Values.store.existingSecret }}
+  - name: AWS_ACCESS_KEY_ID
+    valueFrom:
+      secretKeyRef: {name: {{ . | quote }}, key: access-key}
+  - name: AWS_SECRET_ACCESS_KEY
+    valueFrom:
+      secretKeyRef: {name: {{ . | quote }}, key: secret-key}
+  {{- end }}
+  - {name: TESSERA_BLOB_URL, value: {{ required "store.url: where blobs are, s3://bucket/prefix" .Values.store.url | quote }}}
+  - {name: AWS_REGION, value: {{ .Values.store.region | quote }}}
+  {{- with .Values.store.endpoint }}
+  - {name: AWS_ENDPOINT_URL, value: {{ . | quote }}}
+  {{- end }}
+  {{- if .Values.store.allowHttp }}
+  - {name: AWS_ALLOW_HTTP, value: "true"}
+  {{- end }}
+  - {name: TESSERA_STAGING_DIR, value: /data/staging}
+  # The ingress or gateway does TLS.
+  - {name: TESSERA_BEHIND_PROXY, value: "true"}
+  - {name: TESSERA_ALIVE_FILE, value: /tmp/alive}
+  - {name: TESSERA_ADMIN_TOKEN_FILE, value: /tmp/admin-token}
+  {{- range $name, $value := .Values.settings }}
+  - {name: TESSERA_{{ $name }}, value: {{ $value | quote }}}
+  {{- end }}
+  {{- range $name, $value := .Values.otel }}
+  - {name: OTEL_{{ $name | trimPrefix "OTEL_" }}, value: {{ $value | quote }}}
+  {{- end }}
+volumeMounts:
+  - {name: data, mountPath: /data}
+  - {name: scratch, mountPath: /tmp}
+{{- end -}}
+
+{{- define "tessera.volumes" -}}
+- name: data
+  {{- if .Values.staging.existingClaim }}
+  persistentVolumeClaim: {claimName: {{ .Values.staging.existingClaim | quote }}}
+  {{- else }}
+  emptyDir: {sizeLimit: {{ .Values.staging.sizeLimit | quote }}}
+  {{- end }}
+- name: scratch
+  emptyDir: {sizeLimit: 1Gi}
+{{- end -}}
+
+{{- define "tessera.alive" -}}
+exec:
+  command: [python, -c, "import os, sys, time; sys.exit(time.time() - os.stat('/tmp/alive').st_mtime > 60)"]
+{{- end -}}

@@ -1,0 +1,28 @@
+#!/bin/sh
+# Makes what deploy/compose.yaml needs and nobody else may know: passwords in files that only their owner reads, and
+# folders for data. What is there already is kept, so that it may be run again. `sh deploy/secrets.sh`
+set -eu
+umask 077
+cd "$(dirname "$0")"
+mkdir -p secrets data/database data/coordinator/staging data/objects/tessera data/tokens/admin data/tokens/north data/tokens/south data/tokens/west data/north data/south data/west
+
+new() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }
+made() { [ -s "secrets/$1" ] || { cat > "secrets/$1.part" && mv "secrets/$1.part" "secrets/$1"; }; }
+
+new | made database-password
+password=$(cat secrets/database-password)
+echo "$(new | cut -c1-20),$(new)" | made store-key
+key=$(cat secrets/store-key)
+made coordinator.env <<END
+TESSERA_DATABASE_URL=postgresql://tessera:$password@database/tessera
+AWS_ACCESS_KEY_ID=${key%,*}
+AWS_SECRET_ACCESS_KEY=${key#*,}
+END
+
+# Containers run as whoever owns these files: they can read them, and what they write is that person's.
+user=$(id -u):$(id -g)
+if [ "$(id -u)" = 0 ]; then
+  user=10001:10001
+  chown -R "$user" secrets data
+fi
+echo "TESSERA_USER=$user" > .env

@@ -1,0 +1,128 @@
+"""What lies between here and a coordinator, looked at step by step."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from urllib.parse import urlsplit, urlunsplit
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+
+from shared.doctor import Finding, fail, ok, warn
+from shared.transport import is_loopback
+from shared.wire import PROTOCOL, About
+
+CONNECT_SECONDS = 10.0
+EXPIRES_SOON = timedelta(days=21)
+SKEW_SECONDS = 30.0
+
+
+def without_password(url: str) -> str:
+    """A URL as it may be shown: whose it is stays, what opens it does not."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    at = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{at}"))
+
+
+def way_to(url: str, verify: ssl.SSLContext) -> Iterator[Finding]:
+    """Name, proxy, connection, TLS, answer, protocol and clock of the coordinator at `url`, as far as one gets."""
+    parts = urlsplit(url)
+    host, tls = parts.hostname or "", parts.scheme == "https"
+    port = parts.port or (443 if tls else 80)
+    proxy = None if proxy_bypass(host) else getproxies().get(parts.scheme) or getproxies().get("all")
+    if proxy:
+        yield ok("proxy", f"requests go by {without_password(proxy)}")
+    else:
+        yield ok("proxy", "none")
+        found = list(_direct(host, port))
+        yield from found
+        if found[-1].verdict == "fail":
+            return
+    if tls and not proxy:
+        found = list(_tls(host, port, verify))
+        yield from found
+        if found[-1].verdict == "fail":
+            return
+    elif not tls and is_loopback(host):
+        yield ok("tls", "none, and none is needed on this machine")
+    elif not tls:
+        yield fail("tls", "the URL is http: whoever is on the way reads the token and every update", "Use https.")
+    yield from _answer(url, verify)
+
+
+def _direct(host: str, port: int) -> Iterator[Finding]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as fault:
+        yield fail("dns", f"{host} has no address: {fault.strerror}", "Check the name in `url`, and the resolver.")
+        return
+    addresses = sorted({str(address[4][0]) for address in found})
+    yield ok("dns", f"{host} is {', '.join(addresses[:4])}")
+    began_at = time.monotonic()
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except OSError as fault:
+        reason = fault.strerror or str(fault)
+        yield fail("tcp", f"no connection to {host}:{port}: {reason}", "Check the port, the firewall and the proxy.")
+        return
+    yield ok("tcp", f"port {port} takes connections, in {1000 * (time.monotonic() - began_at):.0f} ms")
+
+
+def _tls(host: str, port: int, verify: ssl.SSLContext) -> Iterator[Finding]:
+    try:
+        with (
+            socket.create_connection((host, port), CONNECT_SECONDS) as plain,
+            verify.wrap_socket(plain, server_hostname=host) as wrapped,
+        ):
+            certificate, version = wrapped.getpeercert() or {}, wrapped.version()
+    except ssl.SSLCertVerificationError as fault:
+        yield fail("tls", f"the certificate is not trusted: {fault.verify_message}", "Ask for the CA, and the name.")
+        return
+    except (ssl.SSLError, OSError) as fault:
+        yield fail("tls", f"TLS does not come about: {fault}", "Check that https is spoken on this port.")
+        return
+    yield expiry(certificate, version or "TLS", datetime.now(UTC))
+
+
+def expiry(certificate: Mapping[str, object], version: str, now: datetime) -> Finding:
+    """What a certificate that is trusted says of how long it will be."""
+    ends = datetime.fromtimestamp(ssl.cert_time_to_seconds(str(certificate["notAfter"])), UTC)
+    told = f"{version}, a trusted certificate until {ends:%Y-%m-%d}"
+    if ends - now < EXPIRES_SOON:
+        return warn("tls", told, "Ask the coordinator's operator to renew it.")
+    return ok("tls", told)
+
+
+def _answer(url: str, verify: ssl.SSLContext) -> Iterator[Finding]:
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/version", verify=verify, timeout=CONNECT_SECONDS)
+        about = About.model_validate_json(answer.raise_for_status().content)
+    except (httpx.HTTPError, ValueError) as fault:
+        reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+        yield fail("coordinator", f"no answer from a coordinator: {reason[:200]}", "Check the URL's path and host.")
+        return
+    yield ok("coordinator", f"version {about.version}")
+    spoken = f"it speaks protocols {about.protocol_min} to {about.protocol_max}, this worker {PROTOCOL}"
+    if about.protocol_min <= PROTOCOL <= about.protocol_max:
+        yield ok("protocol", spoken)
+    else:
+        yield fail("protocol", spoken, "Install a worker of the coordinator's version.")
+    yield clock(answer.headers.get("Date"), datetime.now(UTC))
+
+
+def clock(date: str | None, now: datetime) -> Finding:
+    """How far this machine's clock is from the one that wrote a Date header, in whole seconds."""
+    if date is None:
+        return warn("clock", "the coordinator sends no Date", "Check this machine's clock otherwise.")
+    skew = (now - parsedate_to_datetime(date)).total_seconds()
+    told = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the coordinator's"
+    if abs(skew) <= SKEW_SECONDS:
+        return ok("clock", told)
+    return warn("clock", told, "Set it by NTP: hours, approvals and certificates go by it.")

@@ -1,0 +1,72 @@
+"""`tessera coordinator doctor`: what is well, what is not, and that looking changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.doctor import checks, insecure
+from coordinator.settings import Settings
+from shared.doctor import Finding, examined
+from tests.support.cli import tessera
+from tests.support.coordinator import LiveCoordinator
+
+
+def findings(coordinator: LiveCoordinator) -> list[Finding]:
+    return list(examined(checks(coordinator.services)))
+
+
+@pytest.mark.both_databases
+def test_a_coordinator_that_works_has_nothing_that_fails(coordinator: LiveCoordinator) -> None:
+    admin = coordinator.client()
+    before = list(admin.audit())
+    blobs = admin.status().blobs
+    found = findings(coordinator)
+    assert [one for one in found if one.verdict == "fail"] == []
+    names = {one.name for one in found}
+    assert {"database", "schema", "write", "clock", "blobs", "staging", "disk", "address", "files", "memory"} <= names
+    # Nothing of it stays.
+    assert list(admin.audit()) == before
+    assert admin.status().blobs == blobs
+    assert [path for path in Path(coordinator.settings.blob_url).rglob("*") if path.is_file()] == []
+
+
+def test_a_disk_below_its_reserve_fails(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, disk_reserve_bytes=1 << 60) as coordinator:
+        (found,) = [one for one in findings(coordinator) if one.verdict == "fail"]
+    assert (found.name, found.remedy) == ("disk", "Free some, or add a disk.")
+
+
+def unsafe(**given: Any) -> list[str]:
+    return [found.detail for found in insecure(Settings(**given)) if found.verdict != "ok"]
+
+
+def test_unsafe_settings_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "admin"
+    file.write_text("tessera_admin_x")
+    file.chmod(0o644)
+    quota = {"site_bytes_per_day": 1 << 40}
+    assert unsafe(**quota) == []
+    assert unsafe() == ["a site may announce any number of bytes"]
+    assert unsafe(**quota, admin_token_file=file) == [f"{file} holds an administrator's token and others may read it"]
+    assert unsafe(**quota, database_url="postgresql://t@db.example/t") == [
+        "the database is elsewhere, and its server is not verified"
+    ]
+    assert unsafe(**quota, database_url="postgresql://t@db.example/t?sslmode=verify-full") == []
+    assert unsafe(**quota, database_url="postgresql://t@127.0.0.1/t") == []
+
+
+def test_a_database_that_is_behind_fails_and_the_command_says_so(tmp_path: Path) -> None:
+    settings = {
+        "TESSERA_DATABASE_URL": f"sqlite:///{tmp_path}/t.db", "TESSERA_BLOB_URL": str(tmp_path / "blobs"),
+        "TESSERA_STAGING_DIR": str(tmp_path / "staging"), "TESSERA_DISK_RESERVE_BYTES": "0", "TESSERA_PORT": "1",
+    }  # fmt: skip
+    said = tessera("coordinator", "doctor", "--json", **settings)
+    assert said.returncode == 1, said.stderr
+    found = {one["name"]: one for one in json.loads(said.stdout)["findings"]}
+    assert (found["schema"]["verdict"], found["schema"]["remedy"]) == ("fail", "Run `tessera coordinator migrate`.")
+    assert tessera("coordinator", "migrate", **settings).returncode == 0
+    assert tessera("coordinator", "doctor", **settings).returncode == 0

@@ -1,0 +1,155 @@
+"""The Helm chart, rendered by Helm itself where it is installed (extra `deploy`); never applied to a cluster here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from coordinator.settings import Settings
+
+helm = pytest.importorskip("helm_python", reason="needs the extra `deploy`")
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs the extra `deploy`")
+
+KUBERNETES = ("1.25", "1.30", "1.34")
+
+LEAST: dict[str, Any] = {"database": {"existingSecret": "database"}, "store": {"url": "s3://bucket/prefix"}}
+MOST: dict[str, Any] = {
+    **LEAST,
+    "store": {"url": "s3://b", "endpoint": "http://store", "existingSecret": "store", "allowHttp": True},
+    "staging": {"existingClaim": "uploads"},
+    "coordinator": {"replicas": 3},
+    "conductor": {"replicas": 2},
+    "settings": {"LEASE_SECONDS": "120"},
+    "otel": {"EXPORTER_OTLP_ENDPOINT": "http://collector:4318"},
+    "serviceMonitor": {"enabled": True, "tokenSecret": "viewer", "labels": {"release": "prometheus"}},
+    "image": {"tag": "1", "pullSecrets": [{"name": "pull"}]},
+    "nodeSelector": {"disk": "fast"},
+    "tolerations": [{"key": "dedicated", "operator": "Exists"}],
+}
+
+
+@pytest.fixture(scope="module")
+def chart(deploy: Path) -> Iterator[Any]:
+    with helm.Chart.load(str(deploy / "helm" / "tessera")) as loaded:
+        yield loaded
+
+
+def rendered(chart: Any, values: dict[str, Any]) -> list[dict[str, Any]]:
+    files = chart.render(copy.deepcopy(values), name="fed", namespace="training")
+    return [
+        document
+        for name, text in files.items()
+        if name.endswith(".yaml")
+        for document in yaml.safe_load_all(text)
+        if document
+    ]
+
+
+def pods(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The pods' templates, by what they are of."""
+    return {d["metadata"]["name"]: d["spec"]["template"] for d in documents if d["kind"] in ("Deployment", "Job")}
+
+
+def test_helm_finds_nothing_to_mend(deploy: Path) -> None:
+    found = helm.lint(str(deploy / "helm" / "tessera"), values=LEAST, strict=True)
+    # It would also like a picture.
+    assert [message for message in found["messages"] if message["error"] != "icon is recommended"] == []
+    assert found["errors"] == []
+
+
+@pytest.mark.parametrize("values", [LEAST, MOST], ids=["least", "most"])
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_kubernetes_takes_every_document(chart: Any, values: dict[str, Any], version: str) -> None:
+    documents = rendered(chart, values)
+    assert len(documents) >= 8
+    for document in documents:
+        # Its kind belongs to an operator.
+        if document["kind"] != "ServiceMonitor":
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("values", [LEAST, MOST], ids=["least", "most"])
+def test_pods_keep_to_the_profile_restricted(chart: Any, values: dict[str, Any]) -> None:
+    found = pods(rendered(chart, values))
+    assert found.keys() == {"fed-coordinator", "fed-conductor", "fed-migration"}
+    for name, pod in found.items():
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False, name
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert {kind for volume in spec["volumes"] for kind in volume if kind != "name"} <= {
+            "emptyDir",
+            "persistentVolumeClaim",
+        }
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["limits"]["memory"]
+
+
+def test_what_runs_on_is_watched_and_the_schema_comes_first(chart: Any) -> None:
+    documents = rendered(chart, LEAST)
+    for name, pod in pods(documents).items():
+        (container,) = pod["spec"]["containers"]
+        if name == "fed-migration":
+            assert container["args"] == ["migrate"]
+        else:
+            assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys(), name
+    (job,) = [document for document in documents if document["kind"] == "Job"]
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+
+
+def test_secrets_are_named_and_never_written(chart: Any) -> None:
+    documents = rendered(chart, MOST)
+    assert "Secret" not in {document["kind"] for document in documents}
+    for pod in pods(documents).values():
+        (container,) = pod["spec"]["containers"]
+        given = {variable["name"]: variable for variable in container["env"]}
+        for name in ("TESSERA_DATABASE_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            assert "secretKeyRef" in given[name]["valueFrom"], name
+        ours = {name[8:].lower() for name in given if name.startswith("TESSERA_")}
+        assert ours <= set(Settings.model_fields)
+
+
+def test_nobody_but_the_coordinator_is_called(chart: Any) -> None:
+    policies = [document for document in rendered(chart, LEAST) if document["kind"] == "NetworkPolicy"]
+    closed, opened = sorted(policies, key=lambda policy: len(policy["metadata"]["name"]))
+    assert closed["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert "ingress" not in closed["spec"]
+    assert opened["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "coordinator"
+    assert opened["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": 8470}]
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({**LEAST, "databse": {}}, "databse"),
+        ({**LEAST, "coordinator": {"replicas": 1, "autoscale": True}}, "autoscale"),
+        ({**LEAST, "store": {"url": "s3://key:secret@bucket"}}, "store/url"),
+        ({**LEAST, "store": {"url": ""}}, "store.url"),
+        ({**LEAST, "database": {"existingSecret": ""}}, "database.existingSecret"),
+        ({**LEAST, "coordinator": {"replicas": 2}}, "staging"),
+        ({**LEAST, "serviceMonitor": {"enabled": True}}, "tokenSecret"),
+        ({**LEAST, "settings": {"LEASE_SECONDS": 120}}, "LEASE_SECONDS"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_values_that_cannot_work_are_refused_with_the_reason(chart: Any, values: dict[str, Any], why: str) -> None:
+    with pytest.raises(helm.HelmError, match=why):
+        rendered(chart, values)
+
+
+def test_labels_select_each_part_alone(chart: Any) -> None:
+    documents = rendered(chart, LEAST)
+    labels = {name: pod["metadata"]["labels"] for name, pod in pods(documents).items()}
+    (service,) = [document for document in documents if document["kind"] == "Service"]
+    selected = [name for name, own in labels.items() if service["spec"]["selector"].items() <= own.items()]
+    assert selected == ["fed-coordinator"]

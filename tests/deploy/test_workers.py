@@ -1,0 +1,52 @@
+"""Workers with GPUs at their sites: what is said of them is well-formed, and their settings are settings."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from worker.settings import Settings
+
+
+@pytest.fixture
+def documents(deploy: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((deploy / "worker-gpu.kubernetes.yaml").read_text()))
+
+
+@pytest.mark.parametrize("version", ["1.25", "1.34"])
+def test_kubernetes_takes_every_document(documents: list[dict[str, Any]], version: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="needs the extra `deploy`").validate
+    assert [document["kind"] for document in documents] == [
+        "ConfigMap",
+        "PersistentVolumeClaim",
+        "StatefulSet",
+        "NetworkPolicy",
+    ]
+    for document in documents:
+        validate(document, version, strict=True)
+
+
+def test_the_settings_of_a_worker_in_a_cluster_are_read(documents: list[dict[str, Any]]) -> None:
+    settings = Settings(**tomllib.loads(documents[0]["data"]["worker.toml"]))
+    (container,) = documents[2]["spec"]["template"]["spec"]["containers"]
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert str(settings.state_dir) in mounted
+    assert settings.token_file is not None
+    assert str(settings.token_file.parent) in mounted
+
+
+def test_a_worker_is_confined_and_listens_to_nobody(deploy: Path, documents: list[dict[str, Any]]) -> None:
+    worker = yaml.safe_load((deploy / "worker-gpu.compose.yaml").read_text())["services"]["worker"]
+    assert worker["read_only"] is True
+    assert worker["cap_drop"] == ["ALL"]
+    assert "ports" not in worker
+    pod = documents[2]["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+    assert "ports" not in pod["containers"][0]
+    assert documents[3]["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert "ingress" not in documents[3]["spec"]

@@ -1,0 +1,152 @@
+"""One trace for all that is done for a round, in every process that does it; and nothing where nobody asks for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.modelfolder import ModelFolder
+from shared.tracing import trace_of
+from tests.support.cli import tessera
+from tests.support.coordinator import until
+from tests.support.otlp import Receiver, Span, receiving
+from tests.support.processes import CoordinatorProcess, worker_process
+
+RUN = """
+name = "cats"
+dataset = "secretly-named"
+rounds = 1
+method = { name = "fedavg" }
+cohort = { size = 1 }
+training = { epochs = 1, batch_size = 256 }
+"""
+DATA = """
+[datasets.secretly-named]
+kind = "digits"
+"""
+TELLABLE = {
+    "tessera.run", "tessera.round", "tessera.task", "tessera.kind", "tessera.attempt",
+    "http.request.method", "http.route", "http.response.status_code", "error.type",
+}  # fmt: skip
+
+CLIENT, SERVER = 3, 2
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, vit: ModelFolder) -> Any:
+    """A federation of one round in four processes: what was received of it, its run's id, and its folder."""
+    folder = tmp_path_factory.mktemp("spans")
+    (folder / "run.toml").write_text(RUN)
+    with receiving() as receiver, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+        with CoordinatorProcess(folder / "coordinator", gather_seconds=0) as coordinator:
+            worker = worker_process(coordinator, "north", DATA)
+            token = (coordinator.folder / "admin.token").read_text().strip()
+            told = tessera(
+                *("run", "create", str(folder / "run.toml"), "--model", str(vit.path), "--json"),
+                TESSERA_URL=coordinator.url,
+                TESSERA_TOKEN=token,
+            )
+            assert told.returncode == 0, told.stderr
+            run = json.loads(told.stdout)["id"]
+            client = coordinator.client(token)
+            until(lambda: client.run(run).state == "completed", 60)
+            assert worker.terminate() == 0
+            coordinator.process.terminate()
+        yield receiver, run, folder, token
+
+
+def test_all_that_is_done_for_a_round_is_one_trace(told: tuple[Receiver, str, Path, str]) -> None:
+    receiver, run, *_ = told
+    trace = trace_of(run, 1)
+    spans = [span for span in receiver.spans if span.trace == trace]
+    by_id = {span.id: span for span in spans}
+    assert len(by_id) == len(spans)
+
+    def one(name: str) -> Span:
+        (found,) = [span for span in spans if span.name == name]
+        return found
+
+    whole = one("round")
+    assert (whole.parent, whole.service, whole.attributes["tessera.run"]) == ("", "tessera-conductor", run)
+    # Nothing hangs in the air.
+    assert [span.name for span in spans if span is not whole and span.parent not in by_id] == []
+    for name in ("open", "close", "merge"):
+        assert (one(name).parent, one(name).service) == (whole.id, "tessera-conductor"), name
+    task = one("task")
+    for name in ("claim", "task"):
+        assert (one(name).parent, one(name).service) == (whole.id, "tessera-worker"), name
+    for name in ("fetch", "train", "upload", "submit"):
+        assert one(name).parent == task.id, name
+        assert one(name).seconds <= task.seconds
+    handled = one("POST /v1/tasks/{task_id}/update")
+    asked = by_id[handled.parent]
+    assert (handled.service, handled.kind, handled.attributes["http.response.status_code"]) == (
+        "tessera-coordinator",
+        SERVER,
+        200,
+    )
+    assert (asked.service, asked.name, asked.kind) == ("tessera-worker", "POST", CLIENT)
+    assert by_id[asked.parent] is one("submit")
+
+
+def test_the_command_that_started_a_run_leads_to_its_first_round(told: tuple[Receiver, str, Path, str]) -> None:
+    receiver, run, *_ = told
+    (command,) = [span for span in receiver.spans if span.name == "tessera run create"]
+    (created,) = [span for span in receiver.spans if span.name == "POST /v1/runs"]
+    assert (command.service, command.parent) == ("tessera", "")
+    assert (created.trace, created.links) == (command.trace, (trace_of(run, 1),))
+
+
+def test_logs_name_the_same_trace(told: tuple[Receiver, str, Path, str]) -> None:
+    _, run, folder, _ = told
+    lines = [
+        json.loads(line)
+        for log in folder.rglob("*.log")
+        for line in log.read_text().splitlines()
+        if line.startswith("{")
+    ]
+    of_round = [line["event"] for line in lines if line.get("trace") == trace_of(run, 1)]
+    assert "task-done" in of_round
+    assert of_round.count("conductor.acted") == 3
+
+
+def test_spans_hold_neither_data_nor_secrets(told: tuple[Receiver, str, Path, str]) -> None:
+    receiver, _, _, token = told
+    assert {name for span in receiver.spans for name in span.attributes} <= TELLABLE
+    for secret in (token, "secretly-named", "north"):
+        assert secret.encode() not in receiver.raw
+
+
+# FastAPI takes in the interfaces, which do nothing, wherever they are installed; what does something is the SDK.
+@pytest.mark.parametrize("module", ["coordinator.cli", "shared.cli.main"])
+def test_without_the_variables_nothing_of_it_is_imported(module: str) -> None:
+    there = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    look = (
+        f"import sys, {module}; from shared import spans; spans.begin('x'); print('opentelemetry.sdk' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", look], env=there, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_receiver_that_is_gone_holds_nobody_up() -> None:
+    look = """
+import time
+from shared import spans
+spans.begin("x")
+with spans.span("y"):
+    pass
+began = time.monotonic()
+spans.end()
+print(time.monotonic() - began)
+"""
+    there = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run([sys.executable, "-c", look], env=there, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 5

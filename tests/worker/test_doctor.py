@@ -1,0 +1,209 @@
+"""An examination names what is not well, and goes on to its end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+from click.testing import Result
+from typer.testing import CliRunner
+
+from shared.doctor import Finding, examined
+from shared.network import clock, expiry, way_to, without_password
+from shared.transport import is_loopback
+from shared.wire import TaskView
+from tests.support.coordinator import LiveCoordinator
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from worker.cli.worker import app
+from worker.doctor import forecasts
+from worker.plainly import policy_in_words, size
+from worker.policy import Policy
+
+NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
+
+SETTINGS = """
+url = "{url}"
+token = "{token}"
+name = "w"
+state_dir = "{folder}/state"
+cache_bytes = 1000
+device = "cpu"
+[datasets.digits]
+kind = "digits"
+held_out = 0.2
+"""
+
+
+def doctor(folder: Path, url: str, token: str, more: str = "") -> tuple[Result, list[dict[str, Any]]]:
+    file = folder / "worker.toml"
+    file.write_text(SETTINGS.format(url=url, token=token, folder=folder) + more)
+    said = CliRunner().invoke(app, ["doctor", "--config", str(file), "--json"])
+    begin = said.stdout.index("{\n")
+    return said, json.JSONDecoder().raw_decode(said.stdout, begin)[0]["findings"]
+
+
+def named(findings: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    return next(found for found in findings if found["name"] == name)
+
+
+def test_a_worker_that_could_work_is_told_so_line_by_line(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    said, findings = doctor(tmp_path, coordinator.url, coordinator.token("site", "a"))
+    assert said.exit_code == 0, findings
+    assert [found["name"] for found in findings if found["verdict"] == "fail"] == []
+    names = [found["name"] for found in findings]
+    wanted = ("dns", "tcp", "tls", "coordinator", "protocol", "clock", "token", "disk", "device", "policy", "line")
+    assert set(wanted) <= set(names)
+    # Of the 1,437 digits that are for training a fifth is held out.
+    assert named(findings, "data digits")["detail"].startswith("1150 examples, 10 classes, 287 held out")
+    assert any("bfloat16" in found["detail"] for found in findings)
+
+
+def test_what_fails_is_named_with_a_remedy_and_the_rest_is_looked_at(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    broken = '[datasets.gone]\nkind = "arrays"\nfile = "/nowhere.safetensors"\n'
+    said, findings = doctor(tmp_path, coordinator.url, coordinator.token("viewer"), broken)
+    assert said.exit_code == 1
+    failed = {found["name"]: found for found in findings if found["verdict"] == "fail"}
+    assert set(failed) == {"token", "data gone", "line"}
+    assert failed["token"]["remedy"] == "Ask an administrator for a token of role site."
+    assert "/nowhere.safetensors" in failed["data gone"]["detail"]
+    assert named(findings, "policy")["verdict"] == "ok"
+
+
+def test_a_run_under_way_is_told_with_its_next_upload(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    start_run(coordinator.client(), small_model(), values(small_model()), rounds=2)
+    worker.train(worker.take())
+    worker.take()
+    slow = "[policy]\nmax_upload_bytes_per_second = 16384\n"
+    _, findings = doctor(tmp_path, coordinator.url, coordinator.token("site", "a"), slow)
+    task = next(worker.client.tasks())
+    sent = f"sends {size(task.upload_bytes)} a round, about {task.upload_bytes / 16_384:.0f} s"
+    assert sent in named(findings, "runs")["detail"]
+
+
+def test_a_forecast_is_of_runs_that_ask_for_something_now() -> None:
+    def task(run: str, state: str, sent: int = 0) -> TaskView:
+        return TaskView(
+            id=f"{run}-{state}", run=run, round=1, worker="a/w", kind="train", state=state, token=1, leases=1,
+            upload_bytes=sent, download_bytes=2_000_000,
+        )  # fmt: skip
+
+    tasks = [
+        task("over", "accepted", 5),
+        task("on", "accepted", 41_000_000),
+        task("on", "leased"),
+        task("new", "offered"),
+    ]
+    assert [found.detail for found in forecasts(tasks, 1_171_000.0)] == [
+        "run new has a task here, and nothing was sent for it yet",
+        "run on sends 41.0 MB a round, about 35 s; the last fetched 2.0 MB",
+    ]
+
+
+def test_the_policy_is_told_in_words() -> None:
+    told = " ".join(policy_in_words(Policy(orchestrators=("trial",), hours=("Sat 10:00-12:00",), airlock=True)))
+    assert "Runs of trial may ask." in told
+    assert "A person approves each run: no; releases each update: yes." in told
+    assert "It works Sat 10:00-12:00." in told
+
+
+# ---------------------------------------------------------------- the way
+
+
+def way(url: str, verify: ssl.SSLContext | None = None) -> dict[str, Finding]:
+    return {found.name: found for found in way_to(url, verify or httpx.create_ssl_context())}
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_first_step_that_fails_is_where_it_ends() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        found = way(f"http://127.0.0.1:{taken.getsockname()[1]}")
+    assert [(name, one.verdict) for name, one in found.items()] == [("proxy", "ok"), ("dns", "ok"), ("tcp", "fail")]
+    assert way("http://nowhere.invalid")["dns"].verdict == "fail"
+
+
+def test_a_proxy_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://me:hunter2@127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    found = way("http://tessera.example")
+    assert found["proxy"].detail == "requests go by http://me:***@127.0.0.1:9"
+    assert found["coordinator"].verdict == "fail"
+
+
+@contextmanager
+def untrusted() -> Iterator[int]:
+    """A port that speaks TLS with a certificate of a CA that nobody knows."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            # One is the connection that is only tried.
+            for _ in range(2):
+                accepted, _ = server.accept()
+                try:
+                    context.wrap_socket(accepted, server_side=True).close()
+                except OSError:
+                    accepted.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1]
+        thread.join(10)
+
+
+def test_a_certificate_of_an_unknown_ca_is_not_trusted() -> None:
+    with untrusted() as port:
+        found = way(f"https://127.0.0.1:{port}")
+    assert found["tls"].verdict == "fail"
+    assert "unable to get local issuer certificate" in found["tls"].detail
+    assert "coordinator" not in found
+
+
+def test_a_certificate_that_ends_soon_is_a_warning() -> None:
+    certificate = {"notAfter": "Dec 10 12:00:00 2026 GMT"}
+    assert expiry(certificate, "TLSv1.3", NOON).verdict == "warn"
+    early = expiry(certificate, "TLSv1.3", NOON - timedelta(days=30))
+    assert (early.verdict, early.detail) == ("ok", "TLSv1.3, a trusted certificate until 2026-12-10")
+
+
+@pytest.mark.parametrize(("ahead_seconds", "verdict"), [(0, "ok"), (30, "ok"), (31, "warn"), (-3600, "warn")])
+def test_a_clock_is_compared_with_the_coordinator_s(ahead_seconds: int, verdict: str) -> None:
+    found = clock(format_datetime(NOON, usegmt=True), NOON + timedelta(seconds=ahead_seconds))
+    assert found.verdict == verdict
+
+
+def test_a_password_in_a_url_is_not_shown() -> None:
+    assert without_password("https://a:b@c/d") == "https://a:***@c/d"
+    assert without_password("https://c/d") == "https://c/d"
+    assert [is_loopback(host) for host in ("localhost", "127.0.0.9", "::1", "10.0.0.1", "example.org")] == [
+        True, True, True, False, False,
+    ]  # fmt: skip
+
+
+def test_a_check_that_breaks_is_a_finding_and_not_the_end() -> None:
+    def breaks() -> list[Finding]:
+        raise OSError("no such device")
+
+    found = list(examined([("gpu", breaks), ("next", lambda: [Finding("next", "ok", "well")])]))
+    assert [(one.name, one.verdict) for one in found] == [("gpu", "fail"), ("next", "ok")]
+    assert found[0].detail == "could not be looked at: OSError: no such device"

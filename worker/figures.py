@@ -1,0 +1,56 @@
+"""What a worker tells Prometheus. It listens to nobody, so it writes a file that node_exporter's textfile collector
+reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, write_to_textfile
+
+BUCKETS = (1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400)
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class Figures:
+    """Counts since this process began, written in place of the file, if there is to be one, whenever they change."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self.registry = registry = CollectorRegistry()
+        self._asked = Gauge(
+            "tessera_worker_asked_timestamp_seconds", "When it last asked for a task", registry=registry
+        )
+        self._tasks = Counter("tessera_worker_tasks", "Tasks taken", ["kind", "outcome"], registry=registry)
+        self._seconds = Histogram(
+            "tessera_worker_task_duration_seconds",
+            "From a task to its end",
+            ["kind"],
+            buckets=BUCKETS,
+            registry=registry,
+        )
+        self._received = Counter("tessera_worker_received_bytes", "Bytes fetched for tasks", registry=registry)
+        self._sent = Counter("tessera_worker_sent_bytes", "Bytes of updates sent", registry=registry)
+
+    def asking(self, at: float) -> None:
+        """`at` is in seconds since 1970."""
+        self._asked.set(at)
+        self._write()
+
+    def ended(self, kind: str, outcome: str, seconds: float, *, received_bytes: int, sent_bytes: int) -> None:
+        self._tasks.labels(kind=kind, outcome=outcome).inc()
+        self._seconds.labels(kind=kind).observe(seconds)
+        self._received.inc(received_bytes)
+        self._sent.inc(sent_bytes)
+        self._write()
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        try:
+            # Under another name first, so that nobody reads half of it.
+            write_to_textfile(str(self._file), self.registry)
+        except OSError as fault:
+            # Figures are no reason not to work.
+            structlog.get_logger("worker").warning("figures-not-written", file=str(self._file), reason=fault.strerror)
