@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 import uvicorn
 from alembic import command
+from shared.chain import GENESIS
 from sqlalchemy import insert
 
 from benchmarks.measuring import OUT, Results
@@ -26,7 +27,6 @@ from coordinator.app import create_app
 from coordinator.listening import configuration
 from coordinator.services import Services, assemble
 from coordinator.settings import Settings
-from coordinator.storage.audit import GENESIS
 from coordinator.storage.database import alembic_config
 from coordinator.storage.identity import create_site, issue_token
 from coordinator.storage.tables import AuditRow, BlobRow, RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow, WorkerRow

@@ -219,9 +219,8 @@ def _axis(first: int, last: int, across: _Scale, along: str) -> Markup:
 
 def _bands(bands: Sequence[Band], across: _Scale) -> Markup:
     made = Markup("")
-    if len(bands) < 2:
-        return made
-    for place, band in enumerate(bands):
+    seen = [band for band in bands if band.first <= across.high and band.last >= across.low]
+    for place, band in enumerate(seen if len(seen) > 1 else ()):
         begin = max(LEFT, across(band.first - 0.5))
         end = min(WIDTH - RIGHT, across(band.last + 0.5))
         if end <= begin:

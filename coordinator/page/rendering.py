@@ -50,6 +50,7 @@ def environment() -> Environment:
         "clock": clock,
         "plural": plural,
         "short": short,
+        "first_up": first_up,
         "ago": _ago,
     }
     made.filters.update(filters)
@@ -142,6 +143,10 @@ def clock(instant: datetime | None) -> str:
 
 def plural(count: int, one: str, many: str | None = None) -> str:
     return f"{number(count)} {one if count == 1 else many or one + 's'}"
+
+
+def first_up(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def short(text: str, most: int = 12) -> str:

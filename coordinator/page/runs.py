@@ -276,7 +276,7 @@ def _charts(
         numbers = version_numbers(session, run, (prefix,))
         wanted = {SIGNAL, TO_WIN, PERSISTENCE} if prefix == "warmup." else set(numbers)
         lines = [
-            Series(name.removeprefix(prefix), points, main=True)
+            Series(name.removeprefix(prefix).replace("_", " "), points, main=True)
             for name, points in sorted(numbers.items())
             if name in wanted
         ]
