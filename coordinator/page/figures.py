@@ -298,7 +298,9 @@ def latest_scores(session: Session, run: RunRow) -> list[Measurement]:
     if number is None:
         return []
     spec = RunSpec.model_validate(run.spec)
-    rows = session.scalars(select(TaskRow).where(done, TaskRow.version_number == number).limit(200))
+    # These columns alone: a task's plan takes long to decode.
+    columns = select(TaskRow.kind, TaskRow.held_out, TaskRow.examples, TaskRow.numbers)
+    rows = session.execute(columns.where(done, TaskRow.version_number == number).limit(200))
     return [
         Measurement(
             version=number,
