@@ -171,8 +171,9 @@ def test_a_revoked_token_hears_no_more(coordinator: LiveCoordinator, monkeypatch
 
 
 def test_a_site_hears_nothing_and_nobody_hears_of_a_run_that_is_not_there(standing: LiveCoordinator) -> None:
-    refused(standing.http("site", "a").get("/v1/events"), 403, "forbidden")
-    refused(standing.bare().get("/v1/events"), 401, "unauthenticated")
+    for path in ("/v1/events", "/v1/runs/nothing/events"):
+        refused(standing.http("site", "a").get(path), 403, "forbidden")
+        refused(standing.bare().get(path), 401, "unauthenticated")
     refused(standing.http().get("/v1/runs/nothing/events"), 404, "not-found")
     refused(standing.http().get("/v1/events", headers={"Last-Event-ID": "x"}), 422, "invalid")
 

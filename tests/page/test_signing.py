@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from http.cookies import SimpleCookie
 from pathlib import Path
 
 import httpx
 import pytest
 from sqlalchemy import select
+from starlette.routing import BaseRoute, Route
 
 from coordinator.page.guarding import HEADERS
 from coordinator.page.visitors import own_path
@@ -87,6 +89,27 @@ def test_who_signs_out_is_out_wherever_the_cookie_went(coordinator: LiveCoordina
     with coordinator.services.database.snapshot() as session:
         assert session.scalars(select(SessionRow)).all() == []
     assert coordinator.bare(stolen).get("/page/").status_code == 303
+
+
+def paths(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
+    for route in routes:
+        if within := getattr(route, "original_router", None):
+            yield from paths(within.routes)
+        elif isinstance(route, Route) and route.path.startswith("/page/"):
+            yield from ((method, route.path) for method in route.methods or ())
+
+
+OPEN = {("GET", "/page/sign-in"), ("POST", "/page/sign-in"), ("POST", "/page/theme")}
+
+
+def test_who_is_not_signed_in_is_shown_the_door_everywhere(standing: LiveCoordinator) -> None:
+    there = set(paths(standing.app().routes))
+    assert there > OPEN
+    assert len(there) > 20
+    nobody = Person(standing).http
+    for method, path in there - OPEN:
+        answer = nobody.request(method, path)
+        assert (answer.status_code, answer.headers["Location"].partition("?")[0]) == (303, "/page/sign-in"), path
 
 
 def test_the_cookie_is_worth_nothing_to_the_api(coordinator: LiveCoordinator, admin: Person) -> None:
