@@ -21,7 +21,7 @@ from coordinator.services import Services
 from coordinator.storage import views
 from coordinator.storage.snapshots import eligible, invitation, live_workers
 from coordinator.storage.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
-from shared.cli.rounds import scores_by_version
+from shared.fairness import scores_by_version
 from shared.wire import Round, Run, TaskView
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)

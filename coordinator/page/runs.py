@@ -40,8 +40,7 @@ from coordinator.storage import views
 from coordinator.storage.snapshots import eligible, invitation, live_workers
 from coordinator.storage.tables import RoundRow, RunRow, VersionRow
 from shared.anomaly import DISTANCE, NORM
-from shared.cli.rounds import scores_by_version
-from shared.fairness import BETTER_LOW, PERSONAL, spreads
+from shared.fairness import BETTER_LOW, PERSONAL, scores_by_version, spreads
 from shared.methods.fedfrozen import PERSISTENCE, SIGNAL, TO_WIN
 from shared.problems import NotFound
 from shared.wire import Measurement, Round, Run, RunSpec, RunState, TaskView
