@@ -113,14 +113,18 @@ def test_tasks_are_told_by_kind_and_state_while_their_round_is_open(coordinator:
 
 
 def test_requests_are_counted_by_the_template_of_their_route(coordinator: LiveCoordinator) -> None:
+    # What counts is this process, and other tests were in it.
+    labels = {"method": "GET", "route": "/v1/runs/{run_id}", "status": "4xx"}
     http = coordinator.http()
+    http.get("/v1/runs/nothing")
+    before = value(told(coordinator)["tessera_request_duration_seconds"], "_count", **labels)
     for _ in range(3):
         http.get("/v1/runs/nothing")
     http.request("PUT", "/a/path/of/anybodys")
     http.request("PUT", "/v1/runs")
     family = told(coordinator)["tessera_request_duration_seconds"]
-    assert value(family, "_count", method="GET", route="/v1/runs/{run_id}", status="4xx") == 3
-    assert value(family, "_sum", method="GET", route="/v1/runs/{run_id}", status="4xx") > 0
+    assert value(family, "_count", **labels) == before + 3
+    assert value(family, "_sum", **labels) > 0
     assert not [s for s in family.samples if "body" in s.labels["route"] or s.labels["method"] == "PUT"]
     assert value(family, "_count", method="none", route="none", status="4xx") >= 2
 

@@ -81,7 +81,7 @@ def acknowledged_first(serving: Any, caller: Any, task_id: str, body: Any, uploa
 
 
 def unflushed(self: Any, path: Any, digest: str) -> None:
-    final = self._root / blobs._key(digest)
+    final = self._path(digest)
     final.parent.mkdir(parents=True, exist_ok=True)
     path.replace(final)
 

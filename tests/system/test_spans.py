@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,10 +39,9 @@ TELLABLE = {
 CLIENT, SERVER = 3, 2
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory, vit: ModelFolder) -> Any:
-    """A federation of one round in four processes: what was received of it, its run's id, and its folder."""
-    folder = tmp_path_factory.mktemp("spans")
+@contextmanager
+def traced(folder: Path, vit: ModelFolder) -> Iterator[tuple[Receiver, str, str]]:
+    """A federation of one round in four processes: what was received of it, its run's id, and a token."""
     (folder / "run.toml").write_text(RUN)
     with receiving() as receiver, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
@@ -60,11 +60,20 @@ def told(tmp_path_factory: pytest.TempPathFactory, vit: ModelFolder) -> Any:
             until(lambda: client.run(run).state == "completed", 60)
             assert worker.terminate() == 0
             coordinator.process.terminate()
-        yield receiver, run, folder, token
+        yield receiver, run, token
 
 
-def test_all_that_is_done_for_a_round_is_one_trace(told: tuple[Receiver, str, Path, str]) -> None:
-    receiver, run, *_ = told
+def test_all_that_is_done_for_a_round_is_one_trace_which_tells_no_secret(tmp_path: Path, vit: ModelFolder) -> None:
+    with traced(tmp_path, vit) as (receiver, run, token):
+        _hold_together(receiver, run)
+        _follow_from_the_command(receiver, run)
+        _are_named_in_logs(tmp_path, run)
+        assert {name for span in receiver.spans for name in span.attributes} <= TELLABLE
+        for secret in (token, "secretly-named", "north"):
+            assert secret.encode() not in receiver.raw
+
+
+def _hold_together(receiver: Receiver, run: str) -> None:
     trace = trace_of(run, 1)
     spans = [span for span in receiver.spans if span.trace == trace]
     by_id = {span.id: span for span in spans}
@@ -97,16 +106,14 @@ def test_all_that_is_done_for_a_round_is_one_trace(told: tuple[Receiver, str, Pa
     assert by_id[asked.parent] is one("submit")
 
 
-def test_the_command_that_started_a_run_leads_to_its_first_round(told: tuple[Receiver, str, Path, str]) -> None:
-    receiver, run, *_ = told
+def _follow_from_the_command(receiver: Receiver, run: str) -> None:
     (command,) = [span for span in receiver.spans if span.name == "tessera run create"]
     (created,) = [span for span in receiver.spans if span.name == "POST /v1/runs"]
     assert (command.service, command.parent) == ("tessera", "")
     assert (created.trace, created.links) == (command.trace, (trace_of(run, 1),))
 
 
-def test_logs_name_the_same_trace(told: tuple[Receiver, str, Path, str]) -> None:
-    _, run, folder, _ = told
+def _are_named_in_logs(folder: Path, run: str) -> None:
     lines = [
         json.loads(line)
         for log in folder.rglob("*.log")
@@ -116,13 +123,6 @@ def test_logs_name_the_same_trace(told: tuple[Receiver, str, Path, str]) -> None
     of_round = [line["event"] for line in lines if line.get("trace") == trace_of(run, 1)]
     assert "task-done" in of_round
     assert of_round.count("conductor.acted") == 3
-
-
-def test_spans_hold_neither_data_nor_secrets(told: tuple[Receiver, str, Path, str]) -> None:
-    receiver, _, _, token = told
-    assert {name for span in receiver.spans for name in span.attributes} <= TELLABLE
-    for secret in (token, "secretly-named", "north"):
-        assert secret.encode() not in receiver.raw
 
 
 # FastAPI takes in the interfaces, which do nothing, wherever they are installed; what does something is the SDK.
