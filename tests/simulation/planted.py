@@ -66,7 +66,7 @@ def any_state(state: str, round_state: str | None, shown: int, token: int) -> An
     return None if state == "cancelled" and shown == token else REFUSAL(state, round_state, shown, token)
 
 
-def acknowledged_first(serving: Any, caller: Any, task_id: str, body: Any, upload_bytes: int, numbers: Any) -> None:
+def acknowledged_first(serving: Any, caller: Any, task_id: str, body: Any, *rest: Any) -> None:
     """Answers, and writes a moment later."""
     schedule = SCHEDULES[-1]
 
@@ -75,7 +75,7 @@ def acknowledged_first(serving: Any, caller: Any, task_id: str, body: Any, uploa
         with serving.database.transaction() as session:
             entry = tasks.held(session, task_id, caller.site_id)
             if entry.task.state == "leased" and entry.task.token == body.token:
-                ACCEPT(session, serving.database.now(), caller.actor, entry, body, upload_bytes, numbers)
+                ACCEPT(session, serving.database.now(), caller.actor, entry, body, *rest)
 
     schedule.spawn(schedule.current.process, "later", later)
 
