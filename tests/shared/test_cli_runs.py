@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,32 @@ class Commands:
 @pytest.fixture
 def commands(coordinator: LiveCoordinator) -> Commands:
     return Commands(coordinator)
+
+
+def told(watching: subprocess.Popen[str], wanted: str) -> list[str]:
+    """The lines of a command that goes on and on, until one has `wanted` and it is interrupted."""
+    assert watching.stdout
+    lines = [next(watching.stdout)]
+    while wanted not in lines[-1]:
+        lines.append(next(watching.stdout))
+    watching.send_signal(signal.SIGINT)
+    assert watching.wait(timeout=30) == 130
+    watching.stdout.close()
+    return lines
+
+
+def test_a_watched_status_is_a_line_for_each_change_where_there_is_no_terminal(
+    commands: Commands, folder: Path
+) -> None:
+    watched = commands.start("admin", "status", "--watch")
+    documents = commands.start("admin", "status", "--watch", "--json")
+    assert watched.stdout and documents.stdout  # noqa: PT018 (for the type checker)
+    assert watched.stdout.readline().startswith("runs none; workers 0 live of 0; blobs ")
+    assert json.loads(documents.stdout.readline())["runs"] == {}
+    commands.create(folder)
+    lines = told(watched, "runs 1 running; ")
+    assert len(set(lines)) == len(lines)
+    assert json.loads(told(documents, '"running": 1')[-1])["runs"] == {"running": 1}
 
 
 # ---------------------------------------------------------------- runs
