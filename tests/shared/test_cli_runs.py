@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +328,31 @@ def test_a_preview_says_who_would_take_part_and_create_warns_of_too_few(
     assert commands.json(*asked, *few, code=3)["willing"] == 1
     made = commands.say("run", "create", *asked[2:], *few)
     assert "warning: 1 would take part now, fewer than the quorum of 2" in made.stderr
+
+
+# ---------------------------------------------------------------- the same from a notebook
+
+
+def test_the_notebook_previews_creates_watches_and_exports(
+    commands: Commands, folder: Path, coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "north"))
+    worker.enrol()
+    told_of = {"MODEL": str(folder), "DATASET": "data", "OUT": str(tmp_path / "out")}
+    notebook = subprocess.Popen(
+        [sys.executable, "-m", "examples.notebook"],
+        env=environment(**commands.settings, **told_of),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    for _ in range(2):
+        worker.train(until(worker.claim, 60))
+    told, _ = notebook.communicate(timeout=60)
+    assert notebook.returncode == 0, told
+    assert "1 workers would take part; 1 are needed" in told
+    assert [line.split(" bytes")[0].split()[:2] for line in told.splitlines() if line.endswith("bytes up")] == [
+        ["1", "committed"],
+        ["2", "committed"],
+    ]
+    assert {BLOCKS_FILE, WEIGHTS_FILE, "config.json"} <= {file.name for file in (tmp_path / "out").iterdir()}
