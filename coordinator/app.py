@@ -9,8 +9,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from coordinator.api import admin, blobs, enrolments, errors, health, runs, sites, tasks
+from coordinator.api import admin, blobs, enrolments, errors, events, health, runs, sites, tasks
 from coordinator.metrics import Metrics
+from coordinator.page import live as page
 from coordinator.services import Services
 from coordinator.timing import Timing
 from coordinator.tracing import Tracing
@@ -34,6 +35,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         services.gate.attach()
+        services.news.attach()
         # A daemon, and not waited for without end: what is cut off is done again by the next process.
         thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
         if conduct:
@@ -41,7 +43,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
         else:
             services.attendance.begin()
         yield
-        services.gate.close()
+        services.send_home()
         services.conductor.end()
         if conduct:
             thread.join(GOODBYE_SECONDS)
@@ -49,14 +51,16 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
             services.attendance.end()
         services.database.close()
 
-    app = FastAPI(title="Tessera", version=VERSION, description=DESCRIPTION, lifespan=lifespan)
+    # No pages of the framework's, which fetch scripts from another host; and the description is not for everybody.
+    app = FastAPI(title="Tessera", version=VERSION, description=DESCRIPTION, lifespan=lifespan, openapi_url=None)
     app.state.services = services
     app.state.metrics = Metrics(services)
     errors.install(app)
     # The last that is added is the outermost.
     app.add_middleware(Timing)
     app.add_middleware(Tracing)
-    routers = (module.router for module in (runs, tasks, blobs, sites, enrolments, admin, health))
+    routers = (module.router for module in (runs, events, tasks, blobs, sites, enrolments, admin, health))
     for router in (*routers, blobs.listed):
         app.include_router(router, responses=REFUSALS)
+    page.install(app)
     return app

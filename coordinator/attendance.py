@@ -9,6 +9,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.bells import Bell, Bells, own_name
+from coordinator.news import News
 from coordinator.presence import Gate, Presence
 from coordinator.storage.database import Database
 from coordinator.storage.identity import note_seen
@@ -22,11 +23,12 @@ class Attendance:
     every tick, in case that a bell was lost or the conductor is on another machine."""
 
     def __init__(
-        self, database: Database, presence: Presence, gate: Gate, bells: Bells, *, tick_seconds: float
+        self, database: Database, presence: Presence, gate: Gate, news: News, bells: Bells, *, tick_seconds: float
     ) -> None:
         self._database = database
         self._presence = presence
         self._gate = gate
+        self._news = news
         self._bells = bells
         self._tick_seconds = tick_seconds
         self._ended = threading.Event()
@@ -46,6 +48,7 @@ class Attendance:
 
     def _rung(self) -> None:
         self._gate.notify(self._bell.rung_for())
+        self._news.ring()
 
     def _attend(self) -> None:
         while not self._ended.wait(self._tick_seconds):

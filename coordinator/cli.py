@@ -230,7 +230,7 @@ class _Server(uvicorn.Server):
         self._child = child
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._services.gate.close()
+        self._services.send_home()
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -17,6 +17,7 @@ from coordinator.differences import Differences
 from coordinator.domain.decide import Patience
 from coordinator.housekeeping import Housekeeping
 from coordinator.memory import Memory
+from coordinator.news import News
 from coordinator.presence import Gate, Presence
 from coordinator.rates import Admission
 from coordinator.settings import Settings
@@ -47,6 +48,7 @@ class Services:
     differences: Differences
     presence: Presence
     gate: Gate
+    news: News
     conductor: Conductor
     bells: Bells
     attendance: Attendance
@@ -57,6 +59,11 @@ class Services:
     """Something happened: the conductor, in whatever process, is to look at once."""
     wake: Callable[[Sequence[str]], None]
     """These workers have something to do, wherever they wait."""
+
+    def send_home(self) -> None:
+        """Lets go of everybody who waits or listens, so that the server can stop."""
+        self.gate.close()
+        self.news.close()
 
 
 def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty: Duty = "both") -> Services:
@@ -78,6 +85,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
     presence, gate = Presence(), Gate()
     bells: Bells = FolderBells(settings.staging_dir / "bells") if database.is_sqlite else NoticeBells(database)
     wake = gate.notify if duty == "both" else bells.wake
+    news = News(database, tick_seconds=settings.tick_seconds, most_listeners=settings.max_listeners)
     conductor = Conductor(
         database,
         blobs,
@@ -108,14 +116,23 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         differences=Differences(database, blobs, states),
         presence=presence,
         gate=gate,
+        news=news,
         conductor=conductor,
         bells=bells,
-        attendance=Attendance(database, presence, gate, bells, tick_seconds=settings.tick_seconds),
+        attendance=Attendance(database, presence, gate, news, bells, tick_seconds=settings.tick_seconds),
         people=_people(settings) if duty != "conduct" else None,
         housekeeping=Housekeeping(_retention(settings, database, blobs, states, room), settings.housekeeping_seconds),
-        call=conductor.call if duty == "both" else bells.call,
+        call=_each(conductor.call if duty == "both" else bells.call, news.ring),
         wake=wake,
     )
+
+
+def _each(*calls: Callable[[], None]) -> Callable[[], None]:
+    def all_of_them() -> None:
+        for call in calls:
+            call()
+
+    return all_of_them
 
 
 def _retention(settings: Settings, database: Database, blobs: Blobs, states: States, room: Room) -> Retention:

@@ -97,6 +97,10 @@ class Settings(BaseSettings):
     failures_per_minute: PositiveInt = Field(
         default=60, description="how often one address may ask without a valid token, of one process"
     )
+    session_seconds: PositiveFloat = Field(
+        default=28_800.0, le=7 * 86_400, description="how long somebody stays signed in to the page"
+    )
+    max_listeners: PositiveInt = Field(default=256, description="the most that listen to events, of one process")
     enrolments_per_minute: PositiveInt = Field(
         default=10, description="how often workers from one address may ask to be admitted, of one process"
     )

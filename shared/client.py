@@ -68,6 +68,7 @@ from shared.wire import (
     Wanted,
     WorkerView,
 )
+from shared.wire import Progress as TaskProgress
 
 ONE_REQUEST_BYTES = 1 << 20
 """A blob up to this size is uploaded in the request that announces it."""
@@ -345,9 +346,10 @@ class Client:
     def task(self, task_id: str) -> TaskView:
         return self._get(f"/v1/tasks/{task_id}", TaskView)
 
-    def heartbeat(self, task_id: str, token: int) -> Lease:
-        """Renews a lease. Raises LeaseLost, TaskCancelled or RoundClosed when there is nothing left to renew."""
-        return self._post(f"/v1/tasks/{task_id}/heartbeat", Heartbeat(token=token), Lease)
+    def heartbeat(self, task_id: str, token: int, progress: TaskProgress | None = None) -> Lease:
+        """Renews a lease, and says how far the task is. Raises LeaseLost, TaskCancelled or RoundClosed when there is
+        nothing left to renew."""
+        return self._post(f"/v1/tasks/{task_id}/heartbeat", Heartbeat(token=token, progress=progress), Lease)
 
     def submit(self, task_id: str, submission: Submission) -> TaskView:
         """Hands in a finished `train` task whose update was uploaded before. Accepted when it returns."""

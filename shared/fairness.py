@@ -87,3 +87,25 @@ def _by_name(names: Mapping[str, Mapping[str, list[Score]]]) -> dict[str, Spread
 def _joined(scores: list[Score]) -> Score:
     examples = [score.examples for score in scores]
     return Score(scores[0].site, sum(examples), fmean([score.value for score in scores], examples))
+
+
+# ---------------------------------------------------------------- over versions
+
+
+def scores_by_version(measurements: Iterable[Measurement]) -> dict[int, dict[str, float]]:
+    """What was measured of each version: on the central data set or, of one that was not measured there, the
+    example-weighted mean over the sites."""
+    by_version: dict[int, list[Measurement]] = {}
+    for measurement in measurements:
+        by_version.setdefault(measurement.version, []).append(measurement)
+    return {version: _mean(group) for version, group in by_version.items()}
+
+
+def _mean(group: list[Measurement]) -> dict[str, float]:
+    counted = [measurement for measurement in group if not measurement.held_out] or group
+    scores: dict[str, float] = {}
+    for name in sorted({name for measurement in counted for name in measurement.numbers}):
+        found = [(one.numbers[name], one.examples) for one in counted if name in one.numbers]
+        if any(examples for _, examples in found):
+            scores[name] = fmean([value for value, _ in found], [examples for _, examples in found])
+    return scores

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite, sqrt
@@ -38,7 +38,13 @@ class Inspector:
     def check(
         self, digest: str, model: Model, manifest: Manifest, plan: Plan, max_norm: float | None
     ) -> Mapping[str, float]:
-        """Reads the whole update and returns what was measured: its norm.
+        """Reads the whole update and returns what was measured: its norm. Raises as `checked` does."""
+        return self.checked(digest, model, manifest, plan, max_norm)[0]
+
+    def checked(
+        self, digest: str, model: Model, manifest: Manifest, plan: Plan, max_norm: float | None
+    ) -> tuple[Mapping[str, float], Sequence[str]]:
+        """The same, with the names of the update's blocks in the order of the table.
 
         Raises InvalidUpdate naming every block that cannot be decoded or is not finite, or a norm out of bounds.
         """
@@ -62,7 +68,7 @@ class Inspector:
         if max_norm is not None and norm > max_norm:
             said = f"the update's l2 norm is {norm:.6g}; this run takes at most {max_norm:.6g}"
             raise of_whole("norm-limit", said)
-        return {UPDATE_NORM: norm}
+        return {UPDATE_NORM: norm}, [block.name for block in model.blocks if block.name in blocks]
 
 
 class NotFinite(Malformed):

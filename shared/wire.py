@@ -24,6 +24,9 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -357,6 +360,35 @@ class RunPatch(Frozen):
     state: Literal["running", "paused", "cancelled"]
 
 
+Phase = Literal["waiting", "fetching", "training", "evaluating", "uploading"]
+
+Counted = Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
+class Progress(Message):
+    """How far a worker is with its task, as it says itself.
+
+    `step` of `steps` while it trains or evaluates, `bytes` of `of_bytes` while it moves some; `loss` is the mean over
+    the examples of the epoch so far.
+    """
+
+    phase: Phase
+    step: Counted | None = None
+    steps: Counted | None = None
+    loss: Number | None = None
+    bytes: Counted | None = None
+    of_bytes: Counted | None = None
+
+
+def _or_nothing(value: object, validate: ValidatorFunctionWrapHandler) -> Progress | None:
+    """What cannot be read of it is no reason to lose a lease."""
+    try:
+        read: Progress | None = validate(value)
+    except ValidationError:
+        return None
+    return read
+
+
 class TaskView(Message):
     """A task as people see it."""
 
@@ -372,6 +404,9 @@ class TaskView(Message):
     numbers: dict[str, float] = {}
     upload_bytes: int = 0
     download_bytes: int = 0
+    progress: Progress | None = None
+    layers: tuple[str, ...] = ()
+    """Of which layers the accepted update holds blocks."""
     update: str | None = None
     """The digest of the update that was handed in."""
     created_at: datetime | None = None
@@ -512,6 +547,7 @@ class Task(Message):
 
 class Heartbeat(Message):
     token: int
+    progress: Annotated[Progress | None, WrapValidator(_or_nothing)] = None
 
 
 class Lease(Message):
@@ -672,6 +708,16 @@ class AuditEntry(Message):
     detail: dict[str, JsonValue]
     previous: str
     digest: str
+
+
+class Happening(Message):
+    """One change of state, as those who listen are told of it: an entry of the audit chain without its detail."""
+
+    seq: int
+    at: datetime
+    action: str
+    subject: str
+    run: str | None
 
 
 class Status(Message):

@@ -48,9 +48,10 @@ from worker.opening import USAGE_FILE, Opening, local_time
 from worker.policy import PolicyViolation
 from worker.probabilities import UnknownAttention
 from worker.renewal import Renewal, Stop, Stopped
+from worker.report import Report
 from worker.settings import Settings, allowances_of, credential_of, tls_of
 from worker.trainer import TrainingDiverged
-from worker.workbench import Report, TaskFailure, Workbench
+from worker.workbench import TaskFailure, Workbench
 
 LONGEST_PAUSE_SECONDS = 30.0
 COMPLAINT_SECONDS = 60.0
@@ -264,7 +265,7 @@ class Agent:
     def _under_lease(self, task: Task, report: Report) -> None:
         def heartbeat() -> Lease:
             self._alive.touch()
-            return client.heartbeat(task.id, task.token)
+            return client.heartbeat(task.id, task.token, report.progress())
 
         def check() -> None:
             self._stop.check()

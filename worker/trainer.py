@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from shared.methods.contract import Phase, Tally, WorkerHalf
 from shared.training import Training
 from worker.data import Dataset
 from worker.freezing import Freeze
+from worker.report import Report
 from worker.work import LocalWork
 
 if TYPE_CHECKING:
@@ -68,6 +69,10 @@ class Trainer:
     device: torch.device
     check: Check
     private: PrivateTask | None = None
+    report: Report = field(default_factory=Report)
+    """Told of each step."""
+    least_told: int = 1
+    """Examples that a loss must be the mean of before it is told."""
 
     def train(self, phases: Sequence[Phase], dataset: Dataset, seed: int) -> Tally:
         """Goes through the phases, each with an optimizer of its own over the blocks that it trains.
@@ -80,8 +85,11 @@ class Trainer:
         batches = Batches(dataset, self.training.batch_size, self.device, generator)
         self.work.model.train()
         steps, loss = 0, math.nan
+        epochs = sum(epochs_of(phase, self.training) for phase in phases)
+        if self.private is None:
+            self.report.begin("training", steps=epochs * steps_in(dataset.examples, self.training.batch_size))
         if self.private and phases:
-            self.private.begin(sum(epochs_of(phase, self.training) for phase in phases))
+            self.private.begin(epochs)
         for phase in phases:
             self.half.enter(self.work, phase)
             epoch = _Epoch(self, phase)
@@ -99,11 +107,17 @@ class Trainer:
             for _ in range(epochs * noisy.steps):
                 self.check()
                 epoch.noisy_step(noisy)
+                self.report.advance()
         finally:
             noisy.close()
         # No loss may be told, so it is left to the weights themselves.
         if not all(bool(parameter.isfinite().all()) for parameter in epoch.freeze.parameters):
             raise TrainingDiverged(f"weights are no numbers with a learning rate of {self.training.learning_rate:g}")
+
+
+def steps_in(examples: int, batch_size: int | None) -> int:
+    """The batches of one pass over so many examples."""
+    return 1 if batch_size is None else math.ceil(examples / batch_size)
 
 
 def epochs_of(phase: Phase, training: Training) -> int:
@@ -134,6 +148,7 @@ class _Epoch:
             count = len(batch["labels"])
             total += self._step(batch) * count
             examples += count
+            self._trainer.report.advance(total / examples if examples >= self._trainer.least_told else None)
         return total / examples
 
     def _step(self, batch: Batch) -> float:

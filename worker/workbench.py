@@ -51,6 +51,7 @@ from worker.ledger import LEDGER_FOLDER, Ledger
 from worker.models import build, write_block
 from worker.plainly import summary
 from worker.policy import Allowance, Policy, PolicyViolation
+from worker.report import Report
 from worker.settings import (
     Settings,
     airlock_of,
@@ -64,7 +65,7 @@ from worker.settings import (
     mappings_of,
 )
 from worker.throttle import Throttle
-from worker.trainer import Batches, Check, Trainer, epochs_of, seed_everything
+from worker.trainer import Batches, Check, Trainer, epochs_of, seed_everything, steps_in
 from worker.vault import Vault
 from worker.work import LocalWork
 
@@ -110,16 +111,6 @@ class TaskFailure(ValueError):
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
         self.code = code
-
-
-@dataclass
-class Report:
-    """What doing a task came to, for the log. Counted up while it is done."""
-
-    examples: int = 0
-    numbers: dict[str, float] = field(default_factory=dict)
-    download_bytes: int = 0
-    upload_bytes: int = 0
 
 
 Structure = tuple[tuple[str, type, int], ...]
@@ -282,6 +273,7 @@ class Workbench:
         if allowance := self.allowances.get(task.dataset):
             allowance.check(task)
         private = self._private(task, dataset) if task.kind == "train" else None
+        report.begin("fetching")
         with self.shelf.pinning():
             with spans.span("fetch"):
                 ready = self._loaded(task, check, report)
@@ -449,8 +441,10 @@ class Workbench:
     ) -> dict[str, BlobTensor]:
         if odd := sorted(set(manifest.blocks) ^ {block.name for block in built.blocks}):
             raise TaskFailure("invalid-version", f"the version and the model differ in the blocks {odd[:8]}")
-        self._catch_up(task, manifest, wanted, built, check, report)
         sizes = {manifest.blocks[block.name]: block.nbytes for block in wanted}
+        lacking_bytes = sum(nbytes for digest, nbytes in sizes.items() if digest not in self.shelf)
+        report.begin("fetching", of_bytes=report.download_bytes + lacking_bytes)
+        self._catch_up(task, manifest, wanted, built, check, report)
         self.shelf.fetch_all(sizes, self.coordinator.copy_blobs, self._receiving(check, report))
         bases: dict[str, BlobTensor] = {}
         for block in wanted:
@@ -531,6 +525,8 @@ class Workbench:
         ready.prepare()
         self._check_plan(task, ready)
         report.examples = dataset.examples
+        # Choosing what trains may look at the data too, for which nobody counts steps.
+        report.begin("training")
         batches = Batches(dataset, task.training.batch_size, self.device)
         if private:
             work.choosing = private.choose
@@ -539,7 +535,7 @@ class Workbench:
             private.check_choice()
         phases = half.phases(work, selected)
         self.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
-        trainer = Trainer(half, work, task.training, self.device, check, private)
+        trainer = Trainer(half, work, task.training, self.device, check, private, report, self.policy.min_measured)
         tally = trainer.train(phases, dataset, task.seed)
         harvest = half.harvest(work, selected, tally)
         measured = {"loss": tally.loss} if math.isfinite(tally.loss) else {}
@@ -587,10 +583,12 @@ class Workbench:
                 else None
             )
             if self.airlock and told:
+                report.begin("waiting")
                 self._hold(self.airlock, task, path, told, check)
             self._remember(task, path.stat().st_size)
             if told:
                 self._note_leaving(task, told)
+            report.begin("uploading", of_bytes=path.stat().st_size)
             if path.stat().st_size > min(task.inline_bytes, MOST_INLINE):
                 return _Update(self.coordinator.put_file(path, sent))
             data = path.read_bytes()
@@ -704,8 +702,14 @@ class Workbench:
             raise TaskFailure("nothing-held-out", f"nothing of the data set {task.dataset!r} is held out here")
         self.policy.check_measured(measured.examples)
         report.examples = measured.examples
+        report.begin("evaluating", steps=steps_in(measured.examples, task.training.batch_size))
+
+        def counted() -> None:
+            report.advance()
+            check()
+
         batches = Batches(measured, task.training.batch_size, self.device)
-        report.numbers = evaluate(ready.work.model, ready.work.head, batches, check)
+        report.numbers = evaluate(ready.work.model, ready.work.head, batches, counted)
         if task.held_out and self._personalise(task, ready, dataset, check):
             own = evaluate(ready.work.model, ready.work.head, batches, check)
             report.numbers |= {PERSONAL + name: value for name, value in own.items()}

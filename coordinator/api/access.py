@@ -32,7 +32,7 @@ def principal(
 ) -> Principal:
     """The caller. Raises Unauthenticated and TooManyRequests."""
     try:
-        caller = _holder(serving, credentials)
+        caller = holder(serving, credentials)
     except Unauthenticated:
         serving.admission.failed(address_of(request))
         raise
@@ -45,7 +45,8 @@ def address_of(request: Request) -> str:
     return request.client.host if request.client else ""
 
 
-def _holder(serving: Services, credentials: HTTPAuthorizationCredentials | None) -> Principal:
+def holder(serving: Services, credentials: HTTPAuthorizationCredentials | None) -> Principal:
+    """Who shows this. Raises Unauthenticated, and Forbidden if its site is suspended."""
     if credentials is None:
         raise Unauthenticated("the request carries no bearer token", headers={"WWW-Authenticate": "Bearer"})
     if serving.people and is_signed(credentials.credentials):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from sqlalchemy import select
 
-from coordinator.api.access import Admin, Cursor, Key, Limit, Serving, Viewer
+from coordinator.api.access import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
 from coordinator.api.reading import BoundedRoute
 from coordinator.metrics import Metrics
 from coordinator.storage import identity, views
@@ -82,6 +83,12 @@ def status(serving: Serving, caller: Viewer) -> Status:
             blobs=blobs,
             blob_bytes=blob_bytes,
         )
+
+
+@router.get("/openapi.json", include_in_schema=False)
+def description(request: Request, caller: Anyone) -> JSONResponse:
+    """The description of this API, which docs/openapi.json is too."""
+    return JSONResponse(request.app.openapi())
 
 
 @router.get("/metrics", operation_id="getMetrics", response_class=Response)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -24,6 +24,7 @@ from coordinator.storage.tables import TaskRow, WorkerRow
 from coordinator.storage.tasks import Held
 from coordinator.storage.uploads import hand_in, owned
 from shared.anomaly import PREFIX
+from shared.layers import layers_of
 from shared.planning import check_report
 from shared.problems import Conflict, Fault, Invalid, InvalidUpdate, Problem, StaleVersion, Withheld, WorkerFailed
 from shared.wire import (
@@ -183,7 +184,7 @@ def heartbeat(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCalle
     seconds = serving.settings.lease_seconds
     with serving.database.transaction() as session:
         now = serving.database.now()
-        tasks.renew(session, now, task_id, caller.site_id, body.token, seconds)
+        tasks.renew(session, now, task_id, caller.site_id, body.token, seconds, body.progress)
         serving.presence.note(tasks.held(session, task_id, caller.site_id).task.worker_id, now)
     return Lease(lease_seconds=seconds)
 
@@ -206,12 +207,12 @@ def submit_update(task_id: str, body: Submission, serving: Serving, caller: Site
         missing = Fault(pointer="/update", detail="no finished upload of yours has this digest")
         raise Invalid(f"{body.update} was not uploaded", errors=[missing], remedy="Upload it, then submit again.")
     try:
-        measured = _inspect(serving, entry, body)
+        measured, layers = _inspect(serving, entry, body)
     except InvalidUpdate as problem:
         _reject(serving, caller, task_id, body, problem)
         UPDATES_TOTAL.labels(outcome="rejected").inc()
         raise
-    _accept(serving, caller, task_id, body, upload_bytes, {**without_scores(body.numbers), **measured})
+    _accept(serving, caller, task_id, body, upload_bytes, {**without_scores(body.numbers), **measured}, layers)
     UPDATES_TOTAL.labels(outcome="accepted").inc()
     return _view(serving, caller, task_id)
 
@@ -282,13 +283,15 @@ def without_scores(numbers: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if not name.startswith(PREFIX)}
 
 
-def _inspect(serving: Services, entry: Held, body: Submission) -> dict[str, float]:
-    """Reads the whole update, outside of any transaction. Raises InvalidUpdate."""
+def _inspect(serving: Services, entry: Held, body: Submission) -> tuple[dict[str, float], list[str]]:
+    """Reads the whole update, outside of any transaction: what was measured of it, and the layers that it has blocks
+    of. Raises InvalidUpdate."""
     spec = entry.spec
     model = serving.states.model(spec.model)
     check_report(spec, model, entry.plan, body.examples, body.numbers)
     manifest = serving.states.manifest(entry.version.digest)
-    return dict(serving.inspector.check(body.update, model, manifest, entry.plan, spec.max_update_norm))
+    measured, blocks = serving.inspector.checked(body.update, model, manifest, entry.plan, spec.max_update_norm)
+    return dict(measured), [layer.name for layer in layers_of(model.by_name[name] for name in blocks)]
 
 
 def _reject(serving: Services, caller: Principal, task_id: str, body: Submission, problem: Problem) -> None:
@@ -305,6 +308,7 @@ def _accept(
     body: Submission | Evaluated,
     upload_bytes: int,
     numbers: dict[str, float],
+    layers: Sequence[str] = (),
 ) -> None:
     with serving.database.transaction() as session:
         entry = tasks.held(session, task_id, caller.site_id)
@@ -312,7 +316,7 @@ def _accept(
             now = serving.database.now()
             if isinstance(body, Submission):
                 hand_in(session, now, caller.owner, body.update)
-            tasks.accept(session, now, caller.actor, entry, body, upload_bytes, numbers)
+            tasks.accept(session, now, caller.actor, entry, body, upload_bytes, numbers, layers)
     serving.call()
 
 

@@ -48,6 +48,10 @@ ROWS_BYTES = 16 << 20
 MAPS_KEPT = 64
 """Files of the store that stay mapped, for the same reason. A map costs addresses and a descriptor, and no memory."""
 
+SOUND_KEPT = 1 << 16
+"""Blobs that are known to be sound. One that is forgotten is hashed once more: that costs less than to remember all
+that ever were, in a process that is not told which of them another has removed."""
+
 _HEXADECIMAL = re.compile("[0-9a-f]{64}")
 
 FLUSHES = 4
@@ -76,7 +80,7 @@ class Blobs:
         self.unfinished = Unfinished(self.staging_dir)
         # A disk may have spoilt what an earlier process wrote: each blob is hashed once more before its first use.
         # What came since was hashed as it came, by this process or by one beside it.
-        self._sound: set[str] = set()
+        self._sound = Recent(SOUND_KEPT)
         self.began_at = database.now()
         # A blob that is there stays as it is, and one that is not is not remembered.
         self._rows = Rows()
@@ -344,6 +348,29 @@ class Blobs:
                 known = self.find(session, digest)
             self._rows.keep(known)
         return known
+
+
+class Recent:
+    """The latest so many names that were added. For any thread."""
+
+    def __init__(self, most: int) -> None:
+        self._names: OrderedDict[str, None] = OrderedDict()
+        self._most = most
+        self._lock = threading.Lock()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def add(self, name: str) -> None:
+        with self._lock:
+            self._names[name] = None
+            self._names.move_to_end(name)
+            if len(self._names) > self._most:
+                self._names.popitem(last=False)
+
+    def discard(self, name: str) -> None:
+        with self._lock:
+            self._names.pop(name, None)
 
 
 class Rows:

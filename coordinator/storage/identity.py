@@ -55,7 +55,12 @@ def authenticate(session: Session, now: float, secret: str) -> Principal:
 
 def require_admitted(session: Session, now: float, caller: Principal) -> None:
     """Raises Unauthenticated or Forbidden if the caller, who was admitted before, no longer is."""
-    _admitted(_token(session, TokenRow.id == caller.token_id), now)
+    holder_of(session, now, caller.token_id)
+
+
+def holder_of(session: Session, now: float, token_id: str) -> Principal:
+    """Who holds the token of this id. Raises Unauthenticated and Forbidden."""
+    return _admitted(_token(session, TokenRow.id == token_id), now)
 
 
 def _token(session: Session, which: ColumnElement[bool]) -> Row[TokenRow, SiteRow] | None:

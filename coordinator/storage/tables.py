@@ -104,6 +104,18 @@ class EnrolmentRow(Table):
     expires_at: Mapped[float]
 
 
+class SessionRow(Table):
+    """Who is signed in to the page, and by which token: it ends with that one at the latest."""
+
+    __tablename__ = "sessions"
+
+    # A hash of what the browser holds.
+    id: Mapped[str] = mapped_column(primary_key=True)
+    token_id: Mapped[str] = mapped_column(ForeignKey("tokens.id"))
+    created_at: Mapped[float]
+    expires_at: Mapped[float] = mapped_column(index=True)
+
+
 class WorkerRow(Table):
     __tablename__ = "workers"
     # A worker is known by its site and name, so that a restarted process is the worker that it was.
@@ -209,8 +221,22 @@ class TaskRow(Table):
             sqlite_where=text(f"held_out and {EVALUATION}"),
             postgresql_where=text(f"held_out and {EVALUATION}"),
         ),
-        Index("ix_tasks_claim", "worker_id", "state"),
+        Index("ix_tasks_claim", "worker_id", "state", "kind", "created_at"),
         Index("ix_tasks_run_id_kind", "run_id", "kind"),
+        # What is looked at again and again while people watch: who is at work, what failed, what was moved.
+        Index(
+            "ix_tasks_leased",
+            "run_id",
+            sqlite_where=text("state = 'leased'"),
+            postgresql_where=text("state = 'leased'"),
+        ),
+        Index(
+            "ix_tasks_faulty",
+            "created_at",
+            sqlite_where=text("state in ('failed', 'rejected')"),
+            postgresql_where=text("state in ('failed', 'rejected')"),
+        ),
+        Index("ix_tasks_moved", "run_id", "kind", "state", "round_id", "upload_bytes", "download_bytes"),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -236,6 +262,10 @@ class TaskRow(Table):
     download_bytes: Mapped[int]
     examples: Mapped[int | None]
     numbers: Mapped[dict[str, Any]]
+    # How far its worker is, as it says itself; of the latest lease.
+    progress: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
+    # Of which layers the update that was accepted holds blocks.
+    layers: Mapped[list[str]] = mapped_column(server_default="[]")
     problem: Mapped[dict[str, Any] | None]
 
 
@@ -323,13 +353,14 @@ class AuditRow(Table):
     """Every change of state, chained: each entry's digest covers the one before."""
 
     __tablename__ = "audit"
+    __table_args__ = (Index("ix_audit_run_id_seq", "run_id", "seq"), Index("ix_audit_subject", "subject"))
 
     seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     at: Mapped[float]
     actor: Mapped[str]
     action: Mapped[str]
     subject: Mapped[str]
-    run_id: Mapped[str | None] = mapped_column(index=True)
+    run_id: Mapped[str | None]
     detail: Mapped[dict[str, Any]]
     previous: Mapped[str]
     digest: Mapped[str]

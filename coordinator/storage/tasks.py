@@ -15,7 +15,7 @@ from coordinator.storage.transitions import move_task
 from shared.methods.contract import Plan
 from shared.planning import dataset_of, task_of
 from shared.problems import NotFound, Problem, Withheld, problem_from
-from shared.wire import MOST_WITHHELD, Evaluated, RunSpec, Submission, Task, VersionRef
+from shared.wire import MOST_WITHHELD, Evaluated, Progress, RunSpec, Submission, Task, VersionRef
 
 
 @dataclass(frozen=True)
@@ -93,20 +93,30 @@ def lease(session: Session, now: float, actor: str, task: TaskRow, instance: str
             "leases": task.leases + 1,
             "instance": instance,
             "lease_expires_at": now + seconds,
+            "progress": {},
         }
         move_task(session, now, actor, task, "lease", values)
     session.refresh(task)
 
 
-def renew(session: Session, now: float, task_id: str, site_id: str | None, token: int, seconds: float) -> None:
+def renew(
+    session: Session,
+    now: float,
+    task_id: str,
+    site_id: str | None,
+    token: int,
+    seconds: float,
+    progress: Progress | None = None,
+) -> None:
     """Raises LeaseLost, TaskCancelled or RoundClosed."""
     held(session, task_id, site_id).require(token)
-    _renew(session, task_id, token, now + seconds)
+    _renew(session, task_id, token, now + seconds, progress)
 
 
-def _renew(session: Session, task_id: str, token: int, expires_at: float) -> None:
+def _renew(session: Session, task_id: str, token: int, expires_at: float, progress: Progress | None = None) -> None:
     same = (TaskRow.id == task_id) & (TaskRow.token == token) & (TaskRow.state == "leased")
-    session.execute(update(TaskRow).where(same).values(lease_expires_at=expires_at))
+    told = {"progress": progress.model_dump(mode="json", exclude_none=True)} if progress else {}
+    session.execute(update(TaskRow).where(same).values(lease_expires_at=expires_at, **told))
 
 
 def release(session: Session, now: float, actor: str, entry: Held, token: int) -> None:
@@ -141,12 +151,14 @@ def accept(
     report: Submission | Evaluated,
     upload_bytes: int,
     numbers: dict[str, float],
+    layers: Sequence[str] = (),
 ) -> None:
     """The report counts from here on, and only once (invariant I1)."""
     entry.require(report.token)
     values = {
         "examples": report.examples,
         "numbers": numbers,
+        "layers": list(layers),
         "download_bytes": report.download_bytes,
         "upload_bytes": upload_bytes,
         "update_digest": report.update if isinstance(report, Submission) else None,

@@ -175,6 +175,8 @@ def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
             "numbers": row.numbers,
             "upload_bytes": row.upload_bytes,
             "download_bytes": row.download_bytes,
+            "progress": row.progress or None,
+            "layers": row.layers,
             "update": row.update_digest,
             "created_at": instant(row.created_at),
             "problem": row.problem,

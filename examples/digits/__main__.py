@@ -21,10 +21,11 @@ from examples.digits.picture import draw
 from examples.digits.reload import Scores, measure
 from examples.staging import DemoFailed, parser, play
 from shared.cli.export import export_folder
-from shared.cli.rounds import Glimpse, at_work, follow, scores_by_version
+from shared.cli.rounds import Glimpse, at_work, follow
 from shared.cli.spec import read_spec
 from shared.cli.upload import upload_model
 from shared.client import Client
+from shared.fairness import scores_by_version
 from shared.methods.fedfrozen import Scope
 from shared.modelfolder import ModelFolder
 from shared.wire import Run, RunSpec

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from itertools import takewhile
-from statistics import fmean
 from typing import Any
 
 from shared.client import Client
-from shared.fairness import Spread, spreads
+from shared.fairness import Spread, scores_by_version, spreads
 from shared.problems import NotFound
 from shared.wire import Measurement, Round, RoundState, Run, Version
 
@@ -65,25 +64,6 @@ class Outcome:
             "numbers": dict(self.numbers),
             "warnings": list(self.warnings),
         }
-
-
-def scores_by_version(measurements: Iterable[Measurement]) -> dict[int, dict[str, float]]:
-    """What was measured of each version: on the central data set or, of one that was not measured there, the
-    example-weighted mean over the sites."""
-    by_version: dict[int, list[Measurement]] = {}
-    for measurement in measurements:
-        by_version.setdefault(measurement.version, []).append(measurement)
-    return {version: _mean(group) for version, group in by_version.items()}
-
-
-def _mean(group: list[Measurement]) -> dict[str, float]:
-    counted = [measurement for measurement in group if not measurement.held_out] or group
-    scores: dict[str, float] = {}
-    for name in sorted({name for measurement in counted for name in measurement.numbers}):
-        found = [(one.numbers[name], one.examples) for one in counted if name in one.numbers]
-        if any(examples for _, examples in found):
-            scores[name] = fmean([value for value, _ in found], [examples for _, examples in found])
-    return scores
 
 
 def outcomes(

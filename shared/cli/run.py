@@ -18,13 +18,13 @@ from shared.cli.export import export_file, export_folder
 from shared.cli.metrics import metrics
 from shared.cli.output import AsJson
 from shared.cli.preview import preview_notes, preview_table, warn_of_few
-from shared.cli.rounds import Outcome, follow, outcomes, scores_by_version
+from shared.cli.rounds import Outcome, follow, outcomes
 from shared.cli.spec import read_spec
 from shared.cli.spreads import number_table, score_table, spread_table
 from shared.cli.upload import upload_model
 from shared.cli.watching import watch_as_json, watch_as_text
 from shared.client import Client
-from shared.fairness import spreads
+from shared.fairness import scores_by_version, spreads
 from shared.modelfolder import ModelFolder
 from shared.wire import Run, RunSpec, RunState
 

@@ -26,8 +26,9 @@ from worker import workbench
 from worker.blockmap import block_table, named_tensors
 from worker.cache import Cache
 from worker.models import instantiate, read_block
+from worker.report import Report
 from worker.vault import Vault
-from worker.workbench import Report, Workbench
+from worker.workbench import Workbench
 
 MODEL = small_model(64)
 WIDE = {**VIT, "hidden_size": 64, "intermediate_size": 256}

@@ -40,7 +40,7 @@ def replicas(tmp_path: Path) -> Iterator[Pair]:
     with LiveCoordinator(tmp_path / "shared") as one, LiveCoordinator(tmp_path / "shared") as other:
         for replica in (one, other):
             # The framework makes ready what a route needs at its first request, and not in two threads at once.
-            replica.bare().get("/openapi.json").raise_for_status()
+            replica.http("viewer").get("/openapi.json").raise_for_status()
         yield one, other
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.storage.blobs import Blobs
+from coordinator.storage.blobs import Blobs, Recent
 from coordinator.storage.database import Database
 from coordinator.storage.staging import OWN, sweep
 from shared.blobs import Stored
@@ -204,3 +204,14 @@ def test_a_writer_whose_folder_was_cleaned_away_makes_another(blobs: Blobs) -> N
     for folder in blobs.staging_dir.iterdir():
         shutil.rmtree(folder)
     assert blobs.read(blobs.save([data_of(6000)]).digest) == data_of(6000)
+
+
+def test_of_names_the_latest_are_remembered() -> None:
+    recent = Recent(2)
+    for name in ("a", "b", "a", "c"):
+        recent.add(name)
+    assert [name in recent for name in "abc"] == [True, False, True]
+    recent.discard("a")
+    recent.discard("never there")
+    recent.add("d")
+    assert [name in recent for name in "acd"] == [False, True, True]

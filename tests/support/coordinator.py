@@ -79,7 +79,7 @@ class LiveCoordinator:
         return self
 
     def __exit__(self, *fault: object) -> None:
-        self.services.gate.close()
+        self.services.send_home()
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()

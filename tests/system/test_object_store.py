@@ -13,10 +13,10 @@ from shared.wire import Cohort
 from tests.support.coordinator import until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.processes import CoordinatorProcess
-from tests.support.stores import KINDS, SECRET, serving
+from tests.support.stores import SECRET, serving
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["moto", pytest.param("rclone", marks=pytest.mark.long)])
 def test_a_round_on_an_object_store_survives_kill_9(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

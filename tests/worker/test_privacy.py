@@ -29,6 +29,7 @@ from worker.models import instantiate
 from worker.perexample import norms
 from worker.policy import Allowance, PolicyViolation
 from worker.privacy import PrivateTask, bounded_sums, epsilon_per_pick, private_top_k
+from worker.report import Report
 from worker.trainer import Batches, Trainer, seed_everything
 from worker.work import LocalWork
 
@@ -416,9 +417,13 @@ def train(folder: Path, work: LocalWork, *phases: Phase, method: str = "fedavg",
     trainer = trainer_of(work, method, **more)
     private = private_task(folder, training=trainer.training)
     data = images()
-    return Trainer(trainer.half, work, trainer.training, CPU, lambda: None, private).train(
+    report = Report()
+    tally = Trainer(trainer.half, work, trainer.training, CPU, lambda: None, private, report).train(
         phases or [Phase(EVERYTHING)], data, seed=0
     )
+    # Nor is a loss told on the way there.
+    assert (report.progress().loss, report.step) == (None, tally.steps)
+    return tally
 
 
 def test_a_private_task_trains_pays_first_and_tells_no_loss(tmp_path: Path) -> None:

@@ -27,10 +27,11 @@ from worker.data import Dataset
 from worker.evaluator import evaluate
 from worker.models import instantiate, read_block
 from worker.renewal import Stop
+from worker.report import Report
 from worker.settings import Settings, datasets_of
 from worker.trainer import Batches
 from worker.vault import Vault
-from worker.workbench import Report, Workbench
+from worker.workbench import Workbench
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,

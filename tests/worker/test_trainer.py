@@ -19,6 +19,7 @@ from worker.data import Dataset
 from worker.evaluator import evaluate
 from worker.models import instantiate
 from worker.renewal import Stop, Stopped
+from worker.report import Report
 from worker.trainer import Batches, Trainer, TrainingDiverged, seed_everything
 from worker.work import LocalWork
 
@@ -65,12 +66,14 @@ def train(
     data: Dataset | None = None,
     seed: int = 0,
     check: Callable[[], None] = lambda: None,
+    report: Report | None = None,
+    least_told: int = 1,
     **training: object,
 ) -> Tally:
     half = worker_half(Chosen(name="fedavg"), RunFacts(tuple(work.blocks), rounds=1))
     seed_everything(seed)
     settings = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
-    trainer = Trainer(half, work, settings, CPU, check)
+    trainer = Trainer(half, work, settings, CPU, check, None, report or Report(), least_told)
     return trainer.train(phases or [Phase(EVERYTHING)], data or images(), seed)
 
 
@@ -230,3 +233,19 @@ def test_the_statistics_of_a_module_that_stays_move_and_are_kept_with_it() -> No
     assert {block.name: later.read(block).tobytes() for block in later.private} == {
         name: values.tobytes() for name, values in kept.items()
     }
+
+
+def test_each_step_is_told_with_the_mean_loss_of_the_epoch_so_far() -> None:
+    report, seen = Report(), []
+    work = work_on()
+    tally = train(work, check=lambda: seen.append(report.progress()), report=report, epochs=2)
+    assert [(told.step, told.steps) for told in seen] == [(step, 6) for step in range(6)]
+    last = report.progress()
+    assert (last.phase, last.step, last.steps, last.loss) == ("training", 6, 6, tally.loss)
+
+
+def test_a_mean_of_fewer_examples_than_the_site_tells_figures_of_is_not_told() -> None:
+    report, seen = Report(), []
+    train(work_on(), check=lambda: seen.append(report.loss is None), report=report, least_told=16, epochs=2)
+    # Before each of three batches of 8, twice: none, 8 and 16 examples; an epoch begins anew.
+    assert seen == [True, True, False, False, True, False]

@@ -12,7 +12,7 @@ from shared.cli.output import complain
 from shared.client import Client
 from shared.wire import TaskView
 from worker.audit import Entry
-from worker.settings import Settings, SettingsError, audit_of, read_settings, token_of
+from worker.settings import Settings, SettingsError, audit_of, read_settings, tls_of, token_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Site:
 
     def tasks(self) -> Iterator[TaskView]:
         """What the coordinator says of the site's tasks. Raises Problem."""
-        with Client(self.settings.url, token_of(self.settings)) as client:
+        with Client(self.settings.url, token_of(self.settings), verify=tls_of(self.settings)) as client:
             yield from client.tasks()
 
 

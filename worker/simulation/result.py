@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shared.cli.export import Progress, export_folder, in_place_of
-from shared.cli.rounds import Outcome, outcomes, scores_by_version
+from shared.cli.rounds import Outcome, outcomes
 from shared.export import Export
-from shared.fairness import spreads
+from shared.fairness import scores_by_version, spreads
 from shared.methods.contract import State
 from shared.metrics import csv_file
 from shared.metrics.rows import rows_of

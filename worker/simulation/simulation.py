@@ -9,9 +9,9 @@ from pathlib import Path
 from random import Random
 
 from shared.aggregation import Aggregation, norm_scores, outlying
-from shared.cli.rounds import Outcome, outcomes, scores_by_version
+from shared.cli.rounds import Outcome, outcomes
 from shared.cohort import dice
-from shared.fairness import spreads
+from shared.fairness import scores_by_version, spreads
 from shared.methods.contract import Plan, State
 from shared.model import Model
 from shared.planning import begun, plan_round, warnings_of

@@ -15,11 +15,12 @@ from worker.data import Dataset
 from worker.files import sweep
 from worker.layouts import MappingFile
 from worker.policy import Policy
+from worker.report import Report
 from worker.simulation.local import LocalCoordinator, Order
 from worker.simulation.sites import Lent, Population, site_of
 from worker.simulation.store import Folder
 from worker.vault import Vault
-from worker.workbench import Models, Report, TaskFailure, Workbench
+from worker.workbench import Models, TaskFailure, Workbench
 
 EVALUATOR = "evaluator"
 """The site that holds the central data set, and trains nothing."""

@@ -1,0 +1,219 @@
+"""How long the coordinator's page takes: p50 and p95 of each page over a database with a long past.
+
+python -m benchmarks.page            a minute or two
+python -m benchmarks.page --quick    seconds: to see that it works
+
+The tables are filled directly: runs of many rounds, each with a task for every worker, measured at every site.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import uvicorn
+from alembic import command
+from sqlalchemy import insert
+
+from benchmarks.measuring import OUT, Results
+from coordinator.app import create_app
+from coordinator.listening import configuration
+from coordinator.services import Services, assemble
+from coordinator.settings import Settings
+from coordinator.storage.database import alembic_config
+from coordinator.storage.identity import create_site, issue_token
+from coordinator.storage.tables import AuditRow, BlobRow, RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow, WorkerRow
+from shared.audit import GENESIS
+from shared.methods import Chosen
+from shared.methods.contract import Plan
+from shared.wire import Cohort, Evaluation, RunSpec, TokenSpec
+
+LIMIT_SECONDS = 0.2
+MODEL_BYTES = 440_000_000
+LAYERS = 12
+DIGEST = "sha256:" + "0" * 64
+
+
+def fill(services: Services, rounds: int, tasks: int, sites: int) -> str:
+    """Ten runs, the first with half of all rounds; returns its id."""
+    dice = random.Random(0)  # noqa: S311 (no secret)
+    now = services.database.now()
+    with services.database.transaction() as session:
+        workers = []
+        for number in range(sites):
+            site = create_site(session, now, "benchmark", f"site-{number:03}")
+            row = WorkerRow(id=f"w{number:03}", site_id=site.id, name="gpu-1", created_at=now, last_seen_at=now)
+            row.declared = {"kinds": ["train", "evaluate"], "datasets": {"wards": 1000}, "held_out": {"wards": 100},
+                            "methods": ["safl"], "device": "cuda:0", "resources": {}}  # fmt: skip
+            session.add(row)
+            workers.append(row.id)
+    runs = [f"{number:032x}" for number in range(10)]
+    counts = [rounds // 2] + [rounds // 2 // 9] * 9
+    trained = tasks // (2 * sum(counts))
+    for run_id, count in zip(runs, counts, strict=True):
+        _fill_run(services, run_id, count, max(1, trained), workers, dice, now)
+    return runs[0]
+
+
+def _fill_run(
+    services: Services, run_id: str, rounds: int, trained: int, workers: list[str], dice: random.Random, now: float
+) -> None:
+    spec = RunSpec(
+        name=f"run-{int(run_id, 16)}", method=Chosen(name="safl"), model=DIGEST, version=DIGEST, dataset="wards",
+        rounds=rounds + 1, cohort=Cohort(quorum=1), evaluation=Evaluation(sites=True),
+    )  # fmt: skip
+    opened = run_id.endswith("0")
+    run = {"id": run_id, "name": spec.name, "state": "running" if opened else "completed", "reason": None,
+           "spec": spec.model_dump(mode="json"), "model_bytes": MODEL_BYTES, "version_number": rounds, "revision": 1,
+           "created_at": now - 60.0 * rounds, "resumed_at": now, "updated_at": now}  # fmt: skip
+    plan = Plan().model_dump(mode="json")
+    versions, rows, tasks, audit = [], [], [], []
+    for number in range(rounds + 1):
+        at = now - 60.0 * (rounds - number)
+        numbers = {
+            f"{name}.{layer}": dice.random() for name in ("picks", "score", "entropy") for layer in range(LAYERS)
+        }
+        versions.append({"run_id": run_id, "number": number, "digest": DIGEST, "numbers": numbers, "warnings": [],
+                         "created_at": at, "retired_at": None})  # fmt: skip
+        cohort = dice.sample(workers, min(trained, len(workers)))
+        round_id = f"{run_id}-{number}"
+        if number:
+            rows.append({"id": round_id, "run_id": run_id, "number": number, "attempt": 1, "state": "committed",
+                         "stage": "warm-up" if number < rounds / 3 else "frozen", "opened_at": at - 50,
+                         "deadline_at": at + 3600, "closed_at": at, "reason": "all tasks ended"})  # fmt: skip
+        for worker in cohort:
+            for kind in ("train", "evaluate"):
+                if kind == "train" and not number:
+                    continue
+                measured = {"accuracy": dice.random(), "loss": dice.random(), "macro_f1": dice.random()}
+                scores = {"anomaly.norm": 1.0, "anomaly.distance": 1.0, "anomaly.cosine": 0.5, "update_norm": 1.0}
+                layers = [f"encoder.layer.{layer}" for layer in sorted(dice.sample(range(LAYERS), 4))]
+                task_id = f"{round_id}-{worker}-{kind[0]}"
+                tasks.append({
+                    "id": task_id, "run_id": run_id, "round_id": round_id if kind == "train" else None,
+                    "worker_id": worker, "kind": kind, "held_out": kind == "evaluate", "state": "accepted",
+                    "version_number": number - (kind == "train"), "seed": 0, "plan": plan, "token": 1, "leases": 1,
+                    "instance": "0" * 32, "lease_expires_at": at, "created_at": at, "update_digest": None,
+                    "upload_bytes": 50_000_000 * (kind == "train"), "download_bytes": 150_000_000, "examples": 1000,
+                    "numbers": measured | scores, "progress": {}, "problem": None,
+                    "layers": layers if kind == "train" else [],
+                })  # fmt: skip
+                audit += [(at, f"task.{event}", task_id, run_id) for event in ("lease", "accept")]
+    if opened:
+        rows.append({**rows[-1], "id": f"{run_id}-open", "number": rounds + 1, "state": "open", "opened_at": now - 20,
+                     "closed_at": None, "deadline_at": now + 3600})  # fmt: skip
+        tasks += [
+            {**tasks[-2], "id": f"{run_id}-open-{worker}", "round_id": f"{run_id}-open", "worker_id": worker,
+             "kind": "train", "held_out": False, "state": "leased", "version_number": rounds, "layers": [],
+             "progress": {"phase": "training", "step": 5, "steps": 10}}
+            for worker in workers[:trained]
+        ]  # fmt: skip
+    with services.database.transaction() as session:
+        first = session.query(AuditRow).count() + 1
+        session.execute(insert(RunRow), [run])
+        session.execute(insert(VersionRow), versions)
+        session.execute(insert(RoundRow), rows)
+        session.execute(insert(TaskRow), tasks)
+        entries = [{"seq": first + place, "at": at, "actor": "site:x", "action": action, "subject": subject,
+                    "run_id": of, "detail": {"token": 1}, "previous": GENESIS, "digest": f"{first + place:064x}"}
+                   for place, (at, action, subject, of) in enumerate(audit)]  # fmt: skip
+        session.execute(insert(AuditRow), entries)
+        blobs = [f"sha256:{run_id}{number:032x}" for number in range(rounds * 5)]
+        session.execute(
+            insert(BlobRow), [{"digest": d, "size": 1000, "inline": None, "created_at": now} for d in blobs]
+        )
+        session.execute(insert(RunBlobRow), [{"run_id": run_id, "digest": digest} for digest in blobs])
+
+
+class Looking:
+    """Somebody who is signed in."""
+
+    def __init__(self, url: str, token: str) -> None:
+        headers = {"Sec-Fetch-Site": "same-origin"}
+        self.http = httpx.Client(base_url=url, headers=headers, verify=False, timeout=60)  # noqa: S501 (no TLS)
+        answer = self.http.post("/page/sign-in", data={"token": token})
+        if answer.status_code != httpx.codes.SEE_OTHER:
+            raise RuntimeError(f"signing in gave {answer.status_code}")
+
+    def seconds(self, path: str, times: int) -> tuple[list[float], float]:
+        """What each look takes, in order of length, and the processor's time for one, the caller's included."""
+        # The first one fills caches, templates among them.
+        self.http.get(path).raise_for_status()
+        taken, computed = [], time.process_time()
+        for _ in range(times):
+            began = time.perf_counter()
+            answer = self.http.get(path)
+            taken.append(time.perf_counter() - began)
+            answer.raise_for_status()
+        return sorted(taken), (time.process_time() - computed) / times
+
+
+def measure(results: Results, url: str, token: str, run: str, times: int) -> None:
+    looking = Looking(url, token)
+    rounds = int(re.findall(r"rounds/(\d+)", looking.http.get(f"/page/runs/{run}").text)[0])
+    ways = {
+        "overview": "/page/", "runs": "/page/runs", "run": f"/page/runs/{run}",
+        "run, what changes": f"/page/runs/{run}?part=live", "rounds": f"/page/runs/{run}/rounds",
+        "round": f"/page/runs/{run}/rounds/{rounds}", "sites": "/page/sites", "approvals": "/page/approvals",
+        "failures": "/page/failures", "audit": "/page/audit", "audit of a run": f"/page/audit?run={run}",
+        "storage": "/page/storage", "start": "/page/runs/new?method=safl",
+    }  # fmt: skip
+    worst = 0.0
+    for name, path in ways.items():
+        taken, computed = looking.seconds(path, times)
+        p95 = taken[min(len(taken) - 1, int(0.95 * len(taken)))]
+        worst = max(worst, p95)
+        size = len(looking.http.get(path).content)
+        results.add(
+            page=name,
+            p50_ms=1e3 * taken[len(taken) // 2],
+            p95_ms=1e3 * p95,
+            processor_ms=1e3 * computed,
+            kB=size / 1e3,
+        )
+    results.aim("the slowest page's p95 in seconds", worst, LIMIT_SECONDS)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.page", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny past, to see that it works")
+    parser.add_argument("--out", type=Path, default=OUT, help="where results go")
+    given = parser.parse_args(arguments)
+    rounds, tasks, sites, times = (20, 200, 4, 3) if given.quick else (500, 10_000, 20, 40)
+    results = Results("page", f"{rounds} rounds, {tasks} tasks and {sites} sites in SQLite; one caller")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = Settings(database_url=f"sqlite:///{folder}/tessera.db", blob_url=str(folder / "blobs"),
+                            staging_dir=folder / "staging", live_seconds=3600)  # fmt: skip
+        services = assemble(settings, duty="serve")
+        with services.database.engine.begin() as connection:
+            command.upgrade(alembic_config(connection), "head")
+        run = fill(services, rounds, tasks, sites)
+        with services.database.transaction() as session:
+            spec = TokenSpec(name="benchmark", role="admin")
+            token = issue_token(session, services.database.now(), "benchmark", spec)[1]
+        config = configuration(create_app(services, conduct=False), settings)
+        config.port = 0
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        measure(results, url, token, run, times)
+        services.send_home()
+        server.should_exit = True
+        thread.join()
+    results.finish(given.out)
+
+
+if __name__ == "__main__":
+    main()

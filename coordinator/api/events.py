@@ -1,0 +1,69 @@
+"""For whoever watches: what happens, as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import StreamingResponse
+from fastapi.security import HTTPAuthorizationCredentials
+
+from coordinator.api.access import Serving, Viewer, bearer, holder
+from coordinator.api.reading import BoundedRoute
+from coordinator.services import Services
+from coordinator.storage import views
+from shared.problems import Forbidden, Unauthenticated
+
+router = APIRouter(prefix="/v1", tags=["events"], route_class=BoundedRoute)
+
+MEDIA_TYPE = "text/event-stream"
+
+Shown = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
+
+LastEvent = Annotated[
+    int | None,
+    Header(alias="Last-Event-ID", ge=0, lt=1 << 53, description="the last event that was seen; from now on if none"),
+]
+
+
+class EventStream(StreamingResponse):
+    media_type = MEDIA_TYPE
+
+
+@router.get("/events", operation_id="listenToAll", response_class=EventStream)
+async def all_events(serving: Serving, caller: Viewer, shown: Shown, last_event_id: LastEvent = None) -> EventStream:
+    """Every change of state as it happens, as `Happening` in an event of type `change`; without an id and of type
+    `progress`, that workers were heard of."""
+    return stream(serving, None, last_event_id, lambda: admitted(serving, shown))
+
+
+@router.get("/runs/{run_id}/events", operation_id="listenToRun", response_class=EventStream)
+async def run_events(
+    run_id: str, serving: Serving, caller: Viewer, shown: Shown, last_event_id: LastEvent = None
+) -> EventStream:
+    """The same of one run."""
+    await run_in_threadpool(require_run, serving, run_id)
+    return stream(serving, run_id, last_event_id, lambda: admitted(serving, shown))
+
+
+def stream(serving: Services, run_id: str | None, since: int | None, still: Callable[[], bool]) -> EventStream:
+    """Raises Busy."""
+    serving.news.require_place()
+    return EventStream(serving.news.listen(run_id, since, still), headers={"Cache-Control": "no-store"})
+
+
+def require_run(serving: Services, run_id: str) -> None:
+    """Raises NotFound."""
+    with serving.database.snapshot() as session:
+        views.find_run(session, run_id)
+
+
+def admitted(serving: Services, shown: HTTPAuthorizationCredentials | None) -> bool:
+    """Whether a token still holds."""
+    try:
+        holder(serving, shown)
+    except (Unauthenticated, Forbidden):
+        return False
+    return True

@@ -1,0 +1,56 @@
+"""When an open round may be expected to end: by the rounds before it, and by how far its workers are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+LEAST_SHARE = 0.02
+"""What a worker must have done before its pace tells anything."""
+
+FETCHED, TRAINED = 0.1, 0.9
+"""Where training begins and ends in what a worker has to do: how long a line takes is not known beforehand."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far one worker is with its task."""
+
+    over: bool
+    phase: str | None = None
+    done: float | None = None
+    """The share of the phase, where it is known."""
+
+    @property
+    def share(self) -> float:
+        """Of the whole task, in [0, 1]."""
+        if self.over:
+            return 1.0
+        done = min(1.0, max(0.0, self.done or 0.0))
+        if self.phase == "fetching":
+            return FETCHED * done
+        if self.phase in ("training", "evaluating"):
+            return FETCHED + (TRAINED - FETCHED) * done
+        return TRAINED + (1 - TRAINED) * done if self.phase == "uploading" else 0.0
+
+
+def expected_end(
+    opened_at: float, now: float, deadline_at: float, before: Sequence[float], paces: Sequence[Pace]
+) -> float | None:
+    """An instant; None while there is nothing to go by. `before` are the seconds that earlier rounds took.
+
+    A round is as slow as its slowest worker. At its beginning the rounds before count, and the more its workers have
+    done the more their own pace does.
+    """
+    passed = now - opened_at
+    by_past = median(before) if before else None
+    share = min((pace.share for pace in paces), default=0.0)
+    by_pace = passed / share if share >= LEAST_SHARE else None
+    if by_past is None and by_pace is None:
+        return None
+    if by_past is None or by_pace is None:
+        seconds = by_past if by_pace is None else by_pace
+    else:
+        seconds = (1 - share) * by_past + share * by_pace
+    return min(max(opened_at + (seconds or 0.0), now), deadline_at)

@@ -1,0 +1,53 @@
+"""What every answer of the page carries, so that a browser does with it nothing but show it."""
+
+from __future__ import annotations
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+PREFIX = "/page"
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
+}
+
+TLS_ONLY = "max-age=31536000"
+
+
+class Guarding:
+    """Adds the headers to whatever is answered under /page, problems and files included."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not under(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(HEADERS)
+                # What is somebody's own is kept nowhere; files say for themselves how long they may be.
+                headers.setdefault("Cache-Control", "no-store")
+                if scope["scheme"] == "https":
+                    headers["Strict-Transport-Security"] = TLS_ONLY
+            await send(message)
+
+        await self._app(scope, receive, guarded)
+
+
+def under(path: str) -> bool:
+    return path == PREFIX or path.startswith(f"{PREFIX}/")

@@ -1,0 +1,108 @@
+"""Signing in and out, and the colours."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import RedirectResponse
+
+from coordinator.api.access import Serving, address_of
+from coordinator.page.guarding import PREFIX
+from coordinator.page.rendering import render
+from coordinator.page.visitors import (
+    COOKIE,
+    THEME,
+    Fields,
+    PageRoute,
+    Sender,
+    forget_session,
+    keep_session,
+    own_path,
+    visitor,
+)
+from coordinator.services import Services
+from coordinator.storage import sessions
+from coordinator.storage.identity import Principal, authenticate
+from shared.problems import Unauthenticated
+from shared.wire import TokenRole
+
+router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
+
+ADMITTED: tuple[TokenRole, ...] = ("viewer", "orchestrator", "admin")
+
+KEPT = "kept"
+"""The query by which a browser shows that it was signed in a moment ago."""
+
+THEME_SECONDS = 365 * 86_400
+
+Next = Annotated[str, Query(max_length=2_000)]
+
+
+@router.get("/sign-in")
+def show_sign_in(request: Request, serving: Serving, next: Next = "") -> Response:  # noqa: A002 (as browsers send it)
+    wrong = ""
+    if KEPT in request.query_params:
+        wrong = "Your browser did not keep the session. It does so over HTTPS alone, except on this machine itself."
+    return _sign_in(request, serving, own_path(next), wrong)
+
+
+@router.post("/sign-in")
+def sign_in(request: Request, serving: Serving, fields: Fields) -> Response:
+    """Begins a session. Whoever fails too often from one address is refused for a while."""
+    wanted = own_path(fields.get("next", ""))
+    try:
+        secret, seconds = _begun(serving, fields.get("token", "").strip())
+    except Unauthenticated as refusal:
+        serving.admission.failed(address_of(request))
+        return _sign_in(request, serving, wanted, f"{refusal.detail[:1].upper()}{refusal.detail[1:]}.", status=401)
+    response = RedirectResponse(f"{PREFIX}/signed-in?{urlencode({'next': wanted})}", status_code=303)
+    keep_session(request, response, secret, seconds)
+    return response
+
+
+@router.get("/signed-in")
+def signed_in(request: Request, serving: Serving, next: Next = "") -> Response:  # noqa: A002 (the same)
+    """On to where somebody wanted to go, unless the browser has kept nothing of the session."""
+    if not request.cookies.get(COOKIE):
+        return RedirectResponse(f"{PREFIX}/sign-in?{KEPT}=no", status_code=303)
+    visitor(request, serving)
+    return RedirectResponse(own_path(next), status_code=303)
+
+
+@router.post("/sign-out")
+def sign_out(serving: Serving, who: Sender) -> Response:
+    with serving.database.transaction() as session:
+        sessions.end(session, serving.database.now(), who.principal, who.secret)
+    response = RedirectResponse(f"{PREFIX}/sign-in", status_code=303)
+    forget_session(response)
+    return response
+
+
+@router.post("/theme")
+def set_theme(fields: Fields) -> Response:
+    """Colours that the browser remembers: its own, or one of both."""
+    response = RedirectResponse(own_path(fields.get("next", "")), status_code=303)
+    wanted = fields.get("theme", "")
+    if wanted in ("light", "dark"):
+        response.set_cookie(THEME, wanted, max_age=THEME_SECONDS, path=PREFIX, httponly=True, samesite="strict")
+    else:
+        response.delete_cookie(THEME, path=PREFIX, httponly=True, samesite="strict")
+    return response
+
+
+def _begun(serving: Services, token: str) -> tuple[str, float]:
+    """A new session's secret, and for how long it is good. Raises Unauthenticated."""
+    seconds = serving.settings.session_seconds
+    with serving.database.snapshot() as session:
+        caller: Principal = authenticate(session, serving.database.now(), token)
+    if caller.role not in ADMITTED:
+        raise Unauthenticated(f"a token of role {caller.role} admits workers, and nobody to this page")
+    with serving.database.transaction() as session:
+        return sessions.begin(session, serving.database.now(), caller, seconds), seconds
+
+
+def _sign_in(request: Request, serving: Services, wanted: str, wrong: str, status: int = 200) -> Response:
+    seconds = serving.settings.session_seconds
+    return render(request, "sign_in.html", None, status=status, next=wanted, wrong=wrong, seconds=seconds)

@@ -1,0 +1,238 @@
+"""Starting a run: a form made of the API's own models, what each site would be asked, and then the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import RedirectResponse
+from pydantic import ValidationError
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coordinator.api import runs as api
+from coordinator.api.access import Serving
+from coordinator.page.forms import Field, fields_of, filled, placed
+from coordinator.page.guarding import PREFIX
+from coordinator.page.rendering import render
+from coordinator.page.runs import facts_of
+from coordinator.page.visitors import (
+    FORM_TOKEN,
+    STEERING,
+    Fields,
+    PageRoute,
+    Sender,
+    Signed,
+    Visitor,
+    require_role,
+)
+from coordinator.services import Services
+from coordinator.storage.identity import Principal, new_id
+from coordinator.storage.tables import RunRow, UploadRow, VersionRow
+from shared.methods import methods
+from shared.methods.contract import Method
+from shared.model import MAX_DOCUMENT_BYTES, Model
+from shared.privacy import Privacy
+from shared.problems import Conflict, Fault, Invalid, NotFound, faults_of
+from shared.training import Training
+from shared.wire import Cohort, Evaluation, Manifest, Preview, RunSpec
+
+router = APIRouter(prefix=f"{PREFIX}/runs/new", include_in_schema=False, route_class=PageRoute)
+
+START, METHOD, WISH, STEP = "start", "method", "wish", "step"
+FIRST = ("name", "dataset", "rounds", "seed")
+APART = ("cohort", "training", "privacy", "evaluation", "method", "model", "version")
+MOST_RUNS = 50
+MOST_UPLOADS = 50
+
+
+@dataclass(frozen=True)
+class Part:
+    title: str
+    fields: Sequence[Field]
+    opened: bool = True
+
+
+@dataclass(frozen=True)
+class Start:
+    """A model and a version to begin with."""
+
+    model: str
+    version: str
+    told: str
+
+    @property
+    def value(self) -> str:
+        return f"{self.model} {self.version}"
+
+
+@router.get("")
+def show_form(
+    request: Request, serving: Serving, who: Signed, method: Annotated[str | None, Query(max_length=64)] = None
+) -> Response:
+    require_role(who, *STEERING)
+    if method is None:
+        return render(request, "methods.html", who, methods=sorted(methods().values(), key=lambda m: m.name))
+    return _form(request, serving, who, _method(method), {WISH: new_id()})
+
+
+@router.post("")
+def take_form(request: Request, serving: Serving, who: Sender, fields: Fields) -> Response:
+    """What was filled in: back with what is wrong, or on to what it would come to, or begun."""
+    require_role(who, *STEERING)
+    method = _method(fields.get(METHOD, ""))
+    if fields.get(STEP) == "change":
+        return _form(request, serving, who, method, fields)
+    try:
+        spec = _spec(method, fields)
+        if fields.get(STEP) == "start":
+            run = api.create_run(spec, serving, who.principal, Response(), fields.get(WISH) or None)
+            return RedirectResponse(f"{PREFIX}/runs/{run.id}", status_code=303)
+        preview: Preview = api.preview_run(spec, serving, who.principal)
+    except (Invalid, Conflict) as refusal:
+        faults = refusal.errors or [Fault(pointer="", detail=refusal.detail)]
+        return _form(request, serving, who, method, fields, faults, refusal.advice)
+    kept = {name: value for name, value in fields.items() if name not in (FORM_TOKEN, STEP)}
+    return render(request, "preview.html", who, preview=preview, spec=spec, facts=_facts(spec), kept=kept)
+
+
+def _facts(spec: RunSpec) -> list[tuple[str, str]]:
+    told = facts_of(spec, None)
+    return [("Name", spec.name), ("Rounds", str(spec.rounds)), *told]
+
+
+def _method(name: str) -> Method[Any]:
+    found = methods().get(name)
+    if found is None:
+        raise NotFound(f"there is no method {name[:64]!r}", remedy="Choose one of those that are shown.")
+    return found
+
+
+def _parts(method: Method[Any]) -> list[Part]:
+    """The whole form, as it is divided."""
+    run = fields_of(RunSpec, skip=(*APART,))
+    first = [field for field in run if field.pointer[1:] in FIRST]
+    more = [field for field in run if field.pointer[1:] not in FIRST]
+    own = fields_of(method.settings, "/method/settings")
+    return [
+        Part("Run", first),
+        *([Part(f"Method: {method.name}", own)] if own else []),
+        Part("Cohort", fields_of(Cohort, "/cohort")),
+        Part("Training", fields_of(Training, "/training")),
+        Part("Evaluation", fields_of(Evaluation, "/evaluation"), opened=False),
+        Part("Privacy", fields_of(Privacy, "/privacy"), opened=False),
+        Part("More", more, opened=False),
+    ]
+
+
+def _spec(method: Method[Any], given: Mapping[str, str]) -> RunSpec:
+    """Raises Invalid with a pointer to each fault."""
+    fields = [field for part in _parts(method) for field in part.fields]
+    document, faults = filled(fields, given)
+    settings = document.pop("method", {}).get("settings", {})
+    start = given.get(START, "").split() or [given.get("/model", "").strip(), given.get("/version", "").strip()]
+    if len(start) != 2 or not all(start):
+        faults.append(Fault(pointer="/model", detail="choose what to begin with, or give both digests"))
+        start = ["", ""]
+    try:
+        method.settings.model_validate(settings)
+    except ValidationError as refusal:
+        faults += faults_of(refusal, "/method/settings")
+    whole = {
+        **document,
+        "method": {"name": method.name, "settings": settings},
+        "model": start[0],
+        "version": start[1],
+    }
+    try:
+        spec = RunSpec.model_validate(whole)
+    except ValidationError as refusal:
+        named = {fault.pointer for fault in faults}
+        faults += [fault for fault in faults_of(refusal) if fault.pointer not in named]
+    if faults:
+        if start == ["", ""]:
+            faults = [fault for fault in faults if fault.pointer != "/version"]
+        raise Invalid("the form has faults; each is named", errors=faults)
+    return spec
+
+
+def _form(
+    request: Request,
+    serving: Services,
+    who: Visitor,
+    method: Method[Any],
+    given: Mapping[str, str],
+    faults: Sequence[Fault] = (),
+    remedy: str = "",
+) -> Response:
+    parts = _parts(method)
+    fields = [field for part in parts for field in part.fields]
+    start = Field("/model", "begin with", "", "choice")
+    by_field, rest = placed(faults, [*fields, start])
+    with serving.database.snapshot() as session:
+        starts = [*_of_runs(session), *_uploaded(session, serving, who.principal)]
+    return render(
+        request,
+        "start.html",
+        who,
+        status=422 if faults else 200,
+        method=method,
+        parts=[
+            Part(
+                p.title, p.fields, p.opened or any(given.get(f.pointer) or by_field.get(f.pointer) for f in p.fields)
+            )
+            for p in parts
+        ],
+        given=given,
+        wrong=by_field,
+        rest=rest,
+        remedy=remedy,
+        starts=starts,
+        wish=given.get(WISH) or new_id(),
+    )
+
+
+def _of_runs(session: Session) -> list[Start]:
+    """The last version of each of the latest runs, whose blocks are still here."""
+    rows = session.execute(
+        select(RunRow, VersionRow.digest)
+        .join(VersionRow, (VersionRow.run_id == RunRow.id) & (VersionRow.number == RunRow.version_number))
+        .where(VersionRow.retired_at.is_(None))
+        .order_by(RunRow.updated_at.desc())
+        .limit(MOST_RUNS)
+    )
+    return [
+        Start(run.spec["model"], digest, f"{run.name} ({run.id[:8]}), version {run.version_number}")
+        for run, digest in rows
+    ]
+
+
+def _uploaded(session: Session, serving: Services, caller: Principal) -> list[Start]:
+    """Models that this caller has uploaded lately, each with the versions that fit it."""
+    rows = session.execute(
+        select(UploadRow.digest)
+        .where(UploadRow.owner == caller.owner, UploadRow.complete, UploadRow.length <= MAX_DOCUMENT_BYTES)
+        .order_by(UploadRow.created_at.desc())
+        .limit(MOST_UPLOADS)
+    )
+    models: dict[str, Model] = {}
+    manifests: dict[str, Manifest] = {}
+    for (digest,) in rows:
+        try:
+            raw = serving.blobs.read(digest)
+            if raw[:1] != b"{":
+                continue
+            if b'"config"' in raw:
+                models[digest] = Model.model_validate_json(raw)
+            else:
+                manifests[digest] = Manifest.read(raw, serving.blobs.read)
+        except (ValueError, NotFound):
+            continue
+    return [
+        Start(model, version, f"{models[model].config['model_type']}, uploaded ({model[7:15]}, {version[7:15]})")
+        for model in models
+        for version in manifests
+        if manifests[version].blocks.keys() == models[model].by_name.keys()
+    ]

@@ -1,0 +1,108 @@
+// Keeps the page as it is now: an event tells that something happened, and what changes is fetched anew from where the
+// page itself came from. Without this file everything works but is as old as its loading.
+"use strict";
+
+const SOON = 250; // ms after a change, so that one look does for many
+const SELDOM = 2000; // ms between looks for mere progress
+const ANYWAY = 30000; // ms: what says how long ago something was grows old by itself
+
+const live = () => document.getElementById("live");
+const pulse = document.getElementById("pulse");
+const announced = document.getElementById("announced");
+let due = null;
+let dueAt = Infinity;
+let looking = false;
+let lookedAt = performance.now();
+
+function tell(state, text) {
+  if (!pulse) return;
+  pulse.hidden = false;
+  pulse.dataset.state = state;
+  document.getElementById("pulse-text").textContent = text;
+}
+
+function look(within) {
+  const at = performance.now() + within;
+  if (at >= dueAt) return;
+  clearTimeout(due);
+  dueAt = at;
+  due = setTimeout(fetchPart, within);
+}
+
+async function fetchPart() {
+  dueAt = Infinity;
+  if (looking || document.hidden) return look(SELDOM);
+  looking = true;
+  lookedAt = performance.now();
+  try {
+    const url = new URL(location.href);
+    url.searchParams.set("part", "live");
+    const answer = await fetch(url, { credentials: "same-origin", redirect: "manual" });
+    if (answer.type === "opaqueredirect") location.reload(); // signed out meanwhile
+    else if (answer.ok) put(await answer.text());
+  } catch {
+    tell("away", "reconnecting");
+  } finally {
+    looking = false;
+  }
+}
+
+function put(text) {
+  const old = live();
+  const fresh = new DOMParser().parseFromString(text, "text/html").getElementById("live");
+  if (!fresh || busyIn(old)) return;
+  for (const open of old.querySelectorAll("details[open][id]")) {
+    const same = fresh.querySelector(`#${CSS.escape(open.id)}`);
+    if (same) same.open = true;
+  }
+  if (fresh.innerHTML === old.innerHTML) return;
+  const at = document.activeElement;
+  const path = old.contains(at) ? pathTo(at, old) : null;
+  const scrolled = [...old.querySelectorAll(".scroll")].map((one) => one.scrollLeft);
+  old.replaceWith(fresh);
+  fresh.querySelectorAll(".scroll").forEach((one, place) => (one.scrollLeft = scrolled[place] ?? 0));
+  if (path) at_(path, fresh)?.focus({ preventScroll: true });
+  if (fresh.dataset.said && fresh.dataset.said !== old.dataset.said) announced.textContent = fresh.dataset.said;
+}
+
+// Somebody is filling something in, or selecting: what they are at is not taken from under them.
+function busyIn(element) {
+  const at = document.activeElement;
+  const selected = getSelection();
+  const writing = at && element.contains(at) && at.matches("input, select, textarea");
+  return writing || (selected && !selected.isCollapsed && element.contains(selected.anchorNode));
+}
+
+function pathTo(element, top) {
+  if (element.id) return `#${CSS.escape(element.id)}`;
+  const steps = [];
+  for (let at = element; at !== top; at = at.parentElement) {
+    steps.unshift(`${at.localName}:nth-child(${[...at.parentElement.children].indexOf(at) + 1})`);
+  }
+  return `:scope > ${steps.join(" > ")}`;
+}
+
+const at_ = (path, top) => top.querySelector(path);
+
+function listen() {
+  const source = new EventSource(document.body.dataset.events);
+  source.addEventListener("open", () => {
+    tell("live", "live");
+    look(SOON); // whatever happened meanwhile
+  });
+  source.addEventListener("change", () => look(SOON));
+  source.addEventListener("progress", () => look(Math.max(SOON, SELDOM - (performance.now() - lookedAt))));
+  source.addEventListener("error", () => {
+    tell("away", "reconnecting");
+    // A refusal ends it for good: tried again by hand, and seldom.
+    if (source.readyState === EventSource.CLOSED) setTimeout(listen, 10000);
+  });
+  addEventListener("pagehide", () => source.close(), { once: true });
+}
+
+if (document.body.dataset.events && live()) {
+  tell("away", "connecting");
+  listen();
+  setInterval(() => look(0), ANYWAY);
+  addEventListener("pageshow", (event) => event.persisted && location.reload());
+}

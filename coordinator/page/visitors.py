@@ -1,0 +1,199 @@
+"""Who looks at the page: sessions in cookies, and what keeps other sites from using them.
+
+The cookie goes to /page alone, so that the API knows bearer tokens and nothing else.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from fastapi import Depends, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import RedirectResponse
+
+from coordinator.api.access import Serving, address_of
+from coordinator.api.reading import BoundedRoute
+from coordinator.page.guarding import PREFIX
+from coordinator.services import Services
+from coordinator.storage import sessions
+from coordinator.storage.identity import Principal
+from shared.problems import BadRequest, Fault, Forbidden, Invalid, Problem, Unauthenticated, pointer_to
+from shared.wire import TokenRole
+
+COOKIE = "tessera_session"
+THEME = "tessera_theme"
+FORM_TOKEN = "form_token"  # noqa: S105 (its name)
+
+MOST_FIELDS = 512
+
+Theme = Literal["light", "dark", "system"]
+STEERING: tuple[TokenRole, ...] = ("orchestrator", "admin")
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """Somebody who is signed in."""
+
+    principal: Principal
+    secret: str
+
+    @property
+    def form_token(self) -> str:
+        return sessions.form_token(self.secret)
+
+    @property
+    def steers(self) -> bool:
+        return self.principal.role in STEERING
+
+    @property
+    def administers(self) -> bool:
+        return self.principal.role == "admin"
+
+
+class PageRoute(BoundedRoute):
+    """A route whose refusals are pages: who is not signed in is sent to do so, others are told what is wrong."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        handle = super().get_route_handler()
+
+        async def told(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except Unauthenticated:
+                return to_sign_in(request)
+            except RequestValidationError as refusal:
+                faults = [Fault(pointer=pointer_to(*e["loc"][1:]), detail=e["msg"][:300]) for e in refusal.errors()]
+                problem: Problem = Invalid("the address has faults; each is named", errors=faults[:8])
+            except Problem as refusal:
+                problem = refusal
+            shown: Callable[[Request, Problem], Response] = request.app.state.show_problem
+            return shown(request, problem)
+
+        return told
+
+
+def visitor(request: Request, serving: Serving) -> Visitor:
+    """Who is signed in. Raises Unauthenticated and TooManyRequests."""
+    secret = request.cookies.get(COOKIE, "")
+    if not secret:
+        raise Unauthenticated("you are not signed in")
+    try:
+        with serving.database.snapshot() as session:
+            found = sessions.holder(session, serving.database.now(), secret)
+    except Unauthenticated:
+        serving.admission.failed(address_of(request))
+        raise
+    serving.admission.asked(found.token_id)
+    return Visitor(found, secret)
+
+
+Signed = Annotated[Visitor, Depends(visitor)]
+
+
+def still_signed(serving: Services, secret: str) -> bool:
+    with serving.database.snapshot() as session:
+        try:
+            sessions.holder(session, serving.database.now(), secret)
+        except Unauthenticated:
+            return False
+    return True
+
+
+def require_role(who: Visitor, *roles: TokenRole) -> None:
+    """Raises Forbidden."""
+    if who.principal.role not in roles:
+        raise Forbidden(f"this needs a token of role {' or '.join(roles)}; yours has role {who.principal.role}")
+
+
+# ---------------------------------------------------------------- forms
+
+
+async def form(request: Request) -> dict[str, str]:
+    """The fields of a form that this very page sent. Raises Forbidden for one that comes from elsewhere."""
+    require_same_origin(request)
+    body = await request.body()
+    try:
+        return dict(parse_qsl(body.decode(), keep_blank_values=True, strict_parsing=True, max_num_fields=MOST_FIELDS))
+    except ValueError:
+        raise BadRequest("the form cannot be read") from None
+
+
+Fields = Annotated[dict[str, str], Depends(form)]
+
+
+def own_form(request: Request, serving: Serving, fields: Fields) -> Visitor:
+    """Who sent a form, which carries what only this session's pages know. Raises Forbidden."""
+    who = visitor(request, serving)
+    if not hmac.compare_digest(fields.get(FORM_TOKEN, "").encode(), who.form_token.encode()):
+        raise Forbidden("the form does not belong to your session", remedy="Go back, load the page anew and repeat.")
+    return who
+
+
+Sender = Annotated[Visitor, Depends(own_form)]
+
+
+def require_same_origin(request: Request) -> None:
+    """Raises Forbidden unless the browser says that a page of this very origin made the request."""
+    said = request.headers.get("Sec-Fetch-Site")
+    if said is not None:
+        same = said == "same-origin"
+    else:
+        origin = request.headers.get("Origin", "")
+        same = bool(origin) and urlsplit(origin).netloc == request.headers.get("Host")
+    if not same:
+        raise Forbidden("the form was not sent by this page", remedy="Open the page itself, and send the form there.")
+
+
+# ---------------------------------------------------------------- cookies and ways
+
+
+def keep_session(request: Request, response: Response, secret: str, seconds: float) -> None:
+    response.set_cookie(
+        COOKIE,
+        secret,
+        max_age=int(seconds),
+        path=PREFIX,
+        secure=not is_loopback(request.url.hostname or ""),
+        httponly=True,
+        samesite="strict",
+    )
+
+
+def forget_session(response: Response) -> None:
+    response.delete_cookie(COOKIE, path=PREFIX, httponly=True, samesite="strict")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this is the machine itself, which nobody listens in on."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def theme_of(request: Request) -> Theme:
+    said = request.cookies.get(THEME)
+    return said if said in ("light", "dark") else "system"  # type: ignore[return-value]  # narrowed by the test
+
+
+def to_sign_in(request: Request) -> Response:
+    """To the sign-in page and, after it, back."""
+    back = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    wanted = {"next": back} if request.method == "GET" and back.rstrip("/") != PREFIX else {}
+    response = RedirectResponse(f"{PREFIX}/sign-in{'?' if wanted else ''}{urlencode(wanted)}", status_code=303)
+    forget_session(response)
+    return response
+
+
+def own_path(wanted: str) -> str:
+    """Where to go after signing in: within the page, whatever was asked for."""
+    parts = urlsplit(wanted)
+    inside = parts.path == PREFIX or parts.path.startswith(f"{PREFIX}/")
+    if parts.scheme or parts.netloc or not inside or "\\" in wanted or not wanted.isprintable():
+        return f"{PREFIX}/"
+    return parts.path + (f"?{parts.query}" if parts.query else "")

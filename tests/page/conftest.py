@@ -1,0 +1,81 @@
+"""People who look at the page: over bare HTTP, and with a real browser where there is one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Error, Playwright, sync_playwright
+
+from shared.wire import TokenRole
+from tests.support.coordinator import LiveCoordinator
+
+SAME_ORIGIN = {"Sec-Fetch-Site": "same-origin"}
+CHROMIUM = ("/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome", "/opt/google/chrome/chrome")
+
+
+class Person:
+    """Somebody with a browser that does nothing by itself."""
+
+    def __init__(self, coordinator: LiveCoordinator) -> None:
+        self.http = coordinator.bare(dict(SAME_ORIGIN))
+
+    def sign_in(self, token: str) -> httpx.Response:
+        return self.http.post("/page/sign-in", data={"token": token})
+
+    @property
+    def cookie(self) -> dict[str, str]:
+        """What a browser sends to the page, and would have to be made to send elsewhere."""
+        return {"Cookie": "; ".join(f"{name}={value}" for name, value in self.http.cookies.items())}
+
+    def form_token(self) -> str:
+        found = re.search(r'name="form_token" value="([0-9a-f]{64})"', self.http.get("/page/").text)
+        assert found
+        return found.group(1)
+
+    def send(self, path: str, **fields: str) -> httpx.Response:
+        """A form as the page has it."""
+        return self.http.post(path, data={"form_token": self.form_token(), **fields})
+
+
+def signed_in(coordinator: LiveCoordinator, role: TokenRole = "admin") -> Person:
+    person = Person(coordinator)
+    assert person.sign_in(coordinator.token(role)).status_code == 303
+    return person
+
+
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCoordinator]:
+    """One coordinator for tests that leave it as they found it."""
+    with LiveCoordinator(tmp_path_factory.mktemp("standing")) as live:
+        yield live
+
+
+@pytest.fixture
+def admin(coordinator: LiveCoordinator) -> Person:
+    return signed_in(coordinator)
+
+
+@pytest.fixture
+def viewer(coordinator: LiveCoordinator) -> Person:
+    return signed_in(coordinator, "viewer")
+
+
+def _launched(playwright: Playwright) -> Browser:
+    """The system's Chromium, else the one that Playwright has fetched, if it has."""
+    found = next((path for path in CHROMIUM if Path(path).exists()), None)
+    try:
+        return playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+    except Error as fault:
+        pytest.skip(f"no Chromium here: apt-get install chromium ({str(fault).splitlines()[0][:200]})")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        launched = _launched(playwright)
+        yield launched
+        launched.close()

@@ -1,0 +1,310 @@
+"""The page in a real browser: live, usable by everybody, and silent towards all others."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, expect
+
+from shared.methods import Chosen
+from shared.wire import Cohort, Evaluation, Failure, Progress
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+
+MODEL = small_model()
+SOON = 15_000
+SHOTS = os.environ.get("TESSERA_PAGE_SHOTS")
+"""A folder for pictures of every page, if one is named."""
+
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+PAGES = {
+    "overview": "/", "runs": "/runs", "run": "/runs/{run}", "rounds": "/runs/{run}/rounds",
+    "round": "/runs/{run}/rounds/1", "open-round": "/runs/{run}/rounds/2", "sites": "/sites",
+    "approvals": "/approvals", "failures": "/failures", "audit": "/audit", "storage": "/storage",
+    "methods": "/runs/new", "start": "/runs/new?method=fedfrozen", "cancel": "/runs/{run}/cancel",
+    "gone": "/runs/nothing",
+}  # fmt: skip
+
+
+@dataclass
+class Visit:
+    """A page, and all that should not have happened on it."""
+
+    page: Page
+    url: str
+    said: list[str] = field(default_factory=list)
+    elsewhere: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.page.on("console", self._console)
+        self.page.on("pageerror", lambda fault: self.said.append(str(fault)))
+        self.page.on("request", self._request)
+        self.page.on("response", self._response)
+        self.page.set_default_timeout(SOON)
+
+    def _console(self, message: ConsoleMessage) -> None:
+        # A 404 that is asked for is told of too.
+        if message.type in ("error", "warning") and "status of 404" not in message.text:
+            self.said.append(message.text)
+
+    def _request(self, request: Request) -> None:
+        if urlsplit(request.url).netloc != urlsplit(self.url).netloc:
+            self.elsewhere.append(request.url)
+
+    def _response(self, response: Response) -> None:
+        if response.status >= 400 and "nothing" not in response.url:
+            self.said.append(f"{response.status} {response.url}")
+
+    def open(self, path: str) -> Page:
+        self.page.goto(f"{self.url}/page{path}")
+        return self.page
+
+    def sign_in(self, token: str) -> Page:
+        self.open("/")
+        self.page.get_by_label("Token").fill(token)
+        self.page.get_by_role("button", name="Sign in").click()
+        expect(self.page.get_by_role("heading", level=1)).to_have_text("Overview")
+        return self.page
+
+    def nothing_amiss(self) -> None:
+        assert self.said == []
+        assert self.elsewhere == []
+
+
+def visiting(context: BrowserContext, coordinator: LiveCoordinator) -> Visit:
+    return Visit(context.new_page(), coordinator.url)
+
+
+@dataclass
+class Scene:
+    """A federation in the midst of things."""
+
+    coordinator: LiveCoordinator
+    run: str
+    token: str
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with LiveCoordinator(tmp_path_factory.mktemp("scene")) as coordinator:
+        client = coordinator.client()
+        workers = [
+            ScriptedWorker(
+                coordinator.client("site", site), name="gpu-1", kinds=("train", "evaluate"), held_out={"data": 5},
+                methods=("fedfrozen",),
+            )
+            for site in ("north-hospital", "lakeside")
+        ]  # fmt: skip
+        for worker in workers:
+            worker.enrol()
+        run = start_run(
+            client, MODEL, values(MODEL), name="wards", rounds=9, evaluation=Evaluation(sites=True),
+            method=Chosen(name="fedfrozen", settings={"warmup_rounds": 1}), cohort=Cohort(quorum=2),
+        )  # fmt: skip
+        for accuracy in (0.5, 0.75):
+            for worker in workers:
+                while (task := worker.take()).kind == "evaluate":
+                    worker.evaluate(task, accuracy=accuracy, loss=1 - accuracy)
+                if accuracy < 0.6:
+                    worker.train(task)
+                else:
+                    worker.client.heartbeat(
+                        task.id, task.token, Progress(phase="training", step=3, steps=8, loss=0.5)
+                    )
+        failing = ScriptedWorker(coordinator.client("site", "st-mary"), name="cpu", datasets={"xray": 9})
+        failing.enrol()
+        once = start_run(
+            client, MODEL, values(MODEL), name="xray", dataset="xray", cohort=Cohort(tries=1, task_tries=1)
+        )
+        task = failing.take()
+        failing.client.fail(task.id, Failure(token=task.token, code="out-of-memory", detail="it does not fit"))
+        until(lambda: client.run(once.id).state == "paused")
+        yield Scene(coordinator, run.id, coordinator.token("admin"))
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_every_page_is_accessible_to_everybody(browser: Browser, scene: Scene, colours: str) -> None:
+    with browser.new_context(color_scheme=colours, reduced_motion="reduce") as context:
+        visit = visiting(context, scene.coordinator)
+        visit.open("/sign-in")
+        found = {"sign-in": violations(visit.page)}
+        visit.sign_in(scene.token)
+        for name, path in PAGES.items():
+            page = visit.open(path.format(run=scene.run))
+            for summary in page.locator("details.part > summary").all():
+                summary.click()
+            # What is not about colours is the same in both.
+            found[name] = violations(page, everything=colours == "light")
+            shoot(page, f"{name}-{colours}")
+        assert {name: told for name, told in found.items() if told} == {}
+        visit.nothing_amiss()
+
+
+def violations(page: Page, *, everything: bool = True) -> list[str]:
+    rules = {"type": "tag", "values": RULES} if everything else {"type": "rule", "values": ["color-contrast"]}
+    result = Axe().run(page, options={"runOnly": rules, "resultTypes": ["violations"]})
+    return [
+        f"{one['id']}: {node['html'][:160]} {node.get('failureSummary', '')[:200]}"
+        for one in result.response["violations"]
+        for node in one["nodes"]
+    ]
+
+
+def shoot(page: Page, name: str) -> None:
+    if SHOTS:
+        page.screenshot(path=Path(SHOTS) / f"{name}.png", full_page=True)
+
+
+def test_no_page_is_wider_than_a_phone(browser: Browser, scene: Scene) -> None:
+    with browser.new_context(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True) as context:
+        visit = visiting(context, scene.coordinator)
+        visit.sign_in(scene.token)
+        widths = {}
+        for name, path in PAGES.items():
+            page = visit.open(path.format(run=scene.run))
+            widths[name] = page.evaluate("document.documentElement.scrollWidth")
+            shoot(page, f"{name}-phone")
+        assert {name: width for name, width in widths.items() if width > 360} == {}
+        visit.nothing_amiss()
+
+
+def test_a_run_is_seen_from_its_start_to_its_end_without_loading_anew(
+    browser: Browser, coordinator: LiveCoordinator
+) -> None:
+    client = coordinator.client()
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.enrol()
+    start_run(client, MODEL, values(MODEL), name="before", dataset="none")
+    with browser.new_context() as context:
+        visit = visiting(context, coordinator)
+        page = visit.sign_in(coordinator.token("orchestrator"))
+        page.get_by_role("link", name="Start a run").first.click()
+        page.get_by_role("link", name=re.compile("^fedavg")).click()
+        page.get_by_label("Model and version").select_option(index=1)
+        for label, said in {"name": "watched", "dataset": "data", "rounds": "many"}.items():
+            page.get_by_label(re.compile(f"^{label} \\(required\\)", re.IGNORECASE)).fill(said)
+        page.get_by_role("button", name="See what each site would be asked").click()
+        expect(page.get_by_role("alert")).to_contain_text("makes no run yet")
+        wrong = page.get_by_label(re.compile("^Rounds"))
+        expect(wrong).to_have_attribute("aria-invalid", "true")
+        wrong.fill("2")
+        visit.said.clear()  # the 422 was asked for
+        page.get_by_role("button", name="See what each site would be asked").click()
+        expect(page.get_by_role("row", name=re.compile("a.w"))).to_contain_text("yes")
+        page.get_by_role("button", name="Start the run").click()
+        expect(page.get_by_role("heading", level=1)).to_contain_text("watched running")
+        expect(page.locator("#pulse")).to_have_attribute("data-state", "live")
+        page.evaluate("window.sameLoading = true")
+        task = worker.take()
+        worker.client.heartbeat(task.id, task.token, Progress(phase="training", step=7, steps=9, loss=0.25))
+        expect(page.locator("#now").locator("xpath=ancestor::section")).to_contain_text(
+            "training step 7 of 9, loss 0.25"
+        )
+        for _ in range(2):
+            worker.train(task)
+            task = worker.claim(2) or task
+        expect(page.get_by_role("heading", level=1)).to_contain_text("watched completed")
+        expect(page.locator("#announced")).to_contain_text("version 2 of 2")
+        assert page.evaluate("window.sameLoading")
+        visit.nothing_amiss()
+
+
+def test_a_run_is_cancelled_only_after_a_second_look(browser: Browser, coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    run = start_run(client, MODEL, values(MODEL), dataset="none")
+    with browser.new_context() as context:
+        visit = visiting(context, coordinator)
+        visit.sign_in(coordinator.token("admin"))
+        page = visit.open(f"/runs/{run.id}")
+        page.get_by_role("button", name="Pause").click()
+        expect(page.get_by_role("heading", level=1)).to_contain_text("paused")
+        page.get_by_role("link", name="Cancel").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Cancel test?")
+        assert client.run(run.id).state == "paused"
+        page.get_by_role("button", name="Cancel the run").click()
+        expect(page.get_by_role("heading", level=1)).to_contain_text("cancelled")
+        visit.nothing_amiss()
+
+
+def test_everything_is_reached_by_keyboard_and_focus_survives_what_is_new(browser: Browser, scene: Scene) -> None:
+    with browser.new_context() as context:
+        visit = visiting(context, scene.coordinator)
+        page = visit.open("/")
+        page.keyboard.type(scene.token)  # the field has the focus
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("heading", level=1)).to_have_text("Overview")
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+        page.keyboard.press("Enter")
+        assert page.evaluate("document.activeElement.id") == "main"
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("link", name="Start a run")).to_be_focused()
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline == "solid"
+        expect(page.locator("#pulse")).to_have_attribute("data-state", "live")
+        # What is fetched anew takes nobody's place away.
+        with page.expect_response(re.compile("part=live")):
+            scene.coordinator.client().create_site(f"site-{os.getpid()}")
+        page.wait_for_timeout(200)
+        expect(page.get_by_role("link", name="Start a run")).to_be_focused()
+        visit.nothing_amiss()
+
+
+def test_colours_are_chosen_and_stay_without_any_script(browser: Browser, scene: Scene) -> None:
+    with browser.new_context(java_script_enabled=False, color_scheme="light") as context:
+        visit = visiting(context, scene.coordinator)
+        page = visit.sign_in(scene.token)
+        for theme in ("dark", "light", "system"):
+            page.get_by_role("button", name=re.compile("^Colours")).click()
+            assert page.locator("html").get_attribute("data-theme") == theme
+        page.get_by_role("link", name="Runs", exact=True).click()
+        page.get_by_role("link", name="wards").first.click()
+        page.locator("summary").first.click()
+        expect(page.locator("details table").first).to_be_visible()
+        page.get_by_role("button", name="Sign out").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
+
+
+def test_a_hostile_worker_runs_nothing_in_anybodys_browser(browser: Browser, coordinator: LiveCoordinator) -> None:
+    hostile = '<img src=x onerror="window.owned=1"><script>window.owned=1</script>\'"><svg onload=window.owned=1>'
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.enrol()
+    run = start_run(coordinator.client(), MODEL, values(MODEL), cohort=Cohort(tries=1))
+    task = worker.take()
+    worker.client.fail(task.id, Failure(token=task.token, code=hostile[:64], detail=hostile))
+    until(lambda: coordinator.client().run(run.id).state == "paused")
+    with browser.new_context() as context:
+        visit = visiting(context, coordinator)
+        visit.sign_in(coordinator.token("admin"))
+        for path in ("/", "/failures", f"/runs/{run.id}", f"/runs/{run.id}/rounds/1", f"/audit?run={run.id}"):
+            page = visit.open(path)
+            assert page.evaluate("window.owned") is None, path
+            assert page.locator("img").count() == 0, path
+        expect(visit.open("/failures").locator("main")).to_contain_text("<img src=x onerror=")
+        visit.nothing_amiss()
+
+
+def test_scripts_and_styles_that_are_not_the_pages_own_do_not_run(browser: Browser, scene: Scene) -> None:
+    """That the policy is in force, and not only sent."""
+    with browser.new_context() as context:
+        visit = visiting(context, scene.coordinator)
+        page = visit.sign_in(scene.token)
+        page.evaluate(
+            """() => {
+                const script = document.createElement("script");
+                script.textContent = "window.owned = 1";
+                document.body.append(script);
+                document.body.insertAdjacentHTML("beforeend", '<b id="styled" style="color: red" onclick="1">x</b>');
+            }"""
+        )
+        assert page.evaluate("window.owned") is None
+        assert page.evaluate("getComputedStyle(document.getElementById('styled')).color") != "rgb(255, 0, 0)"
+        assert page.evaluate("fetch('https://elsewhere.invalid/').catch(() => 'refused')") == "refused"
+        assert any("Content Security Policy" in said for said in visit.said)

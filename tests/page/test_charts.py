@@ -1,0 +1,98 @@
+"""Charts: shapes where the figures say, text that is escaped, and nothing that the page's policy refuses."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from coordinator.page.charts import (
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Band,
+    Series,
+    Stretch,
+    bars,
+    heat,
+    lines,
+    nice,
+    timeline,
+)
+
+HOSTILE = "<script>&\"'"
+
+
+def parsed(picture: str) -> ET.Element:
+    """The picture as XML, which it must be; of no attribute that would be style or script."""
+    root = ET.fromstring(picture)  # noqa: S314 (made here)
+    names = {name for element in root.iter() for name in element.attrib}
+    assert not {name for name in names if name == "style" or name.startswith("on")}
+    assert "script" not in {element.tag for element in root.iter()}
+    assert root.find("title") is not None
+    assert root.find("desc") is not None
+    return root
+
+
+def test_a_line_goes_from_corner_to_corner() -> None:
+    root = parsed(lines("x", HOSTILE, [Series(HOSTILE, {0: 0.0, 10: 1.0}, main=True)], along="version"))
+    (path,) = [element.attrib["d"] for element in root.iter("path")]
+    assert path == f"M{LEFT:.1f} {HEIGHT - 30:.1f} L{WIDTH - RIGHT:.1f} {TOP:.1f}"
+    assert root.findtext("title") == HOSTILE
+    assert root.findtext("desc") == f"By version. Last values: {HOSTILE}: 1 at 10."
+
+
+def test_stages_stand_behind_the_lines_where_there_are_several() -> None:
+    series = [Series("a", {1: 1.0, 4: 2.0})]
+    both = [Band("warm-up", 1, 2), Band(HOSTILE, 3, 4)]
+    assert len(list(parsed(lines("x", "t", series, bands=both, along="version")).iter("rect"))) == 2
+    apart = [Band("warm-up", 1, 4), Band("frozen", 5, 9)]
+    assert list(parsed(lines("x", "t", series, bands=apart, along="version")).iter("rect")) == []
+
+
+def test_what_is_not_finite_is_left_out_and_nothing_makes_no_picture() -> None:
+    assert lines("x", "t", [Series("a", {1: float("nan")})], along="version") == ""
+    assert bars("x", "t", [], None, along="round", told="") == ""
+    assert heat("x", "t", {}, [], "") == ""
+
+
+def test_bars_stand_on_each_other() -> None:
+    down, up = Series("down", {1: 300.0}), Series("up", {1: 100.0})
+    first, second = parsed(bars("x", "t", [down, up], Series("full", {1: 400.0}), along="round", told=HOSTILE)).iter(
+        "rect"
+    )
+    assert float(second.attrib["y"]) + float(second.attrib["height"]) == pytest.approx(
+        float(first.attrib["y"]), abs=0.11
+    )
+    assert float(first.attrib["height"]) == pytest.approx(3 * float(second.attrib["height"]), abs=0.3)
+    assert first.findtext("title") == "round 1, down: 300 B"
+
+
+def test_heat_shows_each_share() -> None:
+    root = parsed(heat("x", "t", {HOSTILE: [0.0, 0.5, 1.0]}, ["0", "1", "2"], "told"))
+    assert [re.findall(r"h\d", cell.attrib["class"]) for cell in root.iter("rect")] == [["h0"], ["h5"], ["h9"]]
+    assert [cell.findtext("title") for cell in root.iter("rect")][1] == f"{HOSTILE}, layer 1: 50%"
+
+
+def test_a_timeline_shows_who_did_what_when() -> None:
+    rows = {"a": [Stretch("offered", 0, 5, "waited 5 s"), Stretch("accepted", 5, 20, "worked 15 s")]}
+    waited, worked = parsed(timeline("x", "t", rows, 20, {"deadline": 99}, "told")).iter("rect")
+    assert float(worked.attrib["width"]) == pytest.approx(3 * float(waited.attrib["width"]), abs=0.3)
+    assert worked.findtext("title") == "worked 15 s"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 1, [0, 0.25, 0.5, 0.75, 1]),
+        (0.31, 0.78, [0.2, 0.4, 0.6, 0.8]),
+        (5, 5, [0, 2, 4, 6]),
+        (0, 0, [0, 0.25, 0.5, 0.75, 1]),
+        (-3, -3, [-3, -2, -1, 0]),
+    ],
+)
+def test_ticks_are_round_and_hold_the_values_between_them(low: float, high: float, expected: list[float]) -> None:
+    assert nice(low, high) == pytest.approx(expected)

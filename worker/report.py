@@ -1,0 +1,46 @@
+"""What doing a task comes to, for the log, and how far it is, for the coordinator's people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.wire import LARGEST_NUMBER, Phase, Progress
+
+
+@dataclass
+class Report:
+    """Counted up by the thread that does the task, and read by the one that renews its lease."""
+
+    examples: int = 0
+    numbers: dict[str, float] = field(default_factory=dict)
+    download_bytes: int = 0
+    upload_bytes: int = 0
+    phase: Phase = "waiting"
+    step: int = 0
+    steps: int = 0
+    """0 where nobody knows."""
+    loss: float | None = None
+    of_bytes: int = 0
+    """Those that are to be moved in this phase, together with what was moved before."""
+
+    def begin(self, phase: Phase, *, steps: int = 0, of_bytes: int = 0) -> None:
+        self.step, self.steps, self.loss, self.of_bytes = 0, steps, None, of_bytes
+        self.phase = phase
+
+    def advance(self, loss: float | None = None) -> None:
+        """One step more; `loss` is the epoch's mean so far, where it may be told."""
+        self.step += 1
+        self.loss = loss
+
+    def progress(self) -> Progress:
+        """What a heartbeat says."""
+        moved = {"fetching": self.download_bytes, "uploading": self.upload_bytes}.get(self.phase)
+        works = self.phase in ("training", "evaluating")
+        return Progress(
+            phase=self.phase,
+            step=self.step if works else None,
+            steps=self.steps or None,
+            loss=self.loss if self.loss is not None and abs(self.loss) < LARGEST_NUMBER else None,
+            bytes=moved,
+            of_bytes=self.of_bytes or None,
+        )
