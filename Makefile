@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help install demo test test-postgresql check fix system fuzz \
+.PHONY: help install demo demo-reports demo-pairs test test-postgresql check fix system fuzz \
   bench bench-quick bench-results bench-rivals bench-attention simulation chaos soak test-long image-check deploy-check \
   migrate image clean
 
@@ -22,6 +22,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: install ## four institutions train one transformer without sharing data
 	$(BIN)/python -m examples.digits $(if $(SCOPE),--scope $(SCOPE))
+
+demo-reports: install ## three hospitals learn from synthetic notes with SAFL: half the layers travel
+	$(BIN)/python -m examples.reports
+
+demo-pairs: install ## four sites adapt a small CLIP with pFedDC: prompts alone travel
+	$(BIN)/python -m examples.pairs
 
 # Side by side, as many as there are cores and at most four; each computes in one thread.
 test: install ## run every test

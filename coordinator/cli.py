@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -44,14 +45,17 @@ from coordinator.supervision import ChildConductor, end_with_parent
 from shared import spans
 from shared.cli.effective import tell_settings
 from shared.cli.findings import tell
-from shared.cli.output import AsJson
+from shared.cli.output import AsJson, print_json
 from shared.doctor import examined
 from shared.effective import effective
 from shared.memory import keep_freed_memory
 from shared.methods import MethodsUnusable, methods
 from shared.problems import Problem
 
-app = typer.Typer(help="Run a coordinator. Settings come from the environment: TESSERA_DATABASE_URL and others.")
+app = typer.Typer(
+    add_completion=False,
+    help="Run a coordinator. Settings come from the environment: TESSERA_DATABASE_URL and others.",
+)
 log = structlog.get_logger()
 
 Folder = Annotated[Path, typer.Argument(help="of a backup: its database and blobs")]
@@ -131,9 +135,12 @@ def conduct(
 
 
 @app.command()
-def gc() -> None:
+def gc(as_json: AsJson = False) -> None:
     """Remove at once what is no longer kept, as a conductor does now and again. Safe beside running coordinators."""
     freed = _stored().housekeeping.retention.collect()
+    if as_json:
+        print_json(asdict(freed))
+        return
     typer.echo(
         f"removed {freed.blobs} blobs of {freed.bytes} bytes, {freed.updates} of them updates, "
         f"{freed.uploads} unfinished uploads and {freed.strays} stray files; retired {freed.versions} versions"
@@ -141,30 +148,36 @@ def gc() -> None:
 
 
 @app.command()
-def verify() -> None:
-    """Hash every blob, read every version and follow the audit chain; exit code 1 if anything is wrong."""
+def verify(as_json: AsJson = False) -> None:
+    """Hash every blob, read every version and follow the audit chain.
+
+    Exit code 0: all is well, 1: something is wrong.
+    """
     services = _stored()
-    faults = 0
+    faults: list[str] = []
     for fault in backup.verify(services.database, services.blobs, services.states):
-        faults += 1
+        faults.append(fault)
         typer.echo(fault, err=True)
-    typer.echo(f"{faults} faults")
+    if as_json:
+        print_json({"faults": faults})
+    else:
+        typer.echo(f"{len(faults)} faults")
     raise typer.Exit(1 if faults else 0)
 
 
 @app.command("backup")
-def back_up(folder: Folder) -> None:
+def back_up(folder: Folder, as_json: AsJson = False) -> None:
     """Copy every table and blob into a folder, while the coordinator works on. Again into the same one, only what is
     new is copied."""
     services = _stored()
-    _copying("backed up", lambda: backup.back_up(services.database, services.blobs, folder))
+    _copying("backed up", lambda: backup.back_up(services.database, services.blobs, folder), as_json=as_json)
 
 
 @app.command()
-def restore(folder: Folder) -> None:
+def restore(folder: Folder, as_json: AsJson = False) -> None:
     """Copy a backup into an empty database at head and into the blob store, whatever kinds of these it came from."""
     services = _stored()
-    _copying("restored", lambda: backup.restore(folder, services.database, services.blobs))
+    _copying("restored", lambda: backup.restore(folder, services.database, services.blobs), as_json=as_json)
 
 
 @app.command()
@@ -187,12 +200,15 @@ def show(as_json: AsJson = False) -> None:
     tell_settings(effective(_settings().model_dump(), {}, os.environ, "TESSERA_"), as_json=as_json)
 
 
-def _copying(what: str, work: Callable[[], backup.Copied]) -> None:
+def _copying(what: str, work: Callable[[], backup.Copied], *, as_json: bool) -> None:
     try:
         copied = work()
     except (backup.NoBackup, backup.NotEmpty, Problem, OSError, SQLAlchemyError) as fault:
         typer.echo(str(fault), err=True)
         raise typer.Exit(1) from None
+    if as_json:
+        print_json(asdict(copied))
+        return
     typer.echo(f"{what}: {copied.rows} rows, {copied.blobs} new blobs of {copied.bytes} bytes")
 
 

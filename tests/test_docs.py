@@ -88,6 +88,29 @@ def test_every_link_between_documents_leads_somewhere() -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def anchors(document: Path) -> set[str]:
+    """What a document's headings are called in links."""
+    prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_to_a_heading_finds_it() -> None:
+    found = 0
+    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text()):
+            found += 1
+            place = document.parent / target if target else document
+            assert anchor in anchors(place), f"{document.name} links to {target}#{anchor}"
+    assert found > 10
+
+
+def test_every_test_that_the_review_board_is_told_of_is_there() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text("docs/review-board.md"))
+    assert len(named) > 15
+    assert [f"{file}::{test}" for file, test in named if f"def {test}(" not in text(file)] == []
+
+
 def test_every_test_that_the_threat_model_names_is_there() -> None:
     document = text("docs/threat-model.md")
     named = set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", document))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shutil
 import sys
 import time
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
@@ -20,9 +18,8 @@ from examples.digits import screen
 from examples.digits.federation import HERE, LABORATORY, SITES, Federation, holdings
 from examples.digits.ledger import Entry, percent_of_full, stages
 from examples.digits.picture import draw
-from examples.digits.processes import Died, Processes, end_by_interrupt
 from examples.digits.reload import Scores, measure
-from shared.cli import output
+from examples.staging import DemoFailed, parser, play
 from shared.cli.export import export_folder
 from shared.cli.rounds import Glimpse, at_work, follow
 from shared.cli.spec import read_spec
@@ -31,69 +28,18 @@ from shared.client import Client
 from shared.fairness import scores_by_version
 from shared.methods.fedfrozen import Scope
 from shared.modelfolder import ModelFolder
-from shared.problems import Problem
 from shared.wire import Run, RunSpec
-
-# Says that a folder was made by this demo, and so may be replaced by it.
-MARK = ".tessera-demo"
 
 
 def arguments() -> argparse.Namespace:
     scopes = get_args(Scope)
     scope = os.environ.get("SCOPE") or None
-    parser = argparse.ArgumentParser(prog="python -m examples.digits", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="a folder, replaced on each run")
-    parser.add_argument("--scope", choices=scopes, default=scope, help="what trains once queries and keys are frozen")
-    parser.add_argument(
-        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="as in run.toml"
-    )
-    given = parser.parse_args()
+    made = parser("examples.digits", __doc__)
+    made.add_argument("--scope", choices=scopes, default=scope, help="what trains once queries and keys are frozen")
+    given = made.parse_args()
     if given.scope and given.scope not in scopes:
-        parser.error(f"SCOPE is {given.scope!r}; it can be {', '.join(scopes)}")
+        made.error(f"SCOPE is {given.scope!r}; it can be {', '.join(scopes)}")
     return given
-
-
-def main() -> int:
-    """0: done; 1: something ended that should not have; 130: interrupted."""
-    console = output.out()
-    given = arguments()
-    end_by_interrupt()
-    try:
-        folder = _fresh(given.out)
-        processes = Processes(folder)
-        try:
-            _demo(console, Federation(folder, processes), given)
-        finally:
-            processes.stop()
-    except KeyboardInterrupt:
-        console.print(f"\nInterrupted. Every process was stopped; their logs are in {escape(str(given.out))}.")
-        return 130
-    except Died as death:
-        console.print(f"\n[red]{escape(str(death))}[/]. The end of {escape(str(death.log))}:\n")
-        console.print(escape(death.tail()), soft_wrap=True)
-        return 1
-    except Problem as problem:
-        output.show_problem(problem, as_json=False)
-        return 1
-    except (DemoFailed, TimeoutError) as fault:
-        console.print(f"\n[red]{escape(str(fault))}[/]")
-        return 1
-    return 0
-
-
-class DemoFailed(Exception):
-    """The demo ran and did not show what it is to show."""
-
-
-def _fresh(out: Path) -> Path:
-    """An empty folder, in place of the one that the last demo made."""
-    if out.exists():
-        if not (out / MARK).is_file():
-            raise DemoFailed(f"{out} exists and no demo made it: remove it, or give another --out")
-        shutil.rmtree(out)
-    out.mkdir(parents=True)
-    (out / MARK).touch()
-    return out.resolve()
 
 
 def _demo(console: Console, federation: Federation, given: argparse.Namespace) -> None:
@@ -197,4 +143,4 @@ def _check_export(console: Console, federation: Federation, client: Client, run:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(play(_demo, arguments()))

@@ -1,4 +1,4 @@
-"""A whole federation on one machine: a coordinator, four institutions that train and a laboratory that measures."""
+"""A whole federation on one machine: a coordinator, institutions that train, a laboratory that measures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Holding:
     site: str
     dataset: str
     source: DataSource
-    kind: TaskKind
+    kind: TaskKind | None
+    """What its worker does; both if None."""
 
 
 def holdings() -> tuple[Holding, ...]:
@@ -128,7 +129,7 @@ class Federation:
             f"token_file = {_toml(str(token_file))}",
             f"name = {_toml(WORKER)}",
             f"state_dir = {_toml(str(home / 'state'))}",
-            f"kinds = [{_toml(holding.kind)}]",
+            f"kinds = {_toml([holding.kind] if holding.kind else ['train', 'evaluate'])}",
             'device = "cpu"',
             "threads = 1",
             "",
@@ -136,14 +137,15 @@ class Federation:
             f"kind = {_toml(holding.source.kind)}",
             *(f"{name} = {_toml(value)}" for name, value in holding.source.options.items()),
         ]
+        if holding.source.held_out:
+            lines.append(f"held_out = {holding.source.held_out}")
         if part := holding.source.part:
             values = ", ".join(f"{name} = {_toml(value)}" for name, value in part.model_dump().items())
             lines.append(f"part = {{ {values} }}")
         return "\n".join(lines) + "\n"
 
-    def await_workers(self, admin: Client) -> Iterator[int]:
+    def await_workers(self, admin: Client, wanted: int = len(SITES) + 1) -> Iterator[int]:
         """Yields how many workers there are until all are."""
-        wanted = len(SITES) + 1
         there = 0
         while there < wanted:
             self.processes.check()
@@ -151,10 +153,11 @@ class Federation:
             yield there
             time.sleep(0.2)
 
-    def make_model(self) -> ModelFolder:
-        """A vision transformer with random weights, as a model folder."""
+    def make_model(self, *options: str) -> ModelFolder:
+        """What `tessera model init` makes with these options; without any, a ViT with random weights."""
         out = self.folder / "model"
-        options = ("--config", str(HERE / "vit.json"), "--head", "image-classification", "--seed", str(SEED))
+        options = options or ("--config", str(HERE / "vit.json"), "--head", "image-classification")
+        options = (*options, "--seed", str(SEED))
         self.processes.start("model-init", tessera("model", "init", str(out), *options), {})
         self.processes.finish("model-init")
         return ModelFolder.open(out)

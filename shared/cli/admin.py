@@ -11,17 +11,20 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from shared.cli import output
-from shared.cli.connection import client_of, connect, find_token
+from shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_token
+from shared.cli.glance import status_picture, watch_status
 from shared.cli.output import AsJson
-from shared.cli.rounds import at_work
 from shared.cli.secret import place_for, put_secret
 from shared.client import Client
 from shared.problems import Invalid, NotFound
 from shared.tokens import normal_code
-from shared.wire import Approval, Enrolment, IssuedToken, Label, Site, Status, TokenRole, TokenSpec
+from shared.wire import Approval, Enrolment, IssuedToken, Label, Site, TokenRole, TokenSpec
 
 app = typer.Typer(
-    no_args_is_help=True, callback=connect, help="Sites, workers, tokens, and the coordinator at a glance."
+    no_args_is_help=True,
+    add_completion=False,
+    callback=connect,
+    help="Sites, workers, tokens, and the coordinator at a glance.",
 )
 site_app = typer.Typer(no_args_is_help=True, help="Admit institutions.")
 token_app = typer.Typer(no_args_is_help=True, help="Issue and revoke tokens.")
@@ -53,29 +56,23 @@ Code = Annotated[str, typer.Argument(help="What the worker shows, as in WDJB-MJH
 
 
 @app.command()
-def status(ctx: typer.Context, as_json: AsJson = False) -> None:
-    """Show the coordinator at a glance."""
+def status(
+    ctx: typer.Context,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it anew as it changes, until ^C.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the coordinator at a glance.
+
+    Watched in a terminal, the picture changes; elsewhere, and with `--json`, each change is a line.
+    """
+    if watch:
+        watch_status(client_of(ctx, WATCHING_PATIENCE_SECONDS), as_json=as_json)
+        return
     found = client_of(ctx).status()
     if as_json:
         output.print_json(found)
-        return
-    console = output.out()
-    console.print(output.table(("", ""), _facts(found)))
-    if found.open_rounds:
-        rows = [(r.number, r.stage, r.state, at_work(r)) for r in found.open_rounds]
-        console.print()
-        console.print(output.table(("round", "stage", "state", "tasks"), rows, right=("round",)))
-
-
-def _facts(found: Status) -> list[tuple[str, str]]:
-    runs = ", ".join(f"{count} {state}" for state, count in sorted(found.runs.items()))
-    live = sum(worker.live for worker in found.workers)
-    return [
-        ("version", f"{found.version}, protocol {found.protocol}"),
-        ("runs", runs or "none"),
-        ("workers", f"{live} live of {len(found.workers)}"),
-        ("blobs", f"{found.blobs}, {output.size(found.blob_bytes)}"),
-    ]
+    else:
+        output.out().print(status_picture(found))
 
 
 @app.command()

@@ -18,6 +18,9 @@ from shared.wire import Run, Token
 # Long enough for a passing fault, short enough that a person at a terminal does not wonder.
 PATIENCE_SECONDS = 10.0
 
+# A run outlives many a restart of its coordinator, and so does watching it.
+WATCHING_PATIENCE_SECONDS = 300.0
+
 Url = Annotated[str, typer.Option(envvar="TESSERA_URL", help="Where the coordinator is.")]
 TokenText = Annotated[
     str | None, typer.Option(envvar="TESSERA_TOKEN", show_envvar=True, help="The token; stronger than --token-file.")

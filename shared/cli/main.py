@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
-from typer.main import get_command, get_group
+from typer.main import get_command
 
 from shared.cli.output import complain, show_problem, wants_json
 from shared.problems import Problem
@@ -39,21 +39,24 @@ class Installed(TyperGroup):
     """The commands that are installed."""
 
     def list_commands(self, ctx: object) -> list[str]:
-        return sorted(_entries())
+        return sorted(installed())
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperGroup | None:
         """What `--help` lists: the name and a summary, without the command's code."""
-        return TyperGroup(name=cmd_name, help=SUMMARIES.get(cmd_name)) if cmd_name in _entries() else None
+        return TyperGroup(name=cmd_name, help=SUMMARIES.get(cmd_name)) if cmd_name in installed() else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command itself, for running it and for completing its arguments."""
         name, placeholder, rest = super().resolve_command(ctx, args)
         if name is None or placeholder is None:
             return name, placeholder, rest
-        entry = _entries()[name]
+        entry = installed()[name]
         try:
             return name, get_command(entry.load()), rest
         except ModuleNotFoundError as fault:
+            if ctx.resilient_parsing:
+                # Nobody reads sentences while a shell completes a line: there is nothing to complete.
+                return name, placeholder, rest
             complain(_what_is_missing(entry, fault))
             raise typer.Exit(2) from fault
 
@@ -65,7 +68,8 @@ class Installed(TyperGroup):
             raise typer.Exit(1) from problem
 
 
-def _entries() -> dict[str, EntryPoint]:
+def installed() -> dict[str, EntryPoint]:
+    """The commands by name, none of them loaded."""
     return {entry.name: entry for entry in entry_points(group=COMMANDS)}
 
 
@@ -82,7 +86,7 @@ def _what_is_missing(entry: EntryPoint, fault: ModuleNotFoundError) -> str:
     return f"`tessera {entry.name}` needs {missing}, which is not installed: {cure}"
 
 
-app = typer.Typer(cls=Installed, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=Installed, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:
@@ -102,4 +106,4 @@ def tessera(
 
 def main() -> None:
     """The entry point `tessera`. Exit codes: 0, 1 refused, 2 wrong usage, 130 interrupted, or a command's own."""
-    get_group(app).main(prog_name="tessera")
+    get_command(app).main(prog_name="tessera")

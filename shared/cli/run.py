@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from shared.cli import output
-from shared.cli.connection import client_of, connect, find_run
+from shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_run
 from shared.cli.export import export_file, export_folder
 from shared.cli.metrics import metrics
 from shared.cli.output import AsJson
@@ -28,11 +28,10 @@ from shared.fairness import scores_by_version, spreads
 from shared.modelfolder import ModelFolder
 from shared.wire import Run, RunSpec, RunState
 
-app = typer.Typer(no_args_is_help=True, callback=connect, help="Start, watch, steer and export runs.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, callback=connect, help="Start, watch, steer and export runs."
+)
 app.command()(metrics)
-
-# A run outlives many a restart of its coordinator, and so does watching it.
-WATCHING_PATIENCE_SECONDS = 300.0
 
 EXIT_CODES: dict[RunState, int] = {"completed": 0, "failed": 1, "cancelled": 1, "paused": 3}
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,32 @@ class Commands:
 @pytest.fixture
 def commands(coordinator: LiveCoordinator) -> Commands:
     return Commands(coordinator)
+
+
+def told(watching: subprocess.Popen[str], wanted: str) -> list[str]:
+    """The lines of a command that goes on and on, until one has `wanted` and it is interrupted."""
+    assert watching.stdout
+    lines = [next(watching.stdout)]
+    while wanted not in lines[-1]:
+        lines.append(next(watching.stdout))
+    watching.send_signal(signal.SIGINT)
+    assert watching.wait(timeout=30) == 130
+    watching.stdout.close()
+    return lines
+
+
+def test_a_watched_status_is_a_line_for_each_change_where_there_is_no_terminal(
+    commands: Commands, folder: Path
+) -> None:
+    watched = commands.start("admin", "status", "--watch")
+    documents = commands.start("admin", "status", "--watch", "--json")
+    assert watched.stdout and documents.stdout  # noqa: PT018 (for the type checker)
+    assert watched.stdout.readline().startswith("runs none; workers 0 live of 0; blobs ")
+    assert json.loads(documents.stdout.readline())["runs"] == {}
+    commands.create(folder)
+    lines = told(watched, "runs 1 running; ")
+    assert len(set(lines)) == len(lines)
+    assert json.loads(told(documents, '"running": 1')[-1])["runs"] == {"running": 1}
 
 
 # ---------------------------------------------------------------- runs
@@ -300,3 +328,31 @@ def test_a_preview_says_who_would_take_part_and_create_warns_of_too_few(
     assert commands.json(*asked, *few, code=3)["willing"] == 1
     made = commands.say("run", "create", *asked[2:], *few)
     assert "warning: 1 would take part now, fewer than the quorum of 2" in made.stderr
+
+
+# ---------------------------------------------------------------- the same from a notebook
+
+
+def test_the_notebook_previews_creates_watches_and_exports(
+    commands: Commands, folder: Path, coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "north"))
+    worker.enrol()
+    told_of = {"MODEL": str(folder), "DATASET": "data", "OUT": str(tmp_path / "out")}
+    notebook = subprocess.Popen(
+        [sys.executable, "-m", "examples.notebook"],
+        env=environment(**commands.settings, **told_of),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    for _ in range(2):
+        worker.train(until(worker.claim, 60))
+    told, _ = notebook.communicate(timeout=60)
+    assert notebook.returncode == 0, told
+    assert "1 workers would take part; 1 are needed" in told
+    assert [line.split(" bytes")[0].split()[:2] for line in told.splitlines() if line.endswith("bytes up")] == [
+        ["1", "committed"],
+        ["2", "committed"],
+    ]
+    assert {BLOCKS_FILE, WEIGHTS_FILE, "config.json"} <= {file.name for file in (tmp_path / "out").iterdir()}

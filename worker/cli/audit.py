@@ -25,7 +25,10 @@ from worker.chain import ChainError
 from worker.comparing import Comparison, compare
 
 app = typer.Typer(
-    no_args_is_help=True, callback=connect, help="Verify, export and compare what coordinator and site wrote down."
+    no_args_is_help=True,
+    add_completion=False,
+    callback=connect,
+    help="Verify, export and compare what coordinator and site wrote down.",
 )
 
 BAD_SETTINGS = 2

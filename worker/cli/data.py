@@ -23,7 +23,9 @@ WIDEST = 16
 
 PARTITION: TypeAdapter[Scheme] = TypeAdapter(Partition)
 
-app = typer.Typer(no_args_is_help=True, help="Show a site's data sets, and how one divides among sites.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Show a site's data sets, and how one divides among sites."
+)
 
 ConfigFile = Annotated[
     Path, typer.Argument(help="A worker's settings, or a TOML file with nothing but [datasets.NAME] tables.")

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from shared.blocks import Block
+from shared.cli.output import AsJson, print_json
 from shared.model import BLOCKS_FILE, WEIGHTS_FILE, Head, Lora, Model, Prompts, stored_name
 from shared.modelfolder import ModelFolder
 from shared.problems import Problem
@@ -43,7 +44,9 @@ from worker.inserts import insert, merge
 from worker.layouts import MappingFile, read_mapping
 from worker.models import AUTO_CLASSES, check_model, instantiate, load
 
-app = typer.Typer(no_args_is_help=True, help="Make and inspect the models that runs start from.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Make and inspect the models that runs start from."
+)
 
 Config = dict[str, JsonValue]
 
@@ -88,6 +91,7 @@ def init(
     lora_rank: LoraRank = None,
     lora_alpha: LoraAlpha = None,
     lora_roles: LoraRoles = "query,value",
+    as_json: AsJson = False,
 ) -> None:
     """Make a model folder: transformers' own layout, and the table of the model's blocks."""
     with _bad_input_in_one_line():
@@ -112,7 +116,14 @@ def init(
             start_from_caption(model, caption)
         document = _document(model, head, mapping, prompts, lora)
         _write(out, model, document)
-    typer.echo(f"{out}: {len(document.blocks)} blocks, {document.nbytes} bytes")
+    _tell_made(out, document, as_json=as_json)
+
+
+def _tell_made(out: Path, document: Model, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"path": str(out), "blocks": len(document.blocks), "bytes": document.nbytes})
+    else:
+        typer.echo(f"{out}: {len(document.blocks)} blocks, {document.nbytes} bytes")
 
 
 @app.command("merge")
@@ -120,6 +131,7 @@ def merge_adapters(
     source: Annotated[Path, typer.Argument(help="A model folder with adapters, such as an exported version.")],
     out: Annotated[Path, typer.Argument(help="The folder to make. It may not exist yet.")],
     mapping_file: MappingOption = None,
+    as_json: AsJson = False,
 ) -> None:
     """Add the adapters of a model folder to its matrices: what comes out needs transformers alone."""
     with _bad_input_in_one_line():
@@ -133,7 +145,7 @@ def merge_adapters(
         merge(model)
         document = _document(model, folder.model.head, mapping)
         _write(out, model, document)
-    typer.echo(f"{out}: {len(document.blocks)} blocks, {document.nbytes} bytes")
+    _tell_made(out, document, as_json=as_json)
 
 
 @app.command()
@@ -146,7 +158,7 @@ def blocks(
     ] = False,
     head: Annotated[Head | None, typer.Option(help="What a config's model is for, if not just for features.")] = None,
     mapping_file: MappingOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show how many parameters and bytes each layer has in each role. A config is laid out without any weights."""
     with _bad_input_in_one_line():

@@ -44,7 +44,9 @@ from worker.settings import (
 BAD_SETTINGS = 2
 NOT_ADMITTED = 3
 
-app = typer.Typer(no_args_is_help=True, help="Run a worker beside the data, and check its settings.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Run a worker beside the data, and check its settings."
+)
 
 ConfigFile = Annotated[Path, typer.Option("--config", help="The worker's settings, as TOML.")]
 

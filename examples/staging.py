@@ -1,0 +1,127 @@
+"""What the demos share: a folder of their own, processes that end with them, and a run followed to its end."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from examples.digits.federation import Federation, Holding
+from examples.digits.ledger import Entry, percent_of_full
+from examples.digits.processes import Died, Processes, end_by_interrupt
+from shared.cli import output
+from shared.cli.export import export_folder
+from shared.cli.rounds import follow
+from shared.cli.spec import read_spec
+from shared.cli.upload import upload_model
+from shared.cli.watching import print_ended
+from shared.modelfolder import ModelFolder
+from shared.problems import Problem
+from shared.wire import RunSpec
+
+# Says that a folder was made by a demo, and so may be replaced by one.
+MARK = ".tessera-demo"
+
+
+class DemoFailed(Exception):
+    """The demo ran and did not show what it is to show."""
+
+
+def parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The options that every demo has."""
+    made = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
+    made.add_argument("--out", type=Path, default=Path("demo-output"), help="a folder, replaced on each run")
+    made.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="as in run.toml"
+    )
+    return made
+
+
+def play(demo: Callable[[Console, Federation, argparse.Namespace], None], given: argparse.Namespace) -> int:
+    """0: done; 1: something ended that should not have; 130: interrupted."""
+    console = output.out()
+    end_by_interrupt()
+    try:
+        folder = _fresh(given.out)
+        processes = Processes(folder)
+        try:
+            demo(console, Federation(folder, processes), given)
+        finally:
+            processes.stop()
+    except KeyboardInterrupt:
+        console.print(f"\nInterrupted. Every process was stopped; their logs are in {escape(str(given.out))}.")
+        return 130
+    except Died as death:
+        console.print(f"\n[red]{escape(str(death))}[/]. The end of {escape(str(death.log))}:\n")
+        console.print(escape(death.tail()), soft_wrap=True)
+        return 1
+    except Problem as problem:
+        output.show_problem(problem, as_json=False)
+        return 1
+    except (DemoFailed, TimeoutError) as fault:
+        console.print(f"\n[red]{escape(str(fault))}[/]")
+        return 1
+    return 0
+
+
+def _fresh(out: Path) -> Path:
+    """An empty folder, in place of the one that the last demo made."""
+    if out.exists():
+        if not (out / MARK).is_file():
+            raise DemoFailed(f"{out} exists and no demo made it: remove it, or give another --out")
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    (out / MARK).touch()
+    return out.resolve()
+
+
+def run_through(
+    console: Console,
+    federation: Federation,
+    holdings: Sequence[Holding],
+    model: Callable[[], ModelFolder],
+    run_file: Path,
+    settings: Sequence[str],
+) -> list[Entry]:
+    """Starts a coordinator and a worker for each holding, runs what the file says, prints each round as it ends and
+    what moved in all, and exports the last version into `global-model`. Returns the rounds that were committed."""
+    wanted: dict[str, Any] = read_spec(run_file, list(settings))
+    federation.start_coordinator()
+    entries: list[Entry] = []
+    with federation.admin() as client:
+        for holding in holdings:
+            federation.start_worker(client, holding)
+        folder = model()
+        for _ in federation.await_workers(client, len(holdings)):
+            pass
+        console.print(
+            f"A coordinator at {federation.url} and {len(holdings)} workers, a process each. The model has "
+            f"{len(folder.model.blocks)} blocks, {output.size(folder.model.nbytes)}. Bytes are of all sites.\n",
+            soft_wrap=True,
+        )
+        uploaded = upload_model(client, folder)
+        spec = RunSpec.model_validate({**wanted, "model": uploaded.model, "version": uploaded.version})
+        run = client.create_run(spec, key=uuid.uuid4().hex)
+        for glimpse in follow(client, run.id, poll_seconds=0.25):
+            federation.processes.check()
+            for outcome in glimpse.ended:
+                print_ended(console, outcome)
+                if outcome.round.state == "committed":
+                    entries.append(Entry.of(outcome, folder.model.nbytes))
+        if glimpse.run.state != "completed":
+            raise DemoFailed(f"the run is {glimpse.run.state}: {glimpse.run.reason}")
+        export_folder(client, run, federation.folder / "global-model", None, lambda _: None, folder.path)
+    first, *later = entries
+    console.print(
+        f"\nRound 1 moved {percent_of_full([first]):.1f} % of the bytes of exchanging the whole model uncompressed"
+        + (f"; the {len(later)} after it {percent_of_full(later):.2f} %." if later else ".")
+        + " What was fetched only to be measured is not among them.",
+        soft_wrap=True,
+    )
+    return entries

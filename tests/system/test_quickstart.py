@@ -1,0 +1,126 @@
+"""The commands of docs/quickstart.md, as they stand there and in that order, with both machines on loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.cli import environment
+from tests.support.coordinator import until
+from tests.support.processes import free_port
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "quickstart.md"
+
+
+def blocks() -> list[str]:
+    """The page's commands, a block each; the first line says where."""
+    return re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+class Machines:
+    """Runs blocks, with a folder for each machine. `tessera` is this interpreter's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.folder = folder
+        self.running: list[subprocess.Popen[bytes]] = []
+        (folder / "bin").mkdir()
+        script = folder / "bin" / "tessera"
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m shared.cli "$@"\n')
+        script.chmod(0o755)
+        for name in "AB":
+            (folder / name).mkdir()
+        self.environment = environment(
+            PATH=f"{folder / 'bin'}:{os.environ['PATH']}",
+            TESSERA_CHECKOUT=str(ROOT),
+            TESSERA_PORT=str(self.port),
+            HOME=str(folder),
+            PYTHONPATH=str(ROOT),
+            OMP_NUM_THREADS="1",
+        )
+
+    def begin(self, block: str, more: str = "") -> Path:
+        """Starts a block on its machine; returns the file that has what it says."""
+        machine = re.match(r"# machine ([AB])", block)
+        assert machine, block
+        place = self.folder / machine[1]
+        log = place / f"{len(self.running)}.log"
+        text = f"set -e\n{more}{block}".replace("localhost:8470", f"localhost:{self.port}")
+        with log.open("wb") as out:
+            self.running.append(
+                subprocess.Popen(
+                    ["bash", "-c", text],
+                    cwd=place,
+                    env=self.environment,
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=True,
+                )
+            )
+        return log
+
+    def end(self, log: Path, seconds: float = 100) -> str:
+        """Waits for the block that was begun last to end well; what it said."""
+        code = self.running[-1].wait(timeout=seconds)
+        said = log.read_text()
+        assert code == 0, said
+        return said
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    made = Machines(tmp_path)
+    yield made
+    for process in reversed(made.running):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(timeout=30)
+
+
+@pytest.mark.timeout(300)
+def test_the_page_makes_a_model(machines: Machines) -> None:
+    certificate, serve, join, approve, data, work, run = blocks()
+    a, b = machines.folder / "A", machines.folder / "B"
+    machines.end(machines.begin(certificate))
+    machines.begin(serve)
+    until(lambda: _ready(machines.port, a / "cert.pem"), 60)
+    (b / "cert.pem").write_bytes((a / "cert.pem").read_bytes())
+
+    begun_at = time.monotonic()
+    joining = machines.begin(join)
+    waits = machines.running[-1]
+    code = until(lambda: re.search(r"\b[A-Z]{4}-[A-Z]{4}\b", joining.read_text()), 60)[0]
+    machines.end(machines.begin(approve.replace("CODE", code)))
+    assert waits.wait(timeout=60) == 0, joining.read_text()
+    machines.end(machines.begin(data))
+    machines.begin(work)
+    exports = "\n".join(line for line in approve.splitlines() if line.startswith("export")) + "\n"
+    until(lambda: _live(machines, exports), 60)
+    print(f"\njoined and at work after {time.monotonic() - begun_at:.0f} s")
+
+    said = machines.end(machines.begin(run, exports), 200)
+    assert "first is completed" in said
+    assert {"config.json", "model.safetensors"} <= {file.name for file in (a / "trained").iterdir()}
+
+
+def _ready(port: int, certificate: Path) -> bool:
+    try:
+        verify = ssl.create_default_context(cafile=str(certificate))
+        return httpx.get(f"https://localhost:{port}/healthz/ready", verify=verify).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _live(machines: Machines, exports: str) -> bool:
+    return '"live": true' in machines.end(machines.begin("# machine A\ntessera admin workers --json\n", exports))
