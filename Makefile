@@ -40,7 +40,7 @@ test-postgresql: install ## the tests of storage, API and processes, all on Post
 check: install ## format, lint, types; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 fix: install ## format and mend what can be mended
 	$(BIN)/ruff format .
