@@ -6,7 +6,6 @@ The cookie goes to /page alone, so that the API knows bearer tokens and nothing 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -23,6 +22,7 @@ from coordinator.services import Services
 from coordinator.storage import sessions
 from coordinator.storage.identity import Principal
 from shared.problems import BadRequest, Fault, Forbidden, Invalid, Problem, Unauthenticated, pointer_to
+from shared.transport import is_loopback
 from shared.wire import TokenRole
 
 COOKIE = "tessera_session"
@@ -166,14 +166,6 @@ def keep_session(request: Request, response: Response, secret: str, seconds: flo
 
 def forget_session(response: Response) -> None:
     response.delete_cookie(COOKIE, path=PREFIX, httponly=True, samesite="strict")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this is the machine itself, which nobody listens in on."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def theme_of(request: Request) -> Theme:
