@@ -111,7 +111,7 @@ def test_a_body_of_another_type_is_not_taken_for_json(http: httpx.Client, conten
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
         ("GET", "/v1/nothing", 404),
         ("GET", "/v1/runs/nothing", 404),
         ("GET", "/v1/runs/%00", 404),

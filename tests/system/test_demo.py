@@ -61,6 +61,7 @@ def test_an_interrupted_demo_stops_every_process(tmp_path: Path, number: signal.
     assert left_of(out) == []
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     out = tmp_path / "demo"
     demo = start(out)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from shared.modelfolder import ModelFolder
 from tests.support.coordinator import until
 from tests.support.processes import Process
@@ -24,6 +26,7 @@ part = { scheme = "dirichlet", alpha = 1 }
 """
 
 
+@pytest.mark.long
 def test_a_simulation_that_was_killed_ends_with_the_bits_of_one_that_was_not(
     vit: ModelFolder, tmp_path: Path
 ) -> None:
