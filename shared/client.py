@@ -10,7 +10,6 @@ Every method raises a `shared.problems.Problem` for a refusal, after repeating w
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import os
 import re
@@ -26,7 +25,7 @@ from typing import Any, BinaryIO, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from shared.hashing import Hashing, Sink
+from shared.hashing import Hashing, Sink, digest_at
 from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import Invalid, NotFound, OffsetMismatch, faults_of
 from shared.tensors import digest_of
@@ -283,10 +282,10 @@ class Client:
         self._upload(digest, io.BytesIO(data), len(data), None)
         return digest
 
-    def put_file(self, path: Path, progress: Progress | None = None) -> str:
-        """Uploads a file, going on where it broke off, and returns its digest."""
+    def put_file(self, path: Path, progress: Progress | None = None, digest: str | None = None) -> str:
+        """Uploads a file, going on where it broke off, and returns its digest, which need not be given."""
+        digest = digest or digest_at(path)
         with path.open("rb") as file:
-            digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
             self._upload(digest, file, path.stat().st_size, progress)
         return digest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Protocol
 
 from shared.problems import DigestMismatch
@@ -37,3 +38,9 @@ class Hashing:
         """Raises DigestMismatch if what was written has another digest."""
         if self.digest != digest:
             raise DigestMismatch(f"the bytes received for {digest} are others", remedy="Fetch it again.")
+
+
+def digest_at(path: Path) -> str:
+    """The digest of a file."""
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"

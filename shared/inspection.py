@@ -10,12 +10,13 @@ from math import isfinite, sqrt
 import numpy as np
 
 from shared.blobs import BlobStore
+from shared.codecs.delta import difference
 from shared.malformed import Malformed
 from shared.methods.contract import Plan
 from shared.model import Model
 from shared.problems import MAX_FAULTS, Fault, InvalidUpdate
 from shared.states import States
-from shared.tensors import PIECE, Tensor
+from shared.tensors import PIECE, Array, Tensor, squares
 from shared.update import EncodedTensor, of_whole, read_update
 from shared.wire import Manifest
 
@@ -82,13 +83,18 @@ def step_squares(tensor: Tensor, base: Tensor) -> float:
     with np.errstate(over="ignore", invalid="ignore"):
         for chunk, start in zip(tensor.chunks(), base.chunks(), strict=True):
             for at in range(0, chunk.size, PIECE):
-                values = chunk[at : at + PIECE].astype(np.float64)
-                step = values - start[at : at + PIECE].astype(np.float64)
-                # Not `step @ step`: BLAS divides it among threads, which spin while they wait for each other.
-                squares = float(np.einsum("i,i", step, step))
-                # What is not finite in the values is not so in the sum; float64 overflows on no finite float32.
-                if not isfinite(squares) and not np.isfinite(values).all():
-                    wrong = int((~np.isfinite(values)).sum())
-                    raise NotFinite("not-finite", f"{wrong} or more values are NaN or infinite")
-                total += squares
+                values = chunk[at : at + PIECE]
+                found = squares(difference(values, start[at : at + PIECE]))
+                # What is not finite in the values is not so in the sum.
+                if not isfinite(found):
+                    if wrong := int((~np.isfinite(values)).sum()):
+                        raise NotFinite("not-finite", f"{wrong} or more values are NaN or infinite")
+                    found = _wide_squares(values, start[at : at + PIECE])
+                total += found
     return total
+
+
+def _wide_squares(values: Array, start: Array) -> float:
+    """The same in float64, which overflows on no finite float32."""
+    step = values.astype(np.float64) - start.astype(np.float64)
+    return float(np.einsum("i,i", step, step))

@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpcore
 import httpx
 from pydantic import ValidationError
 
@@ -41,6 +42,10 @@ ANSWER_SECONDS = 60.0
 WHOLE_ANSWER = 10
 """How many times as long an answer that is held whole may take to its end, though it goes on all the while."""
 
+
+READ_BYTES = 1 << 18
+"""Of an answer at a time. In the library's own pieces of 64 KiB a download takes half as much CPU again."""
+httpcore.HTTP11Connection.READ_NUM_BYTES = READ_BYTES
 
 SHOW_CERTIFICATE = (
     "client_cert and client_key in a worker's settings, TESSERA_CLIENT_CERT and TESSERA_CLIENT_KEY for commands."

@@ -5,7 +5,6 @@ A cache belongs to one process. Its size is bounded; what was used longest ago g
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections import OrderedDict, deque
@@ -13,18 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from shared.blocks import NUMPY_DTYPES, Block, DType
-from shared.hashing import Hashing, Sink
+from shared.hashing import Hashing, Sink, digest_at
 from shared.problems import DigestMismatch
 from shared.tensors import Array, chunk_counts
 from worker.files import sweep, written_whole
 
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-PIECE_BYTES = 1 << 20
 NAMES = re.compile(r"sha256-([0-9a-f]{64})")
 
 Progress = Callable[[int], None]
@@ -131,7 +128,7 @@ class Cache:
     def _holds(self, digest: str, path: Path) -> bool:
         if digest not in self._bytes:
             return False
-        if path.exists() and (digest in self._checked or _digest_at(path) == digest):
+        if path.exists() and (digest in self._checked or digest_at(path) == digest):
             self._checked.add(digest)
             return True
         path.unlink(missing_ok=True)
@@ -227,19 +224,6 @@ def _found(folder: Path) -> list[tuple[str, int]]:
             stat = path.stat()
             used[f"sha256:{match[1]}"] = (stat.st_mtime_ns, stat.st_size)
     return [(digest, size) for digest, (_, size) in sorted(used.items(), key=lambda item: item[1])]
-
-
-def _digest_at(path: Path) -> str:
-    with path.open("rb") as file:
-        return _digest_of(file)
-
-
-def _digest_of(file: BinaryIO) -> str:
-    """The digest of a file from its position to its end."""
-    found = hashlib.sha256()
-    while piece := file.read(PIECE_BYTES):
-        found.update(piece)
-    return f"sha256:{found.hexdigest()}"
 
 
 @dataclass(frozen=True)

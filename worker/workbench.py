@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,21 +22,19 @@ from shared import codecs, spans
 from shared.blocks import Block
 from shared.client import Client, Progress
 from shared.codecs import CodecError
-from shared.container import read_header
 from shared.documents import check_document
 from shared.fairness import PERSONAL
-from shared.fitting import write_within
 from shared.hashing import Sink
 from shared.methods import check as check_method
 from shared.methods import worker_half
 from shared.methods.contract import Harvest, RunFacts, Tally, WorkerHalf
 from shared.model import MAX_DOCUMENT_BYTES, Model
-from shared.problems import InvalidUpdate, Problem, faults_of
-from shared.tensors import CHUNK, Array, ArrayTensor, as_bytes, digest_of, from_bytes, to_array
-from shared.update import Change, read_update, write_update
+from shared.problems import InvalidUpdate, faults_of
+from shared.tensors import CHUNK, Array, ArrayTensor, as_bytes, from_bytes, to_array
+from shared.update import Change, read_update
 from shared.wire import Difference, Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
-from worker.airlock import Airlock, BlockOut, Summary, UpdateWithheld, summary_of
-from worker.audit import Action, Audit, names_digest, plan_digest
+from worker.airlock import Airlock
+from worker.audit import Action, Audit, plan_digest
 from worker.blockmap import block_table, named_tensors
 from worker.cache import BlobTensor, BlobTooLarge, Cache, Row, Source
 from worker.contributions import Contributions
@@ -47,6 +44,7 @@ from worker.feedback import Feedback, without_feedback
 from worker.files import sweep, temporary_file
 from worker.inbox import Inbox, Request
 from worker.layouts import MappingFile
+from worker.leaving import Leaving
 from worker.ledger import LEDGER_FOLDER, Ledger
 from worker.models import build, write_block
 from worker.plainly import summary
@@ -64,7 +62,6 @@ from worker.settings import (
     ledger_of,
     mappings_of,
 )
-from worker.throttle import Throttle
 from worker.trainer import Batches, Check, Trainer, epochs_of, seed_everything, steps_in
 from worker.vault import Vault
 from worker.work import LocalWork
@@ -81,7 +78,7 @@ class Coordinator(Protocol):
     def copy_blob(self, digest: str, file: Sink, progress: Progress | None = None) -> None: ...
     def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None: ...
     def difference(self, run_id: str, number: int, since: int) -> Difference | None: ...
-    def put_file(self, path: Path, progress: Progress | None = None) -> str: ...
+    def put_file(self, path: Path, progress: Progress | None = None, digest: str | None = None) -> str: ...
     def submit(self, task_id: str, submission: Submission) -> TaskView: ...
     def submit_evaluation(self, task_id: str, evaluated: Evaluated) -> TaskView: ...
 
@@ -99,10 +96,6 @@ class Shelf(Protocol):
 
 LEAST_DIFFERENCE = 1 << 16
 """Fewer bytes of blocks are not worth asking what a difference would take."""
-
-
-MOST_INLINE = 1 << 20
-"""No update of more bytes goes along with its submission, whatever a task allows: there it is held several times."""
 
 
 class TaskFailure(ValueError):
@@ -173,14 +166,6 @@ class _Ready:
     def is_changed(self) -> bool:
         """Whether a fetched block has another value than the version's."""
         return any(self.work.read(base.block).tobytes() != to_array(base).tobytes() for base in self.bases.values())
-
-
-@dataclass(frozen=True)
-class _Update:
-    """What is handed in, and its bytes if they go along with the submission."""
-
-    digest: str
-    data: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -507,10 +492,14 @@ class Workbench:
     ) -> None:
         with spans.span("train"):
             harvest, tally = self._trained(task, ready, dataset, private, check, report)
+        feedback, leaving = ready.feedback, Leaving(self, task, check, report)
         with spans.span("upload"):
-            handed = self._upload(task, ready, harvest, tally, private, check, report)
+            changes = feedback.add(_changes(harvest, ready.bases))
+            epsilon = private.spent() if private else None
+            asked = task.plan.upload.resolve(ready.built.blocks)
+            sent = leaving.upload(changes, feedback, asked, harvest.keep, tally.examples, epsilon)
         with spans.span("submit"):
-            self._submit(task, handed, {**harvest.keep, **ready.feedback.kept()}, tally, report)
+            leaving.submit(sent, {**harvest.keep, **feedback.kept()}, tally.examples)
 
     def _trained(
         self,
@@ -544,155 +533,6 @@ class Workbench:
             report.numbers = private.disclosed(report.numbers)
         return harvest, tally
 
-    def _upload(
-        self,
-        task: Task,
-        ready: _Ready,
-        harvest: Harvest,
-        tally: Tally,
-        private: PrivateTask | None,
-        check: Check,
-        report: Report,
-    ) -> _Update:
-        rate = self.policy.max_upload_bytes_per_second
-        throttle = Throttle(rate, check) if rate else None
-
-        def sent(nbytes: int) -> None:
-            report.upload_bytes += nbytes
-            check()
-            if throttle:
-                throttle.sent(nbytes)
-
-        changes = ready.feedback.add(_changes(harvest, ready.bases))
-        with temporary_file(self.scratch) as (path, file):
-            budget, lossless = self._budget(task), codecs.parse(task.codec).lossless
-            if budget is None:
-                # What is lossless may as well be sent as it is, where that takes less time.
-                codec = codecs.RAW if lossless and self.coordinator.fast_line else task.codec
-                write_update(file, codec, changes, task.seed)
-            else:
-                write_within(file, task.codec, changes, budget, task.seed)
-            file.flush()
-            if budget is not None or not lossless:
-                report.numbers["codec_error"] = self._settle(path, changes, ready.feedback, task)
-            self._check_egress(path, task.plan.upload.resolve(ready.built.blocks), harvest)
-            check()
-            told = (
-                self._told_of(task, path, changes, tally.examples, private, report)
-                if self.audit or self.airlock
-                else None
-            )
-            if self.airlock and told:
-                report.begin("waiting")
-                self._hold(self.airlock, task, path, told, check)
-            self._remember(task, path.stat().st_size)
-            if told:
-                self._note_leaving(task, told)
-            report.begin("uploading", of_bytes=path.stat().st_size)
-            if path.stat().st_size > min(task.inline_bytes, MOST_INLINE):
-                return _Update(self.coordinator.put_file(path, sent))
-            data = path.read_bytes()
-            sent(len(data))
-            return _Update(digest_of(data), data)
-
-    def _told_of(
-        self,
-        task: Task,
-        path: Path,
-        changes: Sequence[Change],
-        examples: int,
-        private: PrivateTask | None,
-        report: Report,
-    ) -> Summary:
-        """What an update that is about to leave would tell."""
-        return summary_of(
-            task,
-            examples=examples,
-            held_at=datetime.now(UTC),
-            update=_file_digest(path),
-            nbytes=path.stat().st_size,
-            blocks=_blocks_out(path, changes),
-            numbers=report.numbers,
-            epsilon=private.spent() if private else None,
-        )
-
-    def _hold(self, airlock: Airlock, task: Task, path: Path, told: Summary, check: Check) -> None:
-        """Waits until a person has released the update. Raises UpdateWithheld."""
-        self.note("update.hold", task, id=told.id, update=told.update, bytes=told.nbytes)
-        try:
-            decision = airlock.hold(path, told, check)
-        except UpdateWithheld as withheld:
-            self.note("update.withhold", task, id=told.id, update=told.update, reason=str(withheld))
-            raise
-        self.note("update.release", task, id=told.id, update=told.update, by=decision.by)
-        if _file_digest(path) != decision.update:
-            raise PolicyViolation("airlock", "what would leave is not what was released")
-
-    def _note_leaving(self, task: Task, told: Summary) -> None:
-        self.note(
-            "update.leave",
-            task,
-            dataset=told.dataset,
-            examples=told.examples,
-            update=told.update,
-            bytes=told.nbytes,
-            blocks=len(told.blocks),
-            names=names_digest(told.blocks),
-            norm=told.norm,
-            epsilon=told.epsilon,
-            numbers=list[JsonValue](sorted(told.numbers)),
-        )
-
-    def _budget(self, task: Task) -> int | None:
-        """The most bytes that the update may have, by what the run says and the site's line."""
-        rate = self.resources.get("upload_bytes_per_second")
-        by_line = int(rate * task.upload_seconds) if rate and task.upload_seconds else None
-        return min((limit for limit in (task.upload_budget, by_line) if limit is not None), default=None)
-
-    @staticmethod
-    def _settle(path: Path, changes: Sequence[Change], feedback: Feedback, task: Task) -> float:
-        """Reads what is about to leave as the coordinator will. What of it is missing stays here."""
-        asked = {change.block.name: change.block for change in changes}
-        bases = {change.block.name: change.base for change in changes}
-        sent = read_update(lambda: path.open("rb"), path.stat().st_size, asked, bases)
-        return feedback.settle(changes, sent, task.round)
-
-    def _check_egress(self, path: Path, asked: Sequence[Block], harvest: Harvest) -> None:
-        """Reads the very file that is about to leave, whatever was meant to be in it."""
-        nbytes = path.stat().st_size
-        with path.open("rb") as file:
-            header = read_header(file, nbytes)
-        self.policy.check_egress(header.entries, nbytes, asked, harvest.keep)
-
-    def _remember(self, task: Task, upload_bytes: int = 0) -> None:
-        """Writes down what the task shows of its run, right before its result leaves. Raises PolicyViolation."""
-        if self.contributions:
-            self.contributions.add(task, self.policy, upload_bytes)
-
-    def _submit(self, task: Task, update: _Update, keep: Mapping[str, Array], tally: Tally, report: Report) -> None:
-        submission = Submission(
-            token=task.token,
-            version=task.version.digest,
-            update=update.digest,
-            data=update.data,
-            examples=tally.examples,
-            numbers=report.numbers,
-            download_bytes=report.download_bytes,
-        )
-        staged = self.vault.stage(task.run, task.id, task.token, keep)
-        try:
-            view = self.coordinator.submit(task.id, submission)
-        except Problem as problem:
-            # Without an answer the file stays staged, and `settle` finds out later what became of the task.
-            if not problem.retryable:
-                staged.discard()
-            raise
-        if view.state == "accepted":
-            staged.commit()
-            self.note("update.count", task, update=update.digest)
-        else:
-            staged.discard()
-
     # ------------------------------------------------------------ evaluate
 
     def _evaluate(self, task: Task, ready: _Ready, dataset: Dataset, check: Check, report: Report) -> None:
@@ -714,23 +554,7 @@ class Workbench:
             own = evaluate(ready.work.model, ready.work.head, batches, check)
             report.numbers |= {PERSONAL + name: value for name, value in own.items()}
         check()
-        evaluated = Evaluated(
-            token=task.token,
-            version=task.version.digest,
-            examples=measured.examples,
-            numbers=report.numbers,
-            download_bytes=report.download_bytes,
-        )
-        self._remember(task)
-        self.note(
-            "figures.leave",
-            task,
-            dataset=task.dataset,
-            examples=measured.examples,
-            names=list[JsonValue](sorted(report.numbers)),
-        )
-        self.coordinator.submit_evaluation(task.id, evaluated)
-        self.note("figures.count", task)
+        Leaving(self, task, check, report).figures(measured.examples)
 
     def _personalise(self, task: Task, ready: _Ready, dataset: Dataset, check: Check) -> bool:
         """Turns the version into this site's own model; whether there is one, by this method and so far."""
@@ -793,26 +617,6 @@ def _changes(harvest: Harvest, bases: Mapping[str, BlobTensor]) -> list[Change]:
                 raise TaskFailure("invalid-harvest", f"{name} has shape {base.shape}, not {values.shape}")
             changes.append(Change(base.block, ArrayTensor(values, base.dtype), base))
     return changes
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
-
-
-def _blocks_out(path: Path, changes: Sequence[Change]) -> dict[str, BlockOut]:
-    """What is in an update file, by block."""
-    with path.open("rb") as file:
-        entries = read_header(file, path.stat().st_size).entries
-    return {
-        change.block.name: BlockOut(nbytes=entries[change.block.name].nbytes, norm=_norm(change))
-        for change in changes
-    }
-
-
-def _norm(change: Change) -> float:
-    """The l2 norm of a block's difference from its version."""
-    return math.sqrt(sum(float(np.square(step, dtype=np.float64).sum()) for step in change.steps()))
 
 
 def _structure(model: torch.nn.Module) -> Structure:

@@ -54,7 +54,9 @@ def played(live: LiveCoordinator, rounds: int, **spec: object) -> tuple[Client, 
     client = live.client()
     worker = ScriptedWorker(live.client("site", "a"))
     worker.enrol()
-    run = start_run(client, MODEL, START, rounds=rounds + 1, cohort=Cohort(size=1), **spec)
+    # The clock is put on by days: the round that is open must not end by it.
+    patient = Cohort(size=1, deadline_seconds=30 * 86400)
+    run = start_run(client, MODEL, START, rounds=rounds + 1, cohort=patient, **spec)
     tasks = [play(client, worker, run, number) for number in range(1, rounds + 1)]
     with live.services.database.snapshot() as session:
         updates = [session.get_one(TaskRow, task).update_digest or "" for task in tasks]

@@ -139,7 +139,7 @@ class LocalCoordinator:
         """None: what a simulation counts as fetched is blocks as they are."""
         return None
 
-    def put_file(self, path: Path, progress: Progress | None = None) -> str:
+    def put_file(self, path: Path, progress: Progress | None = None, digest: str | None = None) -> str:
         with path.open("rb") as file, self._folder.writer() as writer:
             while piece := file.read(PIECE_BYTES):
                 writer.write(piece)

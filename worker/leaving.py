@@ -1,0 +1,248 @@
+"""The way out of a site: what a task made is judged here, held if it must be, and written down before it leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from pydantic import JsonValue
+
+from shared import codecs
+from shared.blocks import Block
+from shared.container import read_header
+from shared.fitting import write_within
+from shared.hashing import digest_at
+from shared.problems import Problem
+from shared.tensors import Array, squares
+from shared.update import Change, read_update, write_update
+from shared.wire import Evaluated, Submission, Task
+from worker.airlock import Airlock, BlockOut, Summary, UpdateWithheld, summary_of
+from worker.audit import names_digest
+from worker.feedback import Feedback
+from worker.files import temporary_file
+from worker.policy import PolicyViolation
+from worker.report import Report
+from worker.throttle import Throttle
+from worker.trainer import Check
+
+if TYPE_CHECKING:
+    from worker.workbench import Workbench
+
+MOST_INLINE = 1 << 20
+"""No update of more bytes goes along with its submission, whatever a task allows: there it is held several times."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """An update that has left, or goes along with the submission: then `data` are its bytes."""
+
+    digest: str
+    data: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The way out of a bench for what one task made."""
+
+    bench: Workbench
+    task: Task
+    check: Check
+    report: Report
+
+    def upload(
+        self,
+        changes: Sequence[Change],
+        feedback: Feedback,
+        asked: Sequence[Block],
+        keep: Collection[str],
+        examples: int,
+        epsilon: float | None,
+    ) -> Sent:
+        """Writes the update of `changes`, and sends it unless it goes along with the submission.
+
+        `asked` are the blocks that may be in it, `keep` names what may not; `epsilon` is what the run has spent with
+        this task, None without differential privacy. Raises PolicyViolation, UpdateWithheld, OverBudget, Problem.
+        """
+        bench, task = self.bench, self.task
+        with temporary_file(bench.scratch) as (path, file):
+            exact = self._write(file, changes)
+            file.flush()
+            if not exact:
+                self.report.numbers["codec_error"] = self._settle(path, changes, feedback)
+            nbytes = path.stat().st_size
+            self._check_egress(path, asked, keep)
+            self.check()
+            digest = digest_at(path)
+            told = None
+            if bench.audit or bench.airlock:
+                told = self._told(digest, path, changes, examples, epsilon)
+            if bench.airlock and told:
+                self.report.begin("waiting")
+                self._hold(bench.airlock, path, told)
+            self._remember(nbytes)
+            if told:
+                self._note_leaving(told)
+            self.report.begin("uploading", of_bytes=nbytes)
+            sent = self._counting()
+            if nbytes > min(task.inline_bytes, MOST_INLINE):
+                bench.coordinator.put_file(path, sent, digest)
+                return Sent(digest)
+            data = path.read_bytes()
+            sent(len(data))
+            return Sent(digest, data)
+
+    def submit(self, update: Sent, keep: Mapping[str, Array], examples: int) -> None:
+        """Hands the update in. What the site keeps is in the vault once it is accepted, and not before."""
+        bench, task = self.bench, self.task
+        submission = Submission(
+            token=task.token,
+            version=task.version.digest,
+            update=update.digest,
+            data=update.data,
+            examples=examples,
+            numbers=self.report.numbers,
+            download_bytes=self.report.download_bytes,
+        )
+        staged = bench.vault.stage(task.run, task.id, task.token, keep)
+        try:
+            view = bench.coordinator.submit(task.id, submission)
+        except Problem as problem:
+            # Without an answer the file stays staged, and `settle` finds out later what became of the task.
+            if not problem.retryable:
+                staged.discard()
+            raise
+        if view.state == "accepted":
+            staged.commit()
+            bench.note("update.count", task, update=update.digest)
+        else:
+            staged.discard()
+
+    def figures(self, examples: int) -> None:
+        """Hands in what was measured on so many examples."""
+        bench, task, numbers = self.bench, self.task, self.report.numbers
+        evaluated = Evaluated(
+            token=task.token,
+            version=task.version.digest,
+            examples=examples,
+            numbers=numbers,
+            download_bytes=self.report.download_bytes,
+        )
+        self._remember()
+        names = list[JsonValue](sorted(numbers))
+        bench.note("figures.leave", task, dataset=task.dataset, examples=examples, names=names)
+        bench.coordinator.submit_evaluation(task.id, evaluated)
+        bench.note("figures.count", task)
+
+    # ------------------------------------------------------------ before an update leaves
+
+    def _write(self, file: BinaryIO, changes: Sequence[Change]) -> bool:
+        """Whether the file says exactly what the changes are."""
+        task, budget = self.task, self._budget()
+        if budget is not None:
+            write_within(file, task.codec, changes, budget, task.seed)
+            return False
+        lossless = codecs.parse(task.codec).lossless
+        # What is lossless may as well be sent as it is, where that takes less time.
+        codec = codecs.RAW if lossless and self.bench.coordinator.fast_line else task.codec
+        write_update(file, codec, changes, task.seed)
+        return lossless
+
+    def _budget(self) -> int | None:
+        """The most bytes that the update may have, by what the run says and the site's line."""
+        rate, seconds = self.bench.resources.get("upload_bytes_per_second"), self.task.upload_seconds
+        by_line = int(rate * seconds) if rate and seconds else None
+        return min((limit for limit in (self.task.upload_budget, by_line) if limit is not None), default=None)
+
+    def _settle(self, path: Path, changes: Sequence[Change], feedback: Feedback) -> float:
+        """Reads what is about to leave as the coordinator will. What of it is missing stays here."""
+        asked = {change.block.name: change.block for change in changes}
+        bases = {change.block.name: change.base for change in changes}
+        sent = read_update(lambda: path.open("rb"), path.stat().st_size, asked, bases)
+        return feedback.settle(changes, sent, self.task.round)
+
+    def _check_egress(self, path: Path, asked: Sequence[Block], keep: Collection[str]) -> None:
+        """Reads the very file that is about to leave, whatever was meant to be in it."""
+        nbytes = path.stat().st_size
+        with path.open("rb") as file:
+            header = read_header(file, nbytes)
+        self.bench.policy.check_egress(header.entries, nbytes, asked, keep)
+
+    def _told(
+        self, digest: str, path: Path, changes: Sequence[Change], examples: int, epsilon: float | None
+    ) -> Summary:
+        """What an update that is about to leave would tell."""
+        return summary_of(
+            self.task,
+            examples=examples,
+            held_at=datetime.now(UTC),
+            update=digest,
+            nbytes=path.stat().st_size,
+            blocks=_blocks_out(path, changes),
+            numbers=self.report.numbers,
+            epsilon=epsilon,
+        )
+
+    def _hold(self, airlock: Airlock, path: Path, told: Summary) -> None:
+        """Waits until a person has released the update. Raises UpdateWithheld."""
+        bench, task = self.bench, self.task
+        bench.note("update.hold", task, id=told.id, update=told.update, bytes=told.nbytes)
+        try:
+            decision = airlock.hold(path, told, self.check)
+        except UpdateWithheld as withheld:
+            bench.note("update.withhold", task, id=told.id, update=told.update, reason=str(withheld))
+            raise
+        bench.note("update.release", task, id=told.id, update=told.update, by=decision.by)
+        if digest_at(path) != decision.update:
+            raise PolicyViolation("airlock", "what would leave is not what was released")
+
+    def _note_leaving(self, told: Summary) -> None:
+        self.bench.note(
+            "update.leave",
+            self.task,
+            dataset=told.dataset,
+            examples=told.examples,
+            update=told.update,
+            bytes=told.nbytes,
+            blocks=len(told.blocks),
+            names=names_digest(told.blocks),
+            norm=told.norm,
+            epsilon=told.epsilon,
+            numbers=list[JsonValue](sorted(told.numbers)),
+        )
+
+    def _remember(self, upload_bytes: int = 0) -> None:
+        """Writes down what the task shows of its run, right before its result leaves. Raises PolicyViolation."""
+        if self.bench.contributions:
+            self.bench.contributions.add(self.task, self.bench.policy, upload_bytes)
+
+    def _counting(self) -> Callable[[int], None]:
+        """What is told of each piece as it is sent: counts it, and keeps to the site's rate."""
+        rate = self.bench.policy.max_upload_bytes_per_second
+        throttle = Throttle(rate, self.check) if rate else None
+
+        def sent(nbytes: int) -> None:
+            self.report.upload_bytes += nbytes
+            self.check()
+            if throttle:
+                throttle.sent(nbytes)
+
+        return sent
+
+
+def _blocks_out(path: Path, changes: Sequence[Change]) -> dict[str, BlockOut]:
+    """What is in an update file, by block."""
+    with path.open("rb") as file:
+        entries = read_header(file, path.stat().st_size).entries
+    return {
+        change.block.name: BlockOut(nbytes=entries[change.block.name].nbytes, norm=_norm(change))
+        for change in changes
+    }
+
+
+def _norm(change: Change) -> float:
+    """The l2 norm of a block's difference from its version."""
+    return math.sqrt(sum(map(squares, change.steps())))
