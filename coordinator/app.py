@@ -13,6 +13,7 @@ from coordinator.api import admin, blobs, enrolments, errors, events, health, ru
 from coordinator.metrics import Metrics
 from coordinator.page import live as page
 from coordinator.services import Services
+from coordinator.supervision import GOODBYE_SECONDS
 from coordinator.timing import Timing
 from coordinator.tracing import Tracing
 from coordinator.version import VERSION
@@ -23,8 +24,6 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ProblemDocument, "description": "a problem (application/problem+json)"}
     for status in (422, "default")
 }
-
-GOODBYE_SECONDS = 3.0
 
 DESCRIPTION = "Federated learning of transformers: runs, rounds, tasks and the blobs that travel between them."
 

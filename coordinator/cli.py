@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import structlog
 import typer
-import uvicorn
 from alembic import command
 from obstore.exceptions import BaseError
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator import logs
-from coordinator.app import GOODBYE_SECONDS, create_app
 from coordinator.bells import CONDUCTOR
-from coordinator.doctor import checks
-from coordinator.listening import BadCertificate, Exposed, configuration, make_room, require_private
 from coordinator.services import Duty, Services, assemble
 from coordinator.settings import Settings
 from coordinator.storage import backup
@@ -41,7 +34,7 @@ from coordinator.storage.database import (
     alembic_config,
 )
 from coordinator.storage.identity import first_token
-from coordinator.supervision import ChildConductor, end_with_parent
+from coordinator.supervision import GOODBYE_SECONDS, ChildConductor, end_with_parent
 from shared import spans
 from shared.cli.effective import tell_settings
 from shared.cli.findings import tell
@@ -86,25 +79,19 @@ def serve(
     ] = True,
 ) -> None:
     """Serve the API, and have a process beside this one move the rounds."""
+    # Not above: the process that conducts does without, and is the smaller for it.
+    from coordinator import serving  # noqa: PLC0415
+
     try:
-        require_private(_settings())
-    except (BadCertificate, Exposed) as refusal:
+        serving.require_private(_settings())
+    except (serving.BadCertificate, serving.Exposed) as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
     if first_migrate:
         migrate()
     services = _opened("serve")
     _hand_over_first_token(services)
-    settings = services.settings
-    make_room(settings.max_connections)
-    spans.begin("tessera-coordinator")
-    config = configuration(create_app(services, conduct=False), settings)
-    scheme = "https" if settings.tls_cert else "http"
-    log.info("coordinator.serving", url=f"{scheme}://{settings.host}:{settings.port}")
-    child = ChildConductor() if conducting else None
-    if child:
-        child.start()
-    _Server(config, services, child).run()
+    serving.serve(services, ChildConductor() if conducting else None)
 
 
 @app.command()
@@ -187,6 +174,8 @@ def doctor(as_json: AsJson = False) -> None:
 
     Exit code 0: it could work, 1: something fails, 2: it cannot be opened at all.
     """
+    from coordinator.doctor import checks  # noqa: PLC0415 (as for `serve`)
+
     tell(examined(checks(_assembled())), as_json=as_json)
 
 
@@ -219,26 +208,6 @@ def _heed(services: Services) -> None:
         while True:
             bell.wait()
             services.conductor.call()
-
-
-class _Server(uvicorn.Server):
-    """A server that sends waiting workers home when it is told to stop, rather than waiting for them."""
-
-    def __init__(self, config: uvicorn.Config, services: Services, child: ChildConductor | None) -> None:
-        super().__init__(config)
-        self._services = services
-        self._child = child
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._services.send_home()
-        super().handle_exit(sig, frame)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        # Here and not after `run`, which ends the process by the signal that it was sent.
-        if self._child:
-            await asyncio.to_thread(self._child.stop)
-        await asyncio.to_thread(spans.end)
 
 
 def _settings() -> Settings:

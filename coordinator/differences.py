@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from fastapi.concurrency import run_in_threadpool
+from anyio import to_thread
 
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
@@ -39,7 +39,7 @@ class Differences:
         # However many ask for it at once, one makes it, and only that one keeps a thread.
         lock = self._locks.setdefault((run_id, number, since), asyncio.Lock())
         async with lock:
-            return await run_in_threadpool(self._find, caller, run_id, number, since)
+            return await to_thread.run_sync(self._find, caller, run_id, number, since)
 
     def _find(self, caller: Principal, run_id: str, number: int, since: int) -> Difference:
         with self.database.snapshot() as session:

@@ -17,9 +17,8 @@ from coordinator.services import Services
 from coordinator.settings import Settings
 from coordinator.storage import audit
 from coordinator.storage.tables import AuditRow
+from shared.addresses import is_loopback, without_password
 from shared.doctor import Check, Finding, fail, ok, warn
-from shared.network import without_password
-from shared.transport import is_loopback
 
 SPARE_FILES = 1_024
 """What `serve` needs beside its connections."""

@@ -28,8 +28,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from coordinator.api.errors import headers_of
 from coordinator.metrics import CONNECTIONS, PROBLEMS_TOTAL
 from coordinator.settings import Settings
+from shared.addresses import is_loopback
 from shared.problems import MEDIA_TYPE, BadRequest, Busy, HeadersTooLarge, Problem, TooSlow, Unavailable
-from shared.transport import is_loopback
 
 log = structlog.get_logger()
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
-from fastapi.concurrency import run_in_threadpool
+from anyio import to_thread
 from sqlalchemy import func, select
 
 from coordinator.storage.database import DATABASE_AWAY, Database
@@ -106,7 +106,7 @@ class News:
                 try:
                     await asyncio.wait_for(listener.bell.wait(), BEAT_SECONDS)
                 except TimeoutError:
-                    if not await run_in_threadpool(admitted):
+                    if not await to_thread.run_sync(admitted):
                         return
                     yield b": nothing new\n\n"
         finally:
@@ -116,7 +116,7 @@ class News:
         """Sees to it that somebody looks; the number of the last event."""
         if self._looking is None or self._looking.done():
             self._kept.clear()
-            self._last = await run_in_threadpool(self._head)
+            self._last = await to_thread.run_sync(self._head)
             self._looking = asyncio.create_task(self._look_on())
         return self._last
 
@@ -127,8 +127,8 @@ class News:
                 await asyncio.wait_for(self._rung.wait(), self._tick_seconds)
             self._rung.clear()
             try:
-                found = await run_in_threadpool(self._read, self._last, None)
-                renewed = await run_in_threadpool(self._renewals)
+                found = await to_thread.run_sync(self._read, self._last, None)
+                renewed = await to_thread.run_sync(self._renewals)
             except DATABASE_AWAY as fault:
                 log.warning("news.not_read", detail=str(fault).partition("\n")[0])
                 continue
@@ -155,7 +155,7 @@ class News:
             last = self._last
             return [one for one in self._kept if one.seq > seq and run_id in (None, one.run)], last
         last = self._last
-        found = await run_in_threadpool(self._read, seq, run_id)
+        found = await to_thread.run_sync(self._read, seq, run_id)
         return found, found[-1].seq if len(found) == AT_A_TIME else max(last, found[-1].seq if found else 0)
 
     # ------------------------------------------------------------ the tables

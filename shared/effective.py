@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from shared.network import without_password
+from shared.addresses import without_password
 
 HIDDEN = "***"
 

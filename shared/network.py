@@ -8,27 +8,18 @@ import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
+from shared.addresses import is_loopback, without_password
 from shared.doctor import Finding, fail, ok, warn
-from shared.transport import is_loopback
 from shared.wire import PROTOCOL, About
 
 CONNECT_SECONDS = 10.0
 EXPIRES_SOON = timedelta(days=21)
 SKEW_SECONDS = 30.0
-
-
-def without_password(url: str) -> str:
-    """A URL as it may be shown: whose it is stays, what opens it does not."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    at = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{at}"))
 
 
 def way_to(url: str, verify: ssl.SSLContext) -> Iterator[Finding]:

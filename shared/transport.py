@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -292,14 +291,6 @@ def tls_context(
             named = f"{client_cert} and {client_key}" if client_key else f"{client_cert}"
             raise Invalid(f"client_cert: {named} cannot be used: {fault}", remedy=remedy) from fault
     return context
-
-
-def is_loopback(host: str) -> bool:
-    """Whether what is sent there stays on this machine."""
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def problem_of(response: Answer) -> Problem:

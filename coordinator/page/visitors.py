@@ -21,8 +21,8 @@ from coordinator.page.guarding import PREFIX
 from coordinator.services import Services
 from coordinator.storage import sessions
 from coordinator.storage.identity import Principal
+from shared.addresses import is_loopback
 from shared.problems import BadRequest, Fault, Forbidden, Invalid, Problem, Unauthenticated, pointer_to
-from shared.transport import is_loopback
 from shared.wire import TokenRole
 
 COOKIE = "tessera_session"

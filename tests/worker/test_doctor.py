@@ -19,9 +19,9 @@ import trustme
 from click.testing import Result
 from typer.testing import CliRunner
 
+from shared.addresses import is_loopback, without_password
 from shared.doctor import Finding, examined
-from shared.network import clock, expiry, way_to, without_password
-from shared.transport import is_loopback
+from shared.network import clock, expiry, way_to
 from shared.wire import TaskView
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

@@ -13,10 +13,11 @@ from urllib.parse import urlsplit
 
 import typer
 
+from shared.addresses import is_loopback
 from shared.cli.output import AsJson, complain, note, print_json
 from shared.client import Client
 from shared.problems import Forbidden, Invalid, Unauthenticated
-from shared.transport import is_loopback, tls_context
+from shared.transport import tls_context
 from shared.wire import Enrolment
 from worker.agent import describe
 from worker.joining import Place, asked, awaited, prepared

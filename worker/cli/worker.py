@@ -15,13 +15,13 @@ import typer
 from transformers.utils import logging as transformers_logging
 
 from shared import spans
+from shared.addresses import without_password
 from shared.cli.effective import tell_settings
 from shared.cli.findings import tell
 from shared.cli.output import AsJson, print_json
 from shared.client import Client
 from shared.doctor import examined
 from shared.methods import MethodsUnusable, methods
-from shared.network import without_password
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from worker.agent import Agent, describe
 from worker.cli.approval import COMMANDS

@@ -1,0 +1,53 @@
+"""The process that serves, from its sockets to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from types import FrameType
+
+import structlog
+import uvicorn
+
+from coordinator.app import create_app
+from coordinator.listening import BadCertificate, Exposed, configuration, make_room, require_private
+from coordinator.services import Services
+from coordinator.supervision import ChildConductor
+from shared import spans
+
+__all__ = ["BadCertificate", "Exposed", "require_private", "serve"]
+
+log = structlog.get_logger()
+
+
+def serve(services: Services, child: ChildConductor | None) -> None:
+    """Serves the API until a signal ends it, with the child beside it that moves the rounds."""
+    settings = services.settings
+    make_room(settings.max_connections)
+    spans.begin("tessera-coordinator")
+    config = configuration(create_app(services, conduct=False), settings)
+    scheme = "https" if settings.tls_cert else "http"
+    log.info("coordinator.serving", url=f"{scheme}://{settings.host}:{settings.port}")
+    if child:
+        child.start()
+    _Server(config, services, child).run()
+
+
+class _Server(uvicorn.Server):
+    """A server that sends waiting workers home when it is told to stop, rather than waiting for them."""
+
+    def __init__(self, config: uvicorn.Config, services: Services, child: ChildConductor | None) -> None:
+        super().__init__(config)
+        self._services = services
+        self._child = child
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._services.send_home()
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        # Here and not after `run`, which ends the process by the signal that it was sent.
+        if self._child:
+            await asyncio.to_thread(self._child.stop)
+        await asyncio.to_thread(spans.end)
