@@ -506,8 +506,14 @@ class Claim(Message):
     """Runs that it is to be offered no task of, and why."""
 
 
+MOST_ALONG = 1024
+"""Blobs that may come with a task."""
+
+
 class Task(Message):
     """What one worker is asked to do in one round. Only who shows `token` may report on it."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     id: Identifier
     token: Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -535,6 +541,9 @@ class Task(Message):
     orchestrator: Annotated[str, Field(max_length=64)] | None = None
     """Whose token started the run, as the coordinator tells it: worth as much as the coordinator's word."""
     lease_seconds: LeaseSeconds
+    along: Annotated[tuple[bytes, ...], Field(max_length=MOST_ALONG)] = ()
+    """Blobs that need not be fetched any more: what is new in the version, where that is little. A worker goes by the
+    digests of what is here, and by nothing else."""
 
     @model_validator(mode="after")
     def _within_the_run(self) -> Self:

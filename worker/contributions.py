@@ -108,7 +108,7 @@ class Contributions:
 
 def terms_of(task: Task) -> dict[str, JsonValue]:
     """What the task says of its run."""
-    said = task.model_dump(mode="json")
+    said = task.model_dump(mode="json", include=set(TERMS))
     # What a central evaluation measures on is another data set than the run's.
     central = task.kind == "evaluate" and not task.held_out
     return {name: said[name] for name in TERMS if not (central and name == "dataset")}

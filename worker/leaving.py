@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from worker.workbench import Workbench
 
 MOST_INLINE = 1 << 20
-"""No update of more bytes goes along with its submission, whatever a task allows: there it is held several times."""
+"""No more bytes go along with a submission, or are taken with a task: there they are held several times."""
 
 
 @dataclass(frozen=True)

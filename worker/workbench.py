@@ -30,7 +30,7 @@ from shared.methods import worker_half
 from shared.methods.contract import Harvest, RunFacts, Tally, WorkerHalf
 from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import InvalidUpdate, faults_of
-from shared.tensors import CHUNK, Array, ArrayTensor, as_bytes, from_bytes, to_array
+from shared.tensors import CHUNK, Array, ArrayTensor, as_bytes, digest_of, from_bytes, to_array
 from shared.update import Change, read_update
 from shared.wire import Difference, Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
 from worker.airlock import Airlock
@@ -44,7 +44,7 @@ from worker.feedback import Feedback, without_feedback
 from worker.files import sweep, temporary_file
 from worker.inbox import Inbox, Request
 from worker.layouts import MappingFile
-from worker.leaving import Leaving
+from worker.leaving import MOST_INLINE, Leaving
 from worker.ledger import LEDGER_FOLDER, Ledger
 from worker.models import build, write_block
 from worker.plainly import summary
@@ -261,6 +261,7 @@ class Workbench:
         report.begin("fetching")
         with self.shelf.pinning():
             with spans.span("fetch"):
+                self._unpack(task, report)
                 ready = self._loaded(task, check, report)
             if task.kind == "train":
                 self._train(task, ready, dataset, private, check, report)
@@ -317,6 +318,13 @@ class Workbench:
             task, task.privacy, dataset.examples, ledger, allowance, self.device, floor
         )
         return made
+
+    def _unpack(self, task: Task, report: Report) -> None:
+        """Puts what came along with the task where it would be fetched to, unless it is more than ever does."""
+        if sum(map(len, task.along)) <= MOST_INLINE:
+            for data in task.along:
+                report.download_bytes += len(data)
+                self.shelf.put(digest_of(data), [data], len(data))
 
     def _loaded(self, task: Task, check: Check, report: Report) -> _Ready:
         """The version as it is, in a model; what the site keeps is at hand, and not yet in it."""

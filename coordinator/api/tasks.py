@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -16,11 +16,11 @@ from sqlalchemy.orm import Session
 from coordinator.api.access import Anyone, Cursor, Limit, Serving, SiteCaller
 from coordinator.api.blobs import uploads
 from coordinator.api.reading import BoundedRoute
-from coordinator.metrics import UPDATES_TOTAL
+from coordinator.metrics import SENT_BYTES, UPDATES_TOTAL
 from coordinator.services import Services
 from coordinator.storage import identity, tasks, views
 from coordinator.storage.identity import Principal
-from coordinator.storage.tables import TaskRow, WorkerRow
+from coordinator.storage.tables import TaskRow, VersionRow, WorkerRow
 from coordinator.storage.tasks import Held
 from coordinator.storage.uploads import hand_in, owned
 from shared.anomaly import PREFIX
@@ -29,6 +29,7 @@ from shared.planning import check_report
 from shared.problems import Conflict, Fault, Invalid, InvalidUpdate, Problem, StaleVersion, Withheld, WorkerFailed
 from shared.wire import (
     GIVEN_BACK,
+    MOST_ALONG,
     PROTOCOL,
     Claim,
     Evaluated,
@@ -142,7 +143,32 @@ def _lease(serving: Services, caller: Principal, worker_id: str, instance: str) 
             # Another thread of this worker was faster; there may be another task.
             return None
         entry = tasks.held(session, task.id, caller.site_id)
-        return tasks.task_message(session, entry, seconds, serving.settings.submission_bytes)
+        told = tasks.task_message(session, entry, seconds, serving.settings.submission_bytes)
+    # A blob that cannot be read is the worker's to find, which reports what comes of it.
+    with suppress(Problem):
+        return told.model_copy(update={"along": _along(serving, told)})
+    return told
+
+
+def _along(serving: Services, task: Task) -> tuple[bytes, ...]:
+    """What is new in the task's version, if all of it is little: each worker is spared two requests. The version's
+    document comes first."""
+    before: Mapping[str, str] = {}
+    if task.version.number:
+        with serving.database.snapshot() as session:
+            earlier = session.get_one(VersionRow, (task.run, task.version.number - 1)).digest
+        before = serving.states.manifest(earlier).blocks
+    blocks = serving.states.manifest(task.version.digest).blocks
+    model = serving.states.model(task.model)
+    new = [block for block in task.plan.fetch.resolve(model.blocks) if blocks[block.name] != before.get(block.name)]
+    digests = dict.fromkeys([task.version.digest, *(blocks[block.name] for block in new)])
+    left = serving.settings.submission_bytes - sum(block.nbytes for block in new)
+    if left < 0 or serving.blobs.size(task.version.digest) > left or len(digests) > MOST_ALONG:
+        return ()
+    serving.blobs.expect(digests)
+    along = tuple(map(serving.blobs.read, digests))
+    SENT_BYTES.inc(sum(map(len, along)))
+    return along
 
 
 @router.get("", operation_id="listTasks")
