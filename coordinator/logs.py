@@ -7,6 +7,8 @@ import sys
 
 import structlog
 
+from shared.lines import Lines
+
 
 class Forwarding(logging.Handler):
     """What libraries log, as one of our lines."""
@@ -30,6 +32,6 @@ def configure() -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(20),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: Lines(sys.stderr),
     )
     logging.basicConfig(handlers=[Forwarding(logging.WARNING)], force=True)

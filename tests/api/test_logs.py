@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 SCRIPT = """
 import logging, structlog
@@ -33,3 +34,10 @@ def test_what_libraries_log_is_json_with_the_trace_too() -> None:
     assert "ValueError: a fault" in failed["exception"]
     assert ours["event"] == "ours"
     assert {line["trace"] for line in (warned, failed, ours)} == {"abc"}
+
+
+def test_a_log_on_a_full_disk_loses_lines_and_nothing_else() -> None:
+    script = SCRIPT + "print('went on')"
+    with Path("/dev/full").open("w") as full:
+        told = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, check=False)
+    assert told.stdout == b"went on\n"

@@ -136,7 +136,7 @@ class Federation:
         token = (self.servers[0].folder / "admin.token").read_text().strip()
         log = Log(path=self.history / f"orchestrator-{os.getpid()}-{threading.get_ident()}.jsonl")
         urls = [server.url for server in self.servers]
-        return by_turns(RecordingClient(urls[0], token, log, "orchestrator", patience_seconds=60), urls)
+        return by_turns(RecordingClient(urls[0], token, log, "orchestrator", patience_seconds=600), urls)
 
     def begin(self, admin: Client, number: int, rounds: int) -> Run:
         """A run that is the same whenever it has this seed and number."""

@@ -56,6 +56,8 @@ NOISE = {
     "memory": 4.0 * MIB,
     "open files": 4.0,
     "blob files": 60.0,
+    # Each file has a row.
+    "rows of blobs": 60.0,
     "blob bytes": 4.0 * MIB,
     "database bytes": 256.0 * KIB,
 }
@@ -89,7 +91,9 @@ def soaking(
     brief = {"keep_versions": 2, "keep_updates_seconds": unused_seconds, "keep_unused_seconds": unused_seconds}
     removing = {**brief, "housekeeping_seconds": unused_seconds / 4}
     with ExitStack() as stack:
-        serving = stack.enter_context(CoordinatorProcess(folder, "--no-conduct", inline_bytes=KIB))
+        serving = stack.enter_context(
+            CoordinatorProcess(folder, "--no-conduct", module="tests.soak.coordinator", inline_bytes=KIB)
+        )
         environment = serving.environment | {f"TESSERA_{key.upper()}": str(value) for key, value in removing.items()}
         conducting = Process(folder, "conduct", ["tests.soak.coordinator", "conduct"], environment)
         processes = {"serve": serving.process, "conduct": conducting}

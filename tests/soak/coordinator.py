@@ -1,5 +1,6 @@
-"""The coordinator's own commands, but with times of retention that no administrator may set: what is to be seen of a
-week is to be seen in minutes."""
+"""The coordinator's own commands, but with times of retention that no administrator may set, and remembering few
+blobs: what is to be seen of a week is to be seen in minutes, and what a process remembers up to a bound has come to it
+before the looking begins."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pydantic import Field, PositiveFloat
 
 from coordinator import cli
 from coordinator.settings import Settings
+from coordinator.storage import blobs
 
 
 class Brief(Settings):
@@ -16,4 +18,5 @@ class Brief(Settings):
 
 if __name__ == "__main__":
     cli.Settings = Brief  # type: ignore[misc]  # the one name that its commands read settings by
+    blobs.ROWS_KEPT = blobs.SOUND_KEPT = 64
     cli.app()

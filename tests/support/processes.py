@@ -68,9 +68,10 @@ def peak_bytes(pid: int) -> int:
 class CoordinatorProcess:
     """`coordinator serve` on one port and folder, that can be killed and started again."""
 
-    def __init__(self, folder: Path, *options: str, **settings: Any) -> None:
+    def __init__(self, folder: Path, *options: str, module: str = "coordinator", **settings: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._options = options
+        self._module = module
         self.folder = folder
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -106,7 +107,7 @@ class CoordinatorProcess:
 
     def launch(self) -> None:
         self.process = Process(
-            self.folder, "coordinator", ["coordinator", "serve", "--migrate", *self._options], self.environment
+            self.folder, "coordinator", [self._module, "serve", "--migrate", *self._options], self.environment
         )
 
     def conductor(self) -> psutil.Process:

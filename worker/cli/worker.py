@@ -21,6 +21,7 @@ from shared.cli.findings import tell
 from shared.cli.output import AsJson, print_json
 from shared.client import Client
 from shared.doctor import examined
+from shared.lines import Lines
 from shared.methods import MethodsUnusable, methods
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from worker.agent import Agent, describe
@@ -214,5 +215,5 @@ def _log_as(settings: Settings) -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *render,
         ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stdout),
+        logger_factory=lambda *_: Lines(sys.stdout),
     )
