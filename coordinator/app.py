@@ -16,8 +16,8 @@ from coordinator.services import Services
 from coordinator.supervision import GOODBYE_SECONDS
 from coordinator.timing import Timing
 from coordinator.tracing import Tracing
-from coordinator.version import VERSION
 from shared.problems import ProblemDocument
+from shared.version import VERSION
 
 # FastAPI would describe a body of its own for 422, which is never sent.
 REFUSALS: dict[int | str, dict[str, Any]] = {

@@ -39,8 +39,8 @@ from coordinator.storage.views import (
     overdue_seconds,
     rounds_by_state,
 )
-from coordinator.version import VERSION
 from shared.problems import PROBLEMS
+from shared.version import VERSION
 from shared.wire import RoundState, RunState
 
 # Else each counter and histogram has another series that says when it began.

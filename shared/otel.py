@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -20,9 +19,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from shared.problems import Problem
 from shared.spans import Attributes, Kind
 from shared.tracing import HEADER
+from shared.version import VERSION
 
 KINDS = {"internal": SpanKind.INTERNAL, "client": SpanKind.CLIENT, "server": SpanKind.SERVER}
-VERSION = version("tessera")
 NAMELESS = "unknown_service"
 
 _headers = TraceContextTextMapPropagator()

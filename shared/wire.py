@@ -500,11 +500,17 @@ class Claim(Message):
     held_out: Examples = Field(default={}, max_length=256)
     methods: tuple[str, ...] = Field(default=(), max_length=256)
     device: str = Field(default="cpu", max_length=64)
+    version: str = Field(default="", max_length=64)
+    """Of the worker's own code; none of a worker that does not say."""
     resources: Resources = {}
     mirror: Mirror | None = None
     withheld: dict[Identifier, Annotated[str, Field(max_length=300)]] = Field(default={}, max_length=MOST_WITHHELD)
     """Runs that it is to be offered no task of, and why."""
 
+
+EPSILON = "epsilon"
+"""The name, among a task's numbers, of what all that the worker did for the run tells of one example at the most, by
+its own ledger and at the run's delta."""
 
 MOST_ALONG = 1024
 """Blobs that may come with a task."""
@@ -620,6 +626,8 @@ class WorkerView(Message):
     datasets: dict[str, int]
     held_out: dict[str, int] = {}
     device: str
+    version: str = ""
+    """Of its code, as far as it says."""
     last_seen_at: datetime
     live: bool
 

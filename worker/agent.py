@@ -33,6 +33,7 @@ from shared.problems import (
 )
 from shared.tensors import digest_of
 from shared.tracing import trace_of, traceparent_of
+from shared.version import VERSION
 from shared.wire import Claim, Failure, Lease, Task, canonical
 from worker.airlock import UpdateWithheld
 from worker.audit import Action
@@ -133,6 +134,7 @@ class Agent:
             held_out={name: data.held_out.examples for name, data in self._bench.datasets.items() if data.held_out},
             methods=tuple(sorted(filter(settings.policy.allows_method, methods()))),
             device=describe(self._bench.device),
+            version=VERSION,
             resources=settings.resources,
         )
 

@@ -19,7 +19,7 @@ from shared.hashing import digest_at
 from shared.problems import Problem
 from shared.tensors import Array, squares
 from shared.update import Change, read_update, write_update
-from shared.wire import Evaluated, Submission, Task
+from shared.wire import EPSILON, Evaluated, Submission, Task
 from worker.airlock import Airlock, BlockOut, Summary, UpdateWithheld, summary_of
 from worker.audit import names_digest
 from worker.feedback import Feedback
@@ -60,12 +60,11 @@ class Leaving:
         asked: Sequence[Block],
         keep: Collection[str],
         examples: int,
-        epsilon: float | None,
     ) -> Sent:
         """Writes the update of `changes`, and sends it unless it goes along with the submission.
 
-        `asked` are the blocks that may be in it, `keep` names what may not; `epsilon` is what the run has spent with
-        this task, None without differential privacy. Raises PolicyViolation, UpdateWithheld, OverBudget, Problem.
+        `asked` are the blocks that may be in it, `keep` names what may not. Raises PolicyViolation, UpdateWithheld,
+        OverBudget, Problem.
         """
         bench, task = self.bench, self.task
         with temporary_file(bench.scratch) as (path, file):
@@ -79,7 +78,7 @@ class Leaving:
             digest = digest_at(path)
             told = None
             if bench.audit or bench.airlock:
-                told = self._told(digest, path, changes, examples, epsilon)
+                told = self._told(digest, path, changes, examples)
             if bench.airlock and told:
                 self.report.begin("waiting")
                 self._hold(bench.airlock, path, told)
@@ -171,9 +170,7 @@ class Leaving:
             header = read_header(file, nbytes)
         self.bench.policy.check_egress(header.entries, nbytes, asked, keep)
 
-    def _told(
-        self, digest: str, path: Path, changes: Sequence[Change], examples: int, epsilon: float | None
-    ) -> Summary:
+    def _told(self, digest: str, path: Path, changes: Sequence[Change], examples: int) -> Summary:
         """What an update that is about to leave would tell."""
         return summary_of(
             self.task,
@@ -183,7 +180,7 @@ class Leaving:
             nbytes=path.stat().st_size,
             blocks=_blocks_out(path, changes),
             numbers=self.report.numbers,
-            epsilon=epsilon,
+            epsilon=self.report.numbers.get(EPSILON),
         )
 
     def _hold(self, airlock: Airlock, path: Path, told: Summary) -> None:

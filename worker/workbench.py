@@ -32,7 +32,7 @@ from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import InvalidUpdate, faults_of
 from shared.tensors import CHUNK, Array, ArrayTensor, as_bytes, digest_of, from_bytes, to_array
 from shared.update import Change, read_update
-from shared.wire import Difference, Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
+from shared.wire import EPSILON, Difference, Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
 from worker.airlock import Airlock
 from worker.audit import Action, Audit, plan_digest
 from worker.blockmap import block_table, named_tensors
@@ -503,9 +503,8 @@ class Workbench:
         feedback, leaving = ready.feedback, Leaving(self, task, check, report)
         with spans.span("upload"):
             changes = feedback.add(_changes(harvest, ready.bases))
-            epsilon = private.spent() if private else None
             asked = task.plan.upload.resolve(ready.built.blocks)
-            sent = leaving.upload(changes, feedback, asked, harvest.keep, tally.examples, epsilon)
+            sent = leaving.upload(changes, feedback, asked, harvest.keep, tally.examples)
         with spans.span("submit"):
             leaving.submit(sent, {**harvest.keep, **feedback.kept()}, tally.examples)
 
@@ -538,7 +537,7 @@ class Workbench:
         measured = {"loss": tally.loss} if math.isfinite(tally.loss) else {}
         report.numbers = {**measured, **harvest.numbers}
         if private:
-            report.numbers = private.disclosed(report.numbers)
+            report.numbers = {**private.disclosed(report.numbers), EPSILON: private.spent()}
         return harvest, tally
 
     # ------------------------------------------------------------ evaluate

@@ -13,8 +13,8 @@ from coordinator.metrics import Metrics
 from coordinator.storage import identity, views
 from coordinator.storage.idempotency import once
 from coordinator.storage.tables import AuditRow, RoundRow, SiteRow, TokenRow, WorkerRow
-from coordinator.version import VERSION
 from shared.problems import Conflict
+from shared.version import VERSION
 from shared.wire import PROTOCOL, AuditEntry, IssuedToken, Page, Status, Token, TokenSpec
 
 router = APIRouter(tags=["admin"], route_class=BoundedRoute)

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 
 from coordinator.api.access import Serving
 from coordinator.readiness import readiness
-from coordinator.version import VERSION
+from shared.version import VERSION
 from shared.wire import PROTOCOL, About, Readiness
 
 router = APIRouter(tags=["health"])

@@ -32,7 +32,7 @@ from coordinator.storage.tables import (
     WorkerRow,
 )
 from shared.anomaly import DISTANCE, NORM
-from shared.wire import Site, TaskView, WorkerView
+from shared.wire import EPSILON, Site, TaskView, WorkerView
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
@@ -120,7 +120,7 @@ def _blocks(session: Session, sites: Sequence[SiteRow], since: float) -> list[Si
             views.site_view(row),
             row.suspended_at is not None,
             lines[row.id],
-            max((e for line in lines[row.id] if (e := line.scores.get("epsilon")) is not None), default=None),
+            max((e for line in lines[row.id] if (e := line.scores.get(EPSILON)) is not None), default=None),
         )
         for row in sites
     ]

@@ -18,8 +18,8 @@ from jinja2.runtime import Context
 from coordinator.api.errors import headers_of
 from coordinator.page.guarding import PREFIX
 from coordinator.page.visitors import FORM_TOKEN, Visitor, theme_of
-from coordinator.version import VERSION
 from shared.problems import Problem
+from shared.version import VERSION
 
 STATIC = Path(__file__).parent / "static"
 

@@ -14,8 +14,8 @@ from shared.problems import Conflict, Fault, Forbidden, Invalid, NotFound, Unaut
 from shared.tokens import hash_of, new_secret
 from shared.wire import Claim, TokenRole, TokenSpec
 
-DECLARED = {"kinds", "datasets", "held_out", "methods", "device", "resources", "mirror", "withheld"}
-"""What is kept of a claim: all that tells which tasks the worker may have."""
+DECLARED = {"kinds", "datasets", "held_out", "methods", "device", "version", "resources", "mirror", "withheld"}
+"""What is kept of a claim: all that tells which tasks the worker may have, and what it runs on."""
 
 
 def new_id() -> str:

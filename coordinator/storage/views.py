@@ -230,6 +230,7 @@ def worker_view(row: WorkerRow, site: str, live_since: float) -> WorkerView:
         datasets=row.declared["datasets"],
         held_out=row.declared.get("held_out", {}),
         device=row.declared["device"],
+        version=row.declared.get("version", ""),
         last_seen_at=instant(row.last_seen_at),
         live=row.last_seen_at >= live_since,
     )

@@ -105,10 +105,11 @@ def workers(ctx: typer.Context, as_json: AsJson = False) -> None:
             ", ".join(worker.kinds),
             ", ".join(f"{name} ({count})" for name, count in worker.datasets.items()),
             worker.device,
+            worker.version or None,
         )
         for worker in found
     ]
-    output.out().print(output.table(("worker", "state", "heard of", "does", "datasets", "device"), rows))
+    output.out().print(output.table(("worker", "state", "heard of", "does", "datasets", "device", "version"), rows))
 
 
 @app.command()

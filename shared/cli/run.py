@@ -165,6 +165,9 @@ def show(
         return
     console = output.out()
     console.print(output.table(("", ""), [*_facts(found), *(("warning", said) for said in versions[-1].warnings)]))
+    if found.state == "running" and not any(outcome.round.state == "open" for outcome in rounds):
+        # Between rounds it is for a moment, or waits for workers.
+        warn_of_few(client, found.spec)
     tables = [_round_table(rounds)]
     if at_sites:
         tables.append(spread_table(at_sites))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.version import VERSION
 from shared.client import Client
+from shared.version import VERSION
 from shared.wire import PROTOCOL
 from tests.support.coordinator import LiveCoordinator
 from tests.support.recording import (

@@ -194,7 +194,7 @@ def test_a_private_choice_is_noisy_and_paid_for_and_what_it_leaves_out_is_neithe
         assert len(layers_in(moved(before, after))) == 2
     assert written.count("rho") == 2
     # Entropies and losses would tell of the examples as well.
-    assert all(set(task.numbers) <= {"update_norm", "anomaly.norm"} for task in tasks(client, run))
+    assert all(set(task.numbers) <= {"epsilon", "update_norm", "anomaly.norm"} for task in tasks(client, run))
     assert not any(name.startswith("entropy") for name in versions[-1].numbers)
 
 

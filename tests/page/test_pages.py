@@ -108,6 +108,7 @@ def worked(coordinator: LiveCoordinator) -> str:
             kinds=("train", "evaluate"),
             held_out={"data": 5},
             methods=("fedfrozen",),
+            version="1.2.3+ours",
         )
         for site in ("a", "b")
     ]
@@ -141,6 +142,7 @@ def test_pages_of_a_run_show_what_the_api_shows(coordinator: LiveCoordinator, ad
         assert told in first, told
     assert admin.http.get(f"/page/runs/{run}/rounds").text.count("<tr>") == 3
     assert admin.http.get(f"/page/runs/{run}/rounds/9").status_code == 404
+    assert admin.http.get("/page/sites").text.count("1.2.3+ours") == 2
     failures = admin.http.get("/page/failures").text
     assert failures.count("worker-failed") == 1
     assert "log says more" in failures

@@ -169,6 +169,16 @@ def test_a_server_optimizer_of_the_file_or_the_command_line_is_shown(commands: C
     assert "server optimizer adam (learning_rate 0.01, beta1 0.9, tau 0.001, beta2 0.99)" in shown
 
 
+def test_a_run_that_waits_says_what_for(commands: Commands, coordinator: LiveCoordinator, folder: Path) -> None:
+    run = commands.create(folder)
+    told = "0 would take part now, fewer than the quorum of 1"
+    assert told in " ".join(commands.say("run", "show", run).stderr.split())
+    worker = ScriptedWorker(coordinator.client("site", "north"))
+    worker.enrol()
+    worker.take()
+    assert told not in " ".join(commands.say("run", "show", run).stderr.split())
+
+
 def test_a_run_is_paused_resumed_and_cancelled(commands: Commands, folder: Path) -> None:
     run = commands.create(folder)
     states = [commands.json("run", verb, run)["state"] for verb in ("pause", "resume", "cancel")]

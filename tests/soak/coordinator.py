@@ -1,6 +1,6 @@
 """The coordinator's own commands, but with times of retention that no administrator may set, and remembering few
-blobs: what is to be seen of a week is to be seen in minutes, and what a process remembers up to a bound has come to it
-before the looking begins."""
+blobs: what is to be seen of a week is to be seen in minutes, and what a process remembers is at its bound before the
+looking begins."""
 
 from __future__ import annotations
 

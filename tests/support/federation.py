@@ -82,6 +82,7 @@ class ScriptedWorker:
     methods: tuple[str, ...] = ("fedavg", "fedfrozen")
     mirror: Mirror | None = None
     withheld: dict[str, str] = field(default_factory=dict)
+    version: str = ""
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def claim(self, wait_seconds: int = 5) -> Task | None:
@@ -94,6 +95,7 @@ class ScriptedWorker:
             methods=self.methods,
             mirror=self.mirror,
             withheld=self.withheld,
+            version=self.version,
         )
         return self.client.claim(claim, wait_seconds)
 

@@ -27,11 +27,11 @@ from unittest import mock
 import httpx
 import numpy as np
 
-from coordinator.version import VERSION
 from shared import client as client_module
 from shared.client import Client
 from shared.tensors import ArrayTensor
 from shared.update import Change, write_update
+from shared.version import VERSION
 from shared.wire import PROTOCOL, Cohort, Evaluation, Submission, Task
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

@@ -86,12 +86,14 @@ def test_a_private_run_keeps_its_target_and_tells_nothing_but_steps(
         first, second = tasks_of(client, run)
         # 144 of the 180 images train, in 5 steps an epoch. The norm is what the coordinator makes of the update.
         for task in (first, second):
-            assert {**task.numbers, "update_norm": 0.0} == {"effective_steps": 5.0, "update_norm": 0.0}
+            assert set(task.numbers) == {"effective_steps", "epsilon", "update_norm"}
+            assert task.numbers["effective_steps"] == 5.0
         entries = Ledger(tmp_path / "a" / "ledger").read("digits")
         assert [(entry.run, entry.round, entry.examples) for entry in entries] == [(run.id, 1, 144), (run.id, 2, 144)]
         events = [event for entry in entries for event in entry.events]
         assert [event.steps for event in events if isinstance(event, NoisySteps)] == [5, 5]
         assert 0.98 * 4.0 < epsilon(events, 1e-5) <= 4.0
+        assert 0 < first.numbers["epsilon"] < second.numbers["epsilon"] == epsilon(events, 1e-5)
         # Nothing of the budget is left for another run.
         refused = ended(client, name="again", privacy=PRIVACY)
         assert refused.state != "completed"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from ssl import SSLContext
 from typing import Annotated
@@ -18,6 +17,7 @@ from shared.cli.output import AsJson, complain, note, print_json
 from shared.client import Client
 from shared.problems import Forbidden, Invalid, Unauthenticated
 from shared.transport import tls_context
+from shared.version import VERSION
 from shared.wire import Enrolment
 from worker.agent import describe
 from worker.joining import Place, asked, awaited, prepared
@@ -115,7 +115,7 @@ def _ask(url: str, verify: SSLContext, place: Place, site: str | None, token_fil
     if token_file is not None:
         shown = token_file.read_text(encoding="utf-8").strip()
     with Client(url, shown, verify=verify) as client:
-        return asked(client, place, site, describe(device_of("auto")), version("tessera"))
+        return asked(client, place, site, describe(device_of("auto")), VERSION)
 
 
 def _show_code(url: str, place: Place, enrolment: Enrolment, *, as_json: bool) -> None:
