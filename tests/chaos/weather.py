@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 
@@ -113,7 +114,13 @@ def fill_disk(process: Process) -> Undo:
     """No file of this process grows: every write beyond its first few kilobytes fails, as on a full disk."""
     found = psutil.Process(process.pid)
     found.rlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, resource.RLIM_INFINITY))
-    return lambda: found.rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    def undo() -> None:
+        # It may have ended of itself for want of room, and the next one has all of it.
+        with suppress(psutil.NoSuchProcess):
+            found.rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    return undo
 
 
 def cut_line(federation: Federation, number: int) -> Undo:
