@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 
-from sqlalchemy import String, case, cast, func, select
+from sqlalchemy import String, case, cast, func, select, true
 from sqlalchemy.orm import Session
 
 from coordinator.domain.forecast import Pace, expected_end
@@ -45,8 +46,9 @@ class Moved:
         return 1 - self.total / self.full if self.full else None
 
 
-def moved_by_run(session: Session) -> dict[str, Moved]:
-    """Of each run that has accepted updates."""
+def moved_by_run(session: Session, run_id: str | None = None) -> dict[str, Moved]:
+    """Of each run that has accepted updates, or of one."""
+    of_these = TaskRow.run_id == run_id if run_id else true()
     rows = session.execute(
         select(
             TaskRow.run_id,
@@ -56,7 +58,7 @@ def moved_by_run(session: Session) -> dict[str, Moved]:
             func.sum(TaskRow.download_bytes).label("down"),
         )
         .join(RunRow, RunRow.id == TaskRow.run_id)
-        .where(TaskRow.kind == "train", TaskRow.state == "accepted")
+        .where(of_these, TaskRow.kind == "train", TaskRow.state == "accepted")
         .group_by(TaskRow.run_id, RunRow.model_bytes)
     )
     return {
@@ -209,9 +211,11 @@ def layers_by_site(session: Session, run_id: str) -> tuple[dict[str, list[float]
     )
     held: dict[str, dict[str, int]] = {}
     totals: dict[str, int] = {}
+    # Sites choose the same layers again and again: each choice is read once.
+    read = cache(json.loads)
     for site, layers, count in rows:
         totals[site] = totals.get(site, 0) + count
-        for layer in json.loads(layers):
+        for layer in read(layers):
             by_layer = held.setdefault(site, {})
             by_layer[layer] = by_layer.get(layer, 0) + count
     names = sorted({layer for by_layer in held.values() for layer in by_layer}, key=_natural)

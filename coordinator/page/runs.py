@@ -117,7 +117,7 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
         at_sites = spreads(one for one in measurements if one.version == latest)
         shown = scores.get(latest, {}) if latest is not None else {}
         sums = round_sums(session, run_id, MOST_BARS)
-        moved = moved_by_run(session).get(run_id, Moved())
+        moved = moved_by_run(session, run_id).get(run_id, Moved())
         end = forecast(session, now, open_round) if open_round else None
         return render(
             request,
