@@ -76,7 +76,7 @@ class Settings(BaseSettings):
     submission_bytes: NonNegativeInt = Field(
         default=65_536,
         le=1 << 19,
-        description="an update up to this size may come in one request with its submission",
+        description="an update up to this size may come with its submission, and a version's news with its tasks",
     )
     idle_seconds: PositiveFloat = Field(
         default=120.0, description="how long an upload or an answer may stand still before its connection is cut"

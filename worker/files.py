@@ -40,10 +40,15 @@ def write_secret(path: Path, secret: str) -> None:
 @contextmanager
 def temporary_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
     """A new file to write and read, under a name of its own, which is removed if it still has it at the end."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / (uuid4().hex + TEMPORARY)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     try:
-        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode), "w+b") as file:
+        descriptor = os.open(path, flags, mode)
+    except FileNotFoundError:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, flags, mode)
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
             yield path, file
     finally:
         path.unlink(missing_ok=True)

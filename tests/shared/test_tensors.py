@@ -5,6 +5,7 @@ A sum of steps runs in float32 (docs/decisions/0019): what it may be off by is `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +33,7 @@ from shared.tensors import (
     lockstep,
     mean_step,
     related,
+    squares,
     to_array,
     weighted_steps,
 )
@@ -327,3 +329,13 @@ def test_what_shares_a_source_however_deep_is_grouped() -> None:
     # One that needs both brings two groups together; a tensor that is another's source belongs to it.
     assert related([on_a, on_b, added(a, b), c, on_c])[0][:2] == [on_a, on_b]
     assert [len(group) for group in related([on_a, on_b, added(a, b), c, on_c])] == [3, 2]
+
+
+def test_squares_are_summed_in_one_row_and_in_many_and_beyond_float32() -> None:
+    dice = np.random.default_rng(0)
+    for size in (0, 1, 4095, 4096, 4097, 100_000):
+        steps = dice.standard_normal(size).astype(np.float32)
+        assert squares(steps) == pytest.approx(float((steps.astype(np.float64) ** 2).sum()), rel=1e-6)
+    assert squares(np.array([3e38, 3e38], np.float32)) == pytest.approx(1.8e77, rel=1e-6)
+    assert math.isinf(squares(np.array([np.inf, 1], np.float32)))
+    assert math.isnan(squares(np.array([np.nan, 1], np.float32)))

@@ -1,0 +1,87 @@
+"""What is little goes along with a task, and is believed for nothing but its bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.api import tasks
+from shared.model import Model
+from shared.tensors import digest_of
+from shared.wire import Task
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.worker.test_agent import begin, working
+from worker import agent
+
+SMALL, LARGE = small_model(width=4), small_model(width=200)
+
+
+def worker_of(coordinator: LiveCoordinator) -> ScriptedWorker:
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.enrol()
+    return worker
+
+
+def lacking(coordinator: LiveCoordinator, task: Task, model: Model) -> set[str]:
+    """The blocks of the task's version that did not come along."""
+    along = {digest_of(data) for data in task.along}
+    manifest = coordinator.client().manifest(task.version.digest)
+    assert along <= {task.version.digest, *manifest.blocks.values()}
+    assert not along or task.version.digest == digest_of(task.along[0])
+    return {block.name for block in model.blocks if manifest.blocks[block.name] not in along}
+
+
+def test_a_small_version_comes_with_its_task_and_later_what_is_new_in_it(coordinator: LiveCoordinator) -> None:
+    client, worker = coordinator.client(), worker_of(coordinator)
+    start_run(client, SMALL, values(SMALL), rounds=2)
+    first = worker.take()
+    assert not lacking(coordinator, first, SMALL)
+    # One block moves; the others are what they were, and go along no more.
+    moved = SMALL.blocks[0].name
+    worker.submit(first, worker.upload(first, {moved: worker.fetch(first)[moved] + 1}))
+    assert lacking(coordinator, worker.take(), SMALL) == {block.name for block in SMALL.blocks[1:]}
+
+
+def test_a_large_version_is_fetched(coordinator: LiveCoordinator) -> None:
+    worker = worker_of(coordinator)
+    start_run(coordinator.client(), LARGE, values(LARGE))
+    assert worker.take().along == ()
+
+
+def test_a_worker_fetches_nothing_that_came_along(
+    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    for name in ("copy_blob", "copy_blobs"):
+        real = getattr(agent.Client, name)
+
+        def counted(self: object, wanted: object, *more: object, real: object = real) -> None:
+            asked.append(str(wanted))
+            real(self, wanted, *more)  # type: ignore[operator]
+
+        monkeypatch.setattr(agent.Client, name, counted)
+    client = coordinator.client()
+    with working(coordinator, tmp_path):
+        run = begin(client, rounds=3)
+        until(lambda: client.run(run.id).state == "completed")
+    # The model's document, once; the model is one of 13 kB.
+    assert asked == [run.spec.model]
+    tasks_done = [task for round_ in client.rounds(run.id) for task in round_.tasks]
+    assert all(task.download_bytes > 10_000 for task in tasks_done)
+
+
+def test_bytes_that_are_nothing_of_the_version_change_nothing(
+    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = coordinator.client()
+    with working(coordinator, tmp_path / "honest"):
+        honest = begin(client, rounds=2)
+        until(lambda: client.run(honest.id).state == "completed")
+    lies = iter([(b"junk", b""), (bytes(2 << 20),)])
+    monkeypatch.setattr(tasks, "_along", lambda *_: next(lies, ()))
+    with working(coordinator, tmp_path / "lied-to"):
+        run = begin(client, rounds=2)
+        until(lambda: client.run(run.id).state == "completed")
+    assert client.run(run.id).version.digest == client.run(honest.id).version.digest
