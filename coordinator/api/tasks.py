@@ -62,9 +62,10 @@ async def claim(
     deadline = asyncio.get_running_loop().time() + wait
     worker_id = await run_in_threadpool(_enrol, serving, caller, body)
     with serving.gate.waiting(worker_id) as bell, _watching(request, bell) as gone:
+        rung = False
         while not gone.is_set():
             bell.clear()
-            task = await run_in_threadpool(_lease, serving, caller, worker_id, body.instance)
+            task = await run_in_threadpool(_lease, serving, caller, worker_id, body.instance, rung=rung)
             if task is not None:
                 # Without defaults: a worker of the version before understands what does not use what is new.
                 return Response(task.model_dump_json(exclude_defaults=True), media_type="application/json")
@@ -73,16 +74,10 @@ async def claim(
                     await asyncio.wait_for(bell.wait(), deadline - asyncio.get_running_loop().time())
             except TimeoutError:
                 pass
-            if serving.gate.closed or not bell.is_set():
+            rung = bell.is_set()
+            if serving.gate.closed or not rung:
                 break
-            # The bell rings for those too whose token was revoked while they waited.
-            await run_in_threadpool(_require_admitted, serving, caller)
     return Response(status_code=204)
-
-
-def _require_admitted(serving: Services, caller: Principal) -> None:
-    with serving.database.snapshot() as session:
-        identity.require_admitted(session, serving.database.now(), caller)
 
 
 @contextmanager
@@ -128,36 +123,43 @@ def _enrol(serving: Services, caller: Principal, body: Claim) -> str:
     return worker_id
 
 
-def _lease(serving: Services, caller: Principal, worker_id: str, instance: str) -> Task | None:
-    with serving.database.snapshot() as session:
-        if tasks.claimable(session, worker_id, instance) is None:
-            return None
+def _lease(serving: Services, caller: Principal, worker_id: str, instance: str, *, rung: bool) -> Task | None:
+    """The next task of the worker, if there is one; `rung` says that there should be."""
+    if not rung:
+        # Who asks for nothing, again and again, is to hold up no writer.
+        with serving.database.snapshot() as session:
+            if tasks.claimable(session, worker_id, instance) is None:
+                return None
+    seconds, now = serving.settings.lease_seconds, serving.database.now()
     with serving.database.transaction() as session:
+        if rung:
+            # The bell rings for those too whose token was revoked while they waited.
+            identity.require_admitted(session, now, caller)
         task = tasks.claimable(session, worker_id, instance)
         if task is None:
             return None
-        seconds = serving.settings.lease_seconds
         try:
-            tasks.lease(session, serving.database.now(), caller.actor, task, instance, seconds)
+            tasks.lease(session, now, caller.actor, task, instance, seconds)
         except Conflict:
             # Another thread of this worker was faster; there may be another task.
             return None
         entry = tasks.held(session, task.id, caller.site_id)
         told = tasks.task_message(session, entry, seconds, serving.settings.submission_bytes)
+        before = session.get(VersionRow, (told.run, told.version.number - 1))
+        earlier = before.digest if before else None
+        held = tasks.has_begun_another(session, task)
+    if held:
+        return told
     # A blob that cannot be read is the worker's to find, which reports what comes of it.
     with suppress(Problem):
-        return told.model_copy(update={"along": _along(serving, told)})
+        return told.model_copy(update={"along": _along(serving, told, earlier)})
     return told
 
 
-def _along(serving: Services, task: Task) -> tuple[bytes, ...]:
-    """What is new in the task's version, if all of it is little: each worker is spared two requests. The version's
-    document comes first."""
-    before: Mapping[str, str] = {}
-    if task.version.number:
-        with serving.database.snapshot() as session:
-            earlier = session.get_one(VersionRow, (task.run, task.version.number - 1)).digest
-        before = serving.states.manifest(earlier).blocks
+def _along(serving: Services, task: Task, earlier: str | None) -> tuple[bytes, ...]:
+    """What is new in the task's version since an earlier one, if all of it is little: each worker is spared two
+    requests. The version's document comes first."""
+    before = serving.states.manifest(earlier).blocks if earlier else {}
     blocks = serving.states.manifest(task.version.digest).blocks
     model = serving.states.model(task.model)
     new = [block for block in task.plan.fetch.resolve(model.blocks) if blocks[block.name] != before.get(block.name)]

@@ -95,11 +95,12 @@ def verify(database: Database, blobs: Blobs, states: States) -> Iterator[str]:
     with database.snapshot() as session:
         if (broken := audit.broken_at(session)) is not None:
             yield f"the audit chain breaks at entry {broken}"
-        for row in session.scalars(select(BlobRow).execution_options(yield_per=ROWS)):
-            try:
-                blobs.rehash(Stored(row.digest, row.size, row.inline))
-            except StoreSpoilt as fault:
-                yield fault.detail
+        with closing(session.scalars(select(BlobRow).execution_options(yield_per=ROWS))) as rows:
+            for row in rows:
+                try:
+                    blobs.rehash(Stored(row.digest, row.size, row.inline))
+                except StoreSpoilt as fault:
+                    yield fault.detail
         for run in session.scalars(select(RunRow)).all():
             yield from _faulty_versions(session, run, blobs, states)
         live = select(RoundRow.id).where(RoundRow.state.in_(("open", "merging")))
@@ -158,10 +159,10 @@ def _one_moment(database: Database) -> Iterator[Connection]:
 
 def _copy_rows(source: Connection, target: Session, copied: Copied) -> None:
     for table in Table.metadata.sorted_tables:
-        rows = source.execution_options(yield_per=ROWS).execute(select(table))
-        for some in rows.mappings().partitions():
-            target.execute(insert(table), [dict(row) for row in some])
-            copied.rows += len(some)
+        with closing(source.execution_options(yield_per=ROWS).execute(select(table))) as rows:
+            for some in rows.mappings().partitions():
+                target.execute(insert(table), [dict(row) for row in some])
+                copied.rows += len(some)
 
 
 def _copy_blobs(source: Connection, blobs: Blobs, target: Blobs, copied: Copied) -> None:

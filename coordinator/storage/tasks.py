@@ -77,6 +77,16 @@ def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None
     return session.scalars(select(TaskRow).where(open_to).order_by(*order).limit(1)).first()
 
 
+def has_begun_another(session: Session, task: TaskRow) -> bool:
+    """Whether the worker was given another task on the same version, and so has what it needs of it."""
+    made = session.get_one(VersionRow, (task.run_id, task.version_number)).created_at
+    # Along an index, and not through all that the worker ever did.
+    lately = TaskRow.state.in_(("leased", "accepted")) & TaskRow.kind.in_(("train", "evaluate"))
+    of_worker = (TaskRow.worker_id == task.worker_id) & lately & (TaskRow.created_at >= made)
+    same = (TaskRow.run_id == task.run_id) & (TaskRow.version_number == task.version_number) & (TaskRow.id != task.id)
+    return session.scalars(select(TaskRow.id).where(of_worker, same).limit(1)).first() is not None
+
+
 def offered_to(session: Session, worker_ids: Sequence[str]) -> list[str]:
     """Those of the workers that have a task to claim."""
     asked = TaskRow.worker_id.in_(worker_ids)

@@ -182,7 +182,7 @@ class Worker:
 
         def request(serving: Services) -> Task | None:
             worker_id = tasks_api._enrol(serving, self._me, body)
-            return tasks_api._lease(serving, self._me, worker_id, instance)
+            return tasks_api._lease(serving, self._me, worker_id, instance, rung=False)
 
         with self.log.entry(self.name, "claim", instance=instance) as entry:
             task: Task | None = self._call("claim", request)

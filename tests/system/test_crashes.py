@@ -19,6 +19,7 @@ from shared.methods import Chosen
 from shared.modelfolder import ModelFolder
 from shared.problems import RoundClosed
 from shared.wire import Cohort, Run, RunSpec, Training
+from tests.support import databases
 from tests.support.coordinator import until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.histories import Finding, Log, RecordingClient, check, read
@@ -84,7 +85,7 @@ def test_an_accepted_update_survives_the_coordinator(
 def findings(coordinator: CoordinatorProcess, lines: list[dict[str, Any]]) -> list[Finding]:
     """What is wrong with the histories, or with what the coordinator left on its disk."""
     folder = coordinator.folder
-    database = Database(f"sqlite:///{folder}/tessera.db")
+    database = Database(databases.url_in(folder))
     try:
         return check(lines, database, Blobs(database, str(folder / "blobs"), folder / "eyes", 65_536, 1 << 18))
     finally:

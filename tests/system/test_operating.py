@@ -9,6 +9,7 @@ import pytest
 
 from shared.client import Client
 from shared.wire import Cohort, Run
+from tests.support import databases
 from tests.support.coordinator import until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.processes import CoordinatorProcess
@@ -53,7 +54,7 @@ def test_a_coordinator_at_work_is_backed_up_verified_and_restored_elsewhere(tmp_
         two.kill()
         code, said = ended(two, "restore", folder)
         assert (code, "the database is in use" in said) == (1, True), said
-        (two.folder / "tessera.db").unlink()
+        two.environment["TESSERA_DATABASE_URL"] = databases.empty_in(two.folder, "anew")
         assert ended(two, "migrate")[0] == 0
         code, said = ended(two, "restore", folder)
         assert code == 0, said
