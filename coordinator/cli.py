@@ -84,7 +84,8 @@ def serve(
 
     try:
         serving.require_private(_settings())
-    except (serving.BadCertificate, serving.Exposed) as refusal:
+        serving.require_free(_settings())
+    except (serving.BadCertificate, serving.Exposed, serving.Taken) as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
     if first_migrate:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from sqlalchemy import select
+from sqlalchemy import make_url, select
 
-from coordinator.listening import BadCertificate, Exposed, require_private
+from coordinator.listening import BadCertificate, Exposed, Taken, require_free, require_private
 from coordinator.memory import WATERMARK, Memory
 from coordinator.services import Services
 from coordinator.settings import Settings
 from coordinator.storage import audit
+from coordinator.storage.database import DatabaseInUse
 from coordinator.storage.tables import AuditRow
 from shared.addresses import is_loopback, without_password
 from shared.doctor import Check, Finding, fail, ok, warn
@@ -38,7 +39,7 @@ def checks(services: Services) -> Iterator[tuple[str, Check]]:
     yield "clock", lambda: _clock(services)
     yield "blobs", lambda: _blobs(services)
     yield "disk", lambda: _disk(services)
-    yield "address", lambda: _address(settings)
+    yield "address", lambda: _address(services)
     yield "files", lambda: _files(settings)
     yield "memory", lambda: _memory(services.memory)
     yield "settings", lambda: insecure(settings)
@@ -99,12 +100,19 @@ def _disk(services: Services) -> Iterator[Finding]:
         yield fail("disk", f"less is free than the reserve of {reserve} bytes", "Free some, or add a disk.")
 
 
-def _address(settings: Settings) -> Iterator[Finding]:
+def _address(services: Services) -> Iterator[Finding]:
+    settings = services.settings
     listens = f"{settings.host}:{settings.port}"
-    with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET) as probe:
-        probe.settimeout(1.0)
-        taken = probe.connect_ex((settings.host, settings.port)) == 0
-    yield ok("address", f"{listens}{', where something listens already' if taken else ', which is free'}")
+    try:
+        require_free(settings)
+        yield ok("address", f"{listens}, which is free")
+    except Taken as taken:
+        try:
+            services.database.hold("serve")
+        except DatabaseInUse:
+            yield ok("address", f"{listens}, where the coordinator of this database may be the one that listens")
+        else:
+            yield warn("address", str(taken), "If that is not this coordinator, `serve` will not start.")
     try:
         require_private(settings)
     except (Exposed, BadCertificate) as refusal:
@@ -130,9 +138,17 @@ def _files(settings: Settings) -> Iterator[Finding]:
 
 def _memory(memory: Memory) -> Iterator[Finding]:
     share = memory.share()
-    told = f"{100 * share:.0f} % of the limit is in use"
+    told = f"{100 * share:.0f} % of the limit is in use" if share else "no limit is set"
     remedy = "Give it more, or say in TESSERA_MEMORY_LIMIT_BYTES what there is."
     yield ok("memory", told) if share < WATERMARK else warn("memory", told, remedy)
+
+
+def _folders(settings: Settings) -> set[Path]:
+    """Where what belongs to sites lies on this machine."""
+    url = make_url(settings.database_url)
+    of_database = [Path(url.database).parent] if url.get_backend_name() == "sqlite" and url.database else []
+    of_blobs = [] if "://" in settings.blob_url else [Path(settings.blob_url)]
+    return {*of_database, *of_blobs, settings.staging_dir}
 
 
 def insecure(settings: Settings) -> Iterator[Finding]:
@@ -142,6 +158,11 @@ def insecure(settings: Settings) -> Iterator[Finding]:
     if path and path.exists() and path.stat().st_mode & 0o077:
         found += 1
         yield fail("settings", f"{path} holds an administrator's token and others may read it", f"chmod 600 {path}")
+    for folder in _folders(settings):
+        if folder.is_dir() and folder.stat().st_mode & 0o077:
+            found += 1
+            told = f"other users of this machine may look into {folder}, where the updates and hashes of tokens are"
+            yield warn("settings", told, f"chmod 700 {folder}")
     url = urlsplit(settings.database_url)
     elsewhere = url.scheme.startswith("postgresql") and not is_loopback(url.hostname or "localhost")
     if elsewhere and "sslmode=verify-full" not in url.query:

@@ -12,6 +12,7 @@ import fcntl
 import http
 import json
 import resource
+import socket
 import ssl
 import struct
 import termios
@@ -78,6 +79,10 @@ class Exposed(RuntimeError):
     """To listen as the settings say would show tokens and updates to whoever is on the way."""
 
 
+class Taken(RuntimeError):
+    """Something listens at the address of the settings already, or nobody may."""
+
+
 class BadCertificate(RuntimeError):
     """The files of the settings make no TLS server."""
 
@@ -98,6 +103,22 @@ def require_private(settings: Settings) -> None:
     except OSError as fault:
         named = ", ".join(str(file) for file in (settings.tls_cert, settings.tls_key, settings.tls_client_ca) if file)
         raise BadCertificate(f"TLS cannot be served with {named}: {fault}") from fault
+
+
+def require_free(settings: Settings) -> None:
+    """Raises Taken if the server could not listen where the settings say: before anything is made or shown once."""
+    try:
+        (family, kind, *_, address), *_ = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as fault:
+        raise Taken(
+            f"{settings.host}:{settings.port} cannot be listened at: {fault.strerror or fault}. Give another "
+            "TESSERA_PORT or TESSERA_HOST, or end what listens there."
+        ) from fault
 
 
 def make_room(connections: int) -> None:

@@ -10,12 +10,20 @@ import structlog
 import uvicorn
 
 from coordinator.app import create_app
-from coordinator.listening import BadCertificate, Exposed, configuration, make_room, require_private
+from coordinator.listening import (
+    BadCertificate,
+    Exposed,
+    Taken,
+    configuration,
+    make_room,
+    require_free,
+    require_private,
+)
 from coordinator.services import Services
 from coordinator.supervision import ChildConductor
 from shared import spans
 
-__all__ = ["BadCertificate", "Exposed", "require_private", "serve"]
+__all__ = ["BadCertificate", "Exposed", "Taken", "require_free", "require_private", "serve"]
 
 log = structlog.get_logger()
 

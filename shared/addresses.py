@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from ipaddress import ip_address
 from urllib.parse import urlsplit, urlunsplit
+
+from shared.problems import Invalid
+
+PLAIN_HTTP = "TESSERA_PLAIN_HTTP"
+"""The environment variable that lets commands speak plain HTTP to other machines."""
 
 
 def is_loopback(host: str) -> bool:
@@ -21,3 +27,17 @@ def without_password(url: str) -> str:
         return url
     at = parts.netloc.rpartition("@")[2]
     return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{at}"))
+
+
+def require_private(url: str) -> None:
+    """Raises Invalid for a URL by which other machines would be told secrets in plain HTTP, unless the environment
+    says that the network in between is to be trusted."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise Invalid(f"{url!r} is not a coordinator's URL", remedy="Give one that begins with https://.")
+    trusted = os.environ.get(PLAIN_HTTP, "").lower() in ("1", "true", "yes")
+    if parts.scheme == "http" and not (is_loopback(parts.hostname) or trusted):
+        raise Invalid(
+            f"{without_password(url)} is plain HTTP: whoever is on the way would read the token and all else",
+            remedy=f"Use https://, or set {PLAIN_HTTP}=true where the network in between is to be trusted.",
+        )

@@ -133,7 +133,10 @@ class Unauthenticated(Problem):
     status = 401
     code = "unauthenticated"
     title = "The token is missing or not valid"
-    remedy = "Send 'Authorization: Bearer <token>' with a token that an administrator has issued."
+    remedy = (
+        "Send 'Authorization: Bearer <token>' with a token that an administrator has issued; commands read it from "
+        "--token-file or TESSERA_TOKEN_FILE."
+    )
 
 
 class Forbidden(Problem):

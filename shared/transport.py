@@ -243,7 +243,12 @@ def reaching() -> Iterator[None]:
                 f"the coordinator hung up without an answer: {fault}",
                 remedy=f"Check that it runs. Should it want to be shown a certificate: {SHOW_CERTIFICATE}",
             ) from fault
-        raise Unreachable(f"no answer from the coordinator: {type(fault).__name__}: {fault}") from fault
+        said = f"no answer from the coordinator: {type(fault).__name__}: {fault}"
+        if isinstance(fault, httpx.RemoteProtocolError):
+            raise Unreachable(
+                said, remedy="Check that it runs; if it speaks TLS, the URL begins with https://."
+            ) from fault
+        raise Unreachable(said) from fault
     except httpx.InvalidURL as fault:
         raise Unreachable(f"the coordinator's URL cannot be read: {fault}") from fault
 

@@ -66,7 +66,7 @@ def prepared(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> 
     config, url = config.absolute(), url.rstrip("/")
     given = _read(config) if config.exists() else {}
     if given.get("url", url).rstrip("/") != url:
-        raise SettingsError(f"{config} is for {given['url']}; choose another file with --config")
+        raise SettingsError(f"{config} is for {given['url']}; remove it, or choose another with --config")
     if "token" in given:
         raise SettingsError(f"{config} has a token; remove it, or choose another file with --config")
     token_file = Path(given.get("token_file", config.with_suffix(".token"))).absolute()

@@ -18,6 +18,8 @@ class Pace:
     """How far one worker is with its task."""
 
     over: bool
+    began_at: float | None = None
+    """When it was given its task; it may have had others to do before."""
     phase: str | None = None
     done: float | None = None
     """The share of the phase, where it is known."""
@@ -43,14 +45,18 @@ def expected_end(
     A round is as slow as its slowest worker. At its beginning the rounds before count, and the more its workers have
     done the more their own pace does.
     """
-    passed = now - opened_at
-    by_past = median(before) if before else None
+    by_past = opened_at + median(before) if before else None
     share = min((pace.share for pace in paces), default=0.0)
-    by_pace = passed / share if share >= LEAST_SHARE else None
-    if by_past is None and by_pace is None:
-        return None
+    by_pace = None
+    if share >= LEAST_SHARE:
+        by_pace = max((_end(pace, opened_at, now) for pace in paces if not pace.over), default=now)
     if by_past is None or by_pace is None:
-        seconds = by_past if by_pace is None else by_pace
+        end = by_past if by_pace is None else by_pace
     else:
-        seconds = (1 - share) * by_past + share * by_pace
-    return min(max(opened_at + (seconds or 0.0), now), deadline_at)
+        end = (1 - share) * by_past + share * by_pace
+    return None if end is None else min(max(end, now), deadline_at)
+
+
+def _end(pace: Pace, opened_at: float, now: float) -> float:
+    began_at = opened_at if pace.began_at is None else pace.began_at
+    return began_at + (now - began_at) / pace.share

@@ -253,25 +253,32 @@ def forecast(session: Session, now: float, round_: Round) -> datetime | None:
     """When an open round may be expected to end."""
     if round_.state not in ("open", "merging"):
         return None
+    leased = (AuditRow.action == "task.lease") & AuditRow.subject.in_([task.id for task in round_.tasks])
+    begun = dict(
+        session.execute(
+            select(AuditRow.subject, func.max(AuditRow.at)).where(leased).group_by(AuditRow.subject)
+        ).all()
+    )
     end = expected_end(
         round_.opened_at.timestamp(),
         now,
         round_.deadline_at.timestamp(),
         past_seconds(session, round_.run, round_.stage),
-        [pace(task) for task in round_.tasks],
+        [pace(task, begun.get(task.id)) for task in round_.tasks],
     )
     return None if end is None else views.instant(end)
 
 
-def pace(task: TaskView) -> Pace:
+def pace(task: TaskView, began_at: float | None) -> Pace:
     if task.state not in LIVE_TASKS:
         return Pace(over=True)
     said = task.progress
     if task.state != "leased" or said is None:
         return Pace(over=False)
-    if said.steps:
-        return Pace(over=False, phase=said.phase, done=(said.step or 0) / said.steps)
-    return Pace(over=False, phase=said.phase, done=(said.bytes or 0) / said.of_bytes if said.of_bytes else None)
+    done = (said.step or 0) / said.steps if said.steps else None
+    if done is None and said.of_bytes:
+        done = (said.bytes or 0) / said.of_bytes
+    return Pace(over=False, began_at=began_at, phase=said.phase, done=done)
 
 
 # ---------------------------------------------------------------- what happened when

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
-from sqlalchemy import func, select
+from sqlalchemy import func, select, true
 from sqlalchemy.orm import Session
 
 from coordinator.api.access import Serving
@@ -23,6 +23,7 @@ from coordinator.storage import views
 from coordinator.storage.tables import (
     AuditRow,
     BlobRow,
+    RoundRow,
     RunBlobRow,
     RunRow,
     SiteRow,
@@ -39,6 +40,7 @@ router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute
 SITES = 50
 ENTRIES = 100
 FAILURES = 50
+ABANDONED = 10
 RUNS = 100
 CHOICES = 200
 
@@ -199,6 +201,13 @@ def list_failures(
             for task, name, worker, site in rows[:FAILURES]
         ]
         paused = select(RunRow).where(RunRow.state == "paused", RunRow.reason.is_not(None)).limit(FAILURES)
+        rounds = (
+            select(RoundRow, RunRow.name)
+            .join(RunRow, RunRow.id == RoundRow.run_id)
+            .where(RoundRow.state == "abandoned", RoundRow.run_id == run if run else true())
+            .order_by(RoundRow.opened_at.desc())
+            .limit(ABANDONED)
+        )
         of_which = f"run={run}&" if run else ""
         older = rows[FAILURES - 1][0].created_at if len(rows) > FAILURES else None
         return render(
@@ -208,6 +217,9 @@ def list_failures(
             now=views.instant(serving.database.now()),
             run=of_run,
             failures=lines,
+            abandoned=[]
+            if before
+            else [(views.round_view(session, row), name) for row, name in session.execute(rounds)],
             paused=[] if run else [views.run_view(session, row) for row in session.scalars(paused)],
             newer=f"{PREFIX}/failures?{of_which}" if before else None,
             older=f"{PREFIX}/failures?{of_which}before={older!r}" if older else None,

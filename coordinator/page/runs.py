@@ -131,7 +131,9 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
             spreads=at_sites.get(latest, {}) if latest is not None else {},
             moved=moved,
             remaining=_remaining(session, now, run, end),
-            took=(run.updated_at - run.created_at).total_seconds(),
+            took=(
+                (views.instant(now) if run.state in ("running", "paused") else run.updated_at) - run.created_at
+            ).total_seconds(),
             round=open_round,
             end=end,
             waiting_for=_waiting_for(session, serving, now, run),

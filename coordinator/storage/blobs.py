@@ -76,7 +76,8 @@ class Blobs:
         self._readahead_bytes = readahead_bytes
         self._url = url if "://" in url else Path(url).absolute()
         self.staging_dir = staging_dir.absolute()
-        staging_dir.mkdir(parents=True, exist_ok=True)
+        # What lies in them is of sites: updates, and models that not everybody may have.
+        staging_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.unfinished = Unfinished(self.staging_dir)
         # A disk may have spoilt what an earlier process wrote: each blob is hashed once more before its first use.
         # What came since was hashed as it came, by this process or by one beside it.
@@ -89,7 +90,7 @@ class Blobs:
         # Where they are otherwise.
         self._root = Path(url)
         if self._objects is None:
-            self._root.mkdir(parents=True, exist_ok=True)
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._root.stat().st_dev != staging_dir.stat().st_dev:
                 raise StagingElsewhere(
                     f"{staging_dir} and {url} are on two file systems; finishing an upload is a rename"

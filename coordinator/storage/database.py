@@ -83,7 +83,7 @@ class Database:
                 raise NotAFile(
                     f"{url} is a database in memory, which no other process or restart would see; name a file"
                 )
-            Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
+            Path(self.url.database).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.engine = create_engine(self.url, pool_size=20, max_overflow=40)
             _tune_sqlite(self.engine)
             self._reading = self.engine.execution_options(**{_READING: True})

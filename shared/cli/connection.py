@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from shared import spans
+from shared.addresses import require_private
 from shared.client import DEFAULT_URL, Client
 from shared.problems import Fault, Invalid, NotFound
 from shared.transport import tls_context
@@ -46,9 +47,8 @@ class Connection:
     client_key: Path | None = None
 
     def client(self, patience_seconds: float = PATIENCE_SECONDS) -> Client:
-        """A client, to be closed by the caller. Raises Invalid for a token that cannot be read or sent."""
-        if not self.url.startswith(("http://", "https://")):
-            raise Invalid(f"{self.url!r} is not a coordinator's URL", remedy="Give one that begins with https://.")
+        """A client, to be closed by the caller. Raises Invalid for a token that cannot be read, or be sent there."""
+        require_private(self.url)
         verify = tls_context(self.ca_bundle, self.client_cert, self.client_key)
         return Client(self.url, self._read_token(), patience_seconds=patience_seconds, verify=verify)
 

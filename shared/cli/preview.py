@@ -13,7 +13,7 @@ from shared.wire import Ask, Preview, Prospect, RunSpec
 
 
 def preview_table(found: Preview) -> Table:
-    columns = ("worker", "takes part", "fetches", "trains", "sends", "because")
+    columns = ("worker", "takes part", "fetches", "trains", "sends, at most", "because")
     return output.table(columns, map(_row, found.prospects))
 
 

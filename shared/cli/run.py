@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +26,7 @@ from shared.cli.watching import watch_as_json, watch_as_text
 from shared.client import Client
 from shared.fairness import scores_by_version, spreads
 from shared.modelfolder import ModelFolder
-from shared.wire import Run, RunSpec, RunState
+from shared.wire import RoundState, Run, RunSpec, RunState
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, callback=connect, help="Start, watch, steer and export runs."
@@ -165,9 +165,7 @@ def show(
         return
     console = output.out()
     console.print(output.table(("", ""), [*_facts(found), *(("warning", said) for said in versions[-1].warnings)]))
-    if found.state == "running" and not any(outcome.round.state == "open" for outcome in rounds):
-        # Between rounds it is for a moment, or waits for workers.
-        warn_of_few(client, found.spec)
+    _tell_what_it_waits_for(client, found, [outcome.round.state for outcome in rounds])
     tables = [_round_table(rounds)]
     if at_sites:
         tables.append(spread_table(at_sites))
@@ -178,6 +176,12 @@ def show(
     for table in tables:
         console.print()
         console.print(table)
+
+
+def _tell_what_it_waits_for(client: Client, run: Run, rounds: Sequence[RoundState]) -> None:
+    """Between rounds a run is for a moment, or waits for workers."""
+    if run.state == "running" and not {"open", "merging"} & set(rounds):
+        warn_of_few(client, run.spec)
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -225,6 +229,8 @@ def watch(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
     """Follow a run until it ends or pauses. Exit code 0: completed, 1: failed or cancelled, 3: paused."""
     client = client_of(ctx, WATCHING_PATIENCE_SECONDS)
     found = find_run(client, run)
+    if not as_json:
+        _tell_what_it_waits_for(client, found, [made.state for made in client.rounds(found.id)])
     glimpses = follow(client, found.id)
     last = watch_as_json(glimpses) if as_json else watch_as_text(glimpses)
     raise typer.Exit(EXIT_CODES[last.state])

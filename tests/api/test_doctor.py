@@ -44,6 +44,17 @@ def unsafe(**given: Any) -> list[str]:
     return [found.detail for found in insecure(Settings(**given)) if found.verdict != "ok"]
 
 
+def test_what_a_coordinator_makes_is_its_own_and_folders_that_others_may_look_into_are_named(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path) as coordinator:
+        settings = coordinator.settings
+    made = [Path(settings.blob_url), settings.staging_dir]
+    assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700, 0o700]
+    made[0].chmod(0o755)
+    given = settings.model_dump(include={"blob_url", "staging_dir"})
+    (told,) = unsafe(**given, site_bytes_per_day=1 << 40)
+    assert str(made[0]) in told
+
+
 def test_unsafe_settings_are_named(tmp_path: Path) -> None:
     file = tmp_path / "admin"
     file.write_text("tessera_admin_x")

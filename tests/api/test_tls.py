@@ -229,6 +229,18 @@ def test_serve_says_what_is_wrong_before_it_opens_anything(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+def test_serve_begins_nothing_where_something_listens_already(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        settings = {"TESSERA_DATABASE_URL": f"sqlite:///{tmp_path}/t.db", "TESSERA_PORT": port}
+        taken = tessera("coordinator", "serve", "--migrate", **settings)
+    assert (taken.returncode, taken.stderr.count("\n")) == (2, 1), taken.stderr
+    assert f"127.0.0.1:{port} cannot be listened at: Address already in use" in taken.stderr
+    assert "TESSERA_PORT" in taken.stderr
+    # No token was shown that nobody would be shown again.
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_certificate_without_its_key_serves_nothing(authority: Authority) -> None:
     with pytest.raises(BadCertificate, match=r"client\.pem"):
         require_private(Settings(tls_cert=authority.client))

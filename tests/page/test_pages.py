@@ -145,6 +145,8 @@ def test_pages_of_a_run_show_what_the_api_shows(coordinator: LiveCoordinator, ad
     assert admin.http.get("/page/sites").text.count("1.2.3+ours") == 2
     failures = admin.http.get("/page/failures").text
     assert failures.count("worker-failed") == 1
+    assert "wards, round 2" in failures
+    assert "Rounds that came to nothing" in failures
     assert "log says more" in failures
     overview = admin.http.get("/page/").text
     assert "wards is paused" in overview
@@ -226,6 +228,9 @@ def test_a_round_ends_about_when_rounds_before_it_did_and_its_slowest_worker_wil
     # Half of training is half of all, by which 30 s are 60; as much as the rounds before say, 100, together 80.
     assert expected_end(0.0, 30.0, 1e9, [90.0, 100.0, 300.0], [Pace(over=True), half]) == pytest.approx(80.0)
     assert expected_end(0.0, 30.0, 1e9, [], [half]) == pytest.approx(60.0)
+    # One that had other things to do first is no slower for it.
+    late = Pace(over=False, began_at=290.0, phase="training", done=0.5)
+    assert expected_end(0.0, 300.0, 1e9, [], [late, Pace(over=True)]) == pytest.approx(310.0)
     assert expected_end(0.0, 30.0, 1e9, [100.0], [Pace(over=False)]) == 100.0
     assert expected_end(0.0, 30.0, 1e9, [], [Pace(over=False)]) is None
     assert expected_end(0.0, 30.0, 70.0, [100.0], []) == 70.0

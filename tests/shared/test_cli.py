@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.addresses import PLAIN_HTTP
 from shared.cli.connection import Connection, only
 from shared.cli.output import show_problem
 from shared.cli.secret import place_for
@@ -53,7 +54,7 @@ def test_the_coordinator_needs_no_torch() -> None:
 
 @pytest.mark.parametrize(
     ("command", "module", "extra"),
-    [("worker", "torch", "worker"), ("model", "transformers", "worker"), ("coordinator", "fastapi", "coordinator")],
+    [("worker", "torch", "worker"), ("model", "transformers", "worker"), ("coordinator", "alembic", "coordinator")],
 )
 def test_a_missing_extra_is_named_in_one_line(command: str, module: str, extra: str) -> None:
     answer = tessera(command, "--help", command=without(module))
@@ -115,6 +116,18 @@ def test_with_json_the_problem_document_goes_to_stdout() -> None:
     document = json.loads(answer.stdout)
     assert (answer.returncode, document["code"]) == (1, "invalid")
     assert answer.stderr.startswith("error: 'ftp://x' is not a coordinator's URL")
+
+
+def test_a_token_is_shown_to_no_other_machine_in_plain_http() -> None:
+    elsewhere = {"TESSERA_URL": "http://192.0.2.1:8470", "TESSERA_TOKEN": "tessera_admin_x"}
+    answer = tessera("run", "list", **elsewhere)
+    assert answer.returncode == 1
+    assert "is plain HTTP" in answer.stderr
+    assert "TESSERA_PLAIN_HTTP=true" in answer.stderr
+    Connection("https://192.0.2.1", "x", None).client().close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PLAIN_HTTP, "true")
+        Connection("http://192.0.2.1", "x", None).client().close()
 
 
 def test_a_spec_is_refused_before_the_coordinator_is_asked(tmp_path: Path) -> None:

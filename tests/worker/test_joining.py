@@ -20,6 +20,7 @@ from shared.problems import Unauthenticated
 from shared.tokens import hash_of, new_secret
 from shared.wire import Approval, Enrolment, TokenSpec
 from tests.support.coordinator import LiveCoordinator, until
+from worker.cli import joining
 from worker.cli.worker import app
 from worker.files import write_secret
 from worker.joining import NEXT, prepared, rotate
@@ -135,6 +136,26 @@ def test_the_secret_for_one_coordinator_is_never_shown_to_another(tmp_path: Path
 def test_a_worker_says_its_site_or_shows_a_token(tmp_path: Path, arguments: list[str], told: str) -> None:
     done = say("join", "http://127.0.0.1:9", "--config", str(tmp_path / "w.toml"), *arguments, code=2)
     assert told in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "arguments", "code", "told"),
+    [
+        ("http://127.0.0.1:9", ["--site", "bad site!"], 2, "letters, digits, dots"),
+        ("http://127.0.0.1:9", ["--site", "a", "--name", "é"], 2, "letters, digits, dots"),
+        ("http://192.0.2.1:9", ["--site", "a"], 1, "is plain HTTP"),
+        ("ftp://127.0.0.1:9", ["--site", "a"], 1, "is not a coordinator's URL"),
+        ("http://127.0.0.1:9", ["--site", "a"], 1, "no answer from the coordinator"),
+    ],
+)
+def test_a_wish_that_reaches_nobody_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, arguments: list[str], code: int, told: str
+) -> None:
+    monkeypatch.setattr(joining, "PATIENCE_SECONDS", 0.1)
+    done = CliRunner().invoke(app, ["join", url, "--config", str(tmp_path / "w.toml"), *arguments])
+    said = done.output + str(done.exception or "")
+    assert (done.exit_code, told in " ".join(said.replace("│", "").split())) == (code, True), said
     assert list(tmp_path.iterdir()) == []
 
 

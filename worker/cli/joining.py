@@ -8,17 +8,18 @@ from functools import partial
 from pathlib import Path
 from ssl import SSLContext
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 
-from shared.addresses import is_loopback
+from shared.addresses import require_private
+from shared.cli.connection import PATIENCE_SECONDS
 from shared.cli.output import AsJson, complain, note, print_json
 from shared.client import Client
-from shared.problems import Forbidden, Invalid, Unauthenticated
-from shared.transport import tls_context
+from shared.problems import Forbidden, Unauthenticated
+from shared.transport import Unreachable, tls_context
 from shared.version import VERSION
-from shared.wire import Enrolment
+from shared.wire import Enrolment, Label
 from worker.agent import describe
 from worker.joining import Place, asked, awaited, prepared
 from worker.joining import rotate as rotate_secret
@@ -72,12 +73,22 @@ def join(
     """
     if (site is None) == (token_file is None):
         raise typer.BadParameter("give either the site, or the file of an enrolment token", param_hint="'--site'")
-    _require_url(url)
+    _require_label("'--site'", site)
+    _require_label("'--name'", name)
+    require_private(url)
+    fresh = not config.exists()
     tls = {"ca_bundle": ca_bundle, "client_cert": client_cert, "client_key": client_key}
     with _said_in_one_line():
         place = prepared(config, url, name, {key: file for key, file in tls.items() if file})
         verify = tls_context(**place.tls)
-        enrolment = _ask(url, verify, place, site, token_file)
+        try:
+            enrolment = _ask(url, verify, place, site, token_file)
+        except Unreachable:
+            if fresh:
+                # With another URL the same command is to begin anew; the secret was shown to nobody.
+                config.unlink()
+                place.token_file.unlink(missing_ok=True)
+            raise
         if enrolment.state == "pending":
             _show_code(url, place, enrolment, as_json=as_json)
             with Client(url, place.secret, verify=verify) as client:
@@ -114,7 +125,8 @@ def _ask(url: str, verify: SSLContext, place: Place, site: str | None, token_fil
     shown = None
     if token_file is not None:
         shown = token_file.read_text(encoding="utf-8").strip()
-    with Client(url, shown, verify=verify) as client:
+    note(f"asking {url} ...")
+    with Client(url, shown, patience_seconds=PATIENCE_SECONDS, verify=verify) as client:
         return asked(client, place, site, describe(device_of("auto")), VERSION)
 
 
@@ -128,9 +140,9 @@ def _show_code(url: str, place: Place, enrolment: Enrolment, *, as_json: bool) -
     note(f"It is no secret, and good for {minutes} minutes. Waiting to be admitted ...")
 
 
-def _require_url(url: str) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Invalid(f"{url!r} is not a coordinator's URL", remedy="Give one that begins with https://.")
-    if parts.scheme == "http" and not is_loopback(parts.hostname):
-        note(f"warning: {url} is not encrypted: whoever is on the way can read the worker's secret, and all else")
+def _require_label(option: str, value: str | None) -> None:
+    try:
+        TypeAdapter(Label | None).validate_python(value)
+    except ValidationError:
+        said = "a name is up to 64 letters, digits, dots, dashes and underscores, and begins with a letter or digit"
+        raise typer.BadParameter(f"{value!r}: {said}", param_hint=option) from None
