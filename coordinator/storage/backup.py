@@ -159,7 +159,7 @@ def _one_moment(database: Database) -> Iterator[Connection]:
 
 def _copy_rows(source: Connection, target: Session, copied: Copied) -> None:
     for table in Table.metadata.sorted_tables:
-        with closing(source.execution_options(yield_per=ROWS).execute(select(table))) as rows:
+        with closing(source.execute(select(table), execution_options={"yield_per": ROWS})) as rows:
             for some in rows.mappings().partitions():
                 target.execute(insert(table), [dict(row) for row in some])
                 copied.rows += len(some)
