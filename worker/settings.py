@@ -161,6 +161,9 @@ def read_data_settings(path: Path) -> DataSettings:
     return _read(path, DataSettings)
 
 
+NO_DATASET = ". Name the data: a table [datasets.NAME] with their kind, as docs/data.md has it"
+
+
 def _read(path: Path, kind: type[S]) -> S:
     try:
         return kind(**tomllib.loads(path.read_text(encoding="utf-8")))
@@ -171,7 +174,8 @@ def _read(path: Path, kind: type[S]) -> S:
     except SourceError as fault:
         raise SettingsError(f"environment: {fault}") from fault
     except ValidationError as fault:
-        raise SettingsError(f"{path}: {_told(fault)}") from None
+        hint = NO_DATASET if any(error["loc"] == ("datasets",) for error in fault.errors()) else ""
+        raise SettingsError(f"{path}: {_told(fault)}{hint}") from None
 
 
 def effective_settings(path: Path) -> list[Setting]:
