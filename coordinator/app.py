@@ -62,4 +62,8 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     for router in (*routers, blobs.listed):
         app.include_router(router, responses=REFUSALS)
     page.install(app)
+    # FastAPI makes its routes when they are first asked for: here, and not while somebody waits for the first answer.
+    nothing = {"type": "http", "method": "GET", "path": "/", "root_path": "", "query_string": b"", "headers": []}
+    for route in app.router.routes:
+        route.matches(dict(nothing))
     return app

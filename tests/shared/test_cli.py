@@ -167,8 +167,8 @@ def test_an_unreadable_token_file_is_named() -> None:
 
 
 def test_an_interrupt_ends_with_130() -> None:
-    script = "import shared.cli.main as m, signal, os\nfrom shared.cli import connection\n"
-    script += "connection.Connection.client = lambda *_: os.kill(os.getpid(), signal.SIGINT)\nm.main()"
+    script = "import shared.cli.main as m, signal\nfrom shared.cli import connection\n"
+    script += "connection.Connection.client = lambda *_: signal.raise_signal(signal.SIGINT)\nm.main()"
     answer = tessera("run", "list", command=[sys.executable, "-c", script])
     assert (answer.returncode, "Traceback" in answer.stderr) == (130, False)
 
