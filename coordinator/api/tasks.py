@@ -147,8 +147,8 @@ def _lease(serving: Services, caller: Principal, worker_id: str, instance: str, 
         told = tasks.task_message(session, entry, seconds, serving.settings.submission_bytes)
         before = session.get(VersionRow, (told.run, told.version.number - 1))
         earlier = before.digest if before else None
-        held = earlier == told.version.digest or tasks.has_begun_another(session, task)
-    if held:
+        known = earlier == told.version.digest or tasks.has_begun_another(session, task)
+    if known:
         return told
     # A blob that cannot be read is the worker's to find, which reports what comes of it.
     with suppress(Problem):

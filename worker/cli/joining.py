@@ -85,7 +85,7 @@ def join(
             enrolment = _ask(url, verify, place, site, token_file)
         except Unreachable:
             if fresh:
-                # With another URL the same command is to begin anew; the secret was shown to nobody.
+                # With another URL the same command is to begin anew; only a hash of the secret can have left.
                 config.unlink()
                 place.token_file.unlink(missing_ok=True)
             raise
