@@ -4,6 +4,7 @@ Problem
 |- BadRequest 400        not readable as HTTP, JSON or a header: mend the caller
 |- Unauthenticated 401   no token, or one that is unknown, expired or revoked
 |- Forbidden 403         the token's role does not reach so far
+|  `- SiteSuspended      the site is out for a while
 |- NotFound 404
 |- Conflict 409          the state is not what the request supposes
 |  |- LeaseLost          the lease lapsed or is another's: drop the work
@@ -144,6 +145,12 @@ class Forbidden(Problem):
     code = "forbidden"
     title = "The token's role does not allow this"
     remedy = "Use a token with one of the roles named, or ask an administrator for one."
+
+
+class SiteSuspended(Forbidden):
+    code = "site-suspended"
+    title = "The token's site is suspended"
+    remedy = "Ask an administrator why, and to resume it; workers ask again by themselves."
 
 
 class NotFound(Problem):

@@ -27,6 +27,7 @@ from shared.problems import (
     LeaseLost,
     Problem,
     RoundClosed,
+    SiteSuspended,
     StaleVersion,
     TaskCancelled,
     Unauthenticated,
@@ -74,7 +75,7 @@ ALIVE_FILE = "alive"
 """Touched at every claim and heartbeat, so that what watches the process can tell that it lives from its age."""
 
 # The work is no longer wanted, which is nobody's fault.
-UNWANTED = (LeaseLost, TaskCancelled, RoundClosed, StaleVersion)
+UNWANTED = (LeaseLost, TaskCancelled, RoundClosed, StaleVersion, SiteSuspended)
 
 # Failures whose text we wrote ourselves, about models and plans; any other text might quote data.
 TELLABLE: dict[type[Exception], str] = {
@@ -229,14 +230,14 @@ class Agent:
         except Stopped:
             self._give_back(task)
             raise
-        except (Unauthenticated, Forbidden):
-            raise
-        except Unapproved as unapproved:
-            self._give_back_unapproved(task, unapproved, log)
         except UNWANTED as problem:
             outcome = "dropped"
             self._note("task.drop", task, code=problem.code)
             log.info("task-dropped", reason=problem.code, detail=problem.detail)
+        except (Unauthenticated, Forbidden):
+            raise
+        except Unapproved as unapproved:
+            self._give_back_unapproved(task, unapproved, log)
         except InvalidUpdate as problem:
             outcome = "refused"
             self._note("task.drop", task, code=problem.code)
@@ -311,8 +312,6 @@ class Agent:
     def _tell_failure(self, task: Task, failure: Failure, log: Any) -> None:
         try:
             self._client.fail(task.id, failure)
-        except (Unauthenticated, Forbidden):
-            raise
         except Problem as problem:
             log.warning("failure-not-reported", reason=problem.code)
 
@@ -367,10 +366,12 @@ class Outage:
 def refuses_worker(problem: Problem) -> bool:
     """Whether the coordinator will not have this worker, however often it asks: its token, or what it says of itself.
 
-    Anything else may pass, such as the page of a proxy whose coordinator is being replaced.
+    Anything else may pass: a suspension of its site, the page of a proxy whose coordinator is being replaced.
     """
     if isinstance(problem, Invalid):
         return problem.from_document
+    if isinstance(problem, SiteSuspended):
+        return False
     return isinstance(problem, Unauthenticated | Forbidden)
 
 

@@ -46,7 +46,7 @@ def address_of(request: Request) -> str:
 
 
 def holder(serving: Services, credentials: HTTPAuthorizationCredentials | None) -> Principal:
-    """Who shows this. Raises Unauthenticated, and Forbidden if its site is suspended."""
+    """Who shows this. Raises Unauthenticated, Forbidden and SiteSuspended."""
     if credentials is None:
         raise Unauthenticated("the request carries no bearer token", headers={"WWW-Authenticate": "Bearer"})
     if serving.people and is_signed(credentials.credentials):

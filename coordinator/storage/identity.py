@@ -10,12 +10,15 @@ from sqlalchemy.orm import Session
 
 from coordinator.storage import audit
 from coordinator.storage.tables import SiteRow, TokenRow, WorkerRow
-from shared.problems import Conflict, Fault, Forbidden, Invalid, NotFound, Unauthenticated
+from shared.problems import Conflict, Fault, Invalid, NotFound, SiteSuspended, Unauthenticated
 from shared.tokens import hash_of, new_secret
 from shared.wire import Claim, TokenRole, TokenSpec
 
 DECLARED = {"kinds", "datasets", "held_out", "methods", "device", "version", "resources", "mirror", "withheld"}
 """What is kept of a claim: all that tells which tasks the worker may have, and what it runs on."""
+
+SUSPENDED_SECONDS = 30.0
+"""How long the workers of a suspended site are sent away for at a time."""
 
 
 def new_id() -> str:
@@ -43,7 +46,7 @@ class Principal:
 
 
 def authenticate(session: Session, now: float, secret: str) -> Principal:
-    """Who holds this token. Raises Unauthenticated, and Forbidden if its site is suspended."""
+    """Who holds this token. Raises Unauthenticated, and SiteSuspended."""
     shown = hash_of(secret)
     found = _token(session, TokenRow.secret_hash == shown)
     if found is None:
@@ -54,12 +57,12 @@ def authenticate(session: Session, now: float, secret: str) -> Principal:
 
 
 def require_admitted(session: Session, now: float, caller: Principal) -> None:
-    """Raises Unauthenticated or Forbidden if the caller, who was admitted before, no longer is."""
+    """Raises Unauthenticated or SiteSuspended if the caller, who was admitted before, no longer is."""
     holder_of(session, now, caller.token_id)
 
 
 def holder_of(session: Session, now: float, token_id: str) -> Principal:
-    """Who holds the token of this id. Raises Unauthenticated and Forbidden."""
+    """Who holds the token of this id. Raises Unauthenticated and SiteSuspended."""
     return _admitted(_token(session, TokenRow.id == token_id), now)
 
 
@@ -81,7 +84,7 @@ def _admitted(found: Row[TokenRow, SiteRow] | None, now: float) -> Principal:
     if token.uses_left == 0:
         raise Unauthenticated("this enrolment token was used up", remedy="Ask an administrator for another.")
     if site is not None and site.suspended_at is not None:
-        raise Forbidden(f"site {site.name} is suspended", remedy="Ask an administrator why, and to resume it.")
+        raise SiteSuspended(f"site {site.name} is suspended", retry_after_seconds=SUSPENDED_SECONDS)
     # The role was checked when the token was issued.
     return Principal(token.id, token.name, token.role, token.site_id)  # type: ignore[arg-type]
 

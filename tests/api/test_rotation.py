@@ -103,7 +103,7 @@ def test_none_of_a_suspended_site_s_tokens_is_admitted_until_it_is_resumed(coord
     assert admin.suspend_site(site.id) == suspended
     for http in (first, second):
         answer = http.post(HEARTBEAT, json={"token": 0})
-        assert refused(answer, 403, "forbidden").detail == "site a is suspended"
+        assert refused(answer, 403, "site-suspended").detail == "site a is suspended"
     assert is_admitted(other)
     admin.resume_site(site.id)
     admin.resume_site(site.id)
@@ -125,7 +125,7 @@ def test_a_suspended_site_is_chosen_for_no_round_and_waits_for_nothing(coordinat
         waiting = pool.submit(gone.claim, 5)
         until(lambda: coordinator.services.gate.workers)
         admin.suspend_site(site.id)
-        with refusing("forbidden", "suspended"):
+        with refusing("site-suspended", "suspended"):
             waiting.result(4)
     run = start_run(admin, model, values(model), rounds=1)
     here.train(here.take())

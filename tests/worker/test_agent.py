@@ -17,6 +17,7 @@ import pytest
 import torch
 from sqlalchemy import func, select
 
+from coordinator.storage import identity
 from coordinator.storage.tables import UploadRow
 from shared.blocks import named, roles
 from shared.client import Client
@@ -313,6 +314,24 @@ def test_a_worker_that_is_not_admitted_ends_with_the_reason(coordinator: LiveCoo
     settings = Settings(url=coordinator.url, token="no such", name="w", state_dir=tmp_path, datasets=datasets)
     with pytest.raises(Unauthenticated):
         Agent(settings, Stop()).run()
+
+
+def test_a_suspended_worker_drops_its_task_and_goes_on_once_its_site_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "SUSPENDED_SECONDS", 0.1)
+    with LiveCoordinator(tmp_path / "coordinator", lease_seconds=1.6) as coordinator:
+        client = coordinator.client()
+        endless = begin(client, training=Training(epochs=1000, batch_size=4))
+        with working(coordinator, tmp_path, policy={"max_epochs": 1000}):
+            task_of(client, endless, 1, lambda task: task.state == "leased")
+            (site,) = client.sites()
+            client.suspend_site(site.id)
+            until(lambda: '"task.drop"' in (tmp_path / "state/audit/audit.jsonl").read_text())
+            client.set_run_state(endless.id, "cancelled")
+            following = begin(client)
+            client.resume_site(site.id)
+            until(lambda: client.run(following.id).state == "completed")
 
 
 def test_an_agent_goes_on_when_its_token_file_has_another_secret(tmp_path: Path) -> None:
