@@ -51,7 +51,7 @@ from worker.policy import PolicyViolation
 from worker.probabilities import UnknownAttention
 from worker.renewal import Renewal, Stop, Stopped
 from worker.report import Report
-from worker.settings import Settings, allowances_of, credential_of, tls_of
+from worker.settings import Settings, allowances_of, credential_of, describe, tls_of
 from worker.trainer import TrainingDiverged
 from worker.workbench import TaskFailure, Workbench
 
@@ -387,9 +387,3 @@ def told(fault: Exception) -> tuple[str, str]:
     if isinstance(fault, torch.OutOfMemoryError | MemoryError):
         return "out-of-memory", "the model and its batches do not fit into this worker's memory"
     return "failed", f"{type(fault).__name__}; the worker's own log has more"
-
-
-def describe(device: torch.device) -> str:
-    """The device as people read it, at most 64 characters."""
-    name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-    return name[:64]

@@ -304,3 +304,9 @@ def device_of(name: DeviceName) -> torch.device:
     if (device.index or 0) >= torch.cuda.device_count():
         raise SettingsError(f"device: there is no {device} here, of {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+def describe(device: torch.device) -> str:
+    """The device as people read it, at most 64 characters."""
+    name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+    return name[:64]

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import TypeAdapter, ValidationError
-from transformers.utils import logging
 
 from shared.cli.output import AsJson, complain, note, out, print_json, table
 from worker.data import Dataset, load
@@ -39,13 +38,6 @@ def _bad_settings_in_one_line() -> Iterator[None]:
     except (SettingsError, OSError) as fault:
         complain(str(fault))
         raise typer.Exit(2) from fault
-
-
-@app.callback()
-def quiet() -> None:
-    """Show a site's data sets, and how one divides among sites."""
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @app.command()

@@ -20,10 +20,9 @@ from shared.problems import Forbidden, Unauthenticated
 from shared.transport import Unreachable, tls_context
 from shared.version import VERSION
 from shared.wire import Enrolment, Label
-from worker.agent import describe
 from worker.joining import Place, asked, awaited, prepared
 from worker.joining import rotate as rotate_secret
-from worker.settings import SettingsError, device_of, read_settings, tls_of
+from worker.settings import SettingsError, describe, device_of, read_settings, tls_of
 
 BAD_SETTINGS = 2
 NOT_ADMITTED = 3

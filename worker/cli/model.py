@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from shared.blocks import Block
 from shared.cli.output import AsJson, print_json
@@ -65,13 +64,6 @@ def _bad_input_in_one_line() -> Iterator[None]:
     except (ValueError, OSError, ImportError, RuntimeError, SafetensorError, Problem) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
-
-
-@app.callback()
-def quiet() -> None:
-    """Make and inspect the models that runs start from."""
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @app.command()

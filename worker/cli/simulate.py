@@ -13,7 +13,6 @@ from statistics import fmean, stdev
 from typing import Annotated, Any
 
 import typer
-from transformers.utils import logging
 
 from shared.cli import output
 from shared.cli.export import in_place_of
@@ -75,8 +74,6 @@ def command(
     Started again with the same settings, one that was stopped goes on. Exit code 0: done, 1: refused, 2: wrong usage,
     3: a round could not reach its quorum.
     """
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     wanted_seeds = _whole_numbers(seeds)
     wanted = read_file(file, settings or [])
     start = _start(file, model or wanted.model)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import structlog
 import typer
-from transformers.utils import logging as transformers_logging
 
 from shared import spans
 from shared.addresses import without_password
@@ -24,7 +24,6 @@ from shared.doctor import examined
 from shared.lines import Lines
 from shared.methods import MethodsUnusable, methods
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
-from worker.agent import Agent, describe
 from worker.cli.approval import COMMANDS
 from worker.cli.joining import join, rotate
 from worker.cli.ledger import ledger
@@ -35,12 +34,16 @@ from worker.settings import (
     Settings,
     SettingsError,
     datasets_of,
+    describe,
     device_of,
     effective_settings,
     read_settings,
     tls_of,
     token_of,
 )
+
+if TYPE_CHECKING:
+    from worker.agent import Agent
 
 BAD_SETTINGS = 2
 NOT_ADMITTED = 3
@@ -61,13 +64,6 @@ def _bad_settings_in_one_line() -> Iterator[None]:
         raise typer.Exit(BAD_SETTINGS) from fault
 
 
-@app.callback()
-def quiet() -> None:
-    """Run a worker beside the data, and check its settings."""
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
 @app.command()
 def run(config: ConfigFile) -> None:
     """Claim tasks and do them until SIGTERM or SIGINT; a second one ends the process at once."""
@@ -83,7 +79,8 @@ def run(config: ConfigFile) -> None:
         with _alone(settings.state_dir):
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, ask_to_stop)
-            _run(Agent(settings, stop), settings)
+            # Loaded to run and for nothing else: transformers takes seconds, and who decides here need not wait.
+            _run(importlib.import_module("worker.agent").Agent(settings, stop), settings)
 
 
 def _run(agent: Agent, settings: Settings) -> None:
