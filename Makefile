@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 
 .PHONY: help install demo demo-reports demo-pairs test test-postgresql check fix system fuzz \
   bench bench-quick bench-results bench-rivals bench-attention simulation chaos soak test-long image-check deploy-check \
-  migrate image clean
+  migrate image clean docs
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -73,6 +73,9 @@ simulation: install ## a federation on one seed after the other; STEPS=, SEED=, 
 
 fuzz: install ## a million hostile updates, a quarter of an hour on one core; prints its seed
 	$(BIN)/python -m tests.fuzz --cases $(or $(CASES),1000000) $(if $(SEED),--seed $(SEED))
+
+docs: install ## the documents as a site, in docs-site/, with references made from the code
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 bench: install ## what rounds, waiting workers and cut uploads cost; half an hour on two cores
 	$(BIN)/python -m benchmarks.rounds

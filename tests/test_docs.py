@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -86,6 +87,19 @@ def test_every_link_between_documents_leads_somewhere() -> None:
     for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_documents_build_as_a_site_that_asks_no_other_host_for_anything(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    for page in tmp_path.rglob("*.html"):
+        fetched = re.findall(r"<(?:script|img|link|iframe)[^>]*(?:src|href)=.?(?:https?:)?//", page.read_text())
+        assert fetched == [], page
+    client = (tmp_path / "reference/client.html").read_text()
+    assert "shared.client.Client.create_run" in client
+    http = (tmp_path / "reference/http.html").read_text()
+    assert 'href="wire.html#shared.wire.RunSpec"' in http
 
 
 def anchors(document: Path) -> set[str]:

@@ -1,0 +1,113 @@
+"""What `make docs` adds to the documents: README as the first page, references made from docstrings and from the
+API's description, and what documents link to outside of this folder."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = "files/"
+LINK = re.compile(r"\]\(([^)#:\s]+)")
+
+
+def http_reference() -> Iterator[str]:
+    """The paragraphs of a page about every operation of the API, from its description."""
+    described = json.loads((ROOT / "docs/openapi.json").read_text())
+    yield "# HTTP API"
+    yield "Under [protocol](../protocol.md) is what holds for all; the names link to [what travels](wire.md)."
+    by_tag: dict[str, list[str]] = {}
+    for path, operations in described["paths"].items():
+        for verb, operation in operations.items():
+            by_tag.setdefault(operation["tags"][0], []).append(_told(verb, path, operation))
+    for tag, told in by_tag.items():
+        yield f"## {tag.capitalize()}"
+        yield from told
+
+
+def _told(verb: str, path: str, operation: dict[str, Any]) -> str:
+    takes = [f"| `{it['name']}` | {it['in']} | {_cell(it)} |" for it in operation.get("parameters", ())]
+    if "requestBody" in operation:
+        takes.append(f"| the body | {', '.join(_models(operation['requestBody']))} | |")
+    table = ["| takes | as | |", "|---|---|---|", *takes] if takes else []
+    gives = [f"{status} {', '.join(_models(it))}" for status, it in operation["responses"].items() if status < "3"]
+    about = operation.get("description", "")
+    return "\n\n".join([f"### `{verb.upper()} {path}`", about, "\n".join(table), f"Gives {'; '.join(gives)}."])
+
+
+def _cell(parameter: dict[str, Any]) -> str:
+    return " ".join(parameter.get("description", "").split()).replace("|", "\\|")
+
+
+def _models(content: dict[str, Any]) -> list[str]:
+    """The models that a body or answer names, linked, or else its media types."""
+    names = sorted(set(re.findall(r"#/components/schemas/(?:Page_)?(\w+?)_?\"", json.dumps(content))))
+    return [f"[{name}][shared.wire.{name}]" for name in names] or sorted(content.get("content", ()))
+
+
+REFERENCES = {
+    "reference/http.md": "\n\n".join(http_reference()),
+    "reference/client.md": "# Python client\n\n::: shared.client\n\n::: shared.problems\n",
+    "reference/wire.md": "# What travels\n\n::: shared.wire\n",
+    "reference/method.md": "# What a method is made of\n\n::: shared.methods.contract\n\n::: shared.blocks\n",
+}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds what is no document of this folder."""
+    for place, content in REFERENCES.items():
+        files.append(File.generated(config, place, content=content))
+    files.append(File.generated(config, "index.md", abs_src_path=str(ROOT / "README.md")))
+    waiting = [file.src_uri for file in files.documentation_pages() if file.src_uri not in REFERENCES]
+    while waiting:
+        document = ROOT / _origin(waiting.pop())
+        for target in LINK.findall(document.read_text()):
+            path = (document.parent / target).resolve()
+            place = _place(path.relative_to(ROOT).as_posix())
+            if place.startswith(OUTSIDE) and place not in files.src_uris:
+                files.append(File.generated(config, place, abs_src_path=str(path)))
+                if path.suffix == ".md":
+                    waiting.append(place)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001  (theirs)
+    """The text with each link, which is right where the document lies, led to where that is in the site."""
+    here = page.file.src_uri
+    folder = posixpath.dirname(_origin(here))
+
+    def led(link: re.Match[str]) -> str:
+        place = _place(posixpath.normpath(posixpath.join(folder, link[1])))
+        return f"]({posixpath.relpath(place, posixpath.dirname(here) or '.')}"
+
+    return markdown if here in REFERENCES else LINK.sub(led, markdown)
+
+
+def _place(path: str) -> str:
+    """Where a file of the repository is in the site."""
+    return (
+        "index.md"
+        if path == "README.md"
+        else path.removeprefix("docs/")
+        if path.startswith("docs/")
+        else OUTSIDE + path
+    )
+
+
+def _origin(place: str) -> str:
+    """The file of the repository that is at a place of the site."""
+    return (
+        "README.md"
+        if place == "index.md"
+        else place.removeprefix(OUTSIDE)
+        if place.startswith(OUTSIDE)
+        else f"docs/{place}"
+    )
