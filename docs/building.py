@@ -93,21 +93,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _place(path: str) -> str:
     """Where a file of the repository is in the site."""
-    return (
-        "index.md"
-        if path == "README.md"
-        else path.removeprefix("docs/")
-        if path.startswith("docs/")
-        else OUTSIDE + path
-    )
+    if path == "README.md":
+        return "index.md"
+    return path.removeprefix("docs/") if path.startswith("docs/") else OUTSIDE + path
 
 
 def _origin(place: str) -> str:
     """The file of the repository that is at a place of the site."""
-    return (
-        "README.md"
-        if place == "index.md"
-        else place.removeprefix(OUTSIDE)
-        if place.startswith(OUTSIDE)
-        else f"docs/{place}"
-    )
+    if place == "index.md":
+        return "README.md"
+    return place.removeprefix(OUTSIDE) if place.startswith(OUTSIDE) else f"docs/{place}"
