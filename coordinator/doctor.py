@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,6 +26,11 @@ SPARE_FILES = 1_024
 """What `serve` needs beside its connections."""
 
 PROBE_BYTES = 1 << 20
+
+PREFIX = "TESSERA_"
+OF_COMMANDS = ("URL", "TOKEN", "TOKEN_FILE", "CA_BUNDLE", "CLIENT_CERT", "CLIENT_KEY", "PLAIN_HTTP", "METHODS")
+"""Read by all commands, or by those of whoever asks a coordinator, and often set beside its settings."""
+OF_OTHERS = ("WORKER_", "TEST_")
 SKEW_SECONDS = 5.0
 
 
@@ -42,7 +48,7 @@ def checks(services: Services) -> Iterator[tuple[str, Check]]:
     yield "address", lambda: _address(services)
     yield "files", lambda: _files(settings)
     yield "memory", lambda: _memory(services.memory)
-    yield "settings", lambda: insecure(settings)
+    yield "settings", lambda: (*unknown(os.environ), *insecure(settings))
 
 
 def _database(services: Services) -> Iterator[Finding]:
@@ -149,6 +155,22 @@ def _folders(settings: Settings) -> set[Path]:
     of_database = [Path(url.database).parent] if url.get_backend_name() == "sqlite" and url.database else []
     of_blobs = [] if "://" in settings.blob_url else [Path(settings.blob_url)]
     return {*of_database, *of_blobs, settings.staging_dir}
+
+
+def unknown(environment: Iterable[str]) -> Iterator[Finding]:
+    """Variables that look like settings and are none: a misspelt one would leave its default in force."""
+    for variable in sorted(environment):
+        name = variable.removeprefix(PREFIX)
+        known = name.lower() in Settings.model_fields or name in OF_COMMANDS or name.startswith(OF_OTHERS)
+        if name == variable or known:
+            continue
+        (near, *_) = (*get_close_matches(name.lower(), Settings.model_fields, n=1), "")
+        remedy = (
+            f"{PREFIX}{near.upper()} is one."
+            if near
+            else "See `tessera coordinator config show` for those there are."
+        )
+        yield warn("settings", f"{variable} is no setting and does nothing here", remedy)
 
 
 def insecure(settings: Settings) -> Iterator[Finding]:

@@ -102,7 +102,9 @@ def require_private(settings: Settings) -> None:
         context.load_cert_chain(settings.tls_cert, settings.tls_key)
     except OSError as fault:
         named = ", ".join(str(file) for file in (settings.tls_cert, settings.tls_key, settings.tls_client_ca) if file)
-        raise BadCertificate(f"TLS cannot be served with {named}: {fault}") from fault
+        # What OpenSSL says of a file without the key names neither.
+        hint = "" if settings.tls_key else ". Its key has to be in the same file, or TESSERA_TLS_KEY name another"
+        raise BadCertificate(f"TLS cannot be served with {named}: {fault}{hint}") from fault
 
 
 def require_free(settings: Settings) -> None:

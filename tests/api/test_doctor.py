@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.doctor import checks, insecure
+from coordinator.doctor import checks, insecure, unknown
 from coordinator.settings import Settings
 from shared.doctor import Finding, examined
 from tests.support.cli import tessera
@@ -53,6 +53,13 @@ def test_what_a_coordinator_makes_is_its_own_and_folders_that_others_may_look_in
     given = settings.model_dump(include={"blob_url", "staging_dir"})
     (told,) = unsafe(**given, site_bytes_per_day=1 << 40)
     assert str(made[0]) in told
+
+
+def test_a_variable_that_is_misspelt_is_told_with_the_setting_it_resembles() -> None:
+    given = ("TESSERA_TLS_CRT", "TESSERA_TLS_KEY", "TESSERA_TOKEN_FILE", "TESSERA_WORKER_NAME", "TESSERA_QQQ", "PATH")
+    found = [(finding.detail, finding.remedy) for finding in unknown(given)]
+    assert [detail.split()[0] for detail, _ in found] == ["TESSERA_QQQ", "TESSERA_TLS_CRT"]
+    assert found[1][1] == "TESSERA_TLS_CERT is one."
 
 
 def test_unsafe_settings_are_named(tmp_path: Path) -> None:

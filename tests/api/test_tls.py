@@ -242,5 +242,5 @@ def test_serve_begins_nothing_where_something_listens_already(tmp_path: Path) ->
 
 
 def test_a_certificate_without_its_key_serves_nothing(authority: Authority) -> None:
-    with pytest.raises(BadCertificate, match=r"client\.pem"):
+    with pytest.raises(BadCertificate, match=r"client\.pem.*TESSERA_TLS_KEY"):
         require_private(Settings(tls_cert=authority.client))
