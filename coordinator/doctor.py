@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import resource
 import time
@@ -48,6 +49,8 @@ def checks(services: Services) -> Iterator[tuple[str, Check]]:
     yield "address", lambda: _address(services)
     yield "files", lambda: _files(settings)
     yield "memory", lambda: _memory(services.memory)
+    if settings.oidc_issuer:
+        yield "provider", lambda: _provider(settings)
     yield "settings", lambda: (*unknown(os.environ), *insecure(settings))
 
 
@@ -130,6 +133,17 @@ def _address(services: Services) -> Iterator[Finding]:
         yield ok("tls", "this machine alone reaches it; others through a proxy here, which has to speak TLS")
     else:
         yield warn("tls", f"{listens} is said to be behind a proxy", "See to it that nobody else reaches it.")
+
+
+def _provider(settings: Settings) -> Iterator[Finding]:
+    # Loaded for this alone: its libraries take long.
+    oidc = importlib.import_module("coordinator.oidc")
+    try:
+        keys = oidc.People(settings).fetched()
+    except oidc.ProviderFault as fault:
+        yield fail("provider", str(fault), "Nobody is admitted with its tokens until it answers.")
+    else:
+        yield ok("provider", f"{settings.oidc_issuer} has {len(keys)} keys that sign")
 
 
 def _files(settings: Settings) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
@@ -62,7 +62,10 @@ class People:
     def principal(self, token: str) -> Principal:
         """Who holds this token. Raises Unauthenticated, Forbidden for a person without a role here, and Unavailable
         if the provider's keys cannot be had."""
-        claims = self._verified(token)
+        return self.person(self.verified(token, self._audience))
+
+    def person(self, claims: Mapping[str, Any]) -> Principal:
+        """Who verified claims are of. Raises Unauthenticated, and Forbidden for a person without a role here."""
         subject = str(claims["sub"])
         if not (0 < len(subject) <= LONGEST_SUBJECT and subject.isprintable()):
             raise Unauthenticated("the subject of the token is none that can be written down")
@@ -71,26 +74,27 @@ class People:
         held = {self._roles[name] for name in named if name in self._roles}
         for role in get_args(PersonRole):
             if role in held:
-                return Principal(f"person:{person}", person, role, None)
+                return Principal.person(person, role)
         raise Forbidden(
             f"nothing in the claim {self._claim!r} of {person} is a role here (setting oidc_roles)",
             remedy="Have the provider's administrators put you into one of the groups that are, and sign in again.",
         )
 
-    def _verified(self, token: str) -> dict[str, Any]:
+    def verified(self, token: str, audience: str | None) -> dict[str, Any]:
+        """What the provider says in a token of its own for `audience`. Raises Unauthenticated and Unavailable."""
         try:
             kid = jwt.get_unverified_header(token).get("kid")
             claims: dict[str, Any] = jwt.decode(
                 token,
                 self._key(kid),
                 algorithms=list(ALGORITHMS),
-                audience=self._audience,
+                audience=audience,
                 issuer=self._issuer,
                 leeway=LEEWAY_SECONDS,
                 options={"require": list(REQUIRED)},
             )
         except (jwt.PyJWTError, RecursionError) as fault:
-            told = f"the token is not one of {self._issuer} for {self._audience}: {str(fault)[:200]}"
+            told = f"the token is not one of {self._issuer} for {audience}: {str(fault)[:200]}"
             raise Unauthenticated(told, remedy="Sign in again at the provider.") from fault
         return claims
 
@@ -119,7 +123,7 @@ class People:
 
     def _refresh(self, now: float) -> None:
         try:
-            keys = self._fetched()
+            keys = self.fetched()
         except ProviderFault as fault:
             log.warning("oidc.keys_not_fetched", issuer=self._issuer, fault=str(fault))
             with self._lock:
@@ -130,36 +134,48 @@ class People:
         with self._lock:
             self._keys, self._fetched_at = keys, now
 
-    def _fetched(self) -> dict[str, jwt.PyJWK]:
+    def fetched(self) -> dict[str, jwt.PyJWK]:
         """The provider's keys by their names. Raises ProviderFault."""
-        document = _get(self._keys_url or self._found_keys_url())
+        document = asked(
+            self._keys_url or own_url(discovered(self._issuer), self._issuer, "jwks_uri", "TESSERA_OIDC_KEYS_URL")
+        )
         try:
             keys = jwt.PyJWKSet.from_dict(document).keys
         except (jwt.PyJWTError, AttributeError, TypeError, ValueError) as fault:
             raise ProviderFault(f"it names no keys that can be used: {fault}") from fault
         return {key.key_id: key for key in keys if key.key_id and key.public_key_use in (None, "sig")}
 
-    def _found_keys_url(self) -> str:
-        about = _get(f"{self._issuer.rstrip('/')}/.well-known/openid-configuration")
-        if about.get("issuer") != self._issuer:
-            raise ProviderFault(f"it calls itself {str(about.get('issuer'))[:200]!r}")
-        url = str(about.get("jwks_uri"))
-        if _origin(url) != _origin(self._issuer):
-            raise ProviderFault(f"its keys are at {url[:200]!r}, another place: name it as TESSERA_OIDC_KEYS_URL")
-        return url
+
+def discovered(issuer: str) -> dict[str, Any]:
+    """What a provider says of itself. Raises ProviderFault."""
+    about = asked(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
+    if about.get("issuer") != issuer:
+        raise ProviderFault(f"it calls itself {str(about.get('issuer'))[:200]!r}")
+    return about
 
 
-def _get(url: str) -> dict[str, Any]:
-    """A JSON object, bounded in bytes and time, from this very place. Raises ProviderFault."""
+def own_url(about: Mapping[str, Any], issuer: str, name: str, setting: str) -> str:
+    """A URL that a provider says of itself, which is where the provider itself is. Raises ProviderFault."""
+    url = str(about.get(name))
+    if _origin(url) != _origin(issuer):
+        raise ProviderFault(f"its {name} is {url[:200]!r}, another place: name it as {setting}")
+    return url
+
+
+def asked(url: str, form: Mapping[str, str] | None = None, basic: tuple[str, str] | None = None) -> dict[str, Any]:
+    """A JSON object, bounded in bytes and time, from this very place, to which a form is sent if there is one.
+
+    Raises ProviderFault.
+    """
     content = bytearray()
     give_up_at = time.monotonic() + FETCH_SECONDS
     try:
         with (
-            httpx.Client(timeout=FETCH_SECONDS, follow_redirects=False) as client,
-            client.stream("GET", url, headers={"Accept-Encoding": "identity"}) as response,
+            httpx.Client(timeout=FETCH_SECONDS, follow_redirects=False, auth=basic) as client,
+            client.stream(
+                "GET" if form is None else "POST", url, data=form, headers={"Accept-Encoding": "identity"}
+            ) as response,
         ):
-            if response.status_code != httpx.codes.OK:
-                raise ProviderFault(f"{url} answers {response.status_code}")
             for piece in response.iter_raw():
                 content += piece
                 if len(content) > MAX_ANSWER_BYTES or time.monotonic() > give_up_at:
@@ -169,7 +185,13 @@ def _get(url: str) -> dict[str, Any]:
     try:
         document = json.loads(content)
     except (ValueError, RecursionError) as fault:
-        raise ProviderFault(f"{url} sends no JSON") from fault
+        document = fault
+    if response.status_code != httpx.codes.OK:
+        # As OAuth has it (RFC 6749, 5.2).
+        said = f": {str(document.get('error'))[:200]}" if isinstance(document, dict) and "error" in document else ""
+        raise ProviderFault(f"{url} answers {response.status_code}{said}")
+    if isinstance(document, Exception):
+        raise ProviderFault(f"{url} sends no JSON") from document
     if not isinstance(document, dict):
         raise ProviderFault(f"{url} sends no JSON object")
     return document
@@ -183,7 +205,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
         raise ProviderFault(f"{url[:200]!r} is no URL") from fault
 
 
-def _claim(claims: dict[str, Any], name: str) -> object:
+def _claim(claims: Mapping[str, Any], name: str) -> object:
     """A claim by its name, or by a path of names as in `realm_access.roles`."""
     if name in claims:
         return claims[name]

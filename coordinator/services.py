@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from coordinator.attendance import Attendance
 from coordinator.bells import Bells, FolderBells, NoticeBells
@@ -23,13 +23,16 @@ from coordinator.rates import Admission
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
-from coordinator.storage.identity import Principal
 from coordinator.storage.retention import Retention
 from coordinator.storage.room import Room
 from coordinator.storage.uploads import Quota, Uploads
 from shared.aggregation import Aggregation
 from shared.inspection import Inspector
 from shared.states import Settle, States, settle
+
+if TYPE_CHECKING:
+    from coordinator.oidc import People
+    from coordinator.signin import SignIn
 
 Duty = Literal["both", "serve", "conduct"]
 """What a process does of a coordinator's work."""
@@ -52,8 +55,10 @@ class Services:
     conductor: Conductor
     bells: Bells
     attendance: Attendance
-    people: Callable[[str], Principal] | None
+    people: People | None
     """Who holds a token of the OpenID provider, if there is one."""
+    sign_in: SignIn | None
+    """Where people sign in to the page, if that is at the provider."""
     housekeeping: Housekeeping
     call: Callable[[], None]
     """Something happened: the conductor, in whatever process, is to look at once."""
@@ -99,6 +104,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         alive_file=settings.alive_file,
         notify=wake,
     )
+    people = _people(settings) if duty != "conduct" else None
     return Services(
         settings=settings,
         database=database,
@@ -120,7 +126,8 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         conductor=conductor,
         bells=bells,
         attendance=Attendance(database, presence, gate, news, bells, tick_seconds=settings.tick_seconds),
-        people=_people(settings) if duty != "conduct" else None,
+        people=people,
+        sign_in=_sign_in(settings, people) if people else None,
         housekeeping=Housekeeping(_retention(settings, database, blobs, states, room), settings.housekeeping_seconds),
         call=_each(conductor.call if duty == "both" else bells.call, news.ring),
         wake=wake,
@@ -154,11 +161,18 @@ def _folders(database: Database, blobs: Blobs) -> list[Path]:
     return [blobs.staging_dir, *embedded]
 
 
-def _people(settings: Settings) -> Callable[[str], Principal] | None:
+def _people(settings: Settings) -> People | None:
     if settings.oidc_issuer is None:
         return None
     # Its libraries take long to import, and most coordinators have no use for them.
-    found: Callable[[str], Principal] = importlib.import_module("coordinator.oidc").People(settings).principal
+    found: People = importlib.import_module("coordinator.oidc").People(settings)
+    return found
+
+
+def _sign_in(settings: Settings, people: People) -> SignIn | None:
+    if settings.oidc_client_id is None:
+        return None
+    found: SignIn = importlib.import_module("coordinator.signin").SignIn(settings, people)
     return found
 
 

@@ -51,6 +51,19 @@ class Settings(BaseSettings):
     oidc_keys_url: str | None = Field(
         default=None, description="where its keys are, if that is on another host than it says of itself"
     )
+    oidc_client_id: str | None = Field(
+        default=None, description="what the provider calls this page, if people are to sign in to it there"
+    )
+    oidc_client_secret_file: Path | None = Field(
+        default=None, description="a file with that client's secret, if the provider has given it one"
+    )
+    oidc_scope: str = Field(default="openid", description="what the page asks the provider to tell of them")
+    oidc_token_url: str | None = Field(
+        default=None, description="where it gives tokens for codes, if that is on another host than it is itself"
+    )
+    public_url: str | None = Field(
+        default=None, description="where browsers reach this coordinator, such as https://tessera.example"
+    )
     oidc_role_claim: str = Field(default="roles", description="the claim that tells of roles; dots lead into it")
     oidc_roles: dict[str, PersonRole] = Field(
         default={}, description="what its values are here, as JSON; without one a person may do nothing"
@@ -161,7 +174,9 @@ class Settings(BaseSettings):
             return self
         if not (self.oidc_audience and self.oidc_roles):
             raise ValueError("oidc_issuer needs oidc_audience, whom its tokens are for, and oidc_roles")
-        for url in filter(None, (self.oidc_issuer, self.oidc_keys_url)):
+        if self.oidc_client_id and not self.public_url:
+            raise ValueError("oidc_client_id needs public_url, to which the provider sends people back")
+        for url in filter(None, (self.oidc_issuer, self.oidc_keys_url, self.oidc_token_url, self.public_url)):
             parts = urlsplit(url)
             if parts.scheme != "https" and not (parts.scheme == "http" and is_loopback(parts.hostname or "")):
                 raise ValueError(

@@ -50,7 +50,7 @@ def holder(serving: Services, credentials: HTTPAuthorizationCredentials | None) 
     if credentials is None:
         raise Unauthenticated("the request carries no bearer token", headers={"WWW-Authenticate": "Bearer"})
     if serving.people and is_signed(credentials.credentials):
-        return serving.people(credentials.credentials)
+        return serving.people.principal(credentials.credentials)
     with serving.database.snapshot() as session:
         return authenticate(session, serving.database.now(), credentials.credentials)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
@@ -13,20 +13,27 @@ from coordinator.page.guarding import PREFIX
 from coordinator.page.rendering import render
 from coordinator.page.visitors import (
     COOKIE,
+    SIGNING,
+    SIGNING_PATH,
     THEME,
     Fields,
     PageRoute,
     Sender,
     forget_session,
     keep_session,
+    keep_signing,
     own_path,
+    signing,
     visitor,
 )
 from coordinator.services import Services
 from coordinator.storage import sessions
 from coordinator.storage.identity import Principal, authenticate
-from shared.problems import Unauthenticated
+from shared.problems import Forbidden, NotFound, Unauthenticated
 from shared.wire import TokenRole
+
+if TYPE_CHECKING:
+    from coordinator.signin import SignIn
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
@@ -53,12 +60,38 @@ def sign_in(request: Request, serving: Serving, fields: Fields) -> Response:
     """Begins a session. Whoever fails too often from one address is refused for a while."""
     wanted = own_path(fields.get("next", ""))
     try:
-        secret, seconds = _begun(serving, fields.get("token", "").strip())
+        secret, seconds = _begun(serving, _holder(serving, fields.get("token", "").strip()))
     except Unauthenticated as refusal:
         serving.admission.failed(address_of(request))
-        return _sign_in(request, serving, wanted, f"{refusal.detail[:1].upper()}{refusal.detail[1:]}.", status=401)
+        return _sign_in(request, serving, wanted, as_sentence(refusal.detail), status=401)
     response = RedirectResponse(f"{PREFIX}/signed-in?{urlencode({'next': wanted})}", status_code=303)
     keep_session(request, response, secret, seconds)
+    return response
+
+
+@router.get("/sign-in/provider")
+def go_to_provider(request: Request, serving: Serving, next: Next = "") -> Response:  # noqa: A002 (as browsers send it)
+    """Off to the OpenID provider, if people sign in there. Raises NotFound and Unavailable."""
+    url, secret = _provider(serving).begin()
+    response = RedirectResponse(url, status_code=303)
+    keep_signing(request, response, secret, own_path(next))
+    return response
+
+
+@router.get("/sign-in/provider/back")
+def come_back(request: Request, serving: Serving) -> Response:
+    """Begins a session for whom the provider has sent back. Whoever fails too often is refused for a while."""
+    secret, wanted = signing(request)
+    try:
+        caller = _provider(serving).finish(secret, request.query_params)
+    except (Unauthenticated, Forbidden) as refusal:
+        serving.admission.failed(address_of(request))
+        response = _sign_in(request, serving, wanted, as_sentence(refusal.detail), status=refusal.status)
+    else:
+        # Not a redirect: it would count as the provider's, and no cookie of this site's own would go with it.
+        response = render(request, "signed_in.html", None, onward=f"{PREFIX}/signed-in?{urlencode({'next': wanted})}")
+        keep_session(request, response, *_begun(serving, caller))
+    response.delete_cookie(SIGNING, path=SIGNING_PATH, httponly=True, samesite="lax")
     return response
 
 
@@ -92,17 +125,37 @@ def set_theme(fields: Fields) -> Response:
     return response
 
 
-def _begun(serving: Services, token: str) -> tuple[str, float]:
-    """A new session's secret, and for how long it is good. Raises Unauthenticated."""
-    seconds = serving.settings.session_seconds
+def as_sentence(detail: str) -> str:
+    return f"{detail[:1].upper()}{detail[1:]}."
+
+
+def _provider(serving: Services) -> SignIn:
+    """Raises NotFound."""
+    if serving.sign_in is None:
+        raise NotFound(
+            "people sign in here with a token", remedy="TESSERA_OIDC_CLIENT_ID would have them sign in at a provider."
+        )
+    return serving.sign_in
+
+
+def _holder(serving: Services, token: str) -> Principal:
+    """Raises Unauthenticated."""
     with serving.database.snapshot() as session:
-        caller: Principal = authenticate(session, serving.database.now(), token)
+        caller = authenticate(session, serving.database.now(), token)
     if caller.role not in ADMITTED:
         raise Unauthenticated(f"a token of role {caller.role} admits workers, and nobody to this page")
+    return caller
+
+
+def _begun(serving: Services, caller: Principal) -> tuple[str, float]:
+    """A new session's secret, and for how long it is good."""
+    seconds = serving.settings.session_seconds
     with serving.database.transaction() as session:
         return sessions.begin(session, serving.database.now(), caller, seconds), seconds
 
 
 def _sign_in(request: Request, serving: Services, wanted: str, wrong: str, status: int = 200) -> Response:
     seconds = serving.settings.session_seconds
-    return render(request, "sign_in.html", None, status=status, next=wanted, wrong=wrong, seconds=seconds)
+    provider = serving.sign_in.host if serving.sign_in else None
+    shown = {"next": wanted, "wrong": wrong, "seconds": seconds, "provider": provider}
+    return render(request, "sign_in.html", None, status=status, **shown)

@@ -5,6 +5,7 @@ The cookie goes to /page alone, so that the API knows bearer tokens and nothing 
 
 from __future__ import annotations
 
+import base64
 import hmac
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from shared.problems import BadRequest, Fault, Forbidden, Invalid, Problem, Unau
 from shared.wire import TokenRole
 
 COOKIE = "tessera_session"
+SIGNING = "tessera_signing"
+SIGNING_PATH = f"{PREFIX}/sign-in"
+SIGNING_SECONDS = 600
 THEME = "tessera_theme"
 FORM_TOKEN = "form_token"  # noqa: S105 (its name)
 
@@ -45,6 +49,11 @@ class Visitor:
     @property
     def form_token(self) -> str:
         return sessions.form_token(self.secret)
+
+    @property
+    def name(self) -> str:
+        """As the page shows it: of a person what the provider calls them, without the provider."""
+        return self.principal.name.rpartition("#")[2] if self.principal.is_person else self.principal.name
 
     @property
     def steers(self) -> bool:
@@ -84,7 +93,7 @@ def visitor(request: Request, serving: Serving) -> Visitor:
         raise Unauthenticated("you are not signed in")
     try:
         with serving.database.snapshot() as session:
-            found = sessions.holder(session, serving.database.now(), secret)
+            found = sessions.holder(session, serving.database.now(), secret, serving.settings.oidc_issuer)
     except Unauthenticated:
         serving.admission.failed(address_of(request))
         raise
@@ -98,7 +107,7 @@ Signed = Annotated[Visitor, Depends(visitor)]
 def still_signed(serving: Services, secret: str) -> bool:
     with serving.database.snapshot() as session:
         try:
-            sessions.holder(session, serving.database.now(), secret)
+            sessions.holder(session, serving.database.now(), secret, serving.settings.oidc_issuer)
         except Unauthenticated:
             return False
     return True
@@ -162,6 +171,29 @@ def keep_session(request: Request, response: Response, secret: str, seconds: flo
         httponly=True,
         samesite="strict",
     )
+
+
+def keep_signing(request: Request, response: Response, secret: str, wanted: str) -> None:
+    """What ties somebody's way to the provider and back together, and where they wanted to go."""
+    response.set_cookie(
+        SIGNING,
+        f"{secret}.{base64.urlsafe_b64encode(wanted.encode()).decode()}",
+        max_age=SIGNING_SECONDS,
+        path=SIGNING_PATH,
+        secure=not is_loopback(request.url.hostname or ""),
+        httponly=True,
+        # The provider sends people back from another site.
+        samesite="lax",
+    )
+
+
+def signing(request: Request) -> tuple[str, str]:
+    """The secret that was kept, and where its holder wanted to go."""
+    secret, _, wanted = request.cookies.get(SIGNING, "").partition(".")
+    try:
+        return secret, own_path(base64.urlsafe_b64decode(wanted).decode())
+    except ValueError:
+        return secret, own_path("")
 
 
 def forget_session(response: Response) -> None:

@@ -116,6 +116,18 @@ class SessionRow(Table):
     expires_at: Mapped[float] = mapped_column(index=True)
 
 
+class PersonSessionRow(Table):
+    """Whom the OpenID provider has vouched for, signed in to the page."""
+
+    __tablename__ = "person_sessions"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    person: Mapped[str]
+    role: Mapped[str]
+    created_at: Mapped[float]
+    expires_at: Mapped[float] = mapped_column(index=True)
+
+
 class WorkerRow(Table):
     __tablename__ = "workers"
     # A worker is known by its site and name, so that a restarted process is the worker that it was.

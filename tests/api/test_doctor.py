@@ -13,6 +13,7 @@ from coordinator.settings import Settings
 from shared.doctor import Finding, examined
 from tests.support.cli import tessera
 from tests.support.coordinator import LiveCoordinator
+from tests.support.provider import providing, settings
 
 
 def findings(coordinator: LiveCoordinator) -> list[Finding]:
@@ -53,6 +54,15 @@ def test_what_a_coordinator_makes_is_its_own_and_folders_that_others_may_look_in
     given = settings.model_dump(include={"blob_url", "staging_dir"})
     (told,) = unsafe(**given, site_bytes_per_day=1 << 40)
     assert str(made[0]) in told
+
+
+def test_the_provider_of_people_is_asked_for_its_keys(tmp_path: Path) -> None:
+    with providing() as provider, LiveCoordinator(tmp_path, **settings(provider)) as coordinator:
+        look = dict(checks(coordinator.services))["provider"]
+        assert [finding.verdict for finding in look()] == ["ok"]
+        provider.about = {"issuer": "https://login.example"}
+        (found,) = look()
+        assert (found.verdict, found.detail) == ("fail", "it calls itself 'https://login.example'")
 
 
 def test_a_variable_that_is_misspelt_is_told_with_the_setting_it_resembles() -> None:

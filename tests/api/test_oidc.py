@@ -1,21 +1,18 @@
-"""People who sign in at an OpenID provider: a real one on loopback, whose keys a test makes."""
+"""People who show the tokens of an OpenID provider, and such tokens as nobody should be admitted by."""
 
 from __future__ import annotations
 
 import base64
 import hmac
 import json
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jwt
 import pytest
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import rsa
 from pydantic import ValidationError
 
 from coordinator.oidc import AGAIN_SECONDS, KEYS_SECONDS, MAX_ANSWER_BYTES, People
@@ -24,69 +21,9 @@ from shared.problems import Unauthenticated, Unavailable
 from tests.support.cli import tessera
 from tests.support.coordinator import Clock, LiveCoordinator, refused
 from tests.support.federation import small_model, start_run, values
-from tests.support.scripted import Answer, Asked, answering_by
+from tests.support.provider import KEYS, ROLES, Provider, providing, published, settings
 
-ROLES = {"tessera-admins": "admin", "researchers": "orchestrator", "auditors": "viewer"}
-
-KEYS: dict[str, Any] = {
-    "RS256": rsa.generate_private_key(public_exponent=65537, key_size=2048),
-    "ES256": ec.generate_private_key(ec.SECP256R1()),
-    "EdDSA": ed25519.Ed25519PrivateKey.generate(),
-}
 OTHER = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-
-
-def published(**keys: Any) -> dict[str, Any]:
-    """A provider's set of keys, under these names."""
-    return {"keys": [{**public(key), "kid": name, "use": "sig"} for name, key in keys.items()]}
-
-
-def public(key: Any) -> dict[str, Any]:
-    for algorithm in (jwt.algorithms.RSAAlgorithm, jwt.algorithms.ECAlgorithm, jwt.algorithms.OKPAlgorithm):
-        try:
-            made: dict[str, Any] = algorithm.to_jwk(key.public_key(), as_dict=True)
-        except (jwt.InvalidKeyError, AttributeError, TypeError):
-            continue
-        return made
-    raise AssertionError(key)
-
-
-@dataclass
-class Provider:
-    """A provider that publishes `keys` and can be told to answer otherwise."""
-
-    url: str = ""
-    keys: dict[str, Any] = field(default_factory=lambda: published(**KEYS))
-    asked: list[Asked] = field(default_factory=list)
-    about: dict[str, Any] = field(default_factory=dict)
-
-    def token(self, algorithm: str = "RS256", **claims: Any) -> str:
-        """Signed by this provider, good for a minute, unless the claims say otherwise."""
-        now = time.time()
-        given = {"iss": self.url, "sub": "alice", "aud": "tessera", "iat": now, "exp": now + 60}
-        given |= {"roles": ["staff", "researchers"], **claims}
-        kept = {name: value for name, value in given.items() if value is not None}
-        return jwt.encode(kept, KEYS[algorithm], algorithm, headers={"kid": algorithm})
-
-
-@contextmanager
-def providing(**about: Any) -> Iterator[Provider]:
-    provider = Provider(about=about)
-
-    def answer(asked: Asked) -> Answer:
-        if asked.path.endswith("/.well-known/openid-configuration"):
-            document = {"issuer": provider.url, "jwks_uri": f"{provider.url}/keys", **provider.about}
-        else:
-            document = provider.keys
-        return Answer(body=json.dumps(document).encode())
-
-    with answering_by(answer, provider.asked) as url:
-        provider.url = url
-        yield provider
-
-
-def settings(provider: Provider, **more: Any) -> dict[str, Any]:
-    return {"oidc_issuer": provider.url, "oidc_audience": "tessera", "oidc_roles": ROLES, **more}
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,13 @@ def paths(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
             yield from ((method, route.path) for method in route.methods or ())
 
 
-OPEN = {("GET", "/page/sign-in"), ("POST", "/page/sign-in"), ("POST", "/page/theme")}
+OPEN = {
+    ("GET", "/page/sign-in"),
+    ("POST", "/page/sign-in"),
+    ("GET", "/page/sign-in/provider"),
+    ("GET", "/page/sign-in/provider/back"),
+    ("POST", "/page/theme"),
+}
 
 
 def test_who_is_not_signed_in_is_shown_the_door_everywhere(standing: LiveCoordinator) -> None:

@@ -60,6 +60,7 @@ class LiveCoordinator:
         }
         quick = {"tick_seconds": 0.05, "gather_seconds": 0, "longest_wait_seconds": 5.0, **ROOMY}
         self.settings = Settings(**{**places, **quick, **settings})
+        self._port = settings.get("port", 0)
         self._clock = clock
         self._clients: list[Client | httpx.Client] = []
 
@@ -69,7 +70,7 @@ class LiveCoordinator:
             command.upgrade(alembic_config(connection), "head")
         self.services.blobs.sweep()
         self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
+        self._socket.bind(("127.0.0.1", self._port))
         scheme = "https" if self.settings.tls_cert else "http"
         self.url = f"{scheme}://127.0.0.1:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(configuration(self.app(), self.settings))
