@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -154,24 +154,26 @@ def _line(settings: Settings, connect: Callable[..., Client], *, probe: bool) ->
             rate = PROBE_BYTES / (time.monotonic() - began_at)
             yield ok("line", f"uploads {size(int(rate))} a second, by {size(PROBE_BYTES)} of noise")
         own = [task for task in client.tasks() if task.worker.partition("/")[2] == settings.name]
-    if most := settings.policy.max_upload_bytes_per_second:
-        rate = min(rate or most, most)
-    yield from forecasts(own, rate)
+        if most := settings.policy.max_upload_bytes_per_second:
+            rate = min(rate or most, most)
+        for run, last in sorted(under_way(own).items()):
+            about = client.run(run)
+            yield ok("runs", forecast(about.spec.name, last, client.model(about.spec.model).nbytes, rate))
 
 
-def forecasts(tasks: list[TaskView], rate: float | None) -> Iterator[Finding]:
-    """What the last update of each run that is under way says of the next. `rate` is in bytes a second."""
-    last: dict[str, TaskView] = {}
-    live: set[str] = set()
-    for task in tasks:
-        if task.state == "accepted" and task.kind == "train":
-            last[task.run] = task
-        if task.state in ("offered", "leased"):
-            live.add(task.run)
-    for run in sorted(live):
-        if run in last:
-            sent, fetched = last[run].upload_bytes, last[run].download_bytes
-            seconds = f", about {sent / rate:.0f} s" if rate else ""
-            yield ok("runs", f"run {run} sends {size(sent)} a round{seconds}; the last fetched {size(fetched)}")
-        else:
-            yield ok("runs", f"run {run} has a task here, and nothing was sent for it yet")
+def under_way(tasks: Iterable[TaskView]) -> dict[str, TaskView | None]:
+    """The runs that ask for something now, each with its latest task here whose update was accepted."""
+    own = list(tasks)
+    live = {task.run for task in own if task.state in ("offered", "leased")}
+    accepted = {task.run: task for task in own if task.state == "accepted" and task.kind == "train"}
+    return {run: accepted.get(run) for run in live}
+
+
+def forecast(name: str, last: TaskView | None, model_bytes: int, rate: float | None) -> str:
+    """What the last update says of the next ones, or else the whole model. `rate` is in bytes a second."""
+    sent = last.upload_bytes if last else model_bytes
+    seconds = sent / rate if rate else None
+    long = "" if seconds is None else f", about {seconds:.0f} s" if seconds >= 1 else ", less than a second"
+    if last is None:
+        return f"run {name} has a task here, and sends at most its whole model: {size(sent)} a round{long}"
+    return f"run {name} sends {size(sent)} a round{long}; the last fetched {size(last.download_bytes)}"

@@ -26,7 +26,7 @@ from shared.wire import TaskView
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from worker.cli.worker import app
-from worker.doctor import forecasts
+from worker.doctor import forecast, under_way
 from worker.plainly import policy_in_words, size
 from worker.policy import Policy
 
@@ -90,8 +90,17 @@ def test_a_run_under_way_is_told_with_its_next_upload(coordinator: LiveCoordinat
     slow = "[policy]\nmax_upload_bytes_per_second = 16384\n"
     _, findings = doctor(tmp_path, coordinator.url, coordinator.token("site", "a"), slow)
     task = next(worker.client.tasks())
-    sent = f"sends {size(task.upload_bytes)} a round, about {task.upload_bytes / 16_384:.0f} s"
-    assert sent in named(findings, "runs")["detail"]
+    fetched = size(task.download_bytes)
+    told = f"run test sends {size(task.upload_bytes)} a round, less than a second; the last fetched {fetched}"
+    assert named(findings, "runs")["detail"] == told
+
+
+def test_a_run_that_begins_is_told_with_what_it_sends_at_most(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    start_run(coordinator.client(), small_model(), values(small_model()))
+    worker.take()
+    _, findings = doctor(tmp_path, coordinator.url, coordinator.token("site", "a"))
+    assert f"at most its whole model: {size(small_model().nbytes)} a round" in named(findings, "runs")["detail"]
 
 
 def test_a_forecast_is_of_runs_that_ask_for_something_now() -> None:
@@ -107,10 +116,12 @@ def test_a_forecast_is_of_runs_that_ask_for_something_now() -> None:
         task("on", "leased"),
         task("new", "offered"),
     ]
-    assert [found.detail for found in forecasts(tasks, 1_171_000.0)] == [
-        "run new has a task here, and nothing was sent for it yet",
-        "run on sends 41.0 MB a round, about 35 s; the last fetched 2.0 MB",
-    ]
+    asking = under_way(tasks)
+    assert asking == {"on": tasks[1], "new": None}
+    told = "run trial sends 41.0 MB a round, about 35 s; the last fetched 2.0 MB"
+    assert forecast("trial", asking["on"], 440_000_000, 1_171_000.0) == told
+    told = "run trial has a task here, and sends at most its whole model: 440.0 MB a round"
+    assert forecast("trial", None, 440_000_000, None) == told
 
 
 def test_the_policy_is_told_in_words() -> None:
