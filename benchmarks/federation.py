@@ -16,7 +16,7 @@ from typing import Any, Self
 import httpx
 
 from benchmarks.measuring import await_true
-from examples.digits.processes import Processes, tessera
+from examples.processes import Processes, tessera
 from shared.cli.upload import Start, upload_model
 from shared.client import Client
 from shared.wire import Round, Run, RunSpec, TokenSpec

@@ -17,7 +17,7 @@ from benchmarks import light
 from benchmarks.federation import Federation
 from benchmarks.measuring import MIB, OUT, Results, forget_peak, median, peak_bytes, processor_seconds
 from benchmarks.payloads import Weights
-from examples.digits.processes import end_by_interrupt
+from examples.processes import end_by_interrupt
 
 MEGABYTES = (0.01, 1.0, 10.0, 100.0)
 WORKERS = (2, 4, 16, 64)

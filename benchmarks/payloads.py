@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from safetensors.numpy import save_file
 
-from examples.digits.processes import Processes, tessera
+from examples.processes import Processes, tessera
 from shared.blocks import Block
 from shared.model import Model
 from shared.modelfolder import ModelFolder

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from examples.digits.federation import SITES, Federation, holdings
-from examples.digits.processes import Processes, end_by_interrupt
+from examples.federation import SITES, Federation, holdings
+from examples.processes import Processes, end_by_interrupt
 from shared.cli.rounds import Outcome
 from shared.cli.upload import upload_model
 from shared.methods.contract import Plan, RunFacts

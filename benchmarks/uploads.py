@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.federation import Federation
 from benchmarks.measuring import OUT, Results
-from examples.digits.processes import end_by_interrupt
+from examples.processes import end_by_interrupt
 from shared.client import Client
 
 CUTS = 20

@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from examples.digits.federation import Federation, Holding
-from examples.digits.ledger import Entry, percent_of_full
-from examples.digits.processes import Died, Processes, end_by_interrupt
+from examples.federation import Federation, Holding
+from examples.ledger import Entry, percent_of_full
+from examples.processes import Died, Processes, end_by_interrupt
 from shared.cli import output
 from shared.cli.export import export_folder
 from shared.cli.rounds import follow

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from examples.digits.processes import ROOT
+from examples.processes import ROOT
 
 FOLDER = ROOT / "build" / "rivals"
 

@@ -15,7 +15,7 @@ from benchmarks.measuring import await_true
 from benchmarks.rivals.environments import python
 from benchmarks.rivals.timed import watch, write_weights
 from benchmarks.rounds.sides import Turn
-from examples.digits.processes import CALM
+from examples.processes import CALM
 from shared.modelfolder import ModelFolder
 
 APP = Path(__file__).parent / "flare_app"

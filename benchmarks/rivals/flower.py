@@ -17,7 +17,7 @@ from benchmarks.measuring import await_true
 from benchmarks.rivals.environments import python
 from benchmarks.rivals.timed import watch, write_weights
 from benchmarks.rounds.sides import Turn
-from examples.digits.processes import Processes
+from examples.processes import Processes
 from shared.modelfolder import ModelFolder
 
 APP = Path(__file__).parent / "flower_app"

@@ -25,7 +25,7 @@ from benchmarks.rivals.flower import Flower
 from benchmarks.rounds.bare import Bare
 from benchmarks.rounds.sides import Side, Summary, Turn
 from benchmarks.rounds.tessera import Tessera
-from examples.digits.processes import end_by_interrupt
+from examples.processes import end_by_interrupt
 from shared.codecs import LOSSLESS, RAW
 from shared.modelfolder import ModelFolder
 

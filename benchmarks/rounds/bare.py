@@ -23,7 +23,7 @@ import uvicorn
 from benchmarks.federation import free_port
 from benchmarks.measuring import await_true, forget_peak, peak_bytes, processor_seconds
 from benchmarks.rounds.sides import Turn
-from examples.digits.processes import Processes
+from examples.processes import Processes
 
 PIECE_BYTES = 1 << 20
 

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.federation import free_port
 from benchmarks.measuring import MIB, OUT, Results, await_true, forget_peak, median, peak_bytes, processor_seconds
 from benchmarks.rivals.environments import python
-from examples.digits.processes import Processes, end_by_interrupt
+from examples.processes import Processes, end_by_interrupt
 
 APP = "benchmarks.servers.app:app"
 PIECE_BYTES = 1 << 20

@@ -9,16 +9,17 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
 from rich.markup import escape
 
 from examples.digits import screen
-from examples.digits.federation import HERE, LABORATORY, SITES, Federation, holdings
-from examples.digits.ledger import Entry, percent_of_full, stages
 from examples.digits.picture import draw
 from examples.digits.reload import Scores, measure
+from examples.federation import LABORATORY, SITES, Federation, holdings
+from examples.ledger import Entry, percent_of_full, stages
 from examples.staging import DemoFailed, parser, play
 from shared.cli.export import export_folder
 from shared.cli.rounds import Glimpse, at_work, follow
@@ -29,6 +30,8 @@ from shared.fairness import scores_by_version
 from shared.methods.fedfrozen import Scope
 from shared.modelfolder import ModelFolder
 from shared.wire import Run, RunSpec
+
+HERE = Path(__file__).parent
 
 
 def arguments() -> argparse.Namespace:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from benchmarks.pairs import NAMES, WORDS, pairs, pretrained
-from examples.digits.federation import Federation, Holding
+from examples.federation import Federation, Holding
 from examples.staging import parser, play, run_through
 from shared.cli import output
 from shared.modelfolder import ModelFolder

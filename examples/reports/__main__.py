@@ -13,7 +13,7 @@ from rich.markup import escape
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 from transformers.utils import logging
 
-from examples.digits.federation import Federation, Holding
+from examples.federation import Federation, Holding
 from examples.reports.notes import COMPLAINTS, DEPARTMENTS, WORDINGS, notes, write_csv, write_tokenizer
 from examples.staging import DemoFailed, parser, play, run_through
 from shared.modelfolder import ModelFolder

@@ -12,14 +12,14 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from examples.digits.processes import Processes, tessera
+from examples.processes import Processes, tessera
 from shared.client import Client
 from shared.modelfolder import ModelFolder
 from shared.wire import TaskKind, TokenSpec
 from worker.data.part import Dirichlet
 from worker.settings import DataSource
 
-HERE = Path(__file__).parent
+VIT = Path(__file__).parent / "digits/vit.json"
 
 SITES = ("alder-clinic", "birch-hospital", "cedar-institute", "dune-university")
 LABORATORY = "reference-lab"
@@ -156,7 +156,7 @@ class Federation:
     def make_model(self, *options: str) -> ModelFolder:
         """What `tessera model init` makes with these options; without any, a ViT with random weights."""
         out = self.folder / "model"
-        options = options or ("--config", str(HERE / "vit.json"), "--head", "image-classification")
+        options = options or ("--config", str(VIT), "--head", "image-classification")
         options = (*options, "--seed", str(SEED))
         self.processes.start("model-init", tessera("model", "init", str(out), *options), {})
         self.processes.finish("model-init")
