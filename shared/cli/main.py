@@ -1,7 +1,8 @@
 """`tessera`: finds its commands by the entry point group `tessera.commands` and imports one only to run it.
 
 So `tessera run list` needs no torch, `tessera coordinator serve` neither, and another installed package can add a
-command. What a user can mend becomes one message and an exit code: 1 for a refusal, 2 for a wrong or missing command.
+command. What a user can mend becomes one message and an exit code: 1 for a refusal, 2 for a wrong or missing command,
+3 for a token that is not admitted.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from shared.cli.output import complain, show_problem, wants_json
-from shared.problems import Problem
+from shared.problems import Problem, Unauthenticated
 
 COMMANDS = "tessera.commands"
+
+NOT_ADMITTED = 3
 
 # Said here rather than taken from the commands, so that `tessera --help` imports none of them.
 SUMMARIES = {
@@ -65,7 +68,7 @@ class Installed(TyperGroup):
             return super().invoke(ctx)
         except Problem as problem:
             show_problem(problem, as_json=wants_json(ctx))
-            raise typer.Exit(1) from problem
+            raise typer.Exit(NOT_ADMITTED if isinstance(problem, Unauthenticated) else 1) from problem
 
 
 def installed() -> dict[str, EntryPoint]:
@@ -105,5 +108,5 @@ def tessera(
 
 
 def main() -> None:
-    """The entry point `tessera`. Exit codes: 0, 1 refused, 2 wrong usage, 130 interrupted, or a command's own."""
+    """The entry point `tessera`. Exit codes: 0, 1 refused, 2 wrong usage, 3 not admitted, 130 interrupted, or a command's own."""
     get_command(app).main(prog_name="tessera")
