@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SecretStr, Valid
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as SourceError
 
+from shared.addresses import require_private
 from shared.effective import Setting, effective
 from shared.problems import Invalid
 from shared.transport import Credential, tls_context
@@ -153,7 +154,12 @@ class Settings(DataSettings):
 
 def read_settings(path: Path) -> Settings:
     """The settings of a TOML file and the environment. Raises SettingsError."""
-    return _read(path, Settings)
+    settings = _read(path, Settings)
+    try:
+        require_private(settings.url)
+    except Invalid as refusal:
+        raise SettingsError(f"{path}: url: {refusal.detail}. {refusal.advice}") from refusal
+    return settings
 
 
 def read_data_settings(path: Path) -> DataSettings:

@@ -90,6 +90,15 @@ def test_a_wrong_key_is_named(tmp_path: Path, old: str, new: str, told: str) -> 
     assert "tsr_secret" not in found
 
 
+def test_a_token_is_shown_to_no_other_machine_in_plain_http_unless_that_is_said_to_be_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = GOOD.replace("127.0.0.1:9", "tessera.example")
+    assert "url: http://tessera.example is plain HTTP" in refusal(tmp_path, elsewhere)
+    monkeypatch.setenv("TESSERA_PLAIN_HTTP", "true")
+    assert read_settings(written(tmp_path, elsewhere)).url == "http://tessera.example"
+
+
 def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
     path = tmp_path / "worker.toml"
     path.write_bytes(GOOD.replace("north-1", "närd").encode("latin-1"))
