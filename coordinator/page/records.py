@@ -32,7 +32,7 @@ from coordinator.storage.tables import (
     VersionRow,
     WorkerRow,
 )
-from shared.anomaly import DISTANCE, NORM
+from shared.anomaly import ABSENT, DISTANCE, NORM
 from shared.wire import EPSILON, Site, TaskView, WorkerView
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
@@ -91,6 +91,7 @@ def list_sites(request: Request, serving: Serving, who: Signed, after: Text = No
             who,
             now=views.instant(now),
             sites=blocks,
+            absent=ABSENT,
             live=sum(line.view.live for block in blocks for line in block.workers),
             newer=f"{PREFIX}/sites" if after else None,
             older=older,
