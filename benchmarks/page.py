@@ -25,6 +25,7 @@ from benchmarks.measuring import OUT, Results
 from coordinator.app import create_app
 from coordinator.listening import configuration
 from coordinator.services import Services, assemble
+from coordinator.serving import set_aside
 from coordinator.settings import Settings
 from coordinator.storage.database import alembic_config
 from coordinator.storage.identity import create_site, issue_token
@@ -202,6 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
             token = issue_token(session, services.database.now(), "benchmark", spec)[1]
         config = configuration(create_app(services, conduct=False), settings)
         config.port = 0
+        set_aside()
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()

@@ -44,7 +44,7 @@ from shared.doctor import examined
 from shared.effective import effective
 from shared.memory import keep_freed_memory
 from shared.methods import MethodsUnusable, methods
-from shared.problems import Problem
+from shared.problems import Problem, said_of
 
 app = typer.Typer(
     add_completion=False,
@@ -217,7 +217,7 @@ def _settings() -> Settings:
     except ValidationError as refusal:
         for error in refusal.errors(include_url=False, include_input=False):
             named = "_".join(("TESSERA", *map(str, error["loc"]))).upper()
-            typer.echo(f"setting {named}: {error['msg']}", err=True)
+            typer.echo(f"setting {named}: {said_of(error)}", err=True)
         raise typer.Exit(2) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from types import FrameType
 
@@ -34,11 +35,21 @@ def serve(services: Services, child: ChildConductor | None) -> None:
     make_room(settings.max_connections)
     spans.begin("tessera-coordinator")
     config = configuration(create_app(services, conduct=False), settings)
+    set_aside()
     scheme = "https" if settings.tls_cert else "http"
     log.info("coordinator.serving", url=f"{scheme}://{settings.host}:{settings.port}")
     if child:
         child.start()
     _Server(config, services, child).run()
+
+
+def set_aside() -> None:
+    """Has the garbage collector pass over what is there by now, which stays.
+
+    Else it goes through all that was imported each few dozen requests, one of which takes 80 ms longer.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class _Server(uvicorn.Server):

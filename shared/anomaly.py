@@ -29,6 +29,9 @@ LEFT_OUT = f"{PREFIX}left_out"
 JUDGES = 3
 """Updates without which nobody can say which one is out of the ordinary."""
 
+ABSENT = f"A dash: norms are compared from {JUDGES} updates of a round on; distance and cosine need a robust rule."
+"""Why an update has no score, for whoever looks for one."""
+
 
 def relative_norms(norms: Mapping[str, float]) -> dict[str, float]:
     """Each worker's norm over the median of all; empty where that is zero or the workers are fewer than `JUDGES`."""

@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from shared.blocks import Frozen
 from shared.malformed import HeaderKind, Malformed
+from shared.problems import said_of
 
 MAX_HEADER_BYTES = 16 << 20
 PARTS_PER_TENSOR = 16
@@ -147,7 +148,7 @@ def _checked(kind: TypeAdapter[T], name: str, value: object) -> T:
     except ValidationError as fault:
         first = fault.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))[:200]
-        raise ContainerError(_kind_of(name, first), f"{name[:200]!r}: {where} {first['msg']}") from None
+        raise ContainerError(_kind_of(name, first), f"{name[:200]!r}: {where} {said_of(first)}") from None
 
 
 def _kind_of(name: str, fault: ErrorDetails) -> HeaderKind:

@@ -41,7 +41,8 @@ def check_method(chosen: Chosen) -> None:
     try:
         check(chosen)
     except UnknownMethod as fault:
-        raise Invalid(str(fault), errors=[Fault(pointer="/method/name", detail=str(fault))]) from None
+        unknown = Fault(pointer="/method/name", detail=str(fault))
+        raise Invalid("the run's method is not known here", errors=[unknown]) from None
     except ValidationError as refusal:
         faults = faults_of(refusal, "/method/settings")
         raise Invalid(f"the settings of method {chosen.name!r} have faults", errors=faults) from None
@@ -52,7 +53,7 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     try:
         return begin(coordinator_half(spec.method, run_facts(spec, model)), first)
     except Unsuited as fault:
-        raise Invalid(str(fault), errors=[Fault(pointer="/method", detail=str(fault))]) from None
+        raise Invalid("the method cannot do this run", errors=[Fault(pointer="/method", detail=str(fault))]) from None
 
 
 def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Participant]) -> dict[str, Plan]:

@@ -38,7 +38,7 @@ Problem
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import JsonValue, ValidationError
@@ -353,15 +353,24 @@ def pointer_to(*steps: object) -> str:
 
 
 def faults_of(refusal: ValidationError, above: str = "") -> list[Fault]:
-    """What pydantic found wrong, without echoing the input: a hostile body must not come back larger.
+    """What pydantic found wrong, without echoing the input: a hostile body must not come back larger."""
+    return faults_in(refusal.errors(include_url=False, include_input=False, include_context=False), above)
 
-    Where a value may be of several kinds and is of none, it says so once, at the value.
-    """
-    told: dict[str, str] = {}
-    for error in refusal.errors(include_url=False, include_input=False, include_context=False)[:MAX_FAULTS]:
-        place = above + pointer_to(*(part for part in error["loc"] if not _names_a_kind(part)))
-        told[place] = f"{told[place]}; or: {error['msg']}" if place in told else error["msg"]
-    return [Fault(pointer=place, detail=detail[:300]) for place, detail in told.items()]
+
+def faults_in(errors: Sequence[Mapping[str, Any]], above: str = "") -> list[Fault]:
+    """Where a value may be of several kinds and is of none, it says so once, at the value."""
+    told: dict[str, list[str]] = {}
+    for error in errors[:MAX_FAULTS]:
+        # That a default could not be told follows from another fault, which is told.
+        if error["type"] != "default_factory_not_called":
+            place = above + pointer_to(*(part for part in error["loc"] if not _names_a_kind(part)))
+            told.setdefault(place, []).append(said_of(error))
+    return [Fault(pointer=place, detail="; or: ".join(dict.fromkeys(said))[:300]) for place, said in told.items()]
+
+
+def said_of(error: Mapping[str, Any]) -> str:
+    """What pydantic says of one fault, in our own words where they are ours."""
+    return str(error["msg"]).removeprefix("Value error, ")
 
 
 def _names_a_kind(part: str | int) -> bool:

@@ -630,6 +630,8 @@ class WorkerView(Message):
     """Of its code, as far as it says."""
     last_seen_at: datetime
     live: bool
+    suspended: bool = False
+    """With its site; a worker that is suspended is not live."""
 
 
 class TokenSpec(Frozen):

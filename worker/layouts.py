@@ -17,6 +17,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from shared.blocks import Frozen, Role
+from shared.problems import said_of
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -354,5 +355,5 @@ def read_mapping(path: Path) -> MappingFile:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
         raise MappingError(f"{path} is not TOML: {fault}") from fault
     except ValidationError as fault:
-        told = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'mapping'}: {e['msg']}" for e in fault.errors())
+        told = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'mapping'}: {said_of(e)}" for e in fault.errors())
         raise MappingError(f"{path}: {told}") from fault

@@ -30,7 +30,7 @@ from pydantic_settings import SettingsError as SourceError
 
 from shared.addresses import require_private
 from shared.effective import Setting, effective
-from shared.problems import Invalid
+from shared.problems import Invalid, said_of
 from shared.transport import Credential, tls_context
 from shared.wire import Label, Resources, TaskKind
 from worker.airlock import AIRLOCK_FOLDER, Airlock
@@ -195,7 +195,7 @@ def _told(fault: ValidationError) -> str:
     """Each wrong key and why, without the values: a token may be among them."""
     return "; ".join(
         f"{'.'.join(map(str, error['loc'])) or 'settings'}: "
-        + ("no such setting" if error["type"] == "extra_forbidden" else error["msg"])
+        + ("no such setting" if error["type"] == "extra_forbidden" else said_of(error))
         for error in fault.errors(include_url=False, include_input=False)
     )
 

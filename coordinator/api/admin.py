@@ -70,7 +70,7 @@ def status(serving: Serving, caller: Viewer) -> Status:
     """Who is doing what right now."""
     since = serving.database.now() - serving.settings.live_seconds
     with serving.database.snapshot() as session:
-        live = select(WorkerRow, SiteRow.name).join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        live = select(WorkerRow, SiteRow).join(SiteRow, SiteRow.id == WorkerRow.site_id)
         workers = session.execute(live.where(WorkerRow.last_seen_at >= since).order_by(SiteRow.name, WorkerRow.name))
         open_rounds = session.scalars(select(RoundRow).where(RoundRow.state.in_(("open", "merging"))))
         blobs, blob_bytes = views.blob_totals(session)

@@ -19,7 +19,6 @@ from coordinator.storage.database import DATABASE_AWAY
 from coordinator.storage.room import RETRY_SECONDS, is_full
 from coordinator.tracing import present_trace
 from shared.problems import (
-    MAX_FAULTS,
     MEDIA_TYPE,
     PROBLEMS,
     BadRequest,
@@ -30,7 +29,7 @@ from shared.problems import (
     ServerFault,
     StoreFull,
     Unavailable,
-    pointer_to,
+    faults_in,
 )
 
 log = structlog.get_logger()
@@ -73,15 +72,14 @@ def _problem(request: Request, problem: Exception) -> Response:
 
 def _invalid(request: Request, refusal: Exception) -> Response:
     assert isinstance(refusal, RequestValidationError)  # noqa: S101 (registered for it)
-    errors = refusal.errors()
-    faults = [
-        # The first step only says where in the request: body, header, path or query.
-        Fault(pointer=pointer_to(*error["loc"][1:]), detail=str(error["msg"])[:300])
-        for error in errors[:MAX_FAULTS]
-    ]
-    unreadable = any(error["type"] == "json_invalid" for error in errors)
+    unreadable = any(error["type"] == "json_invalid" for error in refusal.errors())
     kind = BadRequest if unreadable else Invalid
-    return respond(request, kind("the request has faults; each is named", errors=faults))
+    return respond(request, kind("the request has faults; each is named", errors=faults_of_request(refusal)))
+
+
+def faults_of_request(refusal: RequestValidationError) -> list[Fault]:
+    # The first step only says where in the request: body, header, path or query.
+    return faults_in([{**error, "loc": error["loc"][1:]} for error in refusal.errors()])
 
 
 def _http(request: Request, refusal: Exception) -> Response:

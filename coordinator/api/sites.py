@@ -52,10 +52,10 @@ def resume_site(site_id: str, serving: Serving, caller: Admin) -> Site:
 
 @router.get("/workers", operation_id="listWorkers")
 def list_workers(serving: Serving, caller: Anyone, limit: Limit = 100, cursor: Cursor = None) -> Page[WorkerView]:
-    """Every worker ever heard of, for a site its own; `live` says whether it was heard of lately."""
+    """Every worker ever heard of, for a site its own; `live` if heard of lately, unless its site is suspended."""
     since = serving.database.now() - serving.settings.live_seconds
     with serving.database.snapshot() as session:
-        query = select(WorkerRow, SiteRow.name).join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        query = select(WorkerRow, SiteRow).join(SiteRow, SiteRow.id == WorkerRow.site_id)
         if caller.site_id is not None:
             query = query.where(WorkerRow.site_id == caller.site_id)
         return views.page(

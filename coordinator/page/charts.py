@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 640, 240
-WIDE = 1_120
-"""What has a row of the page to itself."""
 WIDEST_BAR = 48.0
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 14, 30
+LEFT, RIGHT, TOP, BOTTOM = 64, 12, 14, 30
+LETTER = 8
+"""About as wide is a letter."""
+NEAREST = 1e-300
+"""Between values that are nearer there is nothing to draw, and a quarter of it may be zero."""
 COLOURS = 8
 """So many series are told apart; further ones look alike."""
 
@@ -58,22 +60,23 @@ class _Scale:
         return self.begin + share * (self.end - self.begin)
 
 
-def lines(
-    ident: str, title: str, series: Sequence[Series], *, bands: Sequence[Band] = (), unit: str = "", along: str
-) -> Markup:
+def lines(ident: str, title: str, series: Sequence[Series], *, bands: Sequence[Band] = (), along: str) -> Markup:
     """Values over rounds or versions, which `along` names."""
     values = [value for one in series for _, value in one.ordered]
     ends = [at for one in series for at, _ in one.ordered]
     if not values:
         return Markup("")
     ticks = nice(min(values), max(values))
-    across = _Scale(min(ends), max(ends), LEFT, WIDTH - RIGHT)
+    exact = digits(ticks)
+    labels = [f"{tick:.{exact}g}" for tick in ticks]
+    across = _Scale(min(ends), max(ends), max(LEFT, 8 + LETTER * max(map(len, labels))), WIDTH - RIGHT)
     up = _Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
-    shapes = [_bands(bands, across), _grid(ticks, up, unit), _axis(min(ends), max(ends), across, along)]
+    shapes = [_bands(bands, across), _grid(ticks, labels, across, up), _axis(min(ends), max(ends), across, along)]
     # What matters most is drawn last, above the others.
     for place, one in sorted(enumerate(series), key=lambda pair: pair[1].main):
-        shapes.append(_line(one, place, across, up))
-    said = "; ".join(f"{one.name}: {one.ordered[-1][1]:.4g} at {one.ordered[-1][0]}" for one in series if one.points)
+        shapes.append(_line(one, place, across, up, exact))
+    last = [(one.name, *one.ordered[-1]) for one in series if one.ordered]
+    said = "; ".join(f"{name}: {value:.{exact}g} at {at}" for name, at, value in last)
     return _picture(ident, title, f"By {along}. Last values: {said}.", shapes)
 
 
@@ -88,7 +91,7 @@ def bars(ident: str, title: str, series: Sequence[Series], limit: Series | None,
     across = _Scale(places[0] - 0.5, places[-1] + 0.5, LEFT, WIDTH - RIGHT)
     up = _Scale(0.0, ticks[-1], HEIGHT - BOTTOM, TOP)
     width = min(WIDEST_BAR, max(1.0, 0.72 * (across(1.0) - across(0.0))))
-    shapes = [_grid(ticks, up, "B"), _axis(places[0], places[-1], across, along)]
+    shapes = [_grid(ticks, [_bytes(tick) for tick in ticks], across, up), _axis(places[0], places[-1], across, along)]
     for at in places:
         below = 0.0
         for place, one in enumerate(series):
@@ -108,7 +111,7 @@ def heat(ident: str, title: str, rows: Mapping[str, Sequence[float]], columns: S
     """A share in [0, 1] for each row and column."""
     if not rows or not columns:
         return Markup("")
-    named = min(220, 12 + max(map(len, rows)) * 7)
+    named = min(220, 12 + max(map(len, rows)) * LETTER)
     cell = min(44.0, (WIDTH - named - RIGHT) / len(columns))
     tall = 24
     height = tall * len(rows) + 34
@@ -141,35 +144,27 @@ class Stretch:
 def timeline(
     ident: str, title: str, rows: Mapping[str, Sequence[Stretch]], most: float, marks: Mapping[str, float], told: str
 ) -> Markup:
-    """A row each, over seconds; `marks` are instants with a name."""
+    """A row each, over seconds, as wide as there is room; `marks` are instants with a name."""
     if not rows:
         return Markup("")
-    named = min(220, 12 + max(map(len, rows)) * 7)
-    tall = 28
-    height = tall * len(rows) + 40
-    across = _Scale(0.0, max(most, 1e-9), named, WIDE - RIGHT)
+    tall, bar = 44, 20
+    height = tall * len(rows) + 28
+    # In shares of the width: text keeps its size on a phone, where a picture that shrinks cannot be read.
+    across = _Scale(0.0, max(most, 1e-9), 0.0, 100.0)
+    upright = Markup('<line class="{0}" x1="{1:.1f}%" x2="{1:.1f}%" y1="0" y2="{2}"><title>{3}</title></line>')
     shapes: list[Markup] = []
-    for tick in nice(0.0, most)[:-1]:
-        shapes.append(
-            Markup('<line class="grid" x1="{0:.1f}" x2="{0:.1f}" y1="0" y2="{1}"/>').format(across(tick), height - 28)
-        )
-        shapes.append(_text(across(tick), height - 12, _seconds(tick), "middle"))
+    for tick in [tick for tick in nice(0.0, most) if tick <= 0.9 * most]:
+        shapes.append(upright.format("grid", across(tick), height - 24, _seconds(tick)))
+        shapes.append(_text(across(tick), height - 8, _seconds(tick), "middle" if tick else "start", "%"))
     for line, (name, stretches) in enumerate(rows.items()):
-        y = line * tall + 4
-        shapes.append(_text(named - 8, y + tall / 2 + 1, name, "end"))
+        y = line * tall
+        shapes.append(_text(0, y + 14, name, "start"))
         for one in stretches:
             x = across(one.begin)
-            shapes.append(
-                _rect(f"stretch {one.kind}", x, y, max(2.0, across(min(one.end, most)) - x), tall - 8, one.told)
-            )
-    for name, at in marks.items():
-        if at <= most:
-            shapes.append(
-                Markup(
-                    '<line class="mark" x1="{0:.1f}" x2="{0:.1f}" y1="0" y2="{1}"><title>{2}</title></line>'
-                ).format(across(at), height - 28, name)
-            )
-    return _picture(ident, title, told, shapes, height=height, width=WIDE)
+            width = max(0.3, across(min(one.end, most)) - x)
+            shapes.append(_rect(f"stretch {one.kind}", x, y + bar, width, bar, one.told, "%"))
+    shapes += [upright.format("mark", across(at), height - 24, name) for name, at in marks.items() if at <= most]
+    return _picture(ident, title, told, shapes, height=height, wide=True)
 
 
 # ---------------------------------------------------------------- parts
@@ -179,8 +174,10 @@ def nice(low: float, high: float, count: int = 4) -> list[float]:
     """Round values from below `low` to above `high`, about so many."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return [0.0, 1.0]
-    if high <= low:
-        low, high = (0.0, low or 1.0) if low >= 0 else (low, 0.0)
+    if high - low < NEAREST:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high - low < NEAREST:
+        high = 1.0
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if raw <= power * factor * (1 + 1e-9))
@@ -191,14 +188,22 @@ def nice(low: float, high: float, count: int = 4) -> list[float]:
     return ticks
 
 
-def _grid(ticks: Sequence[float], up: _Scale, unit: str) -> Markup:
+def digits(values: Sequence[float]) -> int:
+    """So many significant digits tell values as far apart as these from what is between: four, or a hundredth of what
+    they span."""
+    span = max(values, default=0.0) - min(values, default=0.0)
+    most = max(map(abs, values), default=0.0)
+    return min(15, max(4, 2 + math.ceil(math.log10(most / span)))) if span else 4
+
+
+def _grid(ticks: Sequence[float], labels: Sequence[str], across: _Scale, up: _Scale) -> Markup:
     made = Markup("")
-    for tick in ticks:
+    for tick, label in zip(ticks, labels, strict=True):
         y = up(tick)
         made += Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
-            LEFT, WIDTH - RIGHT, y, y
+            across.begin, WIDTH - RIGHT, y, y
         )
-        made += _text(LEFT - 8, y + 4, _bytes(tick) if unit == "B" else f"{tick:.4g}", "end")
+        made += _text(across.begin - 8, y + 4, label, "end")
     return made
 
 
@@ -213,7 +218,7 @@ def _axis(first: int, last: int, across: _Scale, along: str) -> Markup:
         right = x
         made += _text(x, HEIGHT - BOTTOM + 18, str(tick), "end" if tick == last and first != last else "middle")
     return made + Markup('<text class="along" x="{}" y="{}" text-anchor="end">{}</text>').format(
-        LEFT - 8, HEIGHT - BOTTOM + 18, along
+        across.begin - 8, HEIGHT - BOTTOM + 18, along
     )
 
 
@@ -221,7 +226,7 @@ def _bands(bands: Sequence[Band], across: _Scale) -> Markup:
     made = Markup("")
     seen = [band for band in bands if band.first <= across.high and band.last >= across.low]
     for place, band in enumerate(seen if len(seen) > 1 else ()):
-        begin = max(LEFT, across(band.first - 0.5))
+        begin = max(across.begin, across(band.first - 0.5))
         end = min(WIDTH - RIGHT, across(band.last + 0.5))
         if end <= begin:
             continue
@@ -233,7 +238,7 @@ def _bands(bands: Sequence[Band], across: _Scale) -> Markup:
     return made
 
 
-def _line(one: Series, place: int, across: _Scale, up: _Scale, css: str = "") -> Markup:
+def _line(one: Series, place: int, across: _Scale, up: _Scale, exact: int = 4, css: str = "") -> Markup:
     points = one.ordered
     if not points:
         return Markup("")
@@ -244,32 +249,34 @@ def _line(one: Series, place: int, across: _Scale, up: _Scale, css: str = "") ->
         return made
     dots = [
         f'<circle class="dot c{min(place, COLOURS - 1)}" cx="{across(at):.1f}" cy="{up(value):.1f}" r="3">'
-        f"<title>{escape(f'{one.name}, {at}: {value:.4g}')}</title></circle>"
+        f"<title>{escape(f'{one.name}, {at}: {value:.{exact}g}')}</title></circle>"
         for at, value in points
     ]
     return made + Markup("".join(dots))  # noqa: S704 (figures, and text that is escaped)
 
 
-def _rect(css: str, x: float, y: float, width: float, height: float, said: str) -> Markup:
+def _rect(css: str, x: float, y: float, width: float, height: float, said: str, unit: str = "") -> Markup:
     # There are hundreds of them, and Markup's own formatting takes ten times as long.
     return Markup(  # noqa: S704 (figures, a class of ours, and text that is escaped)
-        f'<rect class="{css}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}">'
+        f'<rect class="{css}" x="{x:.1f}{unit}" y="{y:.1f}" width="{width:.1f}{unit}" height="{height:.1f}">'
         f"<title>{escape(said)}</title></rect>"
     )
 
 
-def _text(x: float, y: float, said: str, anchor: str) -> Markup:
-    return Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, y, anchor, said)
+def _text(x: float, y: float, said: str, anchor: str, unit: str = "") -> Markup:
+    return Markup('<text x="{:.1f}{}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, unit, y, anchor, said)
 
 
 def _picture(
-    ident: str, title: str, told: str, shapes: Iterable[Markup], height: int = HEIGHT, width: int = WIDTH
+    ident: str, title: str, told: str, shapes: Iterable[Markup], height: int = HEIGHT, *, wide: bool = False
 ) -> Markup:
-    wide = " wide" if width > WIDTH else ""
+    """One that shrinks as a whole or, if `wide`, one whose shapes are in shares of the width that there is."""
+    shrinking = Markup('class="chart" viewBox="0 0 {} {}"').format(WIDTH, height)
+    frame = Markup('class="chart wide" height="{}"').format(height) if wide else shrinking
     return Markup(
-        '<svg class="chart{}" viewBox="0 0 {} {}" role="img" aria-labelledby="{}-title" aria-describedby="{}-desc">'
+        '<svg {} role="img" aria-labelledby="{}-title" aria-describedby="{}-desc">'
         '<title id="{}-title">{}</title><desc id="{}-desc">{}</desc>{}</svg>'
-    ).format(wide, width, height, ident, ident, ident, title, ident, told, Markup("").join(shapes))
+    ).format(frame, ident, ident, ident, title, ident, told, Markup("").join(shapes))
 
 
 def _bytes(value: float) -> str:

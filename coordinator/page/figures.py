@@ -218,11 +218,12 @@ def layers_by_site(session: Session, run_id: str) -> tuple[dict[str, list[float]
         for layer in read(layers):
             by_layer = held.setdefault(site, {})
             by_layer[layer] = by_layer.get(layer, 0) + count
-    names = sorted({layer for by_layer in held.values() for layer in by_layer}, key=_natural)
+    names = sorted({layer for by_layer in held.values() for layer in by_layer}, key=natural)
     return {site: [held.get(site, {}).get(name, 0) / totals[site] for name in names] for site in totals}, names
 
 
-def _natural(name: str) -> tuple[str, int]:
+def natural(name: str) -> tuple[str, int]:
+    """To sort names by the numbers that they end in."""
     stack, _, number = name.rpartition(".")
     return stack, int(number) if number.isdecimal() else 0
 

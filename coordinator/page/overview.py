@@ -70,9 +70,9 @@ def overview(request: Request, serving: Serving, who: Signed) -> Response:
         rows = _runs(session)
         open_rounds = list(_open_rounds(session, now))
         workers = session.execute(
-            select(WorkerRow, SiteRow.name)
+            select(WorkerRow, SiteRow)
             .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-            .where(WorkerRow.last_seen_at >= since)
+            .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None))
             .order_by(SiteRow.name, WorkerRow.name)
         ).all()
         blobs, blob_bytes = views.blob_totals(session)
@@ -87,7 +87,7 @@ def overview(request: Request, serving: Serving, who: Signed) -> Response:
             at_work=session.scalar(select(func.count()).where(TaskRow.state == "leased")) or 0,
             live=[views.worker_view(row, site, since) for row, site in workers],
             workers_total=session.scalar(select(func.count()).select_from(WorkerRow)) or 0,
-            doing=tasks_in_hand(session, {row.id: f"{site}/{row.name}" for row, site in workers}),
+            doing=tasks_in_hand(session, {row.id: f"{site.name}/{row.name}" for row, site in workers}),
             moved=together(moved),
             rows=[_line(session, row, moved) for row in rows],
             concerns=list(_concerns(session, serving, now)),

@@ -32,7 +32,7 @@ from coordinator.storage.tables import (
     VersionRow,
     WorkerRow,
 )
-from shared.anomaly import DISTANCE, NORM
+from shared.anomaly import ABSENT, DISTANCE, NORM
 from shared.wire import EPSILON, Site, TaskView, WorkerView
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
@@ -60,7 +60,7 @@ class WorkerLine:
     def health(self) -> str:
         """In a word: what a person would want to know first."""
         if not self.view.live:
-            return "silent"
+            return "suspended" if self.view.suspended else "silent"
         if self.faulty > self.accepted:
             return "failing"
         if max(self.scores.get(NORM, 0.0), self.scores.get(DISTANCE, 0.0)) >= ODD:
@@ -71,7 +71,6 @@ class WorkerLine:
 @dataclass(frozen=True)
 class SiteBlock:
     site: Site
-    suspended: bool
     workers: Sequence[WorkerLine]
     epsilon: float | None
 
@@ -92,6 +91,7 @@ def list_sites(request: Request, serving: Serving, who: Signed, after: Text = No
             who,
             now=views.instant(now),
             sites=blocks,
+            absent=ABSENT,
             live=sum(line.view.live for block in blocks for line in block.workers),
             newer=f"{PREFIX}/sites" if after else None,
             older=older,
@@ -100,17 +100,17 @@ def list_sites(request: Request, serving: Serving, who: Signed, after: Text = No
 
 def _blocks(session: Session, sites: Sequence[SiteRow], since: float) -> list[SiteBlock]:
     """Each site with its workers."""
-    names = {row.id: row.name for row in sites}
-    workers = session.scalars(select(WorkerRow).where(WorkerRow.site_id.in_(names)).order_by(WorkerRow.name)).all()
+    by_id = {row.id: row for row in sites}
+    workers = session.scalars(select(WorkerRow).where(WorkerRow.site_id.in_(by_id)).order_by(WorkerRow.name)).all()
     counts = _counts(session, [row.id for row in workers])
     scores = _latest_numbers(session, [row.id for row in workers])
     at = tasks_in_hand(session, {row.id: row.id for row in workers})
-    lines: dict[str, list[WorkerLine]] = {site: [] for site in names}
+    lines: dict[str, list[WorkerLine]] = {site: [] for site in by_id}
     for row in workers:
         ends = counts.get(row.id, {})
         lines[row.site_id].append(
             WorkerLine(
-                views.worker_view(row, names[row.site_id], since),
+                views.worker_view(row, by_id[row.site_id], since),
                 at.get(row.id),
                 ends.get("accepted", 0),
                 ends.get("failed", 0) + ends.get("rejected", 0) + ends.get("lapsed", 0),
@@ -120,7 +120,6 @@ def _blocks(session: Session, sites: Sequence[SiteRow], since: float) -> list[Si
     return [
         SiteBlock(
             views.site_view(row),
-            row.suspended_at is not None,
             lines[row.id],
             max((e for line in lines[row.id] if (e := line.scores.get(EPSILON)) is not None), default=None),
         )

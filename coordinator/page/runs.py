@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated
@@ -25,6 +25,7 @@ from coordinator.page.figures import (
     measured,
     moments,
     moved_by_run,
+    natural,
     past_seconds,
     round_sums,
     short_layers,
@@ -39,7 +40,7 @@ from coordinator.services import Services
 from coordinator.storage import views
 from coordinator.storage.snapshots import eligible, invitation, live_workers
 from coordinator.storage.tables import RoundRow, RunRow, VersionRow
-from shared.anomaly import DISTANCE, NORM
+from shared.anomaly import DISTANCE, JUDGES, NORM
 from shared.fairness import BETTER_LOW, PERSONAL, scores_by_version, spreads
 from shared.methods.fedfrozen import PERSISTENCE, SIGNAL, TO_WIN
 from shared.problems import NotFound
@@ -119,6 +120,7 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
         sums = round_sums(session, run_id, MOST_BARS)
         moved = moved_by_run(session, run_id).get(run_id, Moved())
         end = forecast(session, now, open_round) if open_round else None
+        made = [chart for chart in _charts(session, run, measurements, scores, sums) if chart.picture]
         return render(
             request,
             "run.html",
@@ -127,6 +129,7 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
             run=run,
             steerable=_steers(session, who, run),
             warnings=session.get_one(VersionRow, (run_id, run.version.number)).warnings,
+            measured=latest,
             headline=[(name, shown[name]) for name in HEADLINE if name in shown],
             spreads=at_sites.get(latest, {}) if latest is not None else {},
             moved=moved,
@@ -137,7 +140,8 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
             round=open_round,
             end=end,
             waiting_for=_waiting_for(session, serving, now, run),
-            charts=[chart for chart in _charts(session, run, measurements, scores, sums) if chart.picture],
+            charts=made,
+            absent=list(_absent(run, measurements, {chart.ident for chart in made})),
             rounds=sums[:SHOWN_ROUNDS],
             facts=facts_of(run.spec, run.model_bytes),
         )
@@ -189,6 +193,7 @@ def show_round(
             attempts=attempts,
             latest=latest,
             accepted=sum(task.state == "accepted" for task in view.tasks),
+            judges=JUDGES,
             up=sum(task.upload_bytes for task in view.tasks),
             down=sum(task.download_bytes for task in view.tasks),
             end=forecast(session, now, view),
@@ -253,8 +258,9 @@ def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
         ("Robust rule", spec.robust.rule),
         ("Server optimizer", spec.server_optimizer.kind),
     ]
-    if spec.privacy:
-        told.append(("Privacy", f"epsilon {spec.privacy.epsilon:g}, delta {spec.privacy.delta:g} at each worker"))
+    privacy = spec.privacy
+    bound = f"epsilon {privacy.epsilon:g}, delta {privacy.delta:g} at each worker" if privacy else "none"
+    told.append(("Differential privacy", bound))
     if spec.evaluation:
         where = [spec.evaluation.dataset] if spec.evaluation.dataset else []
         where += ["what sites hold out"] if spec.evaluation.sites else []
@@ -273,16 +279,36 @@ def _charts(
     made = [_metric(measurements, scores, name, bands, every) for name in ("accuracy", "loss")]
     made.append(_bytes_by_round(run, sums))
     made.append(_heat(session, run))
+    numbers = version_numbers(session, run, (SIGNAL, TO_WIN, PERSISTENCE, "entropy."))
     for prefix, title in (("warmup.", "Warm-up signals"), ("entropy.", "Attention entropy by layer")):
-        numbers = version_numbers(session, run, (prefix,))
-        wanted = {SIGNAL, TO_WIN, PERSISTENCE} if prefix == "warmup." else set(numbers)
         lines = [
             Series(name.removeprefix(prefix).replace("_", " "), points, main=True)
-            for name, points in sorted(numbers.items())
-            if name in wanted
+            for name, points in sorted(numbers.items(), key=lambda pair: natural(pair[0]))
+            if name.startswith(prefix)
         ]
-        made.append(_along(f"numbers-{prefix[:-1]}", title, lines[:MOST_LINES], bands, every))
+        of_all = f"The first {MOST_LINES} of {len(lines)}. " if len(lines) > MOST_LINES else ""
+        made.append(_along(prefix[:-1], title, lines[:MOST_LINES], bands, of_all + every))
     return made
+
+
+def _absent(run: Run, measurements: Sequence[Measurement], shown: set[str]) -> Iterator[tuple[str, str]]:
+    """What somebody would look for among the charts, and why it is not there."""
+    evaluation, method = run.spec.evaluation, run.spec.method
+    if evaluation is None:
+        yield "scores", "the run asks for no evaluation"
+    elif not measurements:
+        yield "scores", "nothing is measured yet"
+    elif not any(one.held_out for one in measurements):
+        why = "no site has measured anything yet" if evaluation.sites else "the run does not ask sites to evaluate"
+        yield "scores by site", why
+    if "bytes" in shown and "heat" not in shown:
+        yield "layers by site", "every update held the same layers"
+    if method.name == "fedfrozen" and "warmup" not in shown:
+        fixed = method.settings.get("warmup_rounds") != "auto"
+        why = "they are measured if warmup_rounds is auto" if fixed else "they need two rounds with two updates each"
+        yield "warm-up signals", why
+    if method.name == "safl" and "entropy" not in shown:
+        yield "attention entropy", "no worker has measured it"
 
 
 def _metric(
@@ -314,7 +340,8 @@ def _last(points: Mapping[int, float]) -> float:
 def _along(ident: str, title: str, lines: Sequence[Series], bands: Sequence[charts.Band], note: str) -> Chart:
     picture = charts.lines(f"{ident}-chart", title, lines, bands=bands, along="version")
     places = sorted({at for line in lines for at in line.points}, reverse=True)
-    rows = [[str(at), *(number(line.points.get(at)) for line in lines)] for at in places]
+    exact = charts.digits([value for line in lines for _, value in line.ordered])
+    rows = [[str(at), *(number(line.points.get(at), exact) for line in lines)] for at in places]
     return Chart(ident, title, picture, ("version", *(line.name for line in lines)), rows, lines[:MOST_LINES], note)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -30,6 +31,7 @@ from coordinator.page.visitors import (
 )
 from coordinator.services import Services
 from coordinator.storage.identity import Principal, new_id
+from coordinator.storage.snapshots import live_workers
 from coordinator.storage.tables import RunRow, UploadRow, VersionRow
 from shared.methods import methods
 from shared.methods.contract import Method
@@ -46,6 +48,7 @@ FIRST = ("name", "dataset", "rounds", "seed")
 APART = ("cohort", "training", "privacy", "evaluation", "method", "model", "version")
 MOST_RUNS = 50
 MOST_UPLOADS = 50
+MOST_DATASETS = 100
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,11 @@ def _spec(method: Method[Any], given: Mapping[str, str]) -> RunSpec:
     fields = [field for part in _parts(method) for field in part.fields]
     document, faults = filled(fields, given)
     settings = document.pop("method", {}).get("settings", {})
-    start = given.get(START, "").split() or [given.get("/model", "").strip(), given.get("/version", "").strip()]
-    if len(start) != 2 or not all(start):
+    chosen, digests = given.get(START, "").split(), [given.get(name, "").strip() for name in ("/model", "/version")]
+    start = chosen or digests
+    if chosen and any(digests):
+        faults.append(Fault(pointer="/model", detail="choose what is listed or give digests, not both"))
+    elif len(start) != 2 or not all(start):
         faults.append(Fault(pointer="/model", detail="choose what to begin with, or give both digests"))
         start = ["", ""]
     try:
@@ -173,6 +179,7 @@ def _form(
     by_field, rest = placed(faults, [*fields, start])
     with serving.database.snapshot() as session:
         starts = [*_of_runs(session), *_uploaded(session, serving, who.principal)]
+        datasets = _declared(session, serving.database.now() - serving.settings.live_seconds)
     return render(
         request,
         "start.html",
@@ -190,8 +197,15 @@ def _form(
         rest=rest,
         remedy=remedy,
         starts=starts,
+        datasets=datasets,
         wish=given.get(WISH) or new_id(),
     )
+
+
+def _declared(session: Session, since: float) -> list[tuple[str, int]]:
+    """Data sets that live workers have, with how many do."""
+    counts = Counter(name for worker in live_workers(session, since) for name in worker.declared["datasets"])
+    return sorted(counts.most_common(MOST_DATASETS))
 
 
 def _of_runs(session: Session) -> list[Start]:

@@ -17,13 +17,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 
 from coordinator.api.access import Serving, address_of
+from coordinator.api.errors import faults_of_request
 from coordinator.api.reading import BoundedRoute
 from coordinator.page.guarding import PREFIX
 from coordinator.services import Services
 from coordinator.storage import sessions
 from coordinator.storage.identity import Principal
 from shared.addresses import is_loopback
-from shared.problems import BadRequest, Fault, Forbidden, Invalid, Problem, Unauthenticated, pointer_to
+from shared.problems import BadRequest, Forbidden, Invalid, Problem, Unauthenticated
 from shared.wire import TokenRole
 
 COOKIE = "tessera_session"
@@ -76,8 +77,8 @@ class PageRoute(BoundedRoute):
             except Unauthenticated:
                 return to_sign_in(request)
             except RequestValidationError as refusal:
-                faults = [Fault(pointer=pointer_to(*e["loc"][1:]), detail=e["msg"][:300]) for e in refusal.errors()]
-                problem: Problem = Invalid("the address has faults; each is named", errors=faults[:8])
+                faults = faults_of_request(refusal)[:8]
+                problem: Problem = Invalid("the address has faults; each is named", errors=faults)
             except Problem as refusal:
                 problem = refusal
             shown: Callable[[Request, Problem], Response] = request.app.state.show_problem

@@ -221,18 +221,20 @@ def site_view(row: SiteRow) -> Site:
     )
 
 
-def worker_view(row: WorkerRow, site: str, live_since: float) -> WorkerView:
+def worker_view(row: WorkerRow, site: SiteRow, live_since: float) -> WorkerView:
+    suspended = site.suspended_at is not None
     return WorkerView(
         id=row.id,
         name=row.name,
-        site=site,
+        site=site.name,
         kinds=tuple(row.declared["kinds"]),
         datasets=row.declared["datasets"],
         held_out=row.declared.get("held_out", {}),
         device=row.declared["device"],
         version=row.declared.get("version", ""),
         last_seen_at=instant(row.last_seen_at),
-        live=row.last_seen_at >= live_since,
+        live=row.last_seen_at >= live_since and not suspended,
+        suspended=suspended,
     )
 
 

@@ -100,7 +100,7 @@ def workers(ctx: typer.Context, as_json: AsJson = False) -> None:
     rows = [
         (
             f"{worker.site}/{worker.name}",
-            "live" if worker.live else "silent",
+            "suspended" if worker.suspended else "live" if worker.live else "silent",
             output.ago(worker.last_seen_at),
             ", ".join(worker.kinds),
             ", ".join(f"{name} ({count})" for name, count in worker.datasets.items()),

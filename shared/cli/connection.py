@@ -11,6 +11,7 @@ import typer
 
 from shared import spans
 from shared.addresses import require_private
+from shared.cli.output import ago
 from shared.client import DEFAULT_URL, Client
 from shared.problems import Fault, Invalid, NotFound
 from shared.transport import tls_context
@@ -94,7 +95,13 @@ def find_run(client: Client, named: str) -> Run:
     try:
         return client.run(named)
     except NotFound:
-        return only("run", named, client.runs(), lambda run: run.id, lambda run: run.spec.name)
+        return only("run", named, client.runs(), lambda run: run.id, lambda run: run.spec.name, _told_run)
+
+
+def _told_run(run: Run) -> str:
+    """What tells a run from others of its name."""
+    at = f"version {run.version.number} of {run.spec.rounds}"
+    return f"{run.spec.name}, {run.state}, {at}, begun {ago(run.created_at)}"
 
 
 def find_token(client: Client, named: str) -> Token:
@@ -107,18 +114,27 @@ def find_token(client: Client, named: str) -> Token:
     return only("token", named, live, lambda token: token.id, lambda token: token.name)
 
 
-def only(kind: str, named: str, among: Iterable[T], id_of: Callable[[T], str], name_of: Callable[[T], str]) -> T:
+def only(
+    kind: str,
+    named: str,
+    among: Iterable[T],
+    id_of: Callable[[T], str],
+    name_of: Callable[[T], str],
+    told: Callable[[T], str] | None = None,
+) -> T:
     """The one thing whose name is `named` or whose id begins so.
 
-    Raises NotFound if there is none, and Invalid naming them if there are several.
+    Raises NotFound if there is none, and Invalid naming them if there are several, each as `told`, or by its name.
     """
     found = [thing for thing in among if named and (name_of(thing) == named or id_of(thing).startswith(named))]
     if not found:
         raise NotFound(f"there is no {kind} {named!r}", remedy=f"List what there is: `tessera {_LISTS[kind]}`.")
     if len(found) > 1:
-        faults = [Fault(pointer=id_of(thing), detail=name_of(thing)) for thing in found]
+        faults = [Fault(pointer=id_of(thing), detail=(told or name_of)(thing)) for thing in found]
         detail = f"{named!r} could be any of {len(found)} {kind}s"
-        raise Invalid(detail, errors=faults, remedy="Give more of the id.")
+        raise Invalid(
+            detail, errors=faults, remedy="Name the one that you mean by its id, or by as much of it as tells."
+        )
     return found[0]
 
 

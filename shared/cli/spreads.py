@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from rich.table import Table
 
-from shared.anomaly import COSINE, DISTANCE, LEFT_OUT, NORM
+from shared.anomaly import ABSENT, COSINE, DISTANCE, LEFT_OUT, NORM
 from shared.cli import output
 from shared.fairness import PERSONAL, Spread
 from shared.wire import Round, TaskView, Version
@@ -57,11 +57,14 @@ def score_table(rounds: Iterable[Round]) -> Table:
         for task in round_.tasks
         if task.state == "accepted"
     ]
-    return output.table(SCORE_COLUMNS, rows, right=("round", "norm", "distance", "cosine"))
+    made = output.table(SCORE_COLUMNS, rows, right=("round", "norm", "distance", "cosine"))
+    if any(None in row for row in rows):
+        made.caption, made.caption_justify = ABSENT, "left"
+    return made
 
 
-def _score(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _score(value: float | None) -> str | None:
+    return None if value is None else f"{value:.2f}"
 
 
 def _aside(task: TaskView) -> str:

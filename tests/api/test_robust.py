@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from shared.anomaly import ABSENT
 from shared.client import Client
 from shared.methods import Chosen
 from shared.wire import Cohort, Round, Run, Submission, Task
@@ -113,6 +114,17 @@ def test_the_command_line_shows_the_scores(standing: LiveCoordinator) -> None:
     assert [row[-2:] for row in rows if "left" in row] == [["left", "out"]]
     assert "robust" in shown
     assert "median (attackers 1)" in shown
+
+
+def test_the_command_line_says_why_there_is_no_score(standing: LiveCoordinator) -> None:
+    client, run, taken = begun(standing, "abc")
+    for worker, task in taken:
+        worker.train(task)
+    committed(client, run)
+    settings = {"TESSERA_URL": standing.url, "TESSERA_TOKEN": standing.token("admin"), "COLUMNS": "160"}
+    shown = " ".join(tessera("run", "show", run.id, "--scores", **settings).stdout.split())
+    assert shown.count("1.00 - -") == 3
+    assert ABSENT in shown
 
 
 def test_a_method_that_no_rule_guards_is_refused_when_the_run_is_created(standing: LiveCoordinator) -> None:

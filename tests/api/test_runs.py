@@ -57,6 +57,7 @@ def test_a_spec_s_faults_are_named_by_pointer(
     document = refused(standing.http().post("/v1/runs", json=spec | change), 422, "invalid")
     assert sorted(fault.pointer for fault in document.errors) == pointers
     assert says in " ".join(fault.detail for fault in document.errors)
+    assert document.detail not in [fault.detail for fault in document.errors]
 
 
 def test_a_first_version_must_fit_the_model_block_by_block(standing: LiveCoordinator, spec: dict[str, Any]) -> None:

@@ -45,6 +45,22 @@ def test_a_line_goes_from_corner_to_corner() -> None:
     assert root.findtext("desc") == f"By version. Last values: {HOSTILE}: 1 at 10."
 
 
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ((0.99991, 0.99995), ["0.99991", "0.99992", "0.99993", "0.99994", "0.99995"]),
+        ((0.99999971, 0.9999999), ["0.9999997", "0.99999975", "0.9999998", "0.99999985", "0.9999999"]),
+        ((0.25, 0.5), ["0.2", "0.3", "0.4", "0.5"]),
+        ((3, 3), ["0", "1", "2", "3"]),
+    ],
+)
+def test_labels_of_an_axis_are_told_apart_and_have_room(values: tuple[float, float], labels: list[str]) -> None:
+    root = parsed(lines("x", "t", [Series("a", dict(enumerate(values)))], along="version"))
+    texts = list(root.iter("text"))[: len(labels)]
+    assert [one.text for one in texts] == labels
+    assert all(float(one.attrib["x"]) >= 8 * len(one.text or "") for one in texts)
+
+
 def test_stages_stand_behind_the_lines_where_there_are_several() -> None:
     series = [Series("a", {1: 1.0, 4: 2.0})]
     both = [Band("warm-up", 1, 2), Band(HOSTILE, 3, 4)]
@@ -57,6 +73,11 @@ def test_what_is_not_finite_is_left_out_and_nothing_makes_no_picture() -> None:
     assert lines("x", "t", [Series("a", {1: float("nan")})], along="version") == ""
     assert bars("x", "t", [], None, along="round", told="") == ""
     assert heat("x", "t", {}, [], "") == ""
+
+
+@pytest.mark.parametrize("ends", [(0.0, 5e-324), (1e-310, 2e-310), (1.0, 1.0 + 2e-16), (-1e100, 1e100)])
+def test_any_numbers_make_a_picture(ends: tuple[float, float]) -> None:
+    assert parsed(lines("x", "t", [Series("a", dict(enumerate(ends)))], along="version")).find("path") is not None
 
 
 def test_bars_stand_on_each_other() -> None:
@@ -80,7 +101,7 @@ def test_heat_shows_each_share() -> None:
 def test_a_timeline_shows_who_did_what_when() -> None:
     rows = {"a": [Stretch("offered", 0, 5, "waited 5 s"), Stretch("accepted", 5, 20, "worked 15 s")]}
     waited, worked = parsed(timeline("x", "t", rows, 20, {"deadline": 99}, "told")).iter("rect")
-    assert float(worked.attrib["width"]) == pytest.approx(3 * float(waited.attrib["width"]), abs=0.3)
+    assert (waited.attrib["width"], worked.attrib["x"], worked.attrib["width"]) == ("25.0%", "25.0%", "75.0%")
     assert worked.findtext("title") == "worked 15 s"
 
 

@@ -137,8 +137,12 @@ def test_pages_of_a_run_show_what_the_api_shows(coordinator: LiveCoordinator, ad
     shown = admin.http.get(f"/page/runs/{run}").text
     for told in ("wards", "warm-up", "of 3", "0.75", "worst site", "Bytes by round", "abandoned", "paused"):
         assert told in shown, told
+    assert "of version 1; worst site" in shown
+    assert "No layers by site: every update held the same layers." in shown
+    assert "No warm-up signals: they are measured if warmup_rounds is auto." in shown
+    assert "No scores" not in shown
     first = admin.http.get(f"/page/runs/{run}/rounds/1").text
-    for told in ("a/w", "b/w", "accepted", "Who did what when", "worked, accepted"):
+    for told in ("a/w", "b/w", "accepted", "done", "Who did what when", "worked, accepted", "from 3 updates on"):
         assert told in first, told
     assert admin.http.get(f"/page/runs/{run}/rounds").text.count("<tr>") == 3
     assert admin.http.get(f"/page/runs/{run}/rounds/9").status_code == 404
@@ -182,7 +186,9 @@ def test_a_run_is_started_from_what_another_made(coordinator: LiveCoordinator) -
     worker.enrol()
     before = start_run(coordinator.client(), MODEL, values(MODEL), name="first", dataset="none")
     form = person.http.get("/page/runs/new?method=fedfrozen").text
-    (start,) = re.findall(r'<option value="(sha256:\S+ sha256:\S+)">first', form)
+    (start,) = re.findall(r'name="start"><option value="(sha256:\S+ sha256:\S+)">first', form)
+    assert '<datalist id="datasets"><option value="data">1 live worker</option></datalist>' in form
+    assert 'name="/dataset" value="" aria-required="true" list="datasets"' in form
     given = {"method": "fedfrozen", "start": start, "wish": "w1", "/name": "second", "/dataset": "data"}
     given |= {"/rounds": "2", "/method/settings/warmup_rounds": "1", "/cohort/quorum": "1"}
     shown = person.send("/page/runs/new", step="preview", **given)
@@ -221,6 +227,31 @@ def test_what_is_wrong_is_said_beside_its_field(coordinator: LiveCoordinator) ->
     given |= {"/method/settings/within": "", "/model": "sha256:" + "0" * 64, "/version": "sha256:" + "0" * 64}
     answer = person.send("/page/runs/new", step="preview", method="safl", **given)
     assert 'id="f-method-settings-share-error"' in answer.text
+    given |= {"start": f"{given['/model']} {given['/version']}"}
+    answer = person.send("/page/runs/new", step="preview", method="safl", **given)
+    assert "choose what is listed or give digests, not both" in answer.text
+
+
+def test_what_is_not_there_says_why(coordinator: LiveCoordinator, viewer: Person) -> None:
+    client = coordinator.client()
+    for evaluation, why in (
+        (None, "No scores: the run asks for no evaluation."),
+        (Evaluation(sites=True), "No scores: nothing is measured yet."),
+    ):
+        run = start_run(client, MODEL, values(MODEL), dataset="none", evaluation=evaluation)
+        assert why in viewer.http.get(f"/page/runs/{run.id}").text
+
+
+def test_a_suspended_site_has_no_live_worker(coordinator: LiveCoordinator, viewer: Person) -> None:
+    ScriptedWorker(coordinator.client("site", "a")).enrol()
+    assert "1 of 1 worker live" in viewer.http.get("/page/sites").text
+    (site,) = coordinator.client().sites()
+    coordinator.client().suspend_site(site.id)
+    shown = viewer.http.get("/page/sites").text
+    assert '<span class="state suspended">suspended</span>' in shown
+    assert "worker live" not in shown
+    assert "norms are compared from 3 updates of a round on" in shown
+    assert "No worker was heard of lately" in viewer.http.get("/page/").text
 
 
 def test_a_round_ends_about_when_rounds_before_it_did_and_its_slowest_worker_will() -> None:

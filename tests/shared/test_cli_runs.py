@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -323,9 +324,11 @@ def test_an_enrolment_token_is_issued_into_a_file(coordinator: LiveCoordinator, 
 
 def test_a_site_is_suspended_and_resumed_by_its_name(coordinator: LiveCoordinator) -> None:
     commands = Commands(coordinator)
-    coordinator.token("site", "north")
+    ScriptedWorker(coordinator.client("site", "north")).enrol()
+    assert "north/w  live" in commands.say("admin", "workers").stdout
     assert commands.say("admin", "site", "suspend", "north").stdout == "site north is suspended\n"
     assert "suspended" in commands.say("admin", "sites").stdout
+    assert "north/w  suspended" in commands.say("admin", "workers").stdout
     assert commands.json("admin", "site", "resume", "north")["suspended_at"] is None
     assert "there is no site 'south'" in commands.say("admin", "site", "suspend", "south", code=1).stderr
 
@@ -372,3 +375,16 @@ def test_the_notebook_previews_creates_watches_and_exports(
         ["2", "committed"],
     ]
     assert {BLOCKS_FILE, WEIGHTS_FILE, "config.json"} <= {file.name for file in (tmp_path / "out").iterdir()}
+
+
+def test_runs_of_one_name_are_told_apart_before_one_is_chosen(
+    commands: Commands, coordinator: LiveCoordinator
+) -> None:
+    model = small_model()
+    runs = [start_run(coordinator.client(), model, values(model), name="twice", dataset="none") for _ in range(2)]
+    commands.say("run", "pause", runs[1].id)
+    said = commands.say("run", "cancel", "twice", code=1).stderr
+    assert "'twice' could be any of 2 runs" in said
+    for run, state in zip(runs, ("running", "paused"), strict=True):
+        assert re.search(rf"{run.id}: twice, {state}, version 0 of 1, begun \d+ s ago", said)
+    assert "by its id" in said

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Literal
 
 import httpx
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator
 
 from shared import problems
 from shared.problems import MAX_FAULTS, MEDIA_TYPE, PROBLEMS, Fault, Problem, ProblemDocument, faults_of
@@ -80,6 +81,25 @@ def test_validation_faults_say_where_and_never_what_was_sent() -> None:
     (fault,) = faults_of(caught.value, "/body")
     assert fault.pointer == "/body/items/1/number"
     assert "secret" not in fault.detail
+
+
+def test_a_fault_is_told_once_and_in_our_words() -> None:
+    class Settings(BaseModel):
+        codec: str
+        rounds: PositiveInt | Literal["auto"]
+        scope: str = Field(default_factory=lambda given: str(given["rounds"]))
+
+        @field_validator("codec")
+        @classmethod
+        def _known(cls, codec: str) -> str:
+            raise ValueError(f"there is no {codec}")
+
+    with pytest.raises(ValidationError) as caught:
+        Settings.model_validate({"codec": "gzip", "rounds": []})
+    assert {fault.pointer: fault.detail for fault in faults_of(caught.value)} == {
+        "/codec": "there is no gzip",
+        "/rounds": "Input should be a valid integer; or: Input should be 'auto'",
+    }
 
 
 @pytest.mark.parametrize("code", ["lease-lost", "task-cancelled", "round-closed", "stale-version"])

@@ -310,7 +310,7 @@ def test_a_text_that_is_missing_is_named_by_its_row(tmp_path: Path, bert: str) -
     ("options", "told"),
     [
         ({"tokenizer": "/nowhere/at/all"}, "tokenizer: there is no folder /nowhere/at/all"),
-        ({"labels": ["a", "a"]}, "labels: Value error, named twice: a"),
+        ({"labels": ["a", "a"]}, "labels: named twice: a"),
         ({"second_text": "text", "head": "causal-lm"}, "second_text: goes with text-classification"),
         ({"max_length": 0}, "max_length"),
         ({"lables": []}, "lables"),

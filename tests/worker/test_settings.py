@@ -73,8 +73,8 @@ def test_a_plain_file_gives_settings_with_safe_defaults(tmp_path: Path) -> None:
     ("old", "new", "told"),
     [
         ("name =", "nmae =", "nmae: no such setting"),
-        ("index = 1", "index = 5", "datasets.digits.part.dirichlet: Value error, index 5 is not below count 3"),
-        (", index = 1", "", "datasets.digits.part: Value error, index: say which of the 3 parts"),
+        ("index = 1", "index = 5", "datasets.digits.part.dirichlet: index 5 is not below count 3"),
+        (", index = 1", "", "datasets.digits.part: index: say which of the 3 parts"),
         ("scheme =", "held_out = 1, scheme =", "datasets.digits.part.dirichlet.held_out: no such setting"),
         ('"north-1"', '"north 1"', "name: "),
         ("[datasets.digits]", "[policy]\nmax_epoch = 3\n[datasets.digits]", "policy.max_epoch: no such setting"),

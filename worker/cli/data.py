@@ -12,6 +12,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from shared.cli.output import AsJson, complain, note, out, print_json, table
+from shared.problems import said_of
 from worker.data import Dataset, load
 from worker.data.part import Partition, Scheme, divide
 from worker.data.tally import Tally, tallies
@@ -157,7 +158,7 @@ def _partition(source: DataSource, given: dict[str, object]) -> Scheme:
         first = fault.errors(include_url=False, include_input=False)[0]
         key = str(first["loc"][-1]) if first["loc"] else "scheme"
         option = "sites" if key == "count" else key.replace("_", "-")
-        told = f"scheme {scheme} has no such setting" if first["type"] == "extra_forbidden" else first["msg"]
+        told = f"scheme {scheme} has no such setting" if first["type"] == "extra_forbidden" else said_of(first)
         raise SettingsError(f"--{option}: {told}") from None
 
 

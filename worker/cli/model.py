@@ -22,7 +22,7 @@ from shared.blocks import Block
 from shared.cli.output import AsJson, print_json
 from shared.model import BLOCKS_FILE, WEIGHTS_FILE, Head, Lora, Model, Prompts, stored_name
 from shared.modelfolder import ModelFolder
-from shared.problems import Problem
+from shared.problems import Problem, said_of
 from worker.blockmap import block_table, named_tensors
 from worker.cli.inserting import (
     FusionHeads,
@@ -297,7 +297,7 @@ def _read_document(path: Path) -> Model:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(step) for step in first["loc"])
-        raise ValueError(f"{file} is not a table of blocks: {where} {first['msg']}") from error
+        raise ValueError(f"{file} is not a table of blocks: {where} {said_of(first)}") from error
 
 
 def _summary(blocks: Sequence[Block]) -> list[dict[str, str | int | None]]:

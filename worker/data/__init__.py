@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from shared.problems import said_of
 from worker.data.dataset import Adapter, DataError, Dataset
 from worker.data.heldout import hold_out
 from worker.data.part import Part, part_of
@@ -41,7 +42,7 @@ def load(
         dataset: Dataset = adapter.open(adapter.options.model_validate(options))
     except ValidationError as fault:
         first = fault.errors(include_url=False, include_input=False)[0]
-        raise DataError(f"{'.'.join(map(str, first['loc'])) or kind}: {first['msg']}") from None
+        raise DataError(f"{'.'.join(map(str, first['loc'])) or kind}: {said_of(first)}") from None
     if part is not None and part.index is not None:
         dataset = part_of(dataset, part, part.index)
     return dataset if held_out is None else hold_out(dataset, held_out, held_out_seed)
