@@ -25,6 +25,7 @@ MOST: dict[str, Any] = {
     "coordinator": {"replicas": 3},
     "conductor": {"replicas": 2},
     "settings": {"LEASE_SECONDS": "120"},
+    "oidcClientSecret": "oidc",
     "otel": {"EXPORTER_OTLP_ENDPOINT": "http://collector:4318"},
     "serviceMonitor": {"enabled": True, "tokenSecret": "viewer", "labels": {"release": "prometheus"}},
     "image": {"tag": "1", "pullSecrets": [{"name": "pull"}]},
@@ -82,10 +83,8 @@ def test_pods_keep_to_the_profile_restricted(chart: Any, values: dict[str, Any])
         assert spec["automountServiceAccountToken"] is False, name
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert {kind for volume in spec["volumes"] for kind in volume if kind != "name"} <= {
-            "emptyDir",
-            "persistentVolumeClaim",
-        }
+        kinds = {kind for volume in spec["volumes"] for kind in volume if kind != "name"}
+        assert kinds <= {"emptyDir", "persistentVolumeClaim", "secret"}
         for container in spec["containers"]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,

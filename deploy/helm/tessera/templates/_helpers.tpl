@@ -72,6 +72,9 @@ env:
   - {name: TESSERA_BEHIND_PROXY, value: "true"}
   - {name: TESSERA_ALIVE_FILE, value: /tmp/alive}
   - {name: TESSERA_ADMIN_TOKEN_FILE, value: /tmp/admin-token}
+  {{- if .Values.oidcClientSecret }}
+  - {name: TESSERA_OIDC_CLIENT_SECRET_FILE, value: /run/secrets/oidc/client-secret}
+  {{- end }}
   {{- range $name, $value := .Values.settings }}
   - {name: TESSERA_{{ $name }}, value: {{ $value | quote }}}
   {{- end }}
@@ -81,6 +84,9 @@ env:
 volumeMounts:
   - {name: data, mountPath: /data}
   - {name: scratch, mountPath: /tmp}
+  {{- if .Values.oidcClientSecret }}
+  - {name: oidc, mountPath: /run/secrets/oidc, readOnly: true}
+  {{- end }}
 {{- end -}}
 
 {{- define "tessera.volumes" -}}
@@ -92,6 +98,10 @@ volumeMounts:
   {{- end }}
 - name: scratch
   emptyDir: {sizeLimit: 1Gi}
+{{- with .Values.oidcClientSecret }}
+- name: oidc
+  secret: {secretName: {{ . | quote }}}
+{{- end }}
 {{- end -}}
 
 {{- define "tessera.alive" -}}
