@@ -11,7 +11,7 @@ from shared.hours import is_open, minutes_until_open
 from shared.methods.contract import Plan, State
 from shared.model import Model
 from shared.planning import plan_round, warnings_of
-from shared.willing import Invitation, objections, refused_model, refused_plan
+from shared.willing import Invitation, objections, refused_model, refused_plan, reservations
 from shared.wire import Ask, Mirror, Objection, Preview, Prospect
 
 AWAITING = "awaiting-approval"
@@ -38,7 +38,14 @@ def preview(
             found[name] = [*found[name], said]
     asked = {name: _ask(plan, model) for name, plan in plans.items()}
     prospects = tuple(
-        Prospect(worker=name, objections=tuple(said), asked=asked.get(name)) for name, said in found.items()
+        Prospect(
+            worker=worker.name,
+            objections=tuple(found[worker.name]),
+            reservations=tuple(reservations(invited, worker.mirror, ask.upload_bytes)) if ask else (),
+            asked=ask,
+        )
+        for worker in known
+        for ask in [asked.get(worker.name)]
     )
     invited_sites = invited.spec.cohort.sites or ()
     return Preview(

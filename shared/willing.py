@@ -15,6 +15,7 @@ from typing import Any
 from shared.blocks import Block
 from shared.methods.contract import Plan
 from shared.model import Model
+from shared.privacy import Budget, about_together
 from shared.wire import Mirror, Objection, RunSpec
 
 SHOWN = 4
@@ -85,8 +86,43 @@ def _refusals(invitation: Invitation, examples: int, mirror: Mirror) -> Iterator
     floor = mirror.require_privacy
     if floor and (privacy is None or privacy.epsilon > floor.epsilon or privacy.delta > floor.delta):
         yield "require_privacy", f"it requires privacy of epsilon {floor.epsilon:g} at delta {floor.delta:g}"
-    if spec.dataset in mirror.budgets and (privacy is None or privacy.selection == "uncovered"):
+    if (budget := mirror.budgets.get(spec.dataset)) is None:
+        return
+    if privacy is None or privacy.selection == "uncovered":
         yield "privacy", f"its data set {spec.dataset} has a privacy budget, and the run no privacy that covers all"
+    if mirror.spent.get(spec.dataset, 0) >= budget.epsilon:
+        yield (
+            "privacy",
+            f"runs have spent the privacy budget of its data set {spec.dataset}: epsilon {budget.epsilon:g}",
+        )
+
+
+def reservations(invitation: Invitation, mirror: Mirror | None, upload_bytes: int) -> list[Objection]:
+    """What may keep a worker that takes part from doing so to the run's end, or make it late. A round asks it for
+    `upload_bytes` before any codec."""
+    found = _reservations(invitation.spec, mirror, upload_bytes) if mirror else ()
+    return [Objection(rule=rule, detail=detail) for rule, detail in found]
+
+
+def _reservations(spec: RunSpec, mirror: Mirror, upload_bytes: int) -> Iterator[tuple[str, str]]:
+    budget, privacy = mirror.budgets.get(spec.dataset), spec.privacy
+    if budget and privacy:
+        spent = mirror.spent.get(spec.dataset)
+        runs = [privacy, *([Budget(epsilon=spent, delta=budget.delta)] if spent else [])]
+        if (total := about_together(runs, budget.delta)) > budget.epsilon:
+            before = f"with the {spent:.3g} of runs before, " if spent else ""
+            told = f"{before}the run would come to an epsilon of about {total:.3g}"
+            yield "privacy", f"{told}, and its site allows {budget.epsilon:g}"
+    if upload_bytes > mirror.max_upload_bytes:
+        yield "max_upload_bytes", f"it sends at most {mirror.max_upload_bytes} bytes at a time"
+    if mirror.max_run_upload_bytes is not None and upload_bytes * spec.rounds > mirror.max_run_upload_bytes:
+        yield "max_run_upload_bytes", f"it sends at most {mirror.max_run_upload_bytes} bytes for the whole run"
+    if mirror.max_minutes_per_day is not None:
+        yield "max_minutes_per_day", f"it works at most {mirror.max_minutes_per_day:g} minutes a day"
+    if mirror.hours:
+        yield "hours", f"it works {', '.join(mirror.hours)} by its own clock"
+    if mirror.airlock:
+        yield "airlock", "a person at its site releases each update"
 
 
 def refused_model(mirror: Mirror | None, model: Model) -> Objection | None:

@@ -338,6 +338,8 @@ class Prospect(Message):
     worker: str
     objections: tuple[Objection, ...] = ()
     """Why it would not take part; it would if there are none."""
+    reservations: tuple[Objection, ...] = ()
+    """What may keep one that takes part from doing so to the run's end, or make it late."""
     asked: Ask | None = None
     """What the first round asks of it; None if it would not take part, or is not drawn for that round."""
 
@@ -469,6 +471,8 @@ class Mirror(Message):
     require_privacy: Budget | None = None
     budgets: dict[Label, Budget] = Field(default={}, max_length=256)
     """What all runs together may find out, by data set."""
+    spent: dict[Label, PositiveFloat] = Field(default={}, max_length=256)
+    """What they have found out so far of those data sets: the epsilon at the budget's delta."""
     approve_runs: bool = False
     airlock: bool = False
 

@@ -62,13 +62,6 @@ def noise_multiplier(target: Budget, spent: Iterable[Event], sampling_rate: floa
     return _noise_multiplier(target, *_sums(spent), sampling_rate, steps)
 
 
-def rho_of(target: Budget) -> float:
-    """The zCDP that would use up the target (Bun and Steinke 2016, arXiv 1605.02065, proposition 1.3)."""
-    log = math.log(1 / target.delta)
-    # epsilon = rho + 2 sqrt(rho log(1/delta)), solved for the root of rho.
-    return (math.sqrt(log + target.epsilon) - math.sqrt(log)) ** 2
-
-
 def _sums(events: Iterable[Event]) -> tuple[_Steps, float]:
     """Steps by noise and rate, so that a run is composed once however many tasks it had; and the choices' zCDP."""
     steps: Counter[tuple[float, float]] = Counter()

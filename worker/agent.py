@@ -213,7 +213,7 @@ class Agent:
     def _told(self) -> Claim:
         """The claim with what may have changed since the last one: what is withheld, and the site's clock."""
         offset = local_time().utcoffset() or timedelta()
-        mirror = self._policy.mirror(self._budgets, round(offset.total_seconds() / 60))
+        mirror = self._policy.mirror(self._budgets, round(offset.total_seconds() / 60), self._bench.spent())
         withheld = self._bench.inbox.withheld() if self._bench.inbox else {}
         return self._claim.model_copy(update={"mirror": mirror, "withheld": withheld})
 

@@ -6,7 +6,8 @@ its task had not begun to train.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,10 +100,24 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._spent: dict[str, tuple[tuple[int, int, float], float]] = {}
 
     def read(self, dataset: str) -> tuple[Entry, ...]:
         """The data set's entries, oldest first; none if nothing was ever spent. Raises LedgerError."""
         return self._chain(dataset).read()
+
+    def spent(self, dataset: str, delta: float) -> float:
+        """The epsilon at `delta` of all that was ever spent, worked out anew if something was since the last time.
+
+        Raises LedgerError, OSError, and ImportError without the extra `privacy`.
+        """
+        path = self._path(dataset)
+        if not path.exists():
+            return 0.0
+        seen = (path.stat().st_mtime_ns, path.stat().st_size, delta)
+        if dataset not in self._spent or self._spent[dataset][0] != seen:
+            self._spent[dataset] = seen, epsilon_of(self.read(dataset), delta)
+        return self._spent[dataset][1]
 
     @contextmanager
     def page(self, dataset: str) -> Iterator[Page]:
@@ -111,5 +126,17 @@ class Ledger:
             yield Page(held, dataset)
 
     def _chain(self, dataset: str) -> Chain[Entry]:
+        return Chain(self._path(dataset), Entry, LedgerError)
+
+    def _path(self, dataset: str) -> Path:
         # A data set's name is a label, which cannot be a path.
-        return Chain(self._folder / f"{dataset}.jsonl", Entry, LedgerError)
+        return self._folder / f"{dataset}.jsonl"
+
+
+def epsilon_of(entries: Iterable[Entry], delta: float) -> float:
+    """What the entries together cost at `delta`. Raises ImportError without the extra `privacy`."""
+    events = [event for entry in entries for event in entry.events]
+    if not events:
+        return 0.0
+    found: float = importlib.import_module("worker.accounting").epsilon(events, delta)
+    return found

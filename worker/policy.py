@@ -138,7 +138,9 @@ class Policy(Frozen):
     def allows_dataset(self, name: str) -> bool:
         return self.datasets is None or name in self.datasets
 
-    def mirror(self, budgets: Mapping[str, Budget], utc_offset_minutes: int) -> Mirror:
+    def mirror(
+        self, budgets: Mapping[str, Budget], utc_offset_minutes: int, spent: Mapping[str, float] | None = None
+    ) -> Mirror:
         """What of it a coordinator is shown, to plan with: no promise, and nothing secret."""
         floor = self.require_privacy
         return Mirror(
@@ -158,6 +160,7 @@ class Policy(Frozen):
             utc_offset_minutes=utc_offset_minutes,
             require_privacy=Budget(epsilon=floor.epsilon, delta=floor.delta) if floor else None,
             budgets={name: Budget(epsilon=most.epsilon, delta=most.delta) for name, most in budgets.items()},
+            spent={name: epsilon for name, epsilon in (spent or {}).items() if epsilon},
             approve_runs=self.approve_runs,
             airlock=self.airlock,
         )

@@ -12,10 +12,10 @@ import numpy as np
 import structlog
 import torch
 
-from shared.privacy import Budget, Privacy
+from shared.privacy import Budget, Privacy, rho_of
 from shared.tensors import Array
 from shared.wire import Task
-from worker.accounting import Overspent, epsilon, noise_multiplier, rho_of, within
+from worker.accounting import Overspent, epsilon, noise_multiplier, within
 from worker.data import Dataset
 from worker.dpsgd import Dice, Mechanism, NoisyGradients, sampling, secret_dice
 from worker.freezing import Freeze

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -45,7 +45,7 @@ from worker.files import sweep, temporary_file
 from worker.inbox import Inbox, Request
 from worker.layouts import MappingFile
 from worker.leaving import MOST_INLINE, Leaving
-from worker.ledger import LEDGER_FOLDER, Ledger
+from worker.ledger import LEDGER_FOLDER, Ledger, LedgerError
 from worker.models import build, write_block
 from worker.plainly import summary
 from worker.policy import Allowance, Policy, PolicyViolation
@@ -226,6 +226,15 @@ class Workbench:
             airlock=airlock if settings.policy.airlock else None,
             audit=audit_of(settings),
         )
+
+    def spent(self) -> dict[str, float]:
+        """What runs have spent of each data set that has a privacy budget, at the budget's delta."""
+        found = {}
+        for name, most in self.allowances.items():
+            # What cannot be read or added up here refuses the tasks themselves, and says why.
+            with suppress(LedgerError, OSError, ImportError):
+                found[name] = self.ledger.spent(name, most.delta) if self.ledger else 0.0
+        return found
 
     def do(self, task: Task, check: Check, report: Report) -> None:
         """Does a task to its end: when this returns, the coordinator has accepted the result.

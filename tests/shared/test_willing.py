@@ -10,7 +10,7 @@ from shared.blocks import roles
 from shared.methods import Chosen
 from shared.methods.contract import Plan
 from shared.privacy import Budget, Privacy
-from shared.willing import Invitation, mirror_of, objections, refused_model, refused_plan
+from shared.willing import Invitation, mirror_of, objections, refused_model, refused_plan, reservations
 from shared.wire import Cohort, Mirror, RunSpec, Task, Training, VersionRef
 from tests.support.federation import small_model
 from worker.policy import Allowance, Policy, PolicyViolation
@@ -116,6 +116,24 @@ def test_a_data_set_with_a_budget_is_for_runs_with_privacy_that_covers_all() -> 
     uncovered = PRIVATE.model_copy(update={"selection": "uncovered"})
     assert rules(invited(privacy=uncovered), mirror=mirror) == ["privacy"]
     assert rules(invited(privacy=PRIVATE), mirror=mirror) == []
+
+
+def test_what_may_end_a_workers_part_is_told_beforehand() -> None:
+    budgets = {"wards": Allowance(epsilon=2.5, delta=1e-6)}
+    run = invited(privacy=PRIVATE.model_copy(update={"epsilon": 2.4}), rounds=10)
+
+    def told(site: Policy, spent: float, upload_bytes: int = 100) -> dict[str, str]:
+        mirror = site.mirror(budgets, 0, {"wards": spent})
+        return {one.rule: one.detail for one in reservations(run, mirror, upload_bytes)}
+
+    assert told(Policy(), 0) == {}
+    assert told(Policy(), 0.1) == {}
+    both = "with the 2.4 of runs before, the run would come to an epsilon of about 3.45, and its site allows 2.5"
+    assert told(Policy(), 2.4) == {"privacy": both}
+    site = Policy(max_upload_bytes=99, max_run_upload_bytes=999, airlock=True, hours=("Sat 10:00-12:00",))
+    assert told(site, 0).keys() == {"max_upload_bytes", "max_run_upload_bytes", "airlock", "hours"}
+    assert told(site, 0, 99).keys() == {"airlock", "hours"}
+    assert rules(run, mirror=Policy().mirror(budgets, 0, {"wards": 2.5})) == ["privacy"]
 
 
 def test_blocks_that_would_have_to_leave_are_named() -> None:

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 from opacus.accountants import PRVAccountant, RDPAccountant
 
-from shared.privacy import Budget
-from worker.accounting import LEAST_NOISE, Overspent, epsilon, noise_multiplier, rho_of, within
+from shared.privacy import Budget, about_together, rho_of
+from worker.accounting import LEAST_NOISE, Overspent, epsilon, noise_multiplier, within
 from worker.ledger import NoisyChoice, NoisySteps
 
 DELTA = 1e-5
@@ -93,6 +93,14 @@ def test_choices_cost_their_zcdp() -> None:
     bound = 0.1 + 2 * math.sqrt(0.1 * math.log(1 / DELTA))
     assert 0.85 * bound < epsilon(choices, DELTA) <= bound
     assert rho_of(Budget(epsilon=bound, delta=DELTA)) == pytest.approx(0.1)
+
+
+def test_runs_together_cost_about_what_is_estimated_of_their_targets() -> None:
+    runs = [[steps(1.5, 0.1, 100)], [steps(2.5, 0.05, 400)]]
+    targets = [Budget(epsilon=epsilon(run, DELTA), delta=DELTA) for run in runs]
+    assert about_together(targets[:1], DELTA) == pytest.approx(targets[0].epsilon)
+    exact = epsilon([event for run in runs for event in run], DELTA)
+    assert about_together(targets, DELTA) == pytest.approx(exact, rel=0.1)
 
 
 def test_choices_and_steps_together_cost_more_than_either_and_no_more_than_both() -> None:

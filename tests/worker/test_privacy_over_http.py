@@ -101,6 +101,9 @@ def test_a_private_run_keeps_its_target_and_tells_nothing_but_steps(
         assert task.problem
         assert task.problem.detail.startswith("policy-violation: privacy: this task would bring")
         assert "the site allows 4" in task.problem.detail
+        (prospect,) = client.preview_run(refused.spec).prospects
+        assert [said.rule for said in prospect.reservations] == ["privacy"]
+        assert "of runs before" in prospect.reservations[0].detail
         assert Ledger(tmp_path / "a" / "ledger").read("digits") == entries
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from shared.cli.output import AsJson, complain, out, print_json, table
-from worker.ledger import Entry, Event, LedgerError
+from worker.ledger import Entry, LedgerError, epsilon_of
 from worker.policy import Allowance
 from worker.settings import Settings, SettingsError, allowances_of, ledger_of, read_settings
 
@@ -56,7 +55,7 @@ def _spending(settings: Settings, dataset: str) -> dict[str, Any]:
     # Without a budget there is no delta of its own: the runs' strictest.
     delta = allowance.delta if allowance else min((entry.target.delta for entry in entries), default=None)
     return {
-        "epsilon": _epsilon(entries, delta),
+        "epsilon": epsilon_of(entries, delta) if delta else 0.0,
         "delta": delta,
         "budget": allowance.epsilon if allowance else None,
         "runs": [_of_run(spent) for spent in runs.values()],
@@ -70,18 +69,10 @@ def _of_run(entries: list[Entry]) -> dict[str, Any]:
         "name": first.run_name,
         "rounds": len({entry.round for entry in entries}),
         "tasks": len({(entry.task, entry.token) for entry in entries}),
-        "epsilon": _epsilon(entries, first.target.delta),
+        "epsilon": epsilon_of(entries, first.target.delta),
         "target": first.target.epsilon,
         "delta": first.target.delta,
     }
-
-
-def _epsilon(entries: Iterable[Entry], delta: float | None) -> float:
-    events: list[Event] = [event for entry in entries for event in entry.events]
-    if not events or delta is None:
-        return 0.0
-    found: float = importlib.import_module("worker.accounting").epsilon(events, delta)
-    return found
 
 
 def _rows(shown: dict[str, dict[str, Any]]) -> Iterable[tuple[object, ...]]:
