@@ -17,7 +17,7 @@ from coordinator.page.charts import Band
 from coordinator.storage import views
 from coordinator.storage.tables import AuditRow, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from shared.planning import dataset_of
-from shared.wire import Measurement, Round, Run, RunSpec, TaskView
+from shared.wire import EPSILON, Measurement, Round, Run, RunSpec, TaskView
 
 MOST_POINTS = 60
 """Of a chart along versions: of longer runs every n-th version is shown."""
@@ -195,6 +195,23 @@ def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> di
         for name, value in numbers.items():
             if name.startswith(prefixes):
                 found.setdefault(name, {})[number] = value
+    return found
+
+
+def epsilon_by_worker(session: Session, run: Run) -> dict[str, dict[int, float]]:
+    """What a run with privacy had spent at each worker with the update for each version, as the worker says."""
+    step, made = thinned(run.version.number), TaskRow.version_number + 1
+    rows = session.execute(
+        select(SiteRow.name, WorkerRow.name, made, TaskRow.numbers)
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .where(TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.state == "accepted")
+        .where((made % step == 0) | (made >= run.version.number))
+    )
+    found: dict[str, dict[int, float]] = {}
+    for site, worker, version, numbers in rows:
+        if EPSILON in numbers:
+            found.setdefault(f"{site}/{worker}", {})[version] = numbers[EPSILON]
     return found
 
 

@@ -33,7 +33,7 @@ from coordinator.storage.tables import (
     WorkerRow,
 )
 from shared.anomaly import ABSENT, DISTANCE, NORM
-from shared.wire import EPSILON, Site, TaskView, WorkerView
+from shared.wire import Site, TaskView, WorkerView
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
@@ -72,7 +72,6 @@ class WorkerLine:
 class SiteBlock:
     site: Site
     workers: Sequence[WorkerLine]
-    epsilon: float | None
 
 
 @router.get("/sites")
@@ -117,14 +116,7 @@ def _blocks(session: Session, sites: Sequence[SiteRow], since: float) -> list[Si
                 scores.get(row.id, {}),
             )
         )
-    return [
-        SiteBlock(
-            views.site_view(row),
-            lines[row.id],
-            max((e for line in lines[row.id] if (e := line.scores.get(EPSILON)) is not None), default=None),
-        )
-        for row in sites
-    ]
+    return [SiteBlock(views.site_view(row), lines[row.id]) for row in sites]
 
 
 def _counts(session: Session, worker_ids: Sequence[str]) -> dict[str, dict[str, int]]:

@@ -20,6 +20,7 @@ from coordinator.page.figures import (
     MOST_BARS,
     Moved,
     RoundSum,
+    epsilon_by_worker,
     forecast,
     layers_by_site,
     measured,
@@ -43,6 +44,7 @@ from coordinator.storage.tables import RoundRow, RunRow, VersionRow
 from shared.anomaly import DISTANCE, JUDGES, NORM
 from shared.fairness import BETTER_LOW, PERSONAL, scores_by_version, spreads
 from shared.methods.fedfrozen import PERSISTENCE, SIGNAL, TO_WIN
+from shared.privacy import Privacy
 from shared.problems import NotFound
 from shared.wire import Measurement, Round, Run, RunSpec, RunState, TaskView
 
@@ -288,6 +290,8 @@ def _charts(
         ]
         of_all = f"The first {MOST_LINES} of {len(lines)}. " if len(lines) > MOST_LINES else ""
         made.append(_along(prefix[:-1], title, lines[:MOST_LINES], bands, of_all + every))
+    if run.spec.privacy:
+        made.append(_epsilon(session, run, run.spec.privacy, bands, every))
     return made
 
 
@@ -307,6 +311,8 @@ def _absent(run: Run, measurements: Sequence[Measurement], shown: set[str]) -> I
         fixed = method.settings.get("warmup_rounds") != "auto"
         why = "they are measured if warmup_rounds is auto" if fixed else "they need two rounds with two updates each"
         yield "warm-up signals", why
+    if run.spec.privacy and "epsilon" not in shown:
+        yield "epsilon by worker", "no update has come yet"
     if method.name == "safl" and "entropy" not in shown:
         yield "attention entropy", "no worker has measured it"
 
@@ -331,6 +337,16 @@ def _metric(
     worst = sorted(by_site, key=lambda site: _last(by_site[site]), reverse=name in BETTER_LOW)[:room]
     lines += [Series(site, by_site[site]) for site in sorted(worst)]
     return _along(name, name.replace("_", " ").capitalize(), [line for line in lines if line.points], bands, note)
+
+
+def _epsilon(session: Session, run: Run, privacy: Privacy, bands: Sequence[charts.Band], every: str) -> Chart:
+    """What the run has spent at each worker so far; of many, where it is the most."""
+    spent = epsilon_by_worker(session, run)
+    most = sorted(spent, key=lambda worker: _last(spent[worker]), reverse=True)[:MOST_LINES]
+    lines = [Series(worker, spent[worker]) for worker in sorted(most)]
+    bound = f"At delta {privacy.delta:g}, and at most {privacy.epsilon:g} in the end."
+    note = f"{bound} What all runs have told of a data set is in its site's ledger alone. {every}"
+    return _along("epsilon", "Epsilon spent, by worker", lines, bands, note.strip())
 
 
 def _last(points: Mapping[int, float]) -> float:

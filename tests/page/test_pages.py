@@ -10,6 +10,7 @@ from coordinator.domain.forecast import Pace, expected_end
 from coordinator.storage.tables import TaskRow, WorkerRow
 from shared.client import Client
 from shared.methods import Chosen
+from shared.privacy import Privacy
 from shared.tokens import hash_of
 from shared.wire import Cohort, EnrolmentSpec, Evaluation, Failure, Progress
 from tests.page.conftest import Person, signed_in
@@ -157,6 +158,29 @@ def test_pages_of_a_run_show_what_the_api_shows(coordinator: LiveCoordinator, ad
     assert "1 task failed within a day" in overview
     assert "round.abandon" in admin.http.get(f"/page/audit?run={run}").text
     assert "wards" in admin.http.get("/page/storage").text
+
+
+def test_what_a_run_with_privacy_has_spent_is_shown_by_worker_and_round(
+    coordinator: LiveCoordinator, viewer: Person
+) -> None:
+    client = coordinator.client()
+    workers = [ScriptedWorker(coordinator.client("site", site)) for site in ("a", "b")]
+    for worker in workers:
+        worker.enrol()
+    private = Privacy(epsilon=3.0, delta=1e-5, clip_norm=1.0)
+    run = start_run(client, MODEL, values(MODEL), rounds=2, privacy=private, cohort=Cohort(quorum=2))
+    place = f"/page/runs/{run.id}"
+    assert "No epsilon by worker: no update has come yet." in viewer.http.get(place).text
+    for number in (1, 2):
+        for worker, spent in zip(workers, (1.25, 1.5), strict=True):
+            worker.train(worker.take(), epsilon=spent * number)
+        until(lambda made=number: client.run(run.id).version.number == made)
+    shown = viewer.http.get(place).text
+    assert "Epsilon spent, by worker" in shown
+    assert "at most 3 in the end" in shown
+    assert "a/w: 2.5 at 2; b/w: 3 at 2" in shown
+    # What a site's data have told in all is not known here, and so not said.
+    assert "epsilon" not in viewer.http.get("/page/sites").text.lower()
 
 
 def test_nothing_that_a_worker_says_becomes_markup(coordinator: LiveCoordinator, admin: Person) -> None:

@@ -126,21 +126,23 @@ class ScriptedWorker:
         write_update(file, task.codec, changes)
         return self.client.put_bytes(file.getvalue())
 
-    def submit(self, task: Task, digest: str, examples: int | None = None) -> TaskView:
+    def submit(self, task: Task, digest: str, examples: int | None = None, **numbers: float) -> TaskView:
         submission = Submission(
             token=task.token,
             version=task.version.digest,
             update=digest,
             examples=examples or self.datasets[task.dataset],
+            numbers=numbers,
         )
         return self.client.submit(task.id, submission)
 
-    def train(self, task: Task, step: float = 1.0) -> TaskView:
-        """Adds `step` to every block that the plan trains, and sends what it asks for."""
+    def train(self, task: Task, step: float = 1.0, **numbers: float) -> TaskView:
+        """Adds `step` to every block that the plan trains, and sends what it asks for, with these numbers."""
         model, base = self.client.model(task.model), self.fetch(task)
         trained = {b.name for b in task.plan.train.resolve(model.blocks)}
         sent = [b.name for b in task.plan.upload.resolve(model.blocks) if b.name in trained]
-        return self.submit(task, self.upload(task, {name: base[name] + np.float32(step) for name in sent}))
+        changed = {name: base[name] + np.float32(step) for name in sent}
+        return self.submit(task, self.upload(task, changed), **numbers)
 
     def evaluate(self, task: Task, **numbers: float) -> TaskView:
         examples = (self.held_out if task.held_out else self.datasets)[task.dataset]
