@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, Header, Path, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 
-from coordinator.api.access import Anyone, Serving, allow
+from coordinator.api.access import Serving, allow
 from coordinator.api.reading import BoundedRoute
 from coordinator.metrics import RECEIVED_BYTES, SENT_BYTES
 from coordinator.services import Services
@@ -32,7 +32,8 @@ listed = APIRouter(prefix="/v1", tags=["blobs"], route_class=BoundedRoute)
 """What takes JSON, which is held whole and must be bounded."""
 
 DigestPath = Annotated[str, Path(pattern=r"^sha256:[0-9a-f]{64}$")]
-Sender = Annotated[Principal, Depends(allow("site", "orchestrator", "admin"))]
+Holder = Annotated[Principal, Depends(allow("site", "orchestrator", "admin"))]
+"""Whoever may have blobs: who only looks gets no model, and sends nothing."""
 Complete = Annotated[str, Header(alias="Upload-Complete", pattern=r"^\?[01]$")]
 
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
@@ -62,7 +63,7 @@ def get_blob(
     digest: DigestPath,
     request: Request,
     serving: Serving,
-    caller: Anyone,
+    caller: Holder,
     range_: Annotated[str | None, Header(alias="Range", max_length=64)] = None,
     if_range: Annotated[str | None, Header(alias="If-Range", max_length=128)] = None,
     if_none_match: Annotated[str | None, Header(alias="If-None-Match", max_length=2048)] = None,
@@ -90,7 +91,7 @@ def get_blob(
 
 
 @listed.post("/blobs/read", operation_id="readBlobs", response_class=StreamingResponse)
-def read_blobs(wanted: Wanted, serving: Serving, caller: Anyone) -> Response:
+def read_blobs(wanted: Wanted, serving: Serving, caller: Holder) -> Response:
     """Several blobs of runs that the caller has to do with, one behind the other in one answer."""
     with serving.database.snapshot() as session:
         reached = within_reach(session, caller, wanted.digests)
@@ -164,7 +165,7 @@ async def create_upload(
     request: Request,
     serving: Serving,
     uploading: Uploading,
-    caller: Sender,
+    caller: Holder,
     length: Annotated[int, Header(alias="Upload-Length", ge=0)],
     complete: Complete,
     repr_digest: Annotated[str, Header(alias="Repr-Digest", max_length=256)],
@@ -184,7 +185,7 @@ async def create_upload(
 
 
 @router.head("/uploads/{upload_id}", status_code=204, operation_id="headUpload")
-def head_upload(upload_id: str, uploading: Uploading, caller: Sender) -> Response:
+def head_upload(upload_id: str, uploading: Uploading, caller: Holder) -> Response:
     """How much of an upload has arrived."""
     headers = _progress(uploading, uploading.find(upload_id, caller.owner))
     return Response(status_code=204, headers={**headers, "Cache-Control": "no-store"})
@@ -196,7 +197,7 @@ async def append_upload(
     request: Request,
     serving: Serving,
     uploading: Uploading,
-    caller: Sender,
+    caller: Holder,
     offset: Annotated[int, Header(alias="Upload-Offset", ge=0)],
 ) -> Response:
     """Adds bytes to an upload, from where it stands."""

@@ -241,7 +241,7 @@ def list_versions(
 
 
 @router.get("/{run_id}/versions/{number}/export", operation_id="exportVersion", response_class=StreamingResponse)
-def export_version(run_id: str, number: Number, serving: Serving, caller: Viewer) -> StreamingResponse:
+def export_version(run_id: str, number: Number, serving: Serving, caller: Orchestrator) -> StreamingResponse:
     """A version as one safetensors file of whole tensors, under the names that transformers knows them by."""
     with serving.database.snapshot() as session:
         run = views.find_run(session, run_id)

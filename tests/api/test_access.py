@@ -84,14 +84,16 @@ def test_a_site_reads_the_blobs_of_runs_that_it_has_a_task_in_and_no_others(coor
     worker.take()
     assert mine.has_blob(digest)
     assert not other.has_blob(digest)
-    assert coordinator.client("viewer").has_blob(digest)
+    assert coordinator.client("orchestrator").has_blob(digest)
+    with refusing("forbidden"):
+        coordinator.client("viewer").read_blob(digest)
 
 
 def test_what_a_site_sends_is_read_by_no_other_site(coordinator: LiveCoordinator) -> None:
     mine, other = (coordinator.client("site", name) for name in "ab")
     digest = mine.put_bytes(b"private")
     refusals = []
-    for client in (other, mine, coordinator.client("viewer"), coordinator.client("admin")):
+    for client in (other, mine, coordinator.client("orchestrator"), coordinator.client("admin")):
         with refusing("not-found") as caught:
             client.read_blob(digest)
         refusals.append(caught.value.detail)

@@ -67,7 +67,7 @@ ROUTES: dict[tuple[str, str], Case] = {
     ("GET", "/v1/runs/{run_id}/rounds"): Case(READ, READ, READ, 403),
     ("GET", "/v1/runs/{run_id}/rounds/{number}"): Case(READ, READ, READ, 403),
     ("GET", "/v1/runs/{run_id}/versions"): Case(READ, READ, READ, 403),
-    ("GET", "/v1/runs/{run_id}/versions/{number}/export"): Case(READ, READ, READ, 403),
+    ("GET", "/v1/runs/{run_id}/versions/{number}/export"): Case(READ, READ, 403, 403),
     ("GET", "/v1/runs/{run_id}/versions/{number}/difference"): Case(READ, READ, READ, OWN),
     ("GET", "/v1/runs/{run_id}/metrics"): Case(READ, READ, READ, 403),
     # Tasks: a site's own.
@@ -82,9 +82,9 @@ ROUTES: dict[tuple[str, str], Case] = {
     ),
     ("POST", "/v1/tasks/{task_id}/release"): Case(403, 403, 403, LEASE_LOST, json=TOKEN),
     # Bytes: of runs that one has to do with; uploads are their owner's alone.
-    ("GET", "/v1/blobs/{digest}"): Case(READ, READ, READ, OWN),
-    ("HEAD", "/v1/blobs/{digest}"): Case(READ, READ, READ, OWN),
-    ("POST", "/v1/blobs/read"): Case(READ, READ, READ, OWN, json={"digests": ["{digest}"]}),
+    ("GET", "/v1/blobs/{digest}"): Case(READ, READ, 403, OWN),
+    ("HEAD", "/v1/blobs/{digest}"): Case(READ, READ, 403, OWN),
+    ("POST", "/v1/blobs/read"): Case(READ, READ, 403, OWN, json={"digests": ["{digest}"]}),
     ("POST", "/v1/uploads"): Case(
         201, 201, 403, 201, headers=tuple(announced(DATA, complete=True).items()), content=DATA
     ),
