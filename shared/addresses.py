@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from ipaddress import ip_address
 from urllib.parse import urlsplit, urlunsplit
+from urllib.request import getproxies, proxy_bypass
 
 from shared.problems import Invalid
 
@@ -27,6 +28,16 @@ def without_password(url: str) -> str:
         return url
     at = parts.netloc.rpartition("@")[2]
     return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{at}"))
+
+
+def proxy_of(url: str) -> str | None:
+    """The proxy that the environment has requests to `url` go by, as it may be shown."""
+    parts = urlsplit(url)
+    proxies = getproxies()
+    proxy = None if proxy_bypass(parts.hostname or "") else proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy:
+        return None
+    return without_password(proxy if "://" in proxy else f"http://{proxy}")
 
 
 def require_private(url: str) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
-from shared.addresses import is_loopback, without_password
+from shared.addresses import is_loopback, proxy_of
 from shared.doctor import Finding, fail, ok, warn
+from shared.transport import BY_PROXY
 from shared.wire import PROTOCOL, About
 
 CONNECT_SECONDS = 10.0
@@ -27,9 +27,9 @@ def way_to(url: str, verify: ssl.SSLContext) -> Iterator[Finding]:
     parts = urlsplit(url)
     host, tls = parts.hostname or "", parts.scheme == "https"
     port = parts.port or (443 if tls else 80)
-    proxy = None if proxy_bypass(host) else getproxies().get(parts.scheme) or getproxies().get("all")
+    proxy = proxy_of(url)
     if proxy:
-        yield ok("proxy", f"requests go by {without_password(proxy)}")
+        yield ok("proxy", f"requests go by {proxy}")
     else:
         yield ok("proxy", "none")
         found = list(_direct(host, port))
@@ -45,7 +45,7 @@ def way_to(url: str, verify: ssl.SSLContext) -> Iterator[Finding]:
         yield ok("tls", "none, and none is needed on this machine")
     elif not tls:
         yield fail("tls", "the URL is http: whoever is on the way reads the token and every update", "Use https.")
-    yield from _answer(url, verify)
+    yield from _answer(url, verify, proxy)
 
 
 def _direct(host: str, port: int) -> Iterator[Finding]:
@@ -91,13 +91,15 @@ def expiry(certificate: Mapping[str, object], version: str, now: datetime) -> Fi
     return ok("tls", told)
 
 
-def _answer(url: str, verify: ssl.SSLContext) -> Iterator[Finding]:
+def _answer(url: str, verify: ssl.SSLContext, proxy: str | None) -> Iterator[Finding]:
     try:
         answer = httpx.get(f"{url.rstrip('/')}/version", verify=verify, timeout=CONNECT_SECONDS)
         about = About.model_validate_json(answer.raise_for_status().content)
     except (httpx.HTTPError, ValueError) as fault:
         reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
-        yield fail("coordinator", f"no answer from a coordinator: {reason[:200]}", "Check the URL's path and host.")
+        # Where there is a proxy nothing was tried before, and what answered may have been the proxy.
+        remedy = BY_PROXY if proxy else "Check the URL's path and host."
+        yield fail("coordinator", f"no answer from a coordinator: {reason[:200]}", remedy)
         return
     yield ok("coordinator", f"version {about.version}")
     spoken = f"it speaks protocols {about.protocol_min} to {about.protocol_max}, this worker {PROTOCOL}"

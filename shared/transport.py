@@ -17,6 +17,7 @@ import httpx
 from pydantic import ValidationError
 
 from shared import spans
+from shared.addresses import proxy_of
 from shared.problems import (
     MEDIA_TYPE,
     Invalid,
@@ -48,6 +49,11 @@ httpcore.HTTP11Connection.READ_NUM_BYTES = READ_BYTES
 
 SHOW_CERTIFICATE = (
     "client_cert and client_key in a worker's settings, TESSERA_CLIENT_CERT and TESSERA_CLIENT_KEY for commands."
+)
+
+BY_PROXY = (
+    "It may be the proxy, which the environment names: check that it runs, lets this user in and reaches the "
+    "coordinator, or name the coordinator's host in NO_PROXY."
 )
 
 
@@ -124,6 +130,8 @@ class Transport:
         self._http = httpx.Client(
             base_url=url, headers=headers, timeout=timeout, verify=verify, auth=self._credential
         )
+        # As the client has it, which looks at the environment once.
+        self._proxy = proxy_of(url)
         self._patience_seconds = patience_seconds
         self._sleep = sleep
         self._whole_seconds = WHOLE_ANSWER * answer_seconds
@@ -144,7 +152,7 @@ class Transport:
 
     def once(self, method: str, path: str, **options: Any) -> Answer:
         """Sends a request one time. Raises Problem for a refusal and Unreachable if no answer came."""
-        with self._spanning(method), reaching(), self._http.stream(method, path, **self._traced(options)) as response:
+        with self._sent(method, path, options) as response:
             answer = self._read(response)
             _require_success(answer)
         return answer
@@ -154,10 +162,17 @@ class Transport:
         self, path: str, headers: dict[str, str], *, method: str = "GET", content: str | None = None
     ) -> Iterator[httpx.Response]:
         """Opens a response whose body is read as it comes; tries one time."""
-        options = {"headers": headers, "content": content}
-        with self._spanning(method), reaching(), self._http.stream(method, path, **self._traced(options)) as response:
+        with self._sent(method, path, {"headers": headers, "content": content}) as response:
             if not response.is_success:
                 _require_success(self._read(response))
+            yield response
+
+    @contextmanager
+    def _sent(self, method: str, path: str, options: dict[str, Any]) -> Iterator[httpx.Response]:
+        traced = self._traced(options)
+        with self._spanning(method), reaching(self._proxy), self._http.stream(method, path, **traced) as response:
+            if self._proxy and response.status_code == httpx.codes.PROXY_AUTHENTICATION_REQUIRED:
+                raise Unreachable(f"the proxy {self._proxy} wants to know who asks (HTTP 407)", remedy=BY_PROXY)
             yield response
 
     def _spanning(self, method: str) -> AbstractContextManager[None]:
@@ -230,20 +245,23 @@ def _require_success(answer: Answer) -> None:
 
 
 @contextmanager
-def reaching() -> Iterator[None]:
+def reaching(proxy: str | None = None) -> Iterator[None]:
     """Turns httpx's failures to get an answer into Unreachable."""
     try:
         yield
     except httpx.RequestError as fault:
         if tls := _tls_fault(fault):
             raise _untrusted(tls) from fault
+        by = f" by the proxy {proxy}" if proxy else ""
+        said = f"no answer from the coordinator{by}: {type(fault).__name__}: {fault}"
+        if proxy:
+            raise Unreachable(said, remedy=BY_PROXY) from fault
         if isinstance(fault, httpx.RemoteProtocolError) and fault.request.url.scheme == "https":
             # Which may be a restart, or how a server with TLS 1.3 turns away who shows no certificate.
             raise Unreachable(
                 f"the coordinator hung up without an answer: {fault}",
                 remedy=f"Check that it runs. Should it want to be shown a certificate: {SHOW_CERTIFICATE}",
             ) from fault
-        said = f"no answer from the coordinator: {type(fault).__name__}: {fault}"
         if isinstance(fault, httpx.RemoteProtocolError):
             raise Unreachable(
                 said, remedy="Check that it runs; if it speaks TLS, the URL begins with https://."

@@ -51,7 +51,8 @@ from worker.policy import PolicyViolation
 from worker.probabilities import UnknownAttention
 from worker.renewal import Renewal, Stop, Stopped
 from worker.report import Report
-from worker.settings import Settings, allowances_of, credential_of, describe, tls_of
+from worker.settings import Settings, SettingsError, credential_of, describe, tls_of
+from worker.settingsfile import SettingsFile, differing, taken_up
 from worker.trainer import TrainingDiverged
 from worker.workbench import TaskFailure, Workbench
 
@@ -97,13 +98,14 @@ TELLABLE: dict[type[Exception], str] = {
 
 
 class Agent:
-    """One worker process. `stop` ends it from another thread or a signal handler.
+    """One worker process. `stop` ends it from another thread or a signal handler; what changes in `file` of the
+    policy and the budgets holds for each task that is not yet begun.
 
     Raises SettingsError for a data set, device or token that the settings name and that cannot be used, and
     MethodsUnusable.
     """
 
-    def __init__(self, settings: Settings, stop: Stop) -> None:
+    def __init__(self, settings: Settings, stop: Stop, file: SettingsFile | None = None) -> None:
         token = credential_of(settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -116,14 +118,11 @@ class Agent:
         # which tries once and leaves it to whoever asked to decide what then.
         self._connect = partial(bounded, patience_seconds=0)
         self._poll_seconds = settings.poll_seconds
-        self._budgets = allowances_of(settings)
-        self._policy = settings.policy
+        self._file = file
         self._alive = settings.state_dir / ALIVE_FILE
         self._bench = Workbench.of(self._client, settings)
-        self._opening = Opening(settings.policy, settings.state_dir / USAGE_FILE)
         self._closed: str | None = None
-        if self._bench.airlock:
-            self._bench.airlock.waits = self._opening.rest
+        self._unusable: str | None = None
         self._outage = Outage(stop)
         self._figures = Figures(settings.metrics_file)
         self._log = structlog.get_logger("worker").bind(worker=settings.name)
@@ -131,27 +130,46 @@ class Agent:
             worker=settings.name,
             instance=uuid4().hex,
             kinds=settings.kinds,
-            datasets={name: dataset.examples for name, dataset in self._bench.datasets.items()},
-            held_out={name: data.held_out.examples for name, data in self._bench.datasets.items() if data.held_out},
-            methods=tuple(sorted(filter(settings.policy.allows_method, methods()))),
+            datasets={},
             device=describe(self._bench.device),
             version=VERSION,
             resources=settings.resources,
         )
+        self._heed(settings)
+
+    def _heed(self, settings: Settings) -> None:
+        """From now on, what is not yet begun goes by the policy and the budgets of these settings."""
+        self._settings = settings
+        self._policy = settings.policy
+        self._opening = Opening(settings.policy, settings.state_dir / USAGE_FILE)
+        self._bench = self._bench.under(settings)
+        if self._bench.airlock:
+            self._bench.airlock.waits = self._opening.rest
+        allowed = {name: data for name, data in self._bench.datasets.items() if self._policy.allows_dataset(name)}
+        told = {
+            "datasets": {name: data.examples for name, data in allowed.items()},
+            "held_out": {name: data.held_out.examples for name, data in allowed.items() if data.held_out},
+            "methods": tuple(sorted(filter(self._policy.allows_method, methods()))),
+        }
+        self._claim = self._claim.model_copy(update=told)
 
     def run(self) -> None:
         """Claims and does tasks until asked to stop. Raises Problem if the coordinator will not have this worker."""
         claim = self._claim
         self._log.info("started", device=claim.device, datasets=claim.datasets, kinds=claim.kinds)
-        self._note("worker.start", policy=digest_of(canonical(self._policy)), datasets=dict(claim.datasets))
+        self._note("worker.start", None, **self._terms())
         try:
             while True:
                 task = self._next()
                 if task is not None:
                     self._do(task)
         except Stopped:
-            self._note("worker.stop")
+            self._note("worker.stop", reason="asked")
             self._log.info("stopped")
+        except Problem as refusal:
+            self._note("worker.stop", reason=refusal.code, detail=refusal.detail)
+            self._log.error("refused", reason=refusal.code, detail=refusal.detail, remedy=refusal.advice)
+            raise
         finally:
             self._client.close()
 
@@ -172,6 +190,10 @@ class Agent:
             self._outage.wait(problem)
             return None
         self._outage.over()
+        # It may have been waited for while somebody changed the policy.
+        if task is not None and self._is_closed():
+            self._give_back(task)
+            return None
         if task is None and time.monotonic() - asked_at < SHORTEST_POLL_SECONDS:
             self._stop.sleep(SHORTEST_POLL_SECONDS)
         if task is not None:
@@ -182,13 +204,50 @@ class Agent:
 
     def _is_closed(self) -> bool:
         """Whether the site has the worker claim nothing now; says so when that changes."""
-        closed = self._opening.closed() or self._unreadable_inbox()
+        closed = self._unusable_settings() or self._opening.closed() or self._unreadable_inbox()
         if closed and not self._closed:
             self._log.info("closed", reason=closed)
         elif self._closed and not closed:
             self._log.info("open")
         self._closed = closed
         return closed is not None
+
+    def _unusable_settings(self) -> str | None:
+        """Why the settings file cannot be used, if it cannot; else takes up what changed in it."""
+        told, unusable = None, None
+        try:
+            told = self._file.reread(self._stop.sleep) if self._file else None
+        except SettingsError as fault:
+            unusable = str(fault)
+        if unusable != self._unusable:
+            self._unusable = unusable
+            self._figures.settings(usable=unusable is None)
+            if unusable:
+                remedy = "Mend the file: nothing is claimed until then. A restart is not needed."
+                self._log.error("settings-unusable", detail=unusable, remedy=remedy)
+        if told:
+            self._take_up(told)
+        return unusable
+
+    def _take_up(self, told: Settings) -> None:
+        """Heeds the policy and the budgets of these settings, and says what else in them waits for a restart."""
+        before = self._settings
+        self._heed(taken_up(before, told))
+        if changed := differing(before, self._settings):
+            self._log.info("policy-changed", changed=sorted(changed), **self._terms())
+            self._note("policy.change", None, **self._terms())
+        allowed = filter(self._policy.allows_dataset, self._settings.datasets)
+        unloaded = {f"datasets.{name}" for name in allowed if name not in self._bench.datasets}
+        if waiting := differing(self._settings, told) | unloaded:
+            remedy = "Restart the worker: of a running one only the policy and privacy budgets change."
+            self._log.warning("restart-needed", settings=sorted(waiting), remedy=remedy)
+
+    def _terms(self) -> dict[str, JsonValue]:
+        """What the site allows now, as its audit and its log have it."""
+        allowances = self._bench.allowances.items()
+        budgets: dict[str, JsonValue] = {name: most.model_dump(mode="json") for name, most in allowances}
+        datasets = dict[str, JsonValue](self._claim.datasets)
+        return {"policy": digest_of(canonical(self._policy)), "budgets": budgets, "datasets": datasets}
 
     def _unreadable_inbox(self) -> str | None:
         """Why it cannot be told which runs are withheld; an unreadable request may be a refusal."""
@@ -213,7 +272,8 @@ class Agent:
     def _told(self) -> Claim:
         """The claim with what may have changed since the last one: what is withheld, and the site's clock."""
         offset = local_time().utcoffset() or timedelta()
-        mirror = self._policy.mirror(self._budgets, round(offset.total_seconds() / 60), self._bench.spent())
+        offset_minutes = round(offset.total_seconds() / 60)
+        mirror = self._policy.mirror(self._bench.allowances, offset_minutes, self._bench.spent())
         withheld = self._bench.inbox.withheld() if self._bench.inbox else {}
         return self._claim.model_copy(update={"mirror": mirror, "withheld": withheld})
 
@@ -234,7 +294,9 @@ class Agent:
             outcome = "dropped"
             self._note("task.drop", task, code=problem.code)
             log.info("task-dropped", reason=problem.code, detail=problem.detail)
-        except (Unauthenticated, Forbidden):
+        except (Unauthenticated, Forbidden) as problem:
+            outcome = "dropped"
+            self._note("task.drop", task, code=problem.code)
             raise
         except Unapproved as unapproved:
             self._give_back_unapproved(task, unapproved, log)

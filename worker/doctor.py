@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import os
 import shutil
 import time
@@ -12,6 +14,7 @@ import torch
 
 from shared.client import Client
 from shared.doctor import Check, Finding, fail, ok, warn
+from shared.methods import methods
 from shared.network import way_to
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from shared.wire import TaskView
@@ -37,7 +40,7 @@ def checks(settings: Settings, *, probe: bool) -> Iterator[tuple[str, Check]]:
     yield "device", lambda: _device(settings)
     for name, source in settings.datasets.items():
         yield f"data {name}", partial(_dataset, settings, name, source)
-    yield "policy", lambda: (ok("policy", sentence) for sentence in policy_in_words(settings.policy))
+    yield "policy", lambda: _policy(settings)
     yield "line", lambda: _line(settings, connect, probe=probe)
 
 
@@ -60,7 +63,9 @@ def _token(settings: Settings, connect: Callable[..., Client]) -> Iterator[Findi
             return
         yield fail("token", problem.detail, problem.advice)
     except (Unauthenticated, Forbidden) as problem:
-        yield fail("token", f"not admitted: {problem.detail}", "Ask an administrator for a token of role site.")
+        known = isinstance(problem, Forbidden)
+        remedy = "Ask an administrator for a token of role site." if known else problem.advice
+        yield fail("token", f"not admitted: {problem.detail}", remedy)
     except Problem as problem:
         yield fail("token", f"it could not be tried: {problem.detail}", problem.advice)
 
@@ -135,6 +140,26 @@ def _dataset(settings: Settings, name: str, source: DataSource) -> Iterator[Find
         return
     seconds = time.monotonic() - began_at
     yield ok(f"data {name}", f"{_told(loaded)}, loaded in {seconds:.1f} s")
+
+
+def _policy(settings: Settings) -> Iterator[Finding]:
+    policy = settings.policy
+    yield from (ok("policy", sentence) for sentence in policy_in_words(policy))
+    for rule in ("orchestrators", "methods", "datasets", "models"):
+        if getattr(policy, rule) == ():
+            remedy = f"Name some, or leave policy.{rule} out, which allows any."
+            yield warn("policy", f"{rule} is empty: whatever a run asks for is refused", remedy)
+    # Not before it is needed: transformers takes seconds.
+    models = importlib.import_module("transformers").CONFIG_MAPPING if policy.models else ()
+    for rule, named, known, where in (
+        ("methods", policy.methods, methods(), "is installed"),
+        ("datasets", policy.datasets, settings.datasets, "is in the settings"),
+        ("models", policy.models, models, "is known to transformers"),
+    ):
+        for name in sorted(set(named or ()) - set(known)):
+            close = difflib.get_close_matches(name, known, n=1)
+            remedy = f"Did you mean {close[0]!r}?" if close else f"Mend or remove it in policy.{rule}."
+            yield warn("policy", f"{rule}: nothing called {name!r} {where}", remedy)
 
 
 def _told(loaded: Dataset) -> str:

@@ -22,6 +22,10 @@ class Figures:
         self._asked = Gauge(
             "tessera_worker_asked_timestamp_seconds", "When it last asked for a task", registry=registry
         )
+        self._usable = Gauge(
+            "tessera_worker_settings_usable", "Whether its settings file can be used as it is", registry=registry
+        )
+        self._usable.set(1)
         self._tasks = Counter("tessera_worker_tasks", "Tasks taken", ["kind", "outcome"], registry=registry)
         self._seconds = Histogram(
             "tessera_worker_task_duration_seconds",
@@ -32,6 +36,10 @@ class Figures:
         )
         self._received = Counter("tessera_worker_received_bytes", "Bytes fetched for tasks", registry=registry)
         self._sent = Counter("tessera_worker_sent_bytes", "Bytes of updates sent", registry=registry)
+
+    def settings(self, *, usable: bool) -> None:
+        self._usable.set(usable)
+        self._write()
 
     def asking(self, at: float) -> None:
         """`at` is in seconds since 1970."""

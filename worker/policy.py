@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from shared.blocks import EVERYTHING, Block, Frozen, Selector
 from shared.hours import Span
@@ -131,6 +131,14 @@ class Policy(Frozen):
         default=False, description="whether a person has to approve each run before anything is done for it"
     )
     airlock: bool = Field(default=False, description="whether a person has to release each update before it leaves")
+
+    @field_validator("hours")
+    @classmethod
+    def _has_hours(cls, hours: tuple[Span, ...]) -> tuple[Span, ...]:
+        # Of every other list, an empty one lets nobody in.
+        if not hours:
+            raise ValueError("is empty; leave it out to work at all hours")
+        return hours
 
     def allows_method(self, name: str) -> bool:
         return self.methods is None or name in self.methods

@@ -1,4 +1,5 @@
-"""What a worker is told once, when it starts: a TOML file, over which the environment's TESSERA_WORKER_* win.
+"""What a worker is told: a TOML file, over which the environment's TESSERA_WORKER_* win. It is read when the worker
+starts, and its policy and budgets whenever it changes (`worker.settingsfile`).
 
 url = "https://tessera.example"
 token_file = "/run/secrets/tessera"
@@ -154,7 +155,12 @@ class Settings(DataSettings):
 
 def read_settings(path: Path) -> Settings:
     """The settings of a TOML file and the environment. Raises SettingsError."""
-    settings = _read(path, Settings)
+    return parsed_settings(path, raw_settings(path))
+
+
+def parsed_settings(path: Path, raw: bytes) -> Settings:
+    """The same of a file that holds `raw`. Raises SettingsError."""
+    settings = _parsed(path, raw, Settings)
     try:
         require_private(settings.url)
     except Invalid as refusal:
@@ -164,17 +170,23 @@ def read_settings(path: Path) -> Settings:
 
 def read_data_settings(path: Path) -> DataSettings:
     """What such a file, or one with nothing else in it, says of data. Raises SettingsError."""
-    return _read(path, DataSettings)
+    return _parsed(path, raw_settings(path), DataSettings)
+
+
+def raw_settings(path: Path) -> bytes:
+    """What is in a settings file. Raises SettingsError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as fault:
+        raise SettingsError(f"{path} cannot be read: {fault.strerror}") from fault
 
 
 NO_DATASET = ". Name the data: a table [datasets.NAME] with their kind, as docs/data.md has it"
 
 
-def _read(path: Path, kind: type[S]) -> S:
+def _parsed(path: Path, raw: bytes, kind: type[S]) -> S:
     try:
-        return kind(**tomllib.loads(path.read_text(encoding="utf-8")))
-    except OSError as fault:
-        raise SettingsError(f"{path} cannot be read: {fault.strerror}") from fault
+        return kind(**tomllib.loads(raw.decode("utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
         raise SettingsError(f"{path} is not TOML: {fault}") from fault
     except SourceError as fault:
@@ -185,7 +197,7 @@ def _read(path: Path, kind: type[S]) -> S:
 
 
 def effective_settings(path: Path) -> list[Setting]:
-    """Every setting that is in force, and where it comes from. Raises SettingsError."""
+    """Every setting that a worker has which starts now, and where it comes from. Raises SettingsError."""
     settings = read_settings(path)
     file = tomllib.loads(path.read_text(encoding="utf-8"))
     return effective(settings.model_dump(), file, os.environ, ENVIRONMENT_PREFIX)

@@ -6,7 +6,7 @@ import importlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -205,8 +205,7 @@ class Workbench:
         """The bench of a worker with these settings. Raises SettingsError for what they name and cannot be used."""
         settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(settings.state_dir)
-        airlock = airlock_of(settings)
-        airlock.clear()
+        airlock_of(settings).clear()
         return cls(
             coordinator=client,
             datasets=datasets_of(settings),
@@ -215,16 +214,22 @@ class Workbench:
             shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
             scratch=settings.state_dir,
             name=settings.name,
-            policy=settings.policy,
             kinds=settings.kinds,
             mappings=mappings_of(settings.mappings),
-            allowances=allowances_of(settings),
             resources={str(name): most for name, most in settings.resources.items()},
             ledger=ledger_of(settings),
             contributions=contributions_of(settings),
-            inbox=inbox_of(settings) if settings.policy.approve_runs else None,
-            airlock=airlock if settings.policy.airlock else None,
             audit=audit_of(settings),
+        ).under(settings)
+
+    def under(self, settings: Settings) -> Self:
+        """The same bench, whose next task is judged by the policy and the budgets of these settings."""
+        return replace(
+            self,
+            policy=settings.policy,
+            allowances=allowances_of(settings),
+            inbox=inbox_of(settings) if settings.policy.approve_runs else None,
+            airlock=airlock_of(settings) if settings.policy.airlock else None,
         )
 
     def spent(self) -> dict[str, float]:

@@ -25,6 +25,9 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
+ANOTHER = "Ask an administrator for another."
+ANEW = "A worker removes the file that holds it and joins anew: tessera worker join URL --site NAME."
+
 PERSON = "person:"
 
 
@@ -84,16 +87,17 @@ def _token(session: Session, which: ColumnElement[bool]) -> Row[TokenRow, SiteRo
 
 def _admitted(found: Row[TokenRow, SiteRow] | None, now: float) -> Principal:
     if found is None:
-        raise Unauthenticated("this token is not known here")
+        raise Unauthenticated("this token is not known here", remedy=f"{ANOTHER} {ANEW}")
     token: TokenRow = found[0]
+    remedy = f"{ANOTHER} {ANEW}" if token.role == "site" else ANOTHER
     # An outer join's.
     site: SiteRow | None = found[1]
     if token.revoked_at is not None:
-        raise Unauthenticated("this token was revoked")
+        raise Unauthenticated("this token was revoked", remedy=remedy)
     if token.expires_at is not None and token.expires_at <= now:
-        raise Unauthenticated("this token has expired")
+        raise Unauthenticated("this token has expired", remedy=remedy)
     if token.uses_left == 0:
-        raise Unauthenticated("this enrolment token was used up", remedy="Ask an administrator for another.")
+        raise Unauthenticated("this enrolment token was used up", remedy=ANOTHER)
     if site is not None and site.suspended_at is not None:
         raise SiteSuspended(f"site {site.name} is suspended", retry_after_seconds=SUSPENDED_SECONDS)
     # The role was checked when the token was issued.

@@ -48,6 +48,27 @@ def test_what_will_not_pass_is_not(code: str) -> None:
     assert (len(asked), pauses) == (1, [])
 
 
+def test_a_proxy_that_is_in_the_way_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "")
+    with answering(Answer(407)) as (url, asked), socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))
+        proxies = {
+            f"http://me:hunter2@127.0.0.1:{dead.getsockname()[1]}": "by the proxy {}: ConnectError",
+            url.replace("//", "//me:hunter2@"): "the proxy {} wants to know who asks (HTTP 407)",
+        }
+        for proxy, told in proxies.items():
+            # What names no scheme is taken for http, and its password is one all the same.
+            for named in (proxy, proxy.removeprefix("http://")):
+                monkeypatch.setenv("http_proxy", named)
+                http = transport("http://tessera.example", [], patience_seconds=0)
+                with pytest.raises(Unreachable) as refused:
+                    http.request("GET", "/x")
+                http.close()
+                assert told.format(proxy.replace("hunter2", "***")) in refused.value.detail
+                assert refused.value.advice.startswith("It may be the proxy")
+    assert {ask.path for ask in asked} == {"http://tessera.example/x"}
+
+
 def test_retry_after_is_honoured() -> None:
     pauses: list[float] = []
     with answering(refusal("too-many-requests", Retry_After="7"), Answer()) as (url, _):

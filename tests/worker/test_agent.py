@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from sqlalchemy import func, select
+from structlog.testing import capture_logs
 
 from coordinator.storage import identity
 from coordinator.storage.tables import UploadRow
@@ -52,7 +54,7 @@ from worker.opening import local_time
 from worker.policy import Policy
 from worker.probabilities import UnknownAttention
 from worker.renewal import Stop
-from worker.settings import Settings
+from worker.settings import Settings, audit_of
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
@@ -312,8 +314,33 @@ def test_a_second_round_fetches_only_what_the_first_one_changed(coordinator: Liv
 def test_a_worker_that_is_not_admitted_ends_with_the_reason(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     datasets: Any = {"digits": {"kind": "digits"}}
     settings = Settings(url=coordinator.url, token="no such", name="w", state_dir=tmp_path, datasets=datasets)
-    with pytest.raises(Unauthenticated):
+    with capture_logs() as logged, pytest.raises(Unauthenticated):
         Agent(settings, Stop()).run()
+    # What comes after it is for people; the log has it for programs.
+    assert logged[-1]["event"] == "refused"
+    assert "tessera worker join URL --site NAME" in logged[-1]["remedy"]
+    last = audit_of(settings).read()[-1]
+    assert (last.action, last.detail["reason"]) == ("worker.stop", "unauthenticated")
+
+
+def test_a_worker_that_is_revoked_at_work_enters_how_its_task_and_it_ended(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "coordinator", lease_seconds=1.6) as coordinator:
+        client = coordinator.client()
+        run = begin(client, training=Training(epochs=1000, batch_size=4))
+        datasets: Any = {"digits": {"kind": "digits"}}
+        settings = Settings(
+            url=coordinator.url, token=coordinator.token("site", "a"), name="w", state_dir=tmp_path / "state",
+            datasets=datasets, policy=Policy(max_epochs=1000), threads=1,
+        )  # fmt: skip
+        agent = Agent(settings, Stop())
+        with ThreadPoolExecutor(1) as pool:
+            working = pool.submit(agent.run)
+            task_of(client, run, 1, lambda task: task.state == "leased")
+            client.revoke_token(next(token.id for token in client.tokens() if token.role == "site"))
+            with pytest.raises(Unauthenticated, match="revoked"):
+                working.result(20)
+    entries = audit_of(settings).read()
+    assert [entry.action for entry in entries] == ["worker.start", "task.start", "task.drop", "worker.stop"]
 
 
 def test_a_suspended_worker_drops_its_task_and_goes_on_once_its_site_is_resumed(

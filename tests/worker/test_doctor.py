@@ -82,6 +82,20 @@ def test_what_fails_is_named_with_a_remedy_and_the_rest_is_looked_at(
     assert named(findings, "policy")["verdict"] == "ok"
 
 
+def test_a_policy_that_shuts_out_all_by_a_slip_is_a_warning(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    policy = '[policy]\nmethods = ["fedavgg", "fedper"]\ndatasets = ["digit"]\nmodels = ["bert", "vitt"]\n'
+    _, findings = doctor(tmp_path, coordinator.url, coordinator.token("site", "a"), policy + "orchestrators = []\n")
+    warned = {found["detail"]: found["remedy"] for found in findings if found["verdict"] == "warn"}
+    assert {detail: remedy for detail, remedy in warned.items() if "cache_bytes" not in detail} == {
+        "methods: nothing called 'fedavgg' is installed": "Did you mean 'fedavg'?",
+        "datasets: nothing called 'digit' is in the settings": "Did you mean 'digits'?",
+        "models: nothing called 'vitt' is known to transformers": "Did you mean 'vit'?",
+        "orchestrators is empty: whatever a run asks for is refused": (
+            "Name some, or leave policy.orchestrators out, which allows any."
+        ),
+    }
+
+
 def test_a_run_under_way_is_told_with_its_next_upload(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     worker = ScriptedWorker(coordinator.client("site", "a"))
     start_run(coordinator.client(), small_model(), values(small_model()), rounds=2)
@@ -158,6 +172,7 @@ def test_a_proxy_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) 
     found = way("http://tessera.example")
     assert found["proxy"].detail == "requests go by http://me:***@127.0.0.1:9"
     assert found["coordinator"].verdict == "fail"
+    assert found["coordinator"].remedy.startswith("It may be the proxy")
 
 
 @contextmanager

@@ -209,6 +209,30 @@ def test_what_is_rotated_is_a_file(live: LiveCoordinator, tmp_path: Path) -> Non
     assert "token_file" in say("rotate", "--config", str(config), code=2).output
 
 
+def test_who_is_admitted_no_more_is_told_what_a_worker_can_do(live: LiveCoordinator, tmp_path: Path) -> None:
+    config = str(settings_in(live, tmp_path, live.token("site", "leaving")))
+    admin = live.client()
+    admin.revoke_token(next(token.id for token in admin.tokens() if token.site == "leaving"))
+    for command in ("check", "rotate"):
+        told = say(command, "--config", config, code=3).output
+        assert "this token was revoked" in told
+        assert "joins anew: tessera worker join URL --site NAME" in told
+        assert "--token-file or TESSERA_TOKEN_FILE" not in told
+
+
+def test_an_enrolment_token_that_has_expired_is_for_an_administrator_to_replace(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "coordinator") as live:
+        with live.services.database.transaction() as session:
+            create_site(session, 0, "test", "north")
+            ticket = TokenSpec(name="t", role="enrolment", site="north", uses=1, expires_in_days=1)
+            # A day from 1970.
+            secret = issue_token(session, 0, "test", ticket)[1]
+        (tmp_path / "ticket").write_text(secret)
+        config = str(tmp_path / "worker.toml")
+        done = say("join", live.url, "--token-file", str(tmp_path / "ticket"), "--config", config, code=3)
+    assert "this token has expired [unauthenticated] Ask an administrator for another.\n" in done.output
+
+
 # ---------------------------------------------------------------- TLS
 
 

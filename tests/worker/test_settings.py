@@ -78,6 +78,7 @@ def test_a_plain_file_gives_settings_with_safe_defaults(tmp_path: Path) -> None:
         ("scheme =", "held_out = 1, scheme =", "datasets.digits.part.dirichlet.held_out: no such setting"),
         ('"north-1"', '"north 1"', "name: "),
         ("[datasets.digits]", "[policy]\nmax_epoch = 3\n[datasets.digits]", "policy.max_epoch: no such setting"),
+        ("[datasets.digits]", "[policy]\nhours = []\n[datasets.digits]", "policy.hours: is empty; leave it out to"),
         ('"http://127.0.0.1:9"', '"127.0.0.1"', "url: "),
         ('token = "tsr_secret"', "", "give token_file"),
         ('state_dir = "state"', 'state_dir = "state"\ndevice = "tpu"', "device: "),

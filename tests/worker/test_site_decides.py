@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from shared.blocks import roles
 from shared.client import Client
 from shared.methods import Chosen
 from shared.model import Model
-from shared.wire import Cohort, Run, TaskView, Training
+from shared.tensors import digest_of
+from shared.wire import Cohort, Run, TaskView, Training, canonical
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
+from worker import agent as loop
+from worker import settingsfile
 from worker.agent import Agent
 from worker.audit import Audit
 from worker.blockmap import block_table, named_tensors
@@ -28,6 +32,7 @@ from worker.models import instantiate, read_block
 from worker.opening import Used, local_time
 from worker.renewal import Stop
 from worker.settings import read_settings
+from worker.settingsfile import SettingsFile
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
@@ -55,9 +60,12 @@ class Desk:
 
     def __init__(self, coordinator: LiveCoordinator, folder: Path, policy: str) -> None:
         self.file = folder / "worker.toml"
-        text = SETTINGS.format(url=coordinator.url, token=coordinator.token("site", "a"), folder=folder)
-        self.file.write_text(text + policy)
+        self.text = SETTINGS.format(url=coordinator.url, token=coordinator.token("site", "a"), folder=folder)
+        self.write(policy)
         self.settings = read_settings(self.file)
+
+    def write(self, policy: str) -> None:
+        self.file.write_text(self.text + policy)
 
     def say(self, command: str, *arguments: str) -> Any:
         result = CliRunner().invoke(app, [command, *arguments, "--config", str(self.file), "--json"])
@@ -76,7 +84,7 @@ class Desk:
     @contextmanager
     def working(self) -> Iterator[Agent]:
         stop = Stop()
-        agent = Agent(self.settings, stop)
+        agent = Agent(self.settings, stop, SettingsFile(self.file))
         thread = threading.Thread(target=agent.run)
         thread.start()
         try:
@@ -91,6 +99,8 @@ class Desk:
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER", "ann")
     monkeypatch.setenv("LOGNAME", "ann")
+    monkeypatch.setattr(loop, "CLOSED_SECONDS", 0.1)
+    monkeypatch.setattr(settingsfile, "SETTLED_SECONDS", 0.05)
 
 
 def begin(client: Client, **spec: Any) -> Run:
@@ -246,3 +256,65 @@ def test_a_worker_whose_minutes_are_used_up_asks_for_nothing_after_a_restart(
     with desk.working() as agent:
         until(lambda: agent._closed)
     assert list(coordinator.client().workers()) == []
+
+
+def mirrored(client: Client, said: str) -> bool:
+    return any(said in str(entry.detail) for entry in client.audit() if entry.action == "worker.enrol")
+
+
+def test_a_changed_policy_is_told_and_holds_for_what_is_not_begun(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "")
+    with desk.working():
+        first = begin(client)
+        until(lambda: client.run(first.id).state == "completed")
+        desk.write("approve_runs = true\nmax_epochs = 7\n")
+        until(lambda: mirrored(client, "'max_epochs': 7"))
+        begin(client, name="next")
+        until(lambda: desk.say("inbox")["runs"])
+        desk.write("[privacy]\nepsilon = 2\ndelta = 1e-6\n")
+        until(lambda: mirrored(client, "'budgets': {'digits': {'epsilon': 2.0"))
+    started, (stricter, budgeted) = desk.details("worker.start")[0], desk.details("policy.change")
+    assert desk.audit().index("update.count") < desk.audit().index("policy.change") < desk.audit().index("run.ask")
+    assert stricter["policy"] not in (started["policy"], budgeted["policy"])
+    assert budgeted["policy"] == digest_of(canonical(read_settings(desk.file).policy))
+    assert budgeted["budgets"] == {"digits": {"epsilon": 2.0, "delta": 1e-6, "evaluations": False}}
+
+
+def test_while_the_settings_file_is_broken_nothing_is_begun(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "")
+    figures = tmp_path / "tessera.prom"
+    # A claim that waits long enough to be waiting when the file breaks.
+    desk.text = desk.text.replace("poll_seconds = 1", f'poll_seconds = 20\nmetrics_file = "{figures}"')
+    desk.write("")
+    desk.settings = read_settings(desk.file)
+    with capture_logs() as logged, desk.working():
+        until(lambda: list(client.workers()))
+        desk.write("max_epoch = 1\n")
+        run = begin(client)
+        (told,) = until(lambda: [line for line in logged if line["event"] == "settings-unusable"])
+        assert "policy.max_epoch: no such setting" in told["detail"]
+        until(lambda: [task.state for task in tasks(client, run)] == ["offered"])
+        assert "tessera_worker_settings_usable 0.0" in figures.read_text()
+        assert desk.audit() == []
+        desk.write("max_epochs = 50\n")
+        until(lambda: client.run(run.id).state == "completed")
+    assert "tessera_worker_settings_usable 1.0" in figures.read_text()
+    assert desk.audit()[:2] == ["policy.change", "task.start"]
+
+
+def test_what_else_changes_is_said_to_need_a_restart(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    desk = Desk(coordinator, tmp_path, 'datasets = ["digits"]\n[datasets.later]\nkind = "digits"\n')
+    with capture_logs() as logged, desk.working() as agent:
+        until(lambda: list(coordinator.client().workers()))
+        desk.text = desk.text.replace("threads = 1", "threads = 2")
+        desk.write('[datasets.later]\nkind = "digits"\n[datasets.new]\nkind = "digits"\n')
+        (told,) = until(lambda: [line for line in logged if line["event"] == "restart-needed"])
+        assert told["settings"] == ["datasets.later", "datasets.new", "threads"]
+        until(lambda: desk.details("policy.change"))
+        assert set(agent._claim.datasets) == {"digits"}
+        desk.write("datasets = []\n")
+        until(lambda: not agent._claim.datasets)

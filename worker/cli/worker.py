@@ -41,6 +41,7 @@ from worker.settings import (
     tls_of,
     token_of,
 )
+from worker.settingsfile import SettingsFile
 
 if TYPE_CHECKING:
     from worker.agent import Agent
@@ -74,13 +75,14 @@ def run(config: ConfigFile) -> None:
         stop.request()
 
     with _bad_settings_in_one_line():
-        settings = read_settings(config)
+        file = SettingsFile(config)
+        settings = file.settings
         _log_as(settings)
         with _alone(settings.state_dir):
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, ask_to_stop)
             # Loaded to run and for nothing else: transformers takes seconds, and who decides here need not wait.
-            _run(importlib.import_module("worker.agent").Agent(settings, stop), settings)
+            _run(importlib.import_module("worker.agent").Agent(settings, stop, file), settings)
 
 
 def _run(agent: Agent, settings: Settings) -> None:
@@ -145,13 +147,16 @@ def doctor(
     tell(examined(checks(settings, probe=probe)), as_json=as_json)
 
 
-config_app = typer.Typer(no_args_is_help=True, help="The settings that are in force.")
+config_app = typer.Typer(no_args_is_help=True, help="The settings, as the file and the environment have them.")
 app.add_typer(config_app, name="config")
 
 
 @config_app.command()
 def show(config: ConfigFile, as_json: AsJson = False) -> None:
-    """Show every setting, and whether it comes from the file, the environment or is the default. Hides secrets."""
+    """Show every setting, and whether it comes from the file, the environment or is the default. Hides secrets.
+
+    A running worker heeds a changed policy and changed privacy budgets at once, and all else when it next starts.
+    """
     with _bad_settings_in_one_line():
         found = effective_settings(config)
     tell_settings(found, as_json=as_json)
