@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from safetensors.numpy import load_file
 
 from shared import container
 from shared.cli.rounds import follow
+from shared.cli.troubles import troubles
 from shared.client import Client
 from shared.model import BLOCKS_FILE, WEIGHTS_FILE
+from shared.problems import Fault, InvalidUpdate
 from shared.tensors import as_bytes
 from shared.tokens import hash_of, new_secret
-from shared.wire import EnrolmentSpec, Failure
+from shared.wire import EnrolmentSpec, Failure, Round, TaskView
 from tests.support.cli import COMMAND, environment, tessera
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -240,6 +243,59 @@ def _train(worker: ScriptedWorker) -> None:
 def _fail(worker: ScriptedWorker) -> None:
     task = worker.take()
     worker.client.fail(task.id, Failure(token=task.token, code="failed", detail="no"))
+
+
+def test_who_failed_and_why_is_shown_with_what_to_do(
+    commands: Commands, coordinator: LiveCoordinator, folder: Path
+) -> None:
+    north, south = (ScriptedWorker(coordinator.client("site", site)) for site in ("north", "south"))
+    few = ("--set", "cohort.size=3", "--set", "cohort.quorum=2")
+    for worker in (north, south, ScriptedWorker(coordinator.client("site", "east"))):
+        worker.enrol()
+    run = commands.create(folder, *few)
+    for worker, code in ((north, "policy-violation"), (south, "awaiting-approval")):
+        task = worker.take()
+        worker.client.fail(task.id, Failure(token=task.token, code=code, detail=f"{code} it is"))
+    until(lambda: commands.json("run", "show", run)["rounds"][0]["state"] == "abandoned")
+    commands.say("run", "pause", run)
+    shown = commands.say("run", "show", run).stdout
+    assert "round 1  north/w  failed: policy-violation: policy-violation it is\n  The site decides" in shown
+    assert "round 1  south/w  withheld: awaiting-approval it is\n  A person at the site decides" in shown
+    assert "round 1  east/w  no update: it had not taken its task when the round ended\n" in shown
+    assert re.search(r"reason +0 of 3 updates came and no more can come; the quorum is 2 *\n", shown)
+
+
+def test_of_many_failures_the_newest_are_told(commands: Commands, coordinator: LiveCoordinator, folder: Path) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "north"))
+    run = commands.create(folder, "--set", "cohort.tries=12")
+    for _ in range(12):
+        _fail(worker)
+    until(lambda: commands.json("run", "show", run)["run"]["state"] == "paused")
+    told = re.findall(r"round 1 \(try (\d+)\)  north/w  failed", shown := commands.say("run", "show", run).stdout)
+    assert [int(attempt) for attempt in told] == [*range(12, 2, -1)]
+    assert "and 2 more, which --json has" in shown
+
+
+def test_a_lapsed_task_and_a_refused_update_are_told_too() -> None:
+    now = datetime.now(UTC)
+    view = {"run": "r", "round": 4, "kind": "train", "token": 1, "leases": 1}
+    refusal = InvalidUpdate("it has faults", errors=[Fault(pointer="head", detail="is NaN")]).document()
+    tasks = (
+        TaskView(id="1", worker="a/w", state="lapsed", **view),
+        TaskView(id="2", worker="b/w", state="rejected", problem=refusal, **view),
+        TaskView(id="3", worker="c/w", state="cancelled", **view),
+        TaskView(id="4", worker="d/w", state="accepted", **view),
+    )
+    open_ = Round(
+        run="r", number=4, attempt=1, state="open", stage="train", opened_at=now, deadline_at=now, tasks=tasks
+    )
+    late = open_.model_copy(update={"number": 3, "state": "abandoned", "closed_at": now, "tasks": tasks[2:]})
+    told = [(one.round.number, one.worker, one.end, one.said) for one in troubles([late, open_])]
+    assert told == [
+        (4, "a/w", "lapsed", "its lease ran out, and nothing was heard of it"),
+        (4, "b/w", "refused", "invalid-update: it has faults"),
+        (3, "c/w", "no update", "its update had not come when the round ended"),
+    ]
 
 
 # ---------------------------------------------------------------- administration
