@@ -25,6 +25,7 @@ from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session
 
 import migrations
+from shared.addresses import without_password
 
 SCHEMA_DIR = Path(migrations.__file__).parent
 _READING = "tessera_reading"
@@ -101,6 +102,11 @@ class Database:
             self._clock = clock or _RemoteClock(self._asked_time)
         self._writing = threading.Lock()
         self._lock: IO[str] | None = None
+
+    @property
+    def shown(self) -> str:
+        """The URL, without what is secret of it."""
+        return without_password(self.url.render_as_string(hide_password=True))
 
     def now(self) -> float:
         """Seconds since 1970 by the clock that judges every deadline."""
@@ -230,8 +236,7 @@ class Database:
     def require_head(self) -> None:
         """Raises SchemaBehind unless the schema is the one that this code needs."""
         if not self.at_head():
-            shown = self.url.render_as_string(hide_password=True)
-            raise SchemaBehind(f"the schema of {shown} is not at head; run 'tessera coordinator migrate'")
+            raise SchemaBehind(f"the schema of {self.shown} is not at head; run 'tessera coordinator migrate'")
 
     def _present(self) -> tuple[str, ...]:
         with self._reading.connect() as connection:

@@ -115,6 +115,12 @@ def test_a_setting_that_cannot_be_read_is_named_and_a_password_is_not_shown(tmp_
     assert "Traceback" not in done.stderr
 
 
+def test_what_is_shown_of_a_database_holds_no_password() -> None:
+    database = Database("postgresql://u:hunter2@127.0.0.1:9/x?sslmode=require&password=hunter3")
+    assert database.shown == "postgresql+psycopg://u:***@127.0.0.1:9/x?password=***&sslmode=require"
+    database.close()
+
+
 def test_methods_that_cannot_be_used_are_named_before_anything_is_served(tmp_path: Path) -> None:
     assert coordinator(tmp_path, "migrate").returncode == 0
     refused = coordinator(tmp_path, "conduct", TESSERA_METHODS=str(tmp_path / "none"))
