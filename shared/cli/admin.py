@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from shared.cli.secret import place_for, put_secret
 from shared.client import Client
 from shared.problems import Invalid, NotFound
 from shared.tokens import normal_code
-from shared.wire import Approval, Enrolment, IssuedToken, Label, Site, TokenRole, TokenSpec
+from shared.wire import Approval, Enrolment, IssuedToken, Label, Site, Token, TokenRole, TokenSpec
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -325,11 +326,21 @@ def list_tokens(ctx: typer.Context, as_json: AsJson = False) -> None:
             token.role,
             token.site,
             token.expires_at.date() if token.expires_at else "never",
-            f"revoked {output.ago(token.revoked_at)}" if token.revoked_at else "valid",
+            _validity(token),
+            token.uses_left,
         )
         for token in found
     ]
-    output.out().print(output.table(("id", "name", "role", "site", "expires", "state"), rows))
+    columns = ("id", "name", "role", "site", "expires", "state", "uses left")
+    output.out().print(output.table(columns, rows, right=("uses left",)))
+
+
+def _validity(token: Token) -> str:
+    if token.revoked_at:
+        return f"revoked {output.ago(token.revoked_at)}"
+    if token.expires_at and token.expires_at <= datetime.now(UTC):
+        return f"expired {output.ago(token.expires_at)}"
+    return "used up" if token.uses_left == 0 else "valid"
 
 
 @token_app.command()

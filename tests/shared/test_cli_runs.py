@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from sqlalchemy import update
 
+from coordinator.storage.tables import TokenRow
 from shared import container
 from shared.cli.rounds import follow
 from shared.cli.troubles import troubles
@@ -155,7 +158,7 @@ def test_an_export_that_fails_leaves_nothing(commands: Commands, folder: Path, t
     run = commands.create(folder)
     before = sorted(tmp_path.iterdir())
     commands.say("run", "export", run, str(tmp_path / "out.safetensors"), "--version", "9", code=1)
-    commands.say("run", "export", run, str(tmp_path / "no" / "out.safetensors"), code=1)
+    commands.say("run", "export", run, str(tmp_path / "no" / "out.safetensors"), code=2)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -168,7 +171,7 @@ def test_a_run_is_found_by_the_beginning_of_its_id_and_by_name(commands: Command
     run = commands.create(folder)
     assert [commands.json("run", "show", named)["run"]["id"] for named in (run, run[:8], "trial")] == [run] * 3
     commands.create(folder)
-    assert commands.json("run", "show", "trial", code=1)["code"] == "invalid"
+    assert commands.json("run", "show", "trial", code=2)["code"] == "invalid"
     assert commands.json("run", "show", "trail", code=1)["code"] == "not-found"
 
 
@@ -350,7 +353,7 @@ def test_workers_that_ask_are_listed_approved_and_declined_by_their_codes(coordi
     secret, code = ask(coordinator, "north")
     listed = commands.say("admin", "join", "list").stdout
     assert all(told in listed for told in (code, "north", "gpu-1", "cpu", "0.1.0", "127.0.0.1"))
-    refused = commands.say("admin", "join", "approve", code, code=1)
+    refused = commands.say("admin", "join", "approve", code, code=2)
     assert "there is no site 'north'" in refused.stderr
     assert "--site north" in refused.stderr
     approved = commands.json("admin", "join", "approve", code.lower(), "--site", "north")
@@ -376,6 +379,24 @@ def test_an_enrolment_token_is_issued_into_a_file(coordinator: LiveCoordinator, 
     )
     assert file.read_text().startswith("tessera_enrolment_")
     assert "join token" in commands.say("admin", "token", "create", "x", "--role", "enrolment", code=2).stderr
+
+
+def test_a_token_that_admits_nobody_any_more_is_not_called_valid(
+    commands: Commands, coordinator: LiveCoordinator
+) -> None:
+    tickets = [commands.say("admin", "join", "token", "--site", site, "--uses", "2") for site in ("north", "south")]
+    with Client(coordinator.url, tickets[0].stdout.strip(), verify=False) as client:
+        for worker in ("a", "b"):
+            secret_hash = hash_of(new_secret("site"))
+            client.ask_to_join(EnrolmentSpec(worker=worker, device="cpu", version="1", secret_hash=secret_hash))
+    commands.say("admin", "token", "create", "old", "--role", "viewer", "--days", "1")
+    with coordinator.services.database.transaction() as session:
+        session.execute(update(TokenRow).where(TokenRow.name == "old").values(expires_at=time.time() - 7200))
+    lines = (line.split() for line in commands.say("admin", "token", "list").stdout.splitlines())
+    ends = {line[1]: " ".join(line[-3:]) for line in lines}
+    assert (ends["join-north"], ends["test-admin"]) == ("used up 0", "never valid -")
+    assert re.fullmatch(r"[\d-]+ valid 2", ends["join-south"])
+    assert ends["old"] == "h ago -"
 
 
 def test_a_site_is_suspended_and_resumed_by_its_name(coordinator: LiveCoordinator) -> None:
@@ -413,10 +434,12 @@ def test_the_notebook_previews_creates_watches_and_exports(
 ) -> None:
     worker = ScriptedWorker(coordinator.client("site", "north"))
     worker.enrol()
+    (tmp_path / "token").write_text(commands.settings["TESSERA_TOKEN"])
     told_of = {"MODEL": str(folder), "DATASET": "data", "OUT": str(tmp_path / "out")}
+    told_of |= {"TESSERA_URL": commands.settings["TESSERA_URL"], "TESSERA_TOKEN_FILE": str(tmp_path / "token")}
     notebook = subprocess.Popen(
         [sys.executable, "-m", "examples.notebook"],
-        env=environment(**commands.settings, **told_of),
+        env=environment(**told_of),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -439,7 +462,7 @@ def test_runs_of_one_name_are_told_apart_before_one_is_chosen(
     model = small_model()
     runs = [start_run(coordinator.client(), model, values(model), name="twice", dataset="none") for _ in range(2)]
     commands.say("run", "pause", runs[1].id)
-    said = commands.say("run", "cancel", "twice", code=1).stderr
+    said = commands.say("run", "cancel", "twice", code=2).stderr
     assert "'twice' could be any of 2 runs" in said
     for run, state in zip(runs, ("running", "paused"), strict=True):
         assert re.search(rf"{run.id}: twice, {state}, version 0 of 1, begun \d+ s ago", said)
