@@ -115,6 +115,6 @@ def tessera(
 
 
 def main() -> None:
-    """The entry point `tessera`. Exit codes: 0, 1 refused, 2 wrong usage or settings, 3 not admitted, 130 interrupted, or a
-    command's own."""
+    """The entry point `tessera`. Exit codes: 0, 1 refused, 2 wrong usage or settings, 3 not admitted, 130
+    interrupted, or a command's own."""
     get_command(app).main(prog_name="tessera")

@@ -20,7 +20,7 @@ from shared.cli.output import AsJson
 from shared.cli.preview import preview_notes, preview_table, warn_of_few
 from shared.cli.rounds import Outcome, follow, outcomes
 from shared.cli.spec import read_spec
-from shared.cli.spreads import number_table, score_table, spread_table
+from shared.cli.spreads import epsilon_table, number_table, score_table, spread_table
 from shared.cli.troubles import print_troubles
 from shared.cli.upload import upload_model
 from shared.cli.watching import watch_as_json, watch_as_text
@@ -172,6 +172,8 @@ def show(
     tables = [_round_table(rounds)]
     if at_sites:
         tables.append(spread_table(at_sites))
+    if found.spec.privacy:
+        tables.append(epsilon_table(made))
     if numbers:
         tables.append(number_table(versions))
     if scores:
@@ -189,13 +191,15 @@ def _tell_what_it_waits_for(client: Client, run: Run, rounds: Sequence[RoundStat
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    optimizer = run.spec.server_optimizer
+    optimizer, privacy = run.spec.server_optimizer, run.spec.privacy
+    bounds = f"epsilon {privacy.epsilon:g}, delta {privacy.delta:g} at each worker" if privacy else "none"
     return [
         ("run", f"{run.spec.name} ({run.id})"),
         ("state", run.state + (f": {run.reason}" if run.reason else "")),
         ("method", _with_settings(run.spec.method.name, run.spec.method.settings)),
         ("server optimizer", _with_settings(optimizer.kind, optimizer.model_dump(exclude={"kind"}))),
         ("robust", _with_settings(run.spec.robust.rule, run.spec.robust.model_dump(exclude={"rule"}))),
+        ("privacy", bounds),
         ("version", f"{run.version.number} of {run.spec.rounds}"),
         ("dataset", run.spec.dataset),
         ("model", output.size(run.model_bytes) or ""),

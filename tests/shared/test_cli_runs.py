@@ -27,7 +27,7 @@ from shared.model import BLOCKS_FILE, WEIGHTS_FILE
 from shared.problems import Fault, InvalidUpdate
 from shared.tensors import as_bytes
 from shared.tokens import hash_of, new_secret
-from shared.wire import EnrolmentSpec, Failure, Round, TaskView
+from shared.wire import EnrolmentSpec, Failure, Round, Submission, TaskView
 from tests.support.cli import COMMAND, environment, tessera
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -266,6 +266,22 @@ def test_who_failed_and_why_is_shown_with_what_to_do(
     assert "round 1  south/w  withheld: awaiting-approval it is\n  A person at the site decides" in shown
     assert "round 1  east/w  no update: it had not taken its task when the round ended\n" in shown
     assert re.search(r"reason +0 of 3 updates came and no more can come; the quorum is 2 *\n", shown)
+
+
+def test_what_a_private_run_has_spent_is_shown_beside_its_bounds(
+    commands: Commands, coordinator: LiveCoordinator, folder: Path
+) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "north"))
+    bounds = ("privacy.epsilon=4", "privacy.delta=1e-5", "privacy.clip_norm=1", "rounds=2")
+    run = commands.create(folder, *(word for bound in bounds for word in ("--set", bound)))
+    for epsilon in (1.25, 2.5):
+        task = worker.take()
+        update = worker.upload(task, worker.fetch(task))
+        submission = Submission(token=task.token, version=task.version.digest, update=update, examples=10)
+        worker.client.submit(task.id, submission.model_copy(update={"numbers": {"epsilon": epsilon}}))
+    shown = commands.say("run", "show", run).stdout
+    assert re.search(r"privacy +epsilon 4, delta 1e-05 at each worker", shown)
+    assert re.search(r"worker +epsilon +round\nnorth/w +2.5 +2\n", shown)
 
 
 def test_of_many_failures_the_newest_are_told(commands: Commands, coordinator: LiveCoordinator, folder: Path) -> None:

@@ -177,7 +177,7 @@ def test_it_runs_to_its_end_writes_what_came_out_and_goes_on_where_it_was(folder
     assert [event["event"] for event in events(again.stdout)] == ["end"]
     assert events(again.stdout)[0]["runs"][0]["digest"] == summary["digest"]
     other = tessera("simulate", "run.toml", "--set", "rounds=3")
-    assert (other.exit_code, "/spec/rounds: was 2 and is 3" in other.stderr) == (1, True)
+    assert (other.exit_code, "/spec/rounds: was 2 and is 3" in other.stderr) == (2, True)
 
 
 def test_over_seeds_it_tells_mean_and_deviation(folder: Path) -> None:
