@@ -423,9 +423,10 @@ class Client:
         """What became of it; for a client whose token is the secret that it was made for."""
         return self._get(f"/v1/enrolments/{enrolment_id}", Enrolment)
 
-    def enrolments(self) -> Iterator[Enrolment]:
-        """Workers that wait to be admitted."""
-        return self._pages("/v1/enrolments", Enrolment)
+    def enrolments(self, code: str | None = None) -> Iterator[Enrolment]:
+        """Workers that wait to be admitted, or those that showed a code, also if they no longer wait."""
+        wanted = {} if code is None else {"code": code}
+        return self._pages("/v1/enrolments", Enrolment, **wanted)
 
     def approve(self, enrolment_id: str, approval: Approval) -> Enrolment:
         return self._post(f"/v1/enrolments/{enrolment_id}/approve", approval, Enrolment)
@@ -464,7 +465,7 @@ class Client:
     def _create(self, path: str, body: BaseModel, kind: type[T], key: str | None = None) -> T:
         return self._post(path, body, kind, {"Idempotency-Key": key or uuid.uuid4().hex})
 
-    def _pages(self, path: str, kind: type[T], **wanted: int) -> Iterator[T]:
+    def _pages(self, path: str, kind: type[T], **wanted: int | str) -> Iterator[T]:
         page_of: type[Page[T]] = Page[kind]  # type: ignore[valid-type]
         given = {name: str(value) for name, value in wanted.items()}
         params = dict(given)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,7 +85,7 @@ class Database:
                 raise NotAFile(
                     f"{url} is a database in memory, which no other process or restart would see; name a file"
                 )
-            Path(self.url.database).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make(Path(self.url.database))
             self.engine = create_engine(self.url, pool_size=20, max_overflow=40)
             _tune_sqlite(self.engine)
             self._reading = self.engine.execution_options(**{_READING: True})
@@ -294,6 +295,14 @@ def _with_driver(url: URL) -> URL:
     if kind not in ("sqlite", "postgresql"):
         raise UnknownDatabase(f"Tessera keeps its tables in SQLite or PostgreSQL, and not in {kind}")
     return url.set(drivername="postgresql+psycopg") if kind == "postgresql" else url
+
+
+def _make(file: Path) -> None:
+    """Before SQLite does, which would let others read it; its -wal and -shm are made with the same mode."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Where none can be made, SQLite says so.
+    with suppress(OSError):
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o600))
 
 
 def _postgresql(url: URL, **options: Any) -> Engine:

@@ -17,7 +17,7 @@ from shared.cli.glance import status_picture, watch_status
 from shared.cli.output import AsJson
 from shared.cli.secret import place_for, put_secret
 from shared.client import Client
-from shared.problems import Invalid, NotFound
+from shared.problems import Conflict, Invalid, NotFound
 from shared.tokens import normal_code
 from shared.wire import Approval, Enrolment, IssuedToken, Label, Site, Token, TokenRole, TokenSpec
 
@@ -261,12 +261,24 @@ def create_enrolment_token(
 
 
 def _waiting(client: Client, code: str) -> Enrolment:
-    for asked in client.enrolments():
-        if asked.code == normal_code(code):
-            return asked
-    raise NotFound(
-        f"no worker waits under the code {code!r}", remedy="List those that do: `tessera admin join list`."
-    )
+    """Who waits under a code. Raises NotFound, and Conflict for one that was decided about already."""
+    # A coordinator of the version before gives all that wait.
+    found = [asked for asked in client.enrolments(code[:16]) if asked.code == normal_code(code)]
+    if not found:
+        raise NotFound(
+            f"no worker waits under the code {code!r}", remedy="List those that do: `tessera admin join list`."
+        )
+    asked = found[-1]
+    if asked.state != "pending":
+        ended = {"approved": "was admitted", "declined": "was declined"}.get(
+            asked.state, "waited until its code expired"
+        )
+        when = f" {output.ago(asked.decided_at)}" if asked.decided_at else ""
+        remedy = "Nothing is left to do." if asked.state == "approved" else "Have the worker join again."
+        raise Conflict(
+            f"{asked.worker} of site {asked.site} {ended}{when}, under the code {asked.code}", remedy=remedy
+        )
+    return asked
 
 
 def _confirm_new(site: str) -> None:

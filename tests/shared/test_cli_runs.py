@@ -381,7 +381,11 @@ def test_workers_that_ask_are_listed_approved_and_declined_by_their_codes(coordi
     assert "is admitted as a worker of site north" in commands.say("admin", "join", "approve", second).stdout
     _, third = ask(coordinator, "north")
     assert commands.json("admin", "join", "decline", third)["state"] == "declined"
-    assert "no worker waits under the code" in commands.say("admin", "join", "decline", third, code=1).stderr
+    decided = commands.say("admin", "join", "approve", third, code=1).stderr
+    assert re.search(rf"gpu-1 of site north was declined \d+ s ago, under the code {third}", decided)
+    decided = commands.json("admin", "join", "approve", code, code=1)
+    assert re.match(r"gpu-1 of site north was admitted \d+ s ago", decided["detail"])
+    assert "no worker waits under the code 'X'" in commands.say("admin", "join", "decline", "X", code=1).stderr
 
 
 def test_an_enrolment_token_is_issued_into_a_file(coordinator: LiveCoordinator, tmp_path: Path) -> None:
