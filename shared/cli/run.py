@@ -172,8 +172,8 @@ def show(
     tables = [_round_table(rounds)]
     if at_sites:
         tables.append(spread_table(at_sites))
-    if found.spec.privacy:
-        tables.append(epsilon_table(made))
+    if (spent := epsilon_table(made)).row_count:
+        tables.append(spent)
     if numbers:
         tables.append(number_table(versions))
     if scores:

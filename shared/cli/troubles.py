@@ -13,6 +13,7 @@ from shared.wire import Round, TaskView
 
 MOST_TOLD = 10
 MOST_FAULTS = 3
+MOST_LETTERS = 600
 
 # What a worker or a site says has its own code in its text, or none.
 SAID_BY_SITES = (WorkerFailed.code, Withheld.code)
@@ -65,6 +66,11 @@ def print_troubles(console: Console, rounds: Sequence[Round]) -> None:
         lines += [f"  {fault.pointer}: {fault.detail}" for fault in one.faults[:MOST_FAULTS]]
         lines += [f"  {one.remedy}"] if one.remedy else []
         for line in lines:
-            console.print(escape(line), soft_wrap=True)
+            console.print(escape(_plain(line)), soft_wrap=True)
     if len(found) > MOST_TOLD:
         console.print(f"and {len(found) - MOST_TOLD} more, which --json has")
+
+
+def _plain(line: str) -> str:
+    """Without what moves a terminal's cursor or begins another line: workers say what they like."""
+    return "".join(letter if letter.isprintable() else " " for letter in line[:MOST_LETTERS])

@@ -201,7 +201,7 @@ def test_what_it_cannot_do_it_says_in_a_line(folder: Path) -> None:
         return answer.exit_code, answer.stderr
 
     code, stderr = said()
-    assert (code, "model/blocks.json cannot be read" in stderr, "tessera model init" in stderr) == (1, True, True)
+    assert (code, "model/blocks.json cannot be read" in stderr, "tessera model init" in stderr) == (2, True, True)
     made(folder)
     code, stderr = said("--set", "simulation.device=cuda:7")
     assert (code, "error: simulation.device: there is no cuda:7 here" in stderr) == (2, True)
