@@ -68,7 +68,7 @@ def migrate() -> None:
     except DATABASE_AWAY as fault:
         typer.echo(f"the schema was left as it was: {str(fault).splitlines()[0]}", err=True)
         raise typer.Exit(2) from None
-    typer.echo(f"the schema of {database.url.render_as_string(hide_password=True)} is at head", err=True)
+    typer.echo(f"the schema of {database.shown} is at head", err=True)
 
 
 @app.command()
@@ -230,7 +230,7 @@ def _opened(duty: Duty, *, wait: bool = False) -> Services:
         raise typer.Exit(2) from None
     services = _stored(duty, lambda services: services.database.hold(duty, wait=wait))
     swept = services.blobs.sweep()
-    log.info("coordinator.opened", database=services.database.url.render_as_string(), swept_files=swept)
+    log.info("coordinator.opened", database=services.database.shown, swept_files=swept)
     return services
 
 

@@ -396,7 +396,8 @@ class Conductor:
             woken = rounds.offer_at_sites(session, now, run, live)
             if run.state != "running" or plans is None or not self._all_live(session, plans):
                 return woken
-            return [*woken, *self._open_in(session, run, willing, plans)]
+            with spans.span("open", parent=traceparent_of(run.id, made.number + 1)):
+                return [*woken, *self._open_in(session, run, willing, plans)]
 
     def _score(self, round_id: str, spec: RunSpec, base: VersionRef) -> None:
         """Notes how far each worker's update is from what they were merged to. A process that ends before it has

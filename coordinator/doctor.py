@@ -58,7 +58,7 @@ def _database(services: Services) -> Iterator[Finding]:
     database = services.database
     with database.engine.connect() as connection:
         version = ".".join(map(str, connection.dialect.server_version_info or ()))
-    yield ok("database", f"{database.url.get_backend_name()} {version} at {database.url.render_as_string()}")
+    yield ok("database", f"{database.url.get_backend_name()} {version} at {database.shown}")
     if database.at_head():
         yield ok("schema", "at head")
     elif database.at_head_or_later():

@@ -3,7 +3,7 @@
 #
 # Connect, preview, create, watch, look at figures, export: the Python client from a notebook. Each `# %%` is a cell
 # in editors that know the percent format. A coordinator and a worker with a data set `digits` must be there
-# (docs/quickstart.md), `TESSERA_URL` and `TESSERA_TOKEN` set, and a model folder made by `tessera model init`.
+# (docs/quickstart.md), `TESSERA_URL` and `TESSERA_TOKEN_FILE` set, and a model folder made by `tessera model init`.
 
 # %%
 from __future__ import annotations
@@ -18,15 +18,9 @@ from shared.client import Client
 from shared.methods import Chosen
 from shared.metrics.rows import Row, rows_of
 from shared.modelfolder import ModelFolder
-from shared.transport import tls_context
 from shared.wire import Cohort, RunSpec
 
-ca_bundle = os.environ.get("TESSERA_CA_BUNDLE")
-client = Client(
-    os.environ["TESSERA_URL"],
-    os.environ["TESSERA_TOKEN"],
-    verify=tls_context(Path(ca_bundle) if ca_bundle else None, None, None),
-)
+client = Client.from_environment()
 print(client.about().version, [run.spec.name for run in client.runs()])
 
 # %% [markdown]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from ipaddress import ip_address
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from shared.problems import Invalid
 
 PLAIN_HTTP = "TESSERA_PLAIN_HTTP"
 """The environment variable that lets commands speak plain HTTP to other machines."""
+
+# Up to the last @ before a slash, or else to the first: what reads database URLs lets passwords have slashes.
+_PASSWORD = re.compile(r"(://[^:/?#@]*):(?:[^/?#]*|[^@]*)@")
+_OPTION = re.compile(r"([?&][^=&]*(?:password|passwd|passphrase|secret|token|access_key)=)[^&]*", re.IGNORECASE)
 
 
 def is_loopback(host: str) -> bool:
@@ -22,12 +27,9 @@ def is_loopback(host: str) -> bool:
 
 
 def without_password(url: str) -> str:
-    """A URL as it may be shown: whose it is stays, what opens it does not."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    at = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{at}"))
+    """A URL as it may be shown: whose it is stays, what opens it does not, neither before the host nor as an option
+    behind it (`?password=`, as libpq has it)."""
+    return _OPTION.sub(r"\1***", _PASSWORD.sub(r"\1:***@", url))
 
 
 def proxy_of(url: str) -> str | None:

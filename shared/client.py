@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from shared.addresses import require_private
 from shared.hashing import Hashing, Sink, digest_at
 from shared.model import MAX_DOCUMENT_BYTES, Model
 from shared.problems import Invalid, NotFound, OffsetMismatch, faults_of
@@ -82,6 +83,8 @@ FAST_LINE = 100e6
 
 RATES_KEPT = 8
 
+_FILES = ("token_file", "ca_bundle", "client_cert", "client_key")
+
 _UPLOAD = re.compile(r"/v1/uploads/[A-Za-z0-9-]{1,64}")
 
 T = TypeVar("T", bound=BaseModel)
@@ -98,10 +101,30 @@ class Client:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """The coordinator that TESSERA_URL and TESSERA_TOKEN name, trusted as TESSERA_CA_BUNDLE and others say."""
-        files = (os.environ.get(f"TESSERA_{name}") for name in ("CA_BUNDLE", "CLIENT_CERT", "CLIENT_KEY"))
-        verify = tls_context(*(Path(file) if file else None for file in files))
-        return cls(os.environ.get("TESSERA_URL", DEFAULT_URL), os.environ.get("TESSERA_TOKEN"), verify=verify)
+        """By the same variables as the commands: TESSERA_URL, TESSERA_TOKEN or TESSERA_TOKEN_FILE, TESSERA_CA_BUNDLE,
+        TESSERA_CLIENT_CERT and TESSERA_CLIENT_KEY. Raises Invalid, as `as_told` does."""
+        told = {name: os.environ.get(f"TESSERA_{name.upper()}") or None for name in ("url", "token", *_FILES)}
+        files = {name: Path(file) if (file := told[name]) else None for name in _FILES}
+        return cls.as_told(told["url"] or DEFAULT_URL, told["token"], **files)
+
+    @classmethod
+    def as_told(
+        cls,
+        url: str,
+        token: str | None = None,
+        token_file: Path | None = None,
+        ca_bundle: Path | None = None,
+        client_cert: Path | None = None,
+        client_key: Path | None = None,
+        **transport: Any,
+    ) -> Self:
+        """By what a person says; `token` is stronger than `token_file`.
+
+        Raises Invalid for a file that cannot be read, and for a URL to which no token is to be sent.
+        """
+        require_private(url)
+        verify = tls_context(ca_bundle, client_cert, client_key)
+        return cls(url, read_token(token, token_file), verify=verify, **transport)
 
     def close(self) -> None:
         self._transport.close()
@@ -400,9 +423,10 @@ class Client:
         """What became of it; for a client whose token is the secret that it was made for."""
         return self._get(f"/v1/enrolments/{enrolment_id}", Enrolment)
 
-    def enrolments(self) -> Iterator[Enrolment]:
-        """Workers that wait to be admitted."""
-        return self._pages("/v1/enrolments", Enrolment)
+    def enrolments(self, code: str | None = None) -> Iterator[Enrolment]:
+        """Workers that wait to be admitted, or those that showed a code, also if they no longer wait."""
+        wanted = {} if code is None else {"code": code}
+        return self._pages("/v1/enrolments", Enrolment, **wanted)
 
     def approve(self, enrolment_id: str, approval: Approval) -> Enrolment:
         return self._post(f"/v1/enrolments/{enrolment_id}/approve", approval, Enrolment)
@@ -441,7 +465,7 @@ class Client:
     def _create(self, path: str, body: BaseModel, kind: type[T], key: str | None = None) -> T:
         return self._post(path, body, kind, {"Idempotency-Key": key or uuid.uuid4().hex})
 
-    def _pages(self, path: str, kind: type[T], **wanted: int) -> Iterator[T]:
+    def _pages(self, path: str, kind: type[T], **wanted: int | str) -> Iterator[T]:
         page_of: type[Page[T]] = Page[kind]  # type: ignore[valid-type]
         given = {name: str(value) for name, value in wanted.items()}
         params = dict(given)
@@ -451,6 +475,20 @@ class Client:
             if page.next_cursor is None:
                 return
             params = {**given, "cursor": page.next_cursor}
+
+
+def read_token(text: str | None, file: Path | None) -> str | None:
+    """The token that a text is or else a file holds, if there is one. Raises Invalid."""
+    if not text and file:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as fault:
+            detail = f"the token in {file} cannot be read: {fault}"
+            raise Invalid(detail, remedy="Give --token, or another --token-file.") from fault
+    token = (text or "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise Invalid("the token has characters that no token has", remedy="Give it as it was issued.")
+    return token or None
 
 
 def _upload_path(location: str) -> str:

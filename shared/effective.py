@@ -17,7 +17,7 @@ HIDDEN = "***"
 _SECRET = re.compile(
     r"(^|_)(token|secret|password|passwd|passphrase|credentials?|(api|access|private|account)_?key)$"
 )
-_URL = re.compile(r"^[a-z][a-z0-9+.-]*://[^/?#]*@", re.IGNORECASE)
+_URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ Problem
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import JsonValue, ValidationError
 
@@ -309,8 +309,45 @@ class WorkerFailed(ServerFault):
 
     code = "worker-failed"
     title = "The worker could not do the task"
-    remedy = "The worker's log says more."
+    remedy = "Ask the people of its site: the worker's log says more."
     retryable = False
+
+    @classmethod
+    def of(cls, code: str, detail: str) -> Self:
+        """With what whoever started the run can do about it, who cannot look at the site."""
+        return cls(f"{code}: {detail}", remedy=OF_WORKERS.get(code))
+
+
+_MISFIT = (
+    "Make the model folder anew with `tessera model init`, of the version that the sites have, and begin a new run."
+)
+_PLAN = "Change the method or its settings, and begin a new run."
+
+OF_WORKERS: Mapping[str, str] = {
+    "policy-violation": "The site decides what it allows: begin a run that asks for less, or leave it out "
+    "(cohort.sites).",
+    "withheld-by-site": "A person there kept this update: ask the site's people, or leave it out (cohort.sites).",
+    "out-of-memory": "Begin a run with a smaller training.batch_size or model, or leave the worker's site out.",
+    "diverged": "Begin a run with a lower training.learning_rate.",
+    "over-budget": "Begin a run with a larger upload_budget or upload_seconds, or with a method that sends less.",
+    "too-large": "Its site can raise cache_bytes if the detail says so; else begin a run with a smaller model.",
+    "unknown-architecture": "Begin a run with a model type of docs/blockmap.md, or have sites describe this one "
+    "(mappings).",
+    "model-refused": "Begin a run with a model that transformers builds by itself, without code of its own.",
+    "model-mismatch": _MISFIT,
+    "invalid-model": _MISFIT,
+    "invalid-version": _MISFIT,
+    "invalid-plan": _PLAN,
+    "invalid-harvest": _PLAN,
+    "invalid-method": _PLAN,
+    "unsuited": _PLAN,
+    "unknown-method": "Have the site install the method (TESSERA_METHODS), or leave it out (cohort.sites).",
+    "unknown-codec": "Begin a run with another codec, or have the site install a version that has this one.",
+    "unknown-dataset": "Begin a run with a data set that the site has: `tessera run preview` tells who has it.",
+    "nothing-held-out": "Have the site hold out some of the data set, or begin a run that does not measure at sites.",
+    "privacy-not-installed": "Have the site install tessera[privacy], or leave it out (cohort.sites).",
+}
+"""What to do about what a worker could not do, by the worker's own code for it."""
 
 
 class Withheld(ServerFault):

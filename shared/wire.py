@@ -709,6 +709,8 @@ class Enrolment(Message):
     version: Told = ""
     address: str = ""
     created_at: datetime
+    decided_at: datetime | None = None
+    """When it was admitted or declined, told in lists."""
     expires_in_seconds: Annotated[float, Field(ge=0, le=86_400)]
     poll_seconds: Annotated[float, Field(ge=0.5, le=60)] = 2.0
 

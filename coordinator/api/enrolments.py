@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials
 from sqlalchemy import select
 
@@ -13,6 +13,7 @@ from coordinator.api.reading import BoundedRoute
 from coordinator.storage import enrolment, identity, views
 from coordinator.storage.tables import EnrolmentRow
 from shared.problems import Forbidden, NotFound, Unauthenticated
+from shared.tokens import normal_code
 from shared.wire import Approval, Enrolment, EnrolmentSpec, Page, Rotated, Rotation
 
 router = APIRouter(prefix="/v1", tags=["enrolments"], route_class=BoundedRoute)
@@ -61,13 +62,25 @@ def get_enrolment(enrolment_id: str, request: Request, serving: Serving, shown: 
 
 
 @router.get("/enrolments", operation_id="listEnrolments")
-def list_enrolments(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Cursor = None) -> Page[Enrolment]:
+def list_enrolments(
+    serving: Serving,
+    caller: Admin,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+    code: Annotated[
+        str | None, Query(max_length=16, description="only who showed this code, also if decided about")
+    ] = None,
+) -> Page[Enrolment]:
     """Workers that wait to be admitted, oldest first."""
     now = serving.database.now()
+    waiting = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at > now)
     with serving.database.snapshot() as session:
-        query = select(EnrolmentRow).where(EnrolmentRow.state == "pending", EnrolmentRow.expires_at > now)
-        keys = (EnrolmentRow.created_at, EnrolmentRow.id)
-        return views.page(session, query, keys, lambda r: views.enrolment_view(r[0], now), limit, cursor)
+
+        def view(row: Any) -> Enrolment:
+            return views.enrolment_view(row[0], now, enrolment.decided_at(session, row[0]))
+
+        query = select(EnrolmentRow).where(waiting if code is None else EnrolmentRow.code == normal_code(code))
+        return views.page(session, query, (EnrolmentRow.created_at, EnrolmentRow.id), view, limit, cursor)
 
 
 @router.post("/enrolments/{enrolment_id}/approve", operation_id="approveEnrolment")

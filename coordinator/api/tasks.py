@@ -260,8 +260,8 @@ def submit_evaluation(task_id: str, body: Evaluated, serving: Serving, caller: S
 @router.post("/{task_id}/failure", operation_id="reportFailure")
 def report_failure(task_id: str, body: Failure, serving: Serving, caller: SiteCaller) -> TaskView:
     """Reports that the task cannot be done here; the round goes on without it."""
-    kind = Withheld if body.code in GIVEN_BACK else WorkerFailed
-    problem = kind(body.detail if kind is Withheld else f"{body.code}: {body.detail}")
+    withheld = body.code in GIVEN_BACK
+    problem = Withheld(body.detail) if withheld else WorkerFailed.of(body.code, body.detail)
     with serving.database.transaction() as session:
         entry = tasks.held(session, task_id, caller.site_id)
         if not tasks.was_failed(entry, body.token):

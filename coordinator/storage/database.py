@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session
 
 import migrations
+from shared.addresses import without_password
 
 SCHEMA_DIR = Path(migrations.__file__).parent
 _READING = "tessera_reading"
@@ -83,7 +85,7 @@ class Database:
                 raise NotAFile(
                     f"{url} is a database in memory, which no other process or restart would see; name a file"
                 )
-            Path(self.url.database).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make(Path(self.url.database))
             self.engine = create_engine(self.url, pool_size=20, max_overflow=40)
             _tune_sqlite(self.engine)
             self._reading = self.engine.execution_options(**{_READING: True})
@@ -101,6 +103,11 @@ class Database:
             self._clock = clock or _RemoteClock(self._asked_time)
         self._writing = threading.Lock()
         self._lock: IO[str] | None = None
+
+    @property
+    def shown(self) -> str:
+        """The URL, without what is secret of it."""
+        return without_password(self.url.render_as_string(hide_password=True))
 
     def now(self) -> float:
         """Seconds since 1970 by the clock that judges every deadline."""
@@ -230,8 +237,7 @@ class Database:
     def require_head(self) -> None:
         """Raises SchemaBehind unless the schema is the one that this code needs."""
         if not self.at_head():
-            shown = self.url.render_as_string(hide_password=True)
-            raise SchemaBehind(f"the schema of {shown} is not at head; run 'tessera coordinator migrate'")
+            raise SchemaBehind(f"the schema of {self.shown} is not at head; run 'tessera coordinator migrate'")
 
     def _present(self) -> tuple[str, ...]:
         with self._reading.connect() as connection:
@@ -289,6 +295,14 @@ def _with_driver(url: URL) -> URL:
     if kind not in ("sqlite", "postgresql"):
         raise UnknownDatabase(f"Tessera keeps its tables in SQLite or PostgreSQL, and not in {kind}")
     return url.set(drivername="postgresql+psycopg") if kind == "postgresql" else url
+
+
+def _make(file: Path) -> None:
+    """Before SQLite does, which would let others read it; its -wal and -shm are made with the same mode."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Where none can be made, SQLite says so.
+    with suppress(OSError):
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o600))
 
 
 def _postgresql(url: URL, **options: Any) -> Engine:

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from coordinator.storage import audit
 from coordinator.storage.identity import Principal, create_site, is_known, new_id
-from coordinator.storage.tables import EnrolmentRow, SiteRow, TokenRow
+from coordinator.storage.tables import AuditRow, EnrolmentRow, SiteRow, TokenRow
 from shared.problems import Busy, Conflict, Fault, Invalid, NotFound, Unauthenticated
 from shared.tokens import hash_of, normal_code
 from shared.wire import Approval, EnrolmentSpec
@@ -130,6 +130,13 @@ def shown_to(session: Session, enrolment_id: str, secret: str) -> EnrolmentRow:
     if row is None or not secrets.compare_digest(row.secret_hash, hash_of(secret)):
         raise NotFound(f"there is no enrolment {enrolment_id} with this secret")
     return row
+
+
+def decided_at(session: Session, row: EnrolmentRow) -> float | None:
+    """When it was admitted or declined, as the audit has it."""
+    if row.state not in ("approved", "declined"):
+        return None
+    return session.scalar(select(AuditRow.at).where(AuditRow.subject == row.id).limit(1))
 
 
 def _pending(session: Session, now: float, enrolment_id: str) -> EnrolmentRow:

@@ -251,7 +251,7 @@ def token_view(row: TokenRow, site: str | None) -> Token:
     )
 
 
-def enrolment_view(row: EnrolmentRow, now: float) -> Enrolment:
+def enrolment_view(row: EnrolmentRow, now: float, decided_at: float | None = None) -> Enrolment:
     pending = row.state == "pending"
     return Enrolment.model_validate(
         {
@@ -264,6 +264,7 @@ def enrolment_view(row: EnrolmentRow, now: float) -> Enrolment:
             "version": row.version,
             "address": row.address,
             "created_at": instant(row.created_at),
+            "decided_at": maybe_instant(decided_at),
             "expires_in_seconds": max(0.0, row.expires_at - now) if pending else 0.0,
         }
     )

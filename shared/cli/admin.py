@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +17,9 @@ from shared.cli.glance import status_picture, watch_status
 from shared.cli.output import AsJson
 from shared.cli.secret import place_for, put_secret
 from shared.client import Client
-from shared.problems import Invalid, NotFound
+from shared.problems import Conflict, Invalid, NotFound
 from shared.tokens import normal_code
-from shared.wire import Approval, Enrolment, IssuedToken, Label, Site, TokenRole, TokenSpec
+from shared.wire import Approval, Enrolment, IssuedToken, Label, Site, Token, TokenRole, TokenSpec
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -260,12 +261,24 @@ def create_enrolment_token(
 
 
 def _waiting(client: Client, code: str) -> Enrolment:
-    for asked in client.enrolments():
-        if asked.code == normal_code(code):
-            return asked
-    raise NotFound(
-        f"no worker waits under the code {code!r}", remedy="List those that do: `tessera admin join list`."
-    )
+    """Who waits under a code. Raises NotFound, and Conflict for one that was decided about already."""
+    # A coordinator of the version before gives all that wait.
+    found = [asked for asked in client.enrolments(code[:16]) if asked.code == normal_code(code)]
+    if not found:
+        raise NotFound(
+            f"no worker waits under the code {code!r}", remedy="List those that do: `tessera admin join list`."
+        )
+    asked = found[-1]
+    if asked.state != "pending":
+        ended = {"approved": "was admitted", "declined": "was declined"}.get(
+            asked.state, "waited until its code expired"
+        )
+        when = f" {output.ago(asked.decided_at)}" if asked.decided_at else ""
+        remedy = "Nothing is left to do." if asked.state == "approved" else "Have the worker join again."
+        raise Conflict(
+            f"{asked.worker} of site {asked.site} {ended}{when}, under the code {asked.code}", remedy=remedy
+        )
+    return asked
 
 
 def _confirm_new(site: str) -> None:
@@ -325,11 +338,21 @@ def list_tokens(ctx: typer.Context, as_json: AsJson = False) -> None:
             token.role,
             token.site,
             token.expires_at.date() if token.expires_at else "never",
-            f"revoked {output.ago(token.revoked_at)}" if token.revoked_at else "valid",
+            _validity(token),
+            token.uses_left,
         )
         for token in found
     ]
-    output.out().print(output.table(("id", "name", "role", "site", "expires", "state"), rows))
+    columns = ("id", "name", "role", "site", "expires", "state", "uses left")
+    output.out().print(output.table(columns, rows, right=("uses left",)))
+
+
+def _validity(token: Token) -> str:
+    if token.revoked_at:
+        return f"revoked {output.ago(token.revoked_at)}"
+    if token.expires_at and token.expires_at <= datetime.now(UTC):
+        return f"expired {output.ago(token.expires_at)}"
+    return "used up" if token.uses_left == 0 else "valid"
 
 
 @token_app.command()

@@ -10,11 +10,9 @@ from typing import Annotated, TypeVar
 import typer
 
 from shared import spans
-from shared.addresses import require_private
 from shared.cli.output import ago
 from shared.client import DEFAULT_URL, Client
 from shared.problems import Fault, Invalid, NotFound
-from shared.transport import tls_context
 from shared.wire import Run, Token
 
 # Long enough for a passing fault, short enough that a person at a terminal does not wonder.
@@ -49,22 +47,7 @@ class Connection:
 
     def client(self, patience_seconds: float = PATIENCE_SECONDS) -> Client:
         """A client, to be closed by the caller. Raises Invalid for a token that cannot be read, or be sent there."""
-        require_private(self.url)
-        verify = tls_context(self.ca_bundle, self.client_cert, self.client_key)
-        return Client(self.url, self._read_token(), patience_seconds=patience_seconds, verify=verify)
-
-    def _read_token(self) -> str | None:
-        text = self.token
-        if not text and self.token_file:
-            try:
-                text = self.token_file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as fault:
-                detail = f"the token in {self.token_file} cannot be read: {fault}"
-                raise Invalid(detail, remedy="Give --token, or another --token-file.") from fault
-        token = (text or "").strip()
-        if not (token.isascii() and token.isprintable()):
-            raise Invalid("the token has characters that no token has", remedy="Give it as it was issued.")
-        return token or None
+        return Client.as_told(**vars(self), patience_seconds=patience_seconds)
 
 
 def connect(

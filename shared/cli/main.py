@@ -1,8 +1,8 @@
 """`tessera`: finds its commands by the entry point group `tessera.commands` and imports one only to run it.
 
 So `tessera run list` needs no torch, `tessera coordinator serve` neither, and another installed package can add a
-command. What a user can mend becomes one message and an exit code: 1 for a refusal, 2 for a wrong or missing command,
-3 for a token that is not admitted.
+command. What a user can mend becomes one message and an exit code: 1 for a refusal, 2 for a wrong or missing command
+or what cannot be used of its settings, 3 for a token that is not admitted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from shared.cli.output import complain, show_problem, wants_json
-from shared.problems import Problem, Unauthenticated
+from shared.problems import Invalid, Problem, Unauthenticated
 
 COMMANDS = "tessera.commands"
 
-NOT_ADMITTED = 3
+BAD_USAGE, NOT_ADMITTED = 2, 3
 
 # Said here rather than taken from the commands, so that `tessera --help` imports none of them.
 SUMMARIES = {
@@ -61,14 +61,21 @@ class Installed(TyperGroup):
                 # Nobody reads sentences while a shell completes a line: there is nothing to complete.
                 return name, placeholder, rest
             complain(_what_is_missing(entry, fault))
-            raise typer.Exit(2) from fault
+            raise typer.Exit(BAD_USAGE) from fault
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except Problem as problem:
             show_problem(problem, as_json=wants_json(ctx))
-            raise typer.Exit(NOT_ADMITTED if isinstance(problem, Unauthenticated) else 1) from problem
+            raise typer.Exit(_code_of(problem)) from problem
+
+
+def _code_of(problem: Problem) -> int:
+    if isinstance(problem, Unauthenticated):
+        return NOT_ADMITTED
+    # Of the kinds below it none is about what a person wrote.
+    return BAD_USAGE if type(problem) is Invalid and not problem.from_document else 1
 
 
 def installed() -> dict[str, EntryPoint]:
@@ -108,6 +115,6 @@ def tessera(
 
 
 def main() -> None:
-    """The entry point `tessera`. Exit codes: 0, 1 refused, 2 wrong usage, 3 not admitted, 130 interrupted, or a
-    command's own."""
+    """The entry point `tessera`. Exit codes: 0, 1 refused, 2 wrong usage or settings, 3 not admitted, 130
+    interrupted, or a command's own."""
     get_command(app).main(prog_name="tessera")

@@ -19,7 +19,8 @@ PREAMBLE = """\
 Made from the commands themselves by `python -m shared.cli.reference > docs/cli.md`; a test compares the two.
 
 Results go to stdout and everything about them to stderr. With `--json` stdout has JSON and nothing else, a refusal's
-problem document too. `tessera --install-completion` has your shell (bash, zsh or fish) complete commands and options;
+problem document too; it stays empty where the command line itself, or a coordinator's or worker's settings, cannot be
+read. `tessera --install-completion` has your shell (bash, zsh or fish) complete commands and options;
 `tessera --show-completion` prints what that installs.
 
 ## Exit codes
@@ -28,7 +29,7 @@ problem document too. `tessera --install-completion` has your shell (bash, zsh o
 |---|---|---|
 | 0 | it is done, or all is well | |
 | 1 | refused, failed, or found to be wrong | the coordinator's problems; a run that failed; a broken chain |
-| 2 | wrong usage or settings; nothing was done | an unknown option; a part that is not installed |
+| 2 | wrong usage or settings; nothing was done | an unknown option; a file that makes no run; a part not installed |
 | 3 | it waits for somebody | a run that is paused; fewer workers than the quorum; a token that is not admitted |
 | 130 | interrupted | ^C |
 

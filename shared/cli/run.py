@@ -20,13 +20,14 @@ from shared.cli.output import AsJson
 from shared.cli.preview import preview_notes, preview_table, warn_of_few
 from shared.cli.rounds import Outcome, follow, outcomes
 from shared.cli.spec import read_spec
-from shared.cli.spreads import number_table, score_table, spread_table
+from shared.cli.spreads import epsilon_table, number_table, score_table, spread_table
+from shared.cli.troubles import print_troubles
 from shared.cli.upload import upload_model
 from shared.cli.watching import watch_as_json, watch_as_text
 from shared.client import Client
 from shared.fairness import scores_by_version, spreads
 from shared.modelfolder import ModelFolder
-from shared.wire import RoundState, Run, RunSpec, RunState
+from shared.wire import Round, RoundState, Run, RunSpec, RunState
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, callback=connect, help="Start, watch, steer and export runs."
@@ -150,12 +151,13 @@ def show(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a run, its rounds, how its sites fare, and what its method warns of."""
+    """Show a run, its rounds, how its sites fare, which workers failed and why, and what its method warns of."""
     client = client_of(ctx)
     found = find_run(client, run)
     measurements, versions = list(client.measurements(found.id)), list(client.versions(found.id))
     at_sites = spreads(measurements)
-    rounds = outcomes(client.rounds(found.id), scores_by_version(measurements), at_sites, versions)
+    made = list(client.rounds(found.id))
+    rounds = outcomes(made, scores_by_version(measurements), at_sites, versions)
     if as_json:
         shown = {"run": found, "rounds": [outcome.as_json() for outcome in rounds]}
         sites = {
@@ -164,18 +166,22 @@ def show(
         output.print_json({**shown, "sites": sites, "versions": versions})
         return
     console = output.out()
-    console.print(output.table(("", ""), [*_facts(found), *(("warning", said) for said in versions[-1].warnings)]))
-    _tell_what_it_waits_for(client, found, [outcome.round.state for outcome in rounds])
+    warnings = (("warning", said) for said in versions[-1].warnings)
+    console.print(output.table(("", ""), [*_facts(found), *_reasons(found, made), *warnings]))
+    _tell_what_it_waits_for(client, found, [round_.state for round_ in made])
     tables = [_round_table(rounds)]
     if at_sites:
         tables.append(spread_table(at_sites))
+    if (spent := epsilon_table(made)).row_count:
+        tables.append(spent)
     if numbers:
         tables.append(number_table(versions))
     if scores:
-        tables.append(score_table(outcome.round for outcome in rounds))
+        tables.append(score_table(made))
     for table in tables:
         console.print()
         console.print(table)
+    print_troubles(console, made)
 
 
 def _tell_what_it_waits_for(client: Client, run: Run, rounds: Sequence[RoundState]) -> None:
@@ -185,18 +191,27 @@ def _tell_what_it_waits_for(client: Client, run: Run, rounds: Sequence[RoundStat
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    optimizer = run.spec.server_optimizer
+    optimizer, privacy = run.spec.server_optimizer, run.spec.privacy
+    bounds = f"epsilon {privacy.epsilon:g}, delta {privacy.delta:g} at each worker" if privacy else "none"
     return [
         ("run", f"{run.spec.name} ({run.id})"),
         ("state", run.state + (f": {run.reason}" if run.reason else "")),
         ("method", _with_settings(run.spec.method.name, run.spec.method.settings)),
         ("server optimizer", _with_settings(optimizer.kind, optimizer.model_dump(exclude={"kind"}))),
         ("robust", _with_settings(run.spec.robust.rule, run.spec.robust.model_dump(exclude={"rule"}))),
+        ("privacy", bounds),
         ("version", f"{run.version.number} of {run.spec.rounds}"),
         ("dataset", run.spec.dataset),
         ("model", output.size(run.model_bytes) or ""),
         ("codec", run.spec.codec),
     ]
+
+
+def _reasons(run: Run, rounds: Sequence[Round]) -> list[tuple[str, str]]:
+    """Why the rounds ended for which a run was paused."""
+    last = [round_ for round_ in rounds if round_.number == run.version.number + 1]
+    told = dict.fromkeys(round_.reason for round_ in last if round_.state == "abandoned" and round_.reason)
+    return [("reason", said) for said in told] if run.state == "paused" else []
 
 
 def _with_settings(name: str, settings: Mapping[str, object]) -> str:

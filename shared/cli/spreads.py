@@ -9,7 +9,7 @@ from rich.table import Table
 from shared.anomaly import ABSENT, COSINE, DISTANCE, LEFT_OUT, NORM
 from shared.cli import output
 from shared.fairness import PERSONAL, Spread
-from shared.wire import Round, TaskView, Version
+from shared.wire import EPSILON, Round, TaskView, Version
 
 SPREAD_COLUMNS = ("version", "at sites", "sites", "mean", "weighted", "worst", "where", "deviation", "worst tenth")
 SCORE_COLUMNS = ("round", "worker", "norm", "distance", "cosine", "")
@@ -41,6 +41,19 @@ def _row(number: int, name: str, spread: Spread) -> tuple[object, ...]:
 def number_table(versions: Iterable[Version]) -> Table:
     rows = [(version.number, name, f"{value:.6g}") for version in versions for name, value in version.numbers.items()]
     return output.table(NUMBER_COLUMNS, rows, right=("version", "value"))
+
+
+def epsilon_table(rounds: Iterable[Round]) -> Table:
+    """What each worker said with its latest update that it has spent of the run's epsilon, of rounds from the oldest
+    on."""
+    spent = {
+        task.worker: (task.worker, f"{task.numbers[EPSILON]:.4g}", round_.number)
+        for round_ in rounds
+        for task in round_.tasks
+        if task.state == "accepted" and EPSILON in task.numbers
+    }
+    rows = [spent[worker] for worker in sorted(spent)]
+    return output.table(("worker", "epsilon", "round"), rows, right=("epsilon", "round"))
 
 
 def score_table(rounds: Iterable[Round]) -> Table:

@@ -13,6 +13,7 @@ from shared.cli.connection import Connection, only
 from shared.cli.output import show_problem
 from shared.cli.secret import place_for
 from shared.cli.spec import read_spec
+from shared.client import read_token
 from shared.problems import Fault, Invalid, NotFound
 from tests.support.cli import NOWHERE, tessera
 
@@ -114,14 +115,14 @@ def test_a_problem_is_told_with_each_error_and_what_to_do(capsys: pytest.Capture
 def test_with_json_the_problem_document_goes_to_stdout() -> None:
     answer = tessera("run", "--url", "ftp://x", "list", "--json")
     document = json.loads(answer.stdout)
-    assert (answer.returncode, document["code"]) == (1, "invalid")
+    assert (answer.returncode, document["code"]) == (2, "invalid")
     assert answer.stderr.startswith("error: 'ftp://x' is not a coordinator's URL")
 
 
 def test_a_token_is_shown_to_no_other_machine_in_plain_http() -> None:
     elsewhere = {"TESSERA_URL": "http://192.0.2.1:8470", "TESSERA_TOKEN": "tessera_admin_x"}
     answer = tessera("run", "list", **elsewhere)
-    assert answer.returncode == 1
+    assert answer.returncode == 2
     assert "is plain HTTP" in answer.stderr
     assert "TESSERA_PLAIN_HTTP=true" in answer.stderr
     Connection("https://192.0.2.1", "x", None).client().close()
@@ -130,11 +131,18 @@ def test_a_token_is_shown_to_no_other_machine_in_plain_http() -> None:
         Connection("http://192.0.2.1", "x", None).client().close()
 
 
+def test_a_run_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
+    file = str(tmp_path / "missing.toml")
+    answer = tessera("run", "--url", NOWHERE, "create", file, "--model", str(tmp_path), "--json")
+    assert (answer.returncode, json.loads(answer.stdout)["code"]) == (2, "invalid")
+    assert "missing.toml cannot be read: No such file" in answer.stderr
+
+
 def test_a_spec_is_refused_before_the_coordinator_is_asked(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(SPEC.replace("rounds = 3", "rounds = 0") + "warmup = 2\n")
     answer = tessera("run", "--url", NOWHERE, "create", str(file), "--model", str(tmp_path))
-    assert answer.returncode == 1
+    assert answer.returncode == 2
     assert "/rounds: Input should be greater than 0" in answer.stderr
     assert "Traceback" not in answer.stderr
 
@@ -162,7 +170,7 @@ def test_a_name_that_cannot_be_sent_is_wrong_usage(arguments: list[str], named: 
 
 def test_an_unreadable_token_file_is_named() -> None:
     answer = tessera("admin", "--token-file", "/no/such/token", "status")
-    assert answer.returncode == 1
+    assert answer.returncode == 2
     assert "the token in /no/such/token cannot be read" in answer.stderr
 
 
@@ -244,8 +252,8 @@ def test_nothing_is_found_for_what_is_not_there(named: str) -> None:
 
 def test_a_token_on_the_command_line_is_stronger_than_a_file(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("from-file\n")
-    assert Connection("http://x", None, tmp_path / "token")._read_token() == "from-file"
-    assert Connection("http://x", "given", tmp_path / "token")._read_token() == "given"
+    assert read_token(None, tmp_path / "token") == "from-file"
+    assert read_token("given", tmp_path / "token") == "given"
 
 
 def test_a_secret_goes_into_a_new_file_of_its_owner_alone(tmp_path: Path) -> None:

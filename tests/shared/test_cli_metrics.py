@@ -106,14 +106,14 @@ def test_all_forms_hold_the_same_rows(scene: Scene, tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_named(scene: Scene, tmp_path: Path) -> None:
-    refused = scene.say("run", "metrics", "test", "--csv", str(tmp_path / "no" / "m.csv"), code=1)
+    refused = scene.say("run", "metrics", "test", "--csv", str(tmp_path / "no" / "m.csv"), code=2)
     assert "m.csv cannot be written" in refused.stderr
 
 
 def test_what_is_not_installed_is_named_with_the_extra_that_brings_it(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['pyarrow'] = None\n")
     path = os.pathsep.join([str(tmp_path), str(Path.cwd())])
-    refused = scene.say("run", "metrics", "test", "--parquet", str(tmp_path / "m.parquet"), code=1, PYTHONPATH=path)
+    refused = scene.say("run", "metrics", "test", "--parquet", str(tmp_path / "m.parquet"), code=2, PYTHONPATH=path)
     assert "this needs pyarrow" in refused.stderr
     assert "pip install '.[tables]'" in refused.stderr
 
@@ -139,7 +139,7 @@ def test_mlflow_gets_one_run_that_a_second_export_only_adds_to(scene: Scene, tmp
 
 
 def test_a_store_that_mlflow_does_not_know_is_refused_with_one_that_it_does(scene: Scene) -> None:
-    refused = scene.say("run", "metrics", "test", "--mlflow", "odd://store", code=1)
+    refused = scene.say("run", "metrics", "test", "--mlflow", "odd://store", code=2)
     assert "MLflow cannot use this store: " in refused.stderr
     assert "such as sqlite:///mlflow.db" in refused.stderr
 

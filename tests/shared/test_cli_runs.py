@@ -7,21 +7,27 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from sqlalchemy import update
 
+from coordinator.storage.tables import TokenRow
 from shared import container
 from shared.cli.rounds import follow
+from shared.cli.troubles import troubles
 from shared.client import Client
 from shared.model import BLOCKS_FILE, WEIGHTS_FILE
+from shared.problems import Fault, InvalidUpdate
 from shared.tensors import as_bytes
 from shared.tokens import hash_of, new_secret
-from shared.wire import EnrolmentSpec, Failure
+from shared.wire import EnrolmentSpec, Failure, Round, Submission, TaskView
 from tests.support.cli import COMMAND, environment, tessera
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -152,7 +158,7 @@ def test_an_export_that_fails_leaves_nothing(commands: Commands, folder: Path, t
     run = commands.create(folder)
     before = sorted(tmp_path.iterdir())
     commands.say("run", "export", run, str(tmp_path / "out.safetensors"), "--version", "9", code=1)
-    commands.say("run", "export", run, str(tmp_path / "no" / "out.safetensors"), code=1)
+    commands.say("run", "export", run, str(tmp_path / "no" / "out.safetensors"), code=2)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -165,7 +171,7 @@ def test_a_run_is_found_by_the_beginning_of_its_id_and_by_name(commands: Command
     run = commands.create(folder)
     assert [commands.json("run", "show", named)["run"]["id"] for named in (run, run[:8], "trial")] == [run] * 3
     commands.create(folder)
-    assert commands.json("run", "show", "trial", code=1)["code"] == "invalid"
+    assert commands.json("run", "show", "trial", code=2)["code"] == "invalid"
     assert commands.json("run", "show", "trail", code=1)["code"] == "not-found"
 
 
@@ -242,6 +248,75 @@ def _fail(worker: ScriptedWorker) -> None:
     worker.client.fail(task.id, Failure(token=task.token, code="failed", detail="no"))
 
 
+def test_who_failed_and_why_is_shown_with_what_to_do(
+    commands: Commands, coordinator: LiveCoordinator, folder: Path
+) -> None:
+    north, south = (ScriptedWorker(coordinator.client("site", site)) for site in ("north", "south"))
+    few = ("--set", "cohort.size=3", "--set", "cohort.quorum=2")
+    for worker in (north, south, ScriptedWorker(coordinator.client("site", "east"))):
+        worker.enrol()
+    run = commands.create(folder, *few)
+    for worker, code in ((north, "policy-violation"), (south, "awaiting-approval")):
+        task = worker.take()
+        worker.client.fail(task.id, Failure(token=task.token, code=code, detail=f"{code} it\n\x1b[2Jis"))
+    until(lambda: commands.json("run", "show", run)["rounds"][0]["state"] == "abandoned")
+    commands.say("run", "pause", run)
+    shown = commands.say("run", "show", run).stdout
+    assert "round 1  north/w  failed: policy-violation: policy-violation it  [2Jis\n  The site decides" in shown
+    assert "round 1  south/w  withheld: awaiting-approval it  [2Jis\n  A person at the site decides" in shown
+    assert "round 1  east/w  no update: it had not taken its task when the round ended\n" in shown
+    assert re.search(r"reason +0 of 3 updates came and no more can come; the quorum is 2 *\n", shown)
+
+
+def test_what_a_private_run_has_spent_is_shown_beside_its_bounds(
+    commands: Commands, coordinator: LiveCoordinator, folder: Path
+) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "north"))
+    bounds = ("privacy.epsilon=4", "privacy.delta=1e-5", "privacy.clip_norm=1", "rounds=2")
+    run = commands.create(folder, *(word for bound in bounds for word in ("--set", bound)))
+    for epsilon in (1.25, 2.5):
+        task = worker.take()
+        update = worker.upload(task, worker.fetch(task))
+        submission = Submission(token=task.token, version=task.version.digest, update=update, examples=10)
+        worker.client.submit(task.id, submission.model_copy(update={"numbers": {"epsilon": epsilon}}))
+    shown = commands.say("run", "show", run).stdout
+    assert re.search(r"privacy +epsilon 4, delta 1e-05 at each worker", shown)
+    assert re.search(r"worker +epsilon +round\nnorth/w +2.5 +2\n", shown)
+
+
+def test_of_many_failures_the_newest_are_told(commands: Commands, coordinator: LiveCoordinator, folder: Path) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "north"))
+    run = commands.create(folder, "--set", "cohort.tries=12")
+    for _ in range(12):
+        _fail(worker)
+    until(lambda: commands.json("run", "show", run)["run"]["state"] == "paused")
+    told = re.findall(r"round 1 \(try (\d+)\)  north/w  failed", shown := commands.say("run", "show", run).stdout)
+    assert [int(attempt) for attempt in told] == [*range(12, 2, -1)]
+    assert "and 2 more, which --json has" in shown
+
+
+def test_a_lapsed_task_and_a_refused_update_are_told_too() -> None:
+    now = datetime.now(UTC)
+    view = {"run": "r", "round": 4, "kind": "train", "token": 1, "leases": 1}
+    refusal = InvalidUpdate("it has faults", errors=[Fault(pointer="head", detail="is NaN")]).document()
+    tasks = (
+        TaskView(id="1", worker="a/w", state="lapsed", **view),
+        TaskView(id="2", worker="b/w", state="rejected", problem=refusal, **view),
+        TaskView(id="3", worker="c/w", state="cancelled", **view),
+        TaskView(id="4", worker="d/w", state="accepted", **view),
+    )
+    open_ = Round(
+        run="r", number=4, attempt=1, state="open", stage="train", opened_at=now, deadline_at=now, tasks=tasks
+    )
+    late = open_.model_copy(update={"number": 3, "state": "abandoned", "closed_at": now, "tasks": tasks[2:]})
+    told = [(one.round.number, one.worker, one.end, one.said) for one in troubles([late, open_])]
+    assert told == [
+        (4, "a/w", "lapsed", "its lease ran out, and nothing was heard of it"),
+        (4, "b/w", "refused", "invalid-update: it has faults"),
+        (3, "c/w", "no update", "its update had not come when the round ended"),
+    ]
+
+
 # ---------------------------------------------------------------- administration
 
 
@@ -294,7 +369,7 @@ def test_workers_that_ask_are_listed_approved_and_declined_by_their_codes(coordi
     secret, code = ask(coordinator, "north")
     listed = commands.say("admin", "join", "list").stdout
     assert all(told in listed for told in (code, "north", "gpu-1", "cpu", "0.1.0", "127.0.0.1"))
-    refused = commands.say("admin", "join", "approve", code, code=1)
+    refused = commands.say("admin", "join", "approve", code, code=2)
     assert "there is no site 'north'" in refused.stderr
     assert "--site north" in refused.stderr
     approved = commands.json("admin", "join", "approve", code.lower(), "--site", "north")
@@ -306,7 +381,11 @@ def test_workers_that_ask_are_listed_approved_and_declined_by_their_codes(coordi
     assert "is admitted as a worker of site north" in commands.say("admin", "join", "approve", second).stdout
     _, third = ask(coordinator, "north")
     assert commands.json("admin", "join", "decline", third)["state"] == "declined"
-    assert "no worker waits under the code" in commands.say("admin", "join", "decline", third, code=1).stderr
+    decided = commands.say("admin", "join", "approve", third, code=1).stderr
+    assert re.search(rf"gpu-1 of site north was declined \d+ s ago, under the code {third}", decided)
+    decided = commands.json("admin", "join", "approve", code, code=1)
+    assert re.match(r"gpu-1 of site north was admitted \d+ s ago", decided["detail"])
+    assert "no worker waits under the code 'X'" in commands.say("admin", "join", "decline", "X", code=1).stderr
 
 
 def test_an_enrolment_token_is_issued_into_a_file(coordinator: LiveCoordinator, tmp_path: Path) -> None:
@@ -320,6 +399,24 @@ def test_an_enrolment_token_is_issued_into_a_file(coordinator: LiveCoordinator, 
     )
     assert file.read_text().startswith("tessera_enrolment_")
     assert "join token" in commands.say("admin", "token", "create", "x", "--role", "enrolment", code=2).stderr
+
+
+def test_a_token_that_admits_nobody_any_more_is_not_called_valid(
+    commands: Commands, coordinator: LiveCoordinator
+) -> None:
+    tickets = [commands.say("admin", "join", "token", "--site", site, "--uses", "2") for site in ("north", "south")]
+    with Client(coordinator.url, tickets[0].stdout.strip(), verify=False) as client:
+        for worker in ("a", "b"):
+            secret_hash = hash_of(new_secret("site"))
+            client.ask_to_join(EnrolmentSpec(worker=worker, device="cpu", version="1", secret_hash=secret_hash))
+    commands.say("admin", "token", "create", "old", "--role", "viewer", "--days", "1")
+    with coordinator.services.database.transaction() as session:
+        session.execute(update(TokenRow).where(TokenRow.name == "old").values(expires_at=time.time() - 7200))
+    lines = (line.split() for line in commands.say("admin", "token", "list").stdout.splitlines())
+    ends = {line[1]: " ".join(line[-3:]) for line in lines}
+    assert (ends["join-north"], ends["test-admin"]) == ("used up 0", "never valid -")
+    assert re.fullmatch(r"[\d-]+ valid 2", ends["join-south"])
+    assert ends["old"] == "h ago -"
 
 
 def test_a_site_is_suspended_and_resumed_by_its_name(coordinator: LiveCoordinator) -> None:
@@ -357,10 +454,12 @@ def test_the_notebook_previews_creates_watches_and_exports(
 ) -> None:
     worker = ScriptedWorker(coordinator.client("site", "north"))
     worker.enrol()
+    (tmp_path / "token").write_text(commands.settings["TESSERA_TOKEN"])
     told_of = {"MODEL": str(folder), "DATASET": "data", "OUT": str(tmp_path / "out")}
+    told_of |= {"TESSERA_URL": commands.settings["TESSERA_URL"], "TESSERA_TOKEN_FILE": str(tmp_path / "token")}
     notebook = subprocess.Popen(
         [sys.executable, "-m", "examples.notebook"],
-        env=environment(**commands.settings, **told_of),
+        env=environment(**told_of),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -383,7 +482,7 @@ def test_runs_of_one_name_are_told_apart_before_one_is_chosen(
     model = small_model()
     runs = [start_run(coordinator.client(), model, values(model), name="twice", dataset="none") for _ in range(2)]
     commands.say("run", "pause", runs[1].id)
-    said = commands.say("run", "cancel", "twice", code=1).stderr
+    said = commands.say("run", "cancel", "twice", code=2).stderr
     assert "'twice' could be any of 2 runs" in said
     for run, state in zip(runs, ("running", "paused"), strict=True):
         assert re.search(rf"{run.id}: twice, {state}, version 0 of 1, begun \d+ s ago", said)

@@ -56,6 +56,7 @@ def test_a_table_in_one_variable_is_told_apart_by_its_keys() -> None:
         ("admin_token_file", None, None),
         ("token", None, None),
         ("url", f"https://a:{SECRET}@h:8/x?y=1", "https://a:***@h:8/x?y=1"),
+        ("database_url", f"postgresql:///x?password={SECRET}", "postgresql:///x?password=***"),
         ("files", [f"s3://k:{SECRET}@b/c", "plain"], ["s3://k:***@b/c", "plain"]),
         ("more", {"password": SECRET, "n": 1}, {"password": HIDDEN, "n": 1}),
     ],

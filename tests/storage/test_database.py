@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import inspect
+from sqlalchemy import inspect, text
 
 from coordinator.storage.database import Database, DatabaseInUse, SchemaBehind, alembic_config
 from coordinator.storage.tables import Table, VersionRow
@@ -113,6 +114,25 @@ def test_a_setting_that_cannot_be_read_is_named_and_a_password_is_not_shown(tmp_
     assert "TESSERA_PORT" in done.stderr
     assert "TESSERA_LEASE_SECONDS" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_database_file_is_made_for_its_owner_alone_and_keeps_the_mode_it_has(tmp_path: Path) -> None:
+    file = tmp_path / "t.db"
+
+    def modes() -> set[int]:
+        with closing(Database(f"sqlite:///{file}")) as database, database.transaction() as session:
+            session.execute(text("CREATE TABLE IF NOT EXISTS t (n)"))
+            return {path.stat().st_mode & 0o777 for path in tmp_path.glob("t.db*") if path.suffix != ".turn"}
+
+    assert modes() == {0o600}
+    file.chmod(0o640)
+    assert modes() == {0o640}
+
+
+def test_what_is_shown_of_a_database_holds_no_password() -> None:
+    database = Database("postgresql://u:hunter2@127.0.0.1:9/x?sslmode=require&password=hunter3")
+    assert database.shown == "postgresql+psycopg://u:***@127.0.0.1:9/x?password=***&sslmode=require"
+    database.close()
 
 
 def test_methods_that_cannot_be_used_are_named_before_anything_is_served(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.support.processes import CoordinatorProcess, worker_process
 RUN = """
 name = "cats"
 dataset = "secretly-named"
-rounds = 1
+rounds = 2
 method = { name = "fedavg" }
 cohort = { size = 1 }
 training = { epochs = 1, batch_size = 256 }
@@ -41,7 +41,7 @@ CLIENT, SERVER = 3, 2
 
 @contextmanager
 def traced(folder: Path, vit: ModelFolder) -> Iterator[tuple[Receiver, str, str]]:
-    """A federation of one round in four processes: what was received of it, its run's id, and a token."""
+    """A federation of two rounds in four processes: what was received of it, its run's id, and a token."""
     (folder / "run.toml").write_text(RUN)
     with receiving() as receiver, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
@@ -65,7 +65,8 @@ def traced(folder: Path, vit: ModelFolder) -> Iterator[tuple[Receiver, str, str]
 
 def test_all_that_is_done_for_a_round_is_one_trace_which_tells_no_secret(tmp_path: Path, vit: ModelFolder) -> None:
     with traced(tmp_path, vit) as (receiver, run, token):
-        _hold_together(receiver, run)
+        for number in (1, 2):
+            _hold_together(receiver, run, number)
         _follow_from_the_command(receiver, run)
         _are_named_in_logs(tmp_path, run)
         assert {name for span in receiver.spans for name in span.attributes} <= TELLABLE
@@ -73,8 +74,8 @@ def test_all_that_is_done_for_a_round_is_one_trace_which_tells_no_secret(tmp_pat
             assert secret.encode() not in receiver.raw
 
 
-def _hold_together(receiver: Receiver, run: str) -> None:
-    trace = trace_of(run, 1)
+def _hold_together(receiver: Receiver, run: str, number: int) -> None:
+    trace = trace_of(run, number)
     spans = [span for span in receiver.spans if span.trace == trace]
     by_id = {span.id: span for span in spans}
     assert len(by_id) == len(spans)

@@ -39,14 +39,14 @@ from shared.methods.contract import (
     WorkerHalf,
 )
 from shared.model import Model
-from shared.problems import MEDIA_TYPE, Invalid, Unauthenticated
+from shared.problems import MEDIA_TYPE, OF_WORKERS, Invalid, Unauthenticated
 from shared.tensors import ArrayTensor
 from shared.wire import Cohort, Evaluation, Run, TaskView, Training
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.scripted import Answer, answering
 from tests.support.tapping import Tap
-from worker.agent import Agent, told
+from worker.agent import TELLABLE, Agent, told
 from worker.blockmap import block_table, named_tensors
 from worker.joining import rotate
 from worker.models import instantiate, read_block
@@ -227,6 +227,12 @@ def test_what_is_kept_comes_back_in_the_next_round_and_never_travels(
     assert [path.name for path in (tmp_path / "state" / "vault" / run.id).iterdir()] == ["current.safetensors"]
 
 
+def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
+    failures = (Path(__file__).parents[2] / "worker" / "workbench.py").read_text()
+    codes = {*TELLABLE.values(), *re.findall(r"(?:TaskFailure|_failing_as)\(\s*\"([a-z-]+)\"", failures)}
+    assert sorted({*codes, "out-of-memory"} ^ set(OF_WORKERS)) == []
+
+
 @pytest.mark.parametrize(
     ("method", "policy", "told_why"),
     [
@@ -258,6 +264,7 @@ def test_what_may_not_be_done_fails_the_task_and_sends_nothing(
         task = task_of(client, run, 1, failed)
     assert task.problem is not None
     assert told_why in task.problem.detail
+    assert ("log says more" in task.problem.remedy) == (method == "talkative")
     assert SECRET not in task.problem.detail
     assert uploads(coordinator) == uploads_before
     assert list((tmp_path / "state").glob("*.tmp")) == []

@@ -218,9 +218,25 @@ def test_a_clock_is_compared_with_the_coordinator_s(ahead_seconds: int, verdict:
     assert found.verdict == verdict
 
 
-def test_a_password_in_a_url_is_not_shown() -> None:
-    assert without_password("https://a:b@c/d") == "https://a:***@c/d"
-    assert without_password("https://c/d") == "https://c/d"
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://c:8470/d", "https://c:8470/d"),
+        ("https://[::1]:8470/d", "https://[::1]:8470/d"),
+        ("https://a:b@c/d", "https://a:***@c/d"),
+        ("postgresql://a:b@b/b@c/d", "postgresql://a:***@b/b@c/d"),
+        ("postgresql://a:b/b@c/d", "postgresql://a:***@c/d"),
+        (
+            "postgresql://a:b@c/d?sslmode=require&password=b&sslpassword=b&sslkey=e.key",
+            "postgresql://a:***@c/d?sslmode=require&password=***&sslpassword=***&sslkey=e.key",
+        ),
+    ],
+)
+def test_a_password_in_a_url_is_not_shown(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+
+
+def test_a_loopback_address_is_told_from_others() -> None:
     assert [is_loopback(host) for host in ("localhost", "127.0.0.9", "::1", "10.0.0.1", "example.org")] == [
         True, True, True, False, False,
     ]  # fmt: skip

@@ -177,7 +177,7 @@ def test_it_runs_to_its_end_writes_what_came_out_and_goes_on_where_it_was(folder
     assert [event["event"] for event in events(again.stdout)] == ["end"]
     assert events(again.stdout)[0]["runs"][0]["digest"] == summary["digest"]
     other = tessera("simulate", "run.toml", "--set", "rounds=3")
-    assert (other.exit_code, "/spec/rounds: was 2 and is 3" in other.stderr) == (1, True)
+    assert (other.exit_code, "/spec/rounds: was 2 and is 3" in other.stderr) == (2, True)
 
 
 def test_over_seeds_it_tells_mean_and_deviation(folder: Path) -> None:
@@ -201,7 +201,7 @@ def test_what_it_cannot_do_it_says_in_a_line(folder: Path) -> None:
         return answer.exit_code, answer.stderr
 
     code, stderr = said()
-    assert (code, "model/blocks.json cannot be read" in stderr, "tessera model init" in stderr) == (1, True, True)
+    assert (code, "model/blocks.json cannot be read" in stderr, "tessera model init" in stderr) == (2, True, True)
     made(folder)
     code, stderr = said("--set", "simulation.device=cuda:7")
     assert (code, "error: simulation.device: there is no cuda:7 here" in stderr) == (2, True)

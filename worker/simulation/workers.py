@@ -57,7 +57,7 @@ class Workers:
         except InvalidUpdate as problem:
             return self.coordinator.view(order, "rejected", problem)
         except OF_THE_RUN as fault:
-            return self.coordinator.view(order, "failed", WorkerFailed(": ".join(told(fault))))
+            return self.coordinator.view(order, "failed", WorkerFailed.of(*told(fault)))
         return self.coordinator.task(order.id)
 
     def evaluate(self, order: Order, manifest: Manifest) -> Measurement | None:
