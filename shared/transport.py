@@ -169,11 +169,13 @@ class Transport:
 
     @contextmanager
     def _sent(self, method: str, path: str, options: dict[str, Any]) -> Iterator[httpx.Response]:
-        traced = self._traced(options)
-        with self._spanning(method), reaching(self._proxy), self._http.stream(method, path, **traced) as response:
-            if self._proxy and response.status_code == httpx.codes.PROXY_AUTHENTICATION_REQUIRED:
-                raise Unreachable(f"the proxy {self._proxy} wants to know who asks (HTTP 407)", remedy=BY_PROXY)
-            yield response
+        with self._spanning(method), reaching(self._proxy):
+            # Of the request's own span, which is the present one in here.
+            traced = self._traced(options)
+            with self._http.stream(method, path, **traced) as response:
+                if self._proxy and response.status_code == httpx.codes.PROXY_AUTHENTICATION_REQUIRED:
+                    raise Unreachable(f"the proxy {self._proxy} wants to know who asks (HTTP 407)", remedy=BY_PROXY)
+                yield response
 
     def _spanning(self, method: str) -> AbstractContextManager[None]:
         """A span for a request; within the present one if there is one, or else where all of ours belong."""
