@@ -1,5 +1,5 @@
 """`python -m coordinator`: the same commands as `tessera coordinator`."""
 
-from coordinator.cli import app
+from shared.lazy import load
 
-app()
+load("coordinator.cli").app()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
@@ -42,6 +41,7 @@ from shared.cli.findings import tell
 from shared.cli.output import AsJson, print_json
 from shared.doctor import examined
 from shared.effective import effective
+from shared.lazy import load
 from shared.memory import keep_freed_memory
 from shared.methods import MethodsUnusable, methods
 from shared.problems import Problem, said_of
@@ -81,7 +81,7 @@ def serve(
 ) -> None:
     """Serve the API, and have a process beside this one move the rounds."""
     # Not above: the process that conducts does without, and is the smaller for it.
-    serving = importlib.import_module("coordinator.serving")
+    serving = load("coordinator.serving")
     try:
         serving.require_private(_settings())
         serving.require_free(_settings())
@@ -176,7 +176,7 @@ def doctor(as_json: AsJson = False) -> None:
     Exit code 0: it could work, 1: something fails, 2: it cannot be opened at all.
     """
     # As for `serve`.
-    checks = importlib.import_module("coordinator.doctor").checks
+    checks = load("coordinator.doctor").checks
     tell(examined(checks(_assembled())), as_json=as_json)
 
 

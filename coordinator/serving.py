@@ -48,7 +48,6 @@ def set_aside() -> None:
 
     Else it goes through all that was imported each few dozen requests, one of which takes 80 ms longer.
     """
-    gc.collect()
     gc.freeze()
 
 

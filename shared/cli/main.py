@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from shared.cli.output import complain, show_problem, wants_json
+from shared.lazy import load
 from shared.problems import Invalid, Problem, Unauthenticated
 
 COMMANDS = "tessera.commands"
@@ -55,6 +56,7 @@ class Installed(TyperGroup):
             return name, placeholder, rest
         entry = installed()[name]
         try:
+            load(entry.module)
             return name, get_command(entry.load()), rest
         except ModuleNotFoundError as fault:
             if ctx.resilient_parsing:

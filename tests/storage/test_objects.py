@@ -231,6 +231,7 @@ def test_a_removed_object_is_gone_and_one_that_is_younger_stays(blobs: Blobs, bu
     assert (old in blobs, young in blobs) == (False, True)
 
 
+@pytest.mark.long
 def test_more_than_a_thousand_objects_are_all_listed(blobs: Blobs, bucket: Bucket) -> None:
     """A store gives a thousand names at a time."""
     digests = {digest_of(str(number).encode()) for number in range(1100)}

@@ -132,6 +132,8 @@ def disturb(coordinator: CoordinatorProcess, client: Client, run: Run, workers: 
     workers[0] = running(start_worker(coordinator.folder / "a"))
 
 
+# In short, tests/chaos shows the same of every process.
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_run_that_was_killed_and_paused_is_bit_identical_to_one_that_was_not(
     tmp_path: Path, vit: ModelFolder, running: Keep

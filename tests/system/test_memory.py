@@ -28,11 +28,11 @@ UPDATE_BYTES = 100_000_000
     ("optimizer", "robust", "moved"),
     [
         # (0 + 1 + ... + 7) / 8 = 3.5
-        (Plain(), Mean(), 3.5),
+        pytest.param(Plain(), Mean(), 3.5, marks=pytest.mark.long),
         # m = 0.1 * 3.5 and v = 0.99 * 1e-6 + 0.01 * 3.5^2 = 0.122501; 0.1 * 0.35 / (0.3500014 + 0.001) = 0.0997147
         (Adam(learning_rate=0.1), Mean(), 0.0997147),
         # Halfway between 3 and 4.
-        (Plain(), Median(), 3.5),
+        pytest.param(Plain(), Median(), 3.5, marks=pytest.mark.long),
     ],
     ids=["mean", "adam", "median"],
 )

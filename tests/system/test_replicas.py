@@ -124,6 +124,7 @@ def on_postgresql(folder: Path, running: Keep) -> str:
         return admin.run(run.id).version.digest
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_replicas_that_are_killed_by_turns_come_to_the_bits_of_one_coordinator_on_sqlite(
     tmp_path: Path, running: Keep

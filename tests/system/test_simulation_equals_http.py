@@ -92,7 +92,9 @@ def moved(rounds: Iterable[Round]) -> dict[tuple[int, str], tuple[dict[str, floa
         {"method": {"name": "fedavg"}, "cohort": {"size": 2, "quorum": 2}},
         {"method": {"name": "fedfrozen", "settings": {"warmup_rounds": 1, "scope": "v_head"}}, "codec": "raw"},
         {"method": {"name": "fedrep"}, "divide": "cohort"},
-        {"method": {"name": "scaffold"}, "training": {**TRAINING, "optimizer": "sgd"}},
+        pytest.param(
+            {"method": {"name": "scaffold"}, "training": {**TRAINING, "optimizer": "sgd"}}, marks=pytest.mark.long
+        ),
         {"method": {"name": "fedavg"}, "server_optimizer": {"kind": "adam"}, "max_examples": 15},
     ],
     ids=["fedavg", "fedfrozen", "fedrep", "scaffold", "adam"],

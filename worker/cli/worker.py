@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from shared.cli.findings import tell
 from shared.cli.output import AsJson, print_json
 from shared.client import Client
 from shared.doctor import examined
+from shared.lazy import load
 from shared.lines import Lines
 from shared.methods import MethodsUnusable, methods
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
@@ -82,7 +82,7 @@ def run(config: ConfigFile) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, ask_to_stop)
             # Loaded to run and for nothing else: transformers takes seconds, and who decides here need not wait.
-            _run(importlib.import_module("worker.agent").Agent(settings, stop, file), settings)
+            _run(load("worker.agent").Agent(settings, stop, file), settings)
 
 
 def _run(agent: Agent, settings: Settings) -> None:
