@@ -196,13 +196,17 @@ def test_the_coordinator_serves_in_an_interpreter_where_importing_torch_raises(e
         assert process.wait(10) in (0, -signal.SIGTERM)
 
 
-def test_the_coordinator_is_ready_in_two_seconds_and_idles_in_little_memory(environment: dict[str, str]) -> None:
-    seconds, sizes = [], []
+def test_the_coordinator_idles_in_little_memory(environment: dict[str, str]) -> None:
+    with serving(environment) as (process, _):
+        assert psutil.Process(process.pid).memory_info().rss < IDLE_BYTES
+
+
+# Starting is all computing; but what a core gets done in a second depends on what its neighbour does.
+@pytest.mark.long
+def test_the_coordinator_is_ready_in_two_seconds(environment: dict[str, str]) -> None:
+    seconds = []
     for _ in range(3):
         with serving(environment) as (process, _):
             used = psutil.Process(process.pid).cpu_times()
-            # Starting is all computing, and unlike the clock this hardly depends on what else the machine does.
             seconds.append(used.user + used.system)
-            sizes.append(psutil.Process(process.pid).memory_info().rss)
-    assert max(sizes) < IDLE_BYTES
     assert min(seconds) < READY_SECONDS, seconds
