@@ -57,6 +57,8 @@ def digests(result: Result) -> list[str]:
     return [version.digest for version in result.versions]
 
 
+# In short, tests/worker/test_simulation.py shows the same of the methods that remember most.
+@pytest.mark.long
 @EVERY_METHOD
 def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(method: str, tmp_path: Path) -> None:
     whole = run(method)

@@ -41,11 +41,18 @@ def cluster() -> Iterator[Any]:
     ray.shutdown()
 
 
+RULES = [
+    pytest.param(Mean(), id="mean"),
+    pytest.param(Median(), id="median", marks=pytest.mark.long),
+    pytest.param(GeometricMedian(), id="geometric_median", marks=pytest.mark.long),
+]
+
+
 def path() -> str:
     return os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 
 
-@pytest.mark.parametrize("rule", [Mean(), Median(), GeometricMedian()], ids=lambda rule: rule.rule)
+@pytest.mark.parametrize("rule", RULES)
 def test_the_version_is_that_of_one_process_bit_for_bit(
     cluster: Any, tmp_path: Path, database: Database, rule: Rule
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.numpy import load
 from safetensors.torch import save_file
@@ -78,6 +79,7 @@ def test_fedavg_with_one_full_batch_step_is_centralised_gradient_descent(
         np.testing.assert_allclose(merged, expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_the_frozen_stage_moves_under_15_percent_of_a_full_exchange(
     live: CoordinatorProcess, demo_vit: ModelFolder, running: Keep
 ) -> None:
