@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,11 @@ from tests.support.coordinator import LiveCoordinator
 # How long one example takes says more about what else the machine does than about the code.
 settings.register_profile("tessera", deadline=None)
 settings.load_profile("tessera")
+
+
+# Shells start what runs in the background deaf to ^C, and every process of it would be.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,7 @@ def quickly(name: str, out: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # five processes that import much, twice
 def test_rounds_are_measured_beside_the_bare_loop_with_the_same_bytes(tmp_path: Path) -> None:
     rows = quickly("rounds", tmp_path)["rows"]
@@ -74,6 +75,7 @@ def test_every_stage_of_a_round_takes_time(tmp_path: Path) -> None:
     assert all(row["cpu_s"] > 0 for row in rows if row["stage"] in ("encode", "inspect: decode", "merge: sum"))
 
 
+@pytest.mark.long
 def test_codecs_are_measured_on_what_training_leaves(tmp_path: Path) -> None:
     rows = {row["codec"]: row for row in quickly("compression", tmp_path)["rows"]}
     for row in rows.values():

@@ -118,6 +118,7 @@ def test_what_is_not_installed_is_named_with_the_extra_that_brings_it(scene: Sce
     assert "pip install '.[tables]'" in refused.stderr
 
 
+@pytest.mark.long
 def test_mlflow_gets_one_run_that_a_second_export_only_adds_to(scene: Scene, tmp_path: Path) -> None:
     given = ("run", "metrics", "test", "--mlflow", f"sqlite:///{tmp_path}/mlflow.db", "--experiment", "trials")
     first = json.loads(scene.say(*given, "--json").stdout)
