@@ -28,6 +28,7 @@ def exported(client: Client, run: Run) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_coordinator_at_work_is_backed_up_verified_and_restored_elsewhere(tmp_path: Path) -> None:
     model = small_model()

@@ -86,15 +86,14 @@ def moved(rounds: Iterable[Round]) -> dict[tuple[int, str], tuple[dict[str, floa
     return {(task.round, task.worker): (task.numbers, task.download_bytes, task.upload_bytes) for task in tasks}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "wanted",
     [
         {"method": {"name": "fedavg"}, "cohort": {"size": 2, "quorum": 2}},
         {"method": {"name": "fedfrozen", "settings": {"warmup_rounds": 1, "scope": "v_head"}}, "codec": "raw"},
         {"method": {"name": "fedrep"}, "divide": "cohort"},
-        pytest.param(
-            {"method": {"name": "scaffold"}, "training": {**TRAINING, "optimizer": "sgd"}}, marks=pytest.mark.long
-        ),
+        {"method": {"name": "scaffold"}, "training": {**TRAINING, "optimizer": "sgd"}},
         {"method": {"name": "fedavg"}, "server_optimizer": {"kind": "adam"}, "max_examples": 15},
     ],
     ids=["fedavg", "fedfrozen", "fedrep", "scaffold", "adam"],
