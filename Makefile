@@ -29,9 +29,10 @@ demo-reports: install ## three hospitals learn from synthetic notes with SAFL: h
 demo-pairs: install ## four sites adapt a small CLIP with pFedDC: prompts alone travel
 	$(BIN)/python -m examples.pairs
 
-# Side by side, as many as there are cores and at most four; each computes in one thread.
+# Side by side, as many as there are cores and at most four; each computes in one thread. Thousands of processes are
+# started, each of which would compile what no other may write down.
 test: install ## run every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 test-postgresql: install ## the tests of storage, API and processes, all on PostgreSQL
 	TESSERA_TEST_DATABASE=postgresql OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/storage tests/api tests/system \
