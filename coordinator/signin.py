@@ -109,7 +109,7 @@ class SignIn:
                 self._provider(), self._issuer, "token_endpoint", "TESSERA_OIDC_TOKEN_URL"
             )
             return str(asked(place, form, self._credentials()).get("id_token"))
-        except (ProviderFault, OSError) as fault:
+        except (ProviderFault, OSError, UnicodeDecodeError) as fault:
             log.warning("oidc.no_token", issuer=self._issuer, fault=str(fault))
             raise Unauthenticated("the provider gave no token for what it sent you back with; begin anew") from fault
 

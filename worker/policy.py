@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from shared.blocks import EVERYTHING, Block, Frozen, Selector
 from shared.hours import Span
 from shared.privacy import Budget
-from shared.wire import Label, Mirror, Task, TaskKind
+from shared.wire import LARGEST_NUMBER, Label, Mirror, Task, TaskKind
 
 GIB = 1 << 30
 SHOWN = 8
@@ -168,7 +168,8 @@ class Policy(Frozen):
             utc_offset_minutes=utc_offset_minutes,
             require_privacy=Budget(epsilon=floor.epsilon, delta=floor.delta) if floor else None,
             budgets={name: Budget(epsilon=most.epsilon, delta=most.delta) for name, most in budgets.items()},
-            spent={name: epsilon for name, epsilon in (spent or {}).items() if epsilon},
+            # At a delta that nothing was planned for, there may be no bound at all.
+            spent={name: min(epsilon, LARGEST_NUMBER) for name, epsilon in (spent or {}).items() if epsilon},
             approve_runs=self.approve_runs,
             airlock=self.airlock,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -133,7 +134,8 @@ def test_what_may_end_a_workers_part_is_told_beforehand() -> None:
     site = Policy(max_upload_bytes=99, max_run_upload_bytes=999, airlock=True, hours=("Sat 10:00-12:00",))
     assert told(site, 0).keys() == {"max_upload_bytes", "max_run_upload_bytes", "airlock", "hours"}
     assert told(site, 0, 99).keys() == {"airlock", "hours"}
-    assert rules(run, mirror=Policy().mirror(budgets, 0, {"wards": 2.5})) == ["privacy"]
+    for spent in (2.5, math.inf):
+        assert rules(run, mirror=Policy().mirror(budgets, 0, {"wards": spent})) == ["privacy"]
 
 
 def test_blocks_that_would_have_to_leave_are_named() -> None:
