@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from shared.blocks import EVERYTHING, Block, Frozen, Selector
 from shared.hours import Span
+from shared.memory import available_bytes
 from shared.privacy import Budget
 from shared.wire import LARGEST_NUMBER, Label, Mirror, Task, TaskKind
 
@@ -109,7 +110,10 @@ class Policy(Frozen):
     max_tries: PositiveInt = Field(default=10, description="updates of one round that one worker hands in")
     max_task_seconds: PositiveFloat = Field(default=7 * 86400.0, description="however often its lease is renewed")
     min_measured: PositiveInt = Field(default=1, description="fewest examples that a version is measured on")
-    max_model_bytes: PositiveInt = 64 * GIB
+    max_model_bytes: PositiveInt = Field(
+        default_factory=lambda: available_bytes() // 2,
+        description="the largest model that is built; half of the memory that the worker may have if left out",
+    )
     max_upload_bytes: PositiveInt = 16 * GIB
     max_lease_seconds: PositiveFloat = 3600.0
     max_run_upload_bytes: PositiveInt | None = Field(
