@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from coordinator.answers import Answers
 from coordinator.attendance import Attendance
 from coordinator.bells import Bells, FolderBells, NoticeBells
 from coordinator.conductor import Conductor
@@ -45,6 +46,7 @@ class Services:
     room: Room
     memory: Memory
     admission: Admission
+    answers: Answers
     blobs: Blobs
     states: States
     inspector: Inspector
@@ -116,6 +118,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
             settings.failures_per_minute,
             settings.enrolments_per_minute,
         ),
+        answers=Answers(settings.answer_bytes_per_token),
         blobs=blobs,
         states=states,
         inspector=inspector,

@@ -110,6 +110,12 @@ class Settings(BaseSettings):
     failures_per_minute: PositiveInt = Field(
         default=60, description="how often one address may ask without a valid token, of one process"
     )
+    answer_bytes_per_token: PositiveInt = Field(
+        default=1 << 30,
+        ge=2 << 20,
+        description="the memory that answers with blobs may take for one token at a time, 2 MiB for each or its "
+        "length if that is less, of one process",
+    )
     session_seconds: PositiveFloat = Field(
         default=28_800.0, le=7 * 86_400, description="how long somebody stays signed in to the page"
     )

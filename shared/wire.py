@@ -7,6 +7,7 @@ Messages between coordinator and worker ignore them, so that versions one apart 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -170,10 +171,17 @@ class VersionRef(Message):
 
 
 class Wanted(Message):
-    """Blobs to be read one behind the other, from byte `start` of them all on."""
+    """Blobs to be read one behind the other, each once, from byte `start` of them all on."""
 
     digests: tuple[Digest, ...] = Field(min_length=1, max_length=MOST_WANTED)
     start: NonNegativeInt = Field(default=0, lt=1 << 53)
+
+    @field_validator("digests")
+    @classmethod
+    def _each_once(cls, digests: tuple[Digest, ...]) -> tuple[Digest, ...]:
+        if twice := [digest for digest, times in Counter(digests).items() if times > 1]:
+            raise ValueError(f"{twice[0]} is named more than once")
+        return digests
 
 
 class Difference(Message):
