@@ -44,6 +44,7 @@ class Services:
     settings: Settings
     database: Database
     room: Room
+    quota: Quota
     memory: Memory
     admission: Admission
     answers: Answers
@@ -111,12 +112,14 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         settings=settings,
         database=database,
         room=room,
+        quota=Quota(settings.site_bytes_per_day, settings.site_unfinished_uploads),
         memory=Memory(settings.memory_limit_bytes),
         admission=Admission(
             settings.requests_per_second,
             settings.request_burst,
             settings.failures_per_minute,
             settings.enrolments_per_minute,
+            settings.declarations_per_hour,
         ),
         answers=Answers(settings.answer_bytes_per_token),
         blobs=blobs,

@@ -23,7 +23,7 @@ from coordinator.api.reading import BoundedRoute
 from coordinator.metrics import RECEIVED_BYTES, SENT_BYTES
 from coordinator.storage.identity import Principal
 from coordinator.storage.reach import within_reach
-from coordinator.storage.uploads import Quota, Upload, Uploads
+from coordinator.storage.uploads import Upload, Uploads
 from shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
 from shared.wire import Wanted
 
@@ -46,7 +46,7 @@ def uploads(serving: Serving) -> Uploads:
         serving.database,
         serving.blobs,
         serving.room,
-        Quota(settings.site_bytes_per_day, settings.site_unfinished_uploads),
+        serving.quota,
         settings.idle_seconds,
         RECEIVED_BYTES.inc,
     )

@@ -97,7 +97,11 @@ def test_answers_with_small_blobs_that_nobody_takes_are_not_held_in_memory(
     database.close()
     token = (live.folder / "admin.token").read_text().strip()
     body = json.dumps({"digests": digests}).encode()
-    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json", "Content-Length": str(len(body))}
+    headers = {
+        "Authorization": f"Bearer {token}",
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+    }
     # Hashed, once.
     assert httpx.post(f"{live.url}/v1/blobs/read", headers=headers, content=body, timeout=60).is_success
     before = peak_bytes(live.process.pid)
