@@ -41,7 +41,8 @@ class Member:
         return mirror_of(self.declared)
 
     def participant(self, dataset: str) -> Participant:
-        return Participant(self.name, self.declared["datasets"].get(dataset, 0), self.declared.get("resources", {}))
+        examples = self.declared["datasets"].get(dataset, 0)
+        return Participant(self.name, examples, self.declared.get("resources", {}), self.site)
 
 
 def ids(workers: Sequence[Member]) -> set[str]:
