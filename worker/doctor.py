@@ -140,6 +140,9 @@ def _dataset(settings: Settings, name: str, source: DataSource) -> Iterator[Find
         return
     seconds = time.monotonic() - began_at
     yield ok(f"data {name}", f"{_told(loaded)}, loaded in {seconds:.1f} s")
+    if "train" not in settings.kinds and source.use == "train" and loaded.held_out is None:
+        remedy = f"Set datasets.{name}.use = 'evaluate' if nothing trains on it."
+        yield warn(f"data {name}", "no version is measured on it, and this worker does nothing else", remedy)
 
 
 def _policy(settings: Settings) -> Iterator[Finding]:
