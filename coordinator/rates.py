@@ -15,6 +15,10 @@ MOST_KEYS = 16_384
 """Callers that are remembered, the latest of them; one who is forgotten begins with a whole burst."""
 
 
+STRANGERS = 10
+"""Times `failures_per_minute` a browser may be sent to sign in: behind one address there may be many people."""
+
+
 class Rate:
     """A bucket for each key that holds `burst` requests and is filled with `per_second`.
 
@@ -58,6 +62,7 @@ class Admission:
         self._tokens = Rate(per_second, burst)
         self._declarations = Rate(declarations_per_hour / 3600, declarations_per_hour)
         self._failures = Rate(failures_per_minute / 60, failures_per_minute)
+        self._strangers = Rate(STRANGERS * failures_per_minute / 60, STRANGERS * failures_per_minute)
         self._enrolments = Rate(enrolments_per_minute / 60, enrolments_per_minute)
 
     def asked(self, token_id: str) -> None:
@@ -81,6 +86,15 @@ class Admission:
             raise TooManyRequests(
                 "too many requests without a valid token came from your address (setting failures_per_minute)",
                 remedy="Use a valid token; wait as long as Retry-After says before trying another.",
+                retry_after_seconds=wait,
+            )
+
+    def strayed(self, address: str) -> None:
+        """Counts a refusal at the page of whoever is not signed in. Raises TooManyRequests."""
+        if wait := self._strangers.take(address):
+            raise TooManyRequests(
+                "too many requests without a session came from your address (setting failures_per_minute)",
+                remedy="Sign in; wait as long as Retry-After says before.",
                 retry_after_seconds=wait,
             )
 
