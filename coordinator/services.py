@@ -123,7 +123,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         settings=settings,
         database=database,
         room=room,
-        quota=Quota(settings.site_bytes_per_day, settings.site_unfinished_uploads),
+        quota=Quota(_bytes_per_day(settings, blobs), settings.site_unfinished_uploads),
         memory=Memory(settings.memory_limit_bytes),
         admission=Admission(
             settings.requests_per_second,
@@ -183,6 +183,14 @@ def _folders(database: Database, blobs: Blobs) -> list[Path]:
     url = database.url
     embedded = [Path(url.database).parent] if url.get_backend_name() == "sqlite" and url.database else []
     return [blobs.staging_dir, *embedded]
+
+
+def _bytes_per_day(settings: Settings, blobs: Blobs) -> int | None:
+    """What a site may announce within a day: if no setting says so, half of what the disk of the blobs holds."""
+    if settings.site_bytes_per_day is not None or "://" in settings.blob_url:
+        return settings.site_bytes_per_day
+    disk = os.statvfs(blobs.staging_dir)
+    return disk.f_blocks * disk.f_frsize // 2
 
 
 def _people(settings: Settings) -> People | None:

@@ -53,12 +53,9 @@ class Quota:
     bytes_per_day: int | None
     unfinished: int
 
-    def spend(self, session: Session, now: float, site_id: str, row: UploadRow, more_bytes: int) -> None:
-        """Enters what a new upload, or the new length of one, adds. Raises QuotaExceeded."""
-        # Two announcements of one site at once would each not see the other.
-        session.get_one(SiteRow, site_id, with_for_update=True)
-        others = (UploadRow.owner == row.owner) & (UploadRow.id != row.id)
-        unfinished = session.scalar(select(func.count()).where(others, ~UploadRow.complete)) or 0
+    def spend(self, session: Session, now: float, site_id: str, unfinished: int, more_bytes: int) -> None:
+        """Enters what a new upload, or the new length of one, adds to those that are unfinished. Raises
+        QuotaExceeded."""
         if unfinished >= self.unfinished:
             raise QuotaExceeded(
                 f"{unfinished} uploads of this site are unfinished (setting site_unfinished_uploads)",
@@ -135,9 +132,17 @@ class Uploads:
             return _record(row)
 
     def _permit(self, session: Session, site_id: str | None, row: UploadRow, more_bytes: int) -> None:
-        self.room.require(row.length)
         if site_id is not None:
-            self.quota.spend(session, self.database.now(), site_id, row, more_bytes)
+            # Two announcements of one site at once would each not see the other.
+            session.get_one(SiteRow, site_id, with_for_update=True)
+        others = (UploadRow.owner == row.owner) & (UploadRow.id != row.id) & ~UploadRow.complete
+        counted = select(func.count(), func.coalesce(func.sum(UploadRow.length), 0)).where(others)
+        unfinished, announced = session.execute(counted).one()
+        # What this owner has announced and not sent yet needs room too. That of others takes none from it: they may
+        # never send it.
+        self.room.require(int(announced) + row.length)
+        if site_id is not None:
+            self.quota.spend(session, self.database.now(), site_id, unfinished, more_bytes)
 
     def find(self, upload_id: str, owner: str) -> Upload:
         """Raises NotFound if there is no such upload of this owner."""
