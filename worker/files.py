@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
@@ -37,6 +37,17 @@ def write_secret(path: Path, secret: str) -> None:
         replace(temporary, path)
 
 
+def create_secret(path: Path, secret: str) -> None:
+    """Create a file that only its owner may read, unless there is one: of two that create it at once, one does."""
+    with temporary_file(path.parent, 0o600) as (temporary, file):
+        file.write(f"{secret}\n".encode("ascii"))
+        file.flush()
+        os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            path.hardlink_to(temporary)
+    _sync(path.parent)
+
+
 @contextmanager
 def temporary_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
     """A new file to write and read, under a name of its own, which is removed if it still has it at the end."""
@@ -57,13 +68,17 @@ def temporary_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[Path, Bina
 def replace(old: Path, new: Path, *, durable: bool = True) -> None:
     """Renames a file over another in the same folder. If `durable`, that survives a power cut when it returns."""
     old.replace(new)
-    if not durable:
-        return
-    folder = os.open(new.parent, os.O_RDONLY)
+    if durable:
+        _sync(new.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Have the names in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ never_send = ["*embeddings*"]
 from __future__ import annotations
 
 import os
+import secrets
 import ssl
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -38,6 +39,7 @@ from worker.airlock import AIRLOCK_FOLDER, Airlock
 from worker.audit import AUDIT_FOLDER, Audit
 from worker.contributions import RUNS_FOLDER, Contributions
 from worker.data import DataError, Dataset, Part, load
+from worker.files import create_secret
 from worker.inbox import INBOX_FOLDER, Inbox
 from worker.layouts import MappingError, MappingFile, read_mapping
 from worker.ledger import LEDGER_FOLDER, Ledger
@@ -46,6 +48,9 @@ from worker.policy import GIB, Allowance, Policy
 # Not TESSERA_ alone: TESSERA_TOKEN is the command line's, and may well be an administrator's.
 ENVIRONMENT_PREFIX = "TESSERA_WORKER_"
 
+
+SHORTEST_KEY = 32
+"""Characters of the key that protects audit and ledgers: 128 bits if they are hexadecimal digits."""
 
 S = TypeVar("S", bound="DataSettings")
 
@@ -140,6 +145,12 @@ class Settings(DataSettings):
     )
     audit_dir: Path | None = Field(
         default=None, description="where it is written down what was done and what left; in state_dir if unset"
+    )
+    audit_key: SecretStr | None = Field(
+        default=None, description="the key that protects audit and ledgers; stronger than audit_key_file"
+    )
+    audit_key_file: Path | None = Field(
+        default=None, description="where that key is, made if it is not there; beside state_dir if unset"
     )
     metrics_file: Path | None = Field(
         default=None, description="where figures for Prometheus are written, as node_exporter reads them; *.prom"
@@ -278,8 +289,8 @@ def allowances_of(settings: Settings) -> dict[str, Allowance]:
 
 
 def ledger_of(settings: Settings) -> Ledger:
-    """Where this worker writes down what runs spend of its data sets' privacy."""
-    return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER)
+    """Where this worker writes down what runs spend of its data sets' privacy. Raises SettingsError."""
+    return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER, audit_key_of(settings))
 
 
 def contributions_of(settings: Settings) -> Contributions:
@@ -298,8 +309,34 @@ def airlock_of(settings: Settings) -> Airlock:
 
 
 def audit_of(settings: Settings) -> Audit:
-    """Where this worker writes down what it does."""
-    return Audit(settings.audit_dir or settings.state_dir / AUDIT_FOLDER, settings.name)
+    """Where this worker writes down what it does. Raises SettingsError."""
+    return Audit(settings.audit_dir or settings.state_dir / AUDIT_FOLDER, settings.name, audit_key_of(settings))
+
+
+def audit_key_of(settings: Settings) -> bytes:
+    """Return the key that protects audit and ledgers. Its file is made if it is not there. Raises SettingsError."""
+    path = settings.audit_key_file or settings.state_dir.with_name(f"{settings.state_dir.name}.key")
+    where = f"audit_key_file: {path}"
+    if settings.audit_key is not None:
+        where, key = "audit_key: what is given", settings.audit_key.get_secret_value().strip()
+    else:
+        kept = (settings.state_dir, settings.ledger_dir, settings.audit_dir)
+        if any(folder and path.resolve().is_relative_to(folder.resolve()) for folder in kept):
+            raise SettingsError(
+                f"{where} lies in a folder that it protects; put it outside of state_dir, ledger_dir and audit_dir"
+            )
+        try:
+            if not path.exists():
+                create_secret(path, secrets.token_hex(32))
+            key = path.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as fault:
+            raise SettingsError(
+                f"{where} can be neither read nor made ({fault}). Name a file elsewhere that lasts, or set "
+                f"{ENVIRONMENT_PREFIX}AUDIT_KEY to 64 random hexadecimal digits"
+            ) from fault
+    if len(key) < SHORTEST_KEY:
+        raise SettingsError(f"{where} has fewer than {SHORTEST_KEY} characters; `openssl rand -hex 32` makes a key")
+    return key.encode()
 
 
 def mappings_of(files: Iterable[Path]) -> dict[str, MappingFile]:
