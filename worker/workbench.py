@@ -217,6 +217,9 @@ class Workbench:
                 ledger.check(name)
         except ChainError as fault:
             raise SettingsError(str(fault)) from fault
+        except OSError as fault:
+            # Nothing can be written down there either, and so nothing is done.
+            structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
         return cls(
             coordinator=client,
             datasets=datasets_of(settings),
@@ -555,9 +558,6 @@ class Workbench:
         report.examples = dataset.examples
         # Choosing what trains may look at the data too, for which nobody counts steps.
         report.begin("training")
-        if private is None:
-            # A heartbeat may tell the loss of the first batches.
-            self.note_exact(task, dataset.examples, "training")
         batches = Batches(dataset, task.training.batch_size, self.device)
         if private:
             work.choosing = private.choose
@@ -566,6 +566,9 @@ class Workbench:
             private.check_choice()
         phases = half.phases(work, selected)
         self.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
+        if private is None:
+            # Not when the update leaves: a heartbeat may tell the loss of the first batches.
+            self.note_exact(task, dataset.examples, "training")
         trainer = Trainer(half, work, task.training, self.device, check, private, report, self.policy.min_measured)
         tally = trainer.train(phases, dataset, task.seed)
         harvest = half.harvest(work, selected, tally)
