@@ -242,7 +242,10 @@ def measured(bench: Bench) -> tuple[Speed, Speed, float]:
         name="bench", method=Chosen(name="fedavg"), model=bench.model, version=bench.version, dataset="none", rounds=2
     )
     base = VersionRef(number=0, digest=bench.version)
-    accepted = [Accepted(f"site/{index:02}", digest, 100, {}, Plan()) for index, digest in enumerate(bench.updates)]
+    accepted = [
+        Accepted(f"{index:02}", f"{index:02}/w", digest, 100, {}, Plan())
+        for index, digest in enumerate(bench.updates)
+    ]
     held, _ = memory_mib(reset=True)
 
     def summed() -> None:

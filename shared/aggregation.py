@@ -25,6 +25,8 @@ from shared.wire import Manifest, RunSpec, VersionRef
 class Accepted:
     """An accepted update: by whom, made under which plan, and where its bytes are."""
 
+    site: str
+    """The admitted site whose token the worker showed."""
     worker: str
     digest: str
     examples: int
@@ -66,6 +68,7 @@ class Aggregation:
                 examples=min(entry.examples, spec.max_examples or entry.examples),
                 blocks=self.inspector.open(entry.digest, model, manifest, entry.plan),
                 numbers=entry.numbers,
+                site=entry.site,
             )
             for entry in sorted(accepted, key=lambda entry: entry.worker)
             if entry.worker not in aside

@@ -140,7 +140,7 @@ def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -
 def accepted_updates(session: Session, round_id: str) -> list[Accepted]:
     # An accepted task has a digest and a count: they are written together with that state.
     return [
-        Accepted(f"{s}/{n}", t.update_digest or "", t.examples or 0, t.numbers, Plan.model_validate(t.plan))
+        Accepted(s, f"{s}/{n}", t.update_digest or "", t.examples or 0, t.numbers, Plan.model_validate(t.plan))
         for t, n, s in _accepted(session, round_id)
     ]
 

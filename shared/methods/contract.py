@@ -76,6 +76,12 @@ class Participant:
     examples: int
     resources: Mapping[str, float] = field(default_factory=dict)
     """What its site declares that it may spend: `memory_bytes`, `upload_bytes_per_second`."""
+    site: str = ""
+    """The admitted site whose token it shows. A worker chooses its name and never its site, so whatever counts
+    participants counts sites. One made without a site is a site of its own, under its own name."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "site", self.site or self.name)
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,11 @@ class Update:
     examples: int
     blocks: Mapping[str, Tensor]
     numbers: Mapping[str, float] = field(default_factory=dict)
+    site: str = ""
+    """The admitted site whose token the worker showed; as `Participant.site`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "site", self.site or self.worker)
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ class Reported(Message):
     update: str
     plan: Plan
 
-    def accepted(self) -> Accepted:
+    def accepted(self, site: str) -> Accepted:
         view = self.view
-        return Accepted(view.worker, self.update, view.examples or 0, view.numbers, self.plan)
+        return Accepted(site, view.worker, self.update, view.examples or 0, view.numbers, self.plan)
 
 
 class Measured(Message):

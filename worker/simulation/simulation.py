@@ -21,7 +21,7 @@ from worker.simulation.conditions import Conditions
 from worker.simulation.local import RUN, LocalCoordinator, Order
 from worker.simulation.records import Committed, Records
 from worker.simulation.result import Result
-from worker.simulation.sites import Population, site_of, worker_of
+from worker.simulation.sites import Population, worker_of
 from worker.simulation.store import Folder
 from worker.simulation.workers import EVALUATOR, Workers
 
@@ -89,7 +89,7 @@ class Simulation:
     def _merge(self, attempts: Sequence[Round]) -> Round:
         """Commits what the last attempt came to, and returns it with the scores of its updates."""
         reports = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
-        accepted = [reported.accepted() for reported in reports]
+        accepted = [reported.accepted(self.population.site_of(reported.view.worker)) for reported in reports]
         manifest, new = self.aggregation.merge(self.spec, _ref(self.latest), accepted)
         state = self.states.load(self.model, manifest, self.latest.number + 1)
         found = [norm_scores(self.spec, accepted), self.aggregation.scores(self.spec, _ref(self.latest), accepted)]
@@ -162,7 +162,7 @@ class Simulation:
         return (allowed is None or site in allowed) and self.conditions.is_there(site, number)
 
     def _order(self, number: int, attempt: int, worker: str, plan: Plan) -> Order:
-        task = f"{number}-{attempt}-{self.population.place(site_of(worker))}"
+        task = f"{number}-{attempt}-{self.population.place(self.population.site_of(worker))}"
         return Order(task, worker, "train", number, plan, _ref(self.latest))
 
     def _answers(self, orders: Sequence[Order], attempt: int) -> list[TaskView]:

@@ -48,6 +48,7 @@ class Population:
             raise Invalid("a federation needs a site", remedy="Give one at least.")
         self._sites = {name: site if isinstance(site, Site) else Site(site) for name, site in sorted(sites.items())}
         self._places = {name: place for place, name in enumerate(self._sites)}
+        self._of_workers = {worker_of(name): name for name in self._sites}
         self.dataset = lru_cache(maxsize=loaded)(self._load)
         self.holdings = {name: self._holding(name) for name in self._sites}
 
@@ -55,8 +56,11 @@ class Population:
         """Which of the sites this is, in the order of their names."""
         return self._places[site]
 
+    def site_of(self, worker: str) -> str:
+        return self._of_workers[worker]
+
     def participant(self, site: str) -> Participant:
-        return Participant(worker_of(site), self.holdings[site].examples, self._sites[site].resources)
+        return Participant(worker_of(site), self.holdings[site].examples, self._sites[site].resources, site)
 
     def _load(self, site: str) -> Dataset:
         return self._sites[site].load()
@@ -68,10 +72,6 @@ class Population:
 
 def worker_of(site: str) -> str:
     return f"{site}/{WORKER}"
-
-
-def site_of(worker: str) -> str:
-    return worker.partition("/")[0]
 
 
 class Lent:

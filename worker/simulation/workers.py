@@ -17,7 +17,7 @@ from worker.layouts import MappingFile
 from worker.policy import Policy
 from worker.report import Report
 from worker.simulation.local import LocalCoordinator, Order
-from worker.simulation.sites import Lent, Population, site_of
+from worker.simulation.sites import Lent, Population
 from worker.simulation.store import Folder
 from worker.vault import Vault
 from worker.workbench import Models, TaskFailure, Workbench
@@ -53,7 +53,7 @@ class Workers:
         if before := self.coordinator.answered(order):
             return before
         try:
-            self._do(order, self.population.dataset(site_of(order.worker)), manifest)
+            self._do(order, self.population.dataset(self.population.site_of(order.worker)), manifest)
         except InvalidUpdate as problem:
             return self.coordinator.view(order, "rejected", problem)
         except OF_THE_RUN as fault:
@@ -64,7 +64,7 @@ class Workers:
         """What was measured; None if the version cannot be measured there."""
         try:
             if order.held_out:
-                self._do(order, self.population.dataset(site_of(order.worker)), manifest)
+                self._do(order, self.population.dataset(self.population.site_of(order.worker)), manifest)
             elif self.test:
                 self._do(order, self.test, manifest)
         except OF_THE_RUN:
@@ -73,8 +73,8 @@ class Workers:
 
     def _do(self, order: Order, dataset: Dataset, manifest: Manifest) -> None:
         central = order.kind == "evaluate" and not order.held_out
-        site = site_of(order.worker)
-        home = self.folder / "evaluator" if central else self._home(site)
+        site = None if central else self.population.site_of(order.worker)
+        home = self._home(site) if site else self.folder / "evaluator"
         lent = Lent(self.blobs, home / "held.json")
         task = self.coordinator.give(order)
         bench = Workbench(
@@ -87,7 +87,7 @@ class Workers:
             policy=self.policy,
             mappings=self.mappings,
             models=self.models,
-            resources={} if central else self.population.participant(site).resources,
+            resources=self.population.participant(site).resources if site else {},
         )
         bench.do(task, lambda: None, Report())
         lent.keep(manifest.digests)
