@@ -7,8 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import BinaryIO
 from uuid import uuid4
+
+KEY_BYTES = 32
 
 TEMPORARY = ".tmp"
 """How the names of files end that are not whole yet."""
@@ -37,15 +40,23 @@ def write_secret(path: Path, secret: str) -> None:
         replace(temporary, path)
 
 
-def create_secret(path: Path, secret: str) -> None:
-    """Create a file that only its owner may read, unless there is one: of two that create it at once, one does."""
-    with temporary_file(path.parent, 0o600) as (temporary, file):
-        file.write(f"{secret}\n".encode("ascii"))
-        file.flush()
-        os.fsync(file.fileno())
-        with suppress(FileExistsError):
-            path.hardlink_to(temporary)
-    _sync(path.parent)
+def secret_key(path: Path) -> bytes:
+    """Return the secret in a file that only its owner may read, made at random if there is none.
+
+    Whoever makes it at the same time gets the same. Raises ValueError for a file that holds none, and OSError.
+    """
+    if not path.exists():
+        with temporary_file(path.parent, 0o600) as (temporary, file):
+            file.write(f"{token_hex(KEY_BYTES)}\n".encode("ascii"))
+            file.flush()
+            os.fsync(file.fileno())
+            with suppress(FileExistsError):
+                os.link(temporary, path)
+        _sync(path.parent)
+    key = bytes.fromhex(path.read_text(encoding="ascii"))
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"it has {len(key)} bytes in place of {KEY_BYTES}")
+    return key
 
 
 @contextmanager
@@ -72,9 +83,9 @@ def replace(old: Path, new: Path, *, durable: bool = True) -> None:
         _sync(new.parent)
 
 
-def _sync(folder: Path) -> None:
+def _sync(path: Path) -> None:
     """Have the names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

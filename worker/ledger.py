@@ -47,9 +47,9 @@ class NoisyChoice(Frozen):
     rho: float = Field(gt=0)
 
 
-Use = Literal["training", "choice", "evaluation", "held-out", "lost"]
-"""What is exact: training on the examples; a choice of blocks by them; figures of a version on them, or on those that
-are held out; or all that stood in a ledger which was lost."""
+Use = Literal["training", "choice", "evaluation", "lost"]
+"""What is exact: training on the examples; a choice of blocks by them; figures of a version on those that nothing trains
+on; or all that stood in a ledger which was lost."""
 
 
 class Exact(Frozen):

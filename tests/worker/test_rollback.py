@@ -242,9 +242,9 @@ def test_a_key_is_made_once_outside_of_what_it_protects_for_its_owner_alone(tmp_
     key = audit_key_of(settings(tmp_path))
     (made,) = tmp_path.iterdir()
     assert (made.name, made.stat().st_mode & 0o777) == ("state.key", 0o600)
-    assert len(key) == 64
+    assert len(key) == 32
     assert audit_key_of(settings(tmp_path)) == key
-    assert audit_key_of(settings(tmp_path, audit_key="x" * 32)) == b"x" * 32
+    assert audit_key_of(settings(tmp_path, audit_key="ab" * 32)) == b"\xab" * 32
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_key_is_made_once_outside_of_what_it_protects_for_its_owner_alone(tmp_
     [
         ({"audit_key_file": "{}/state/key"}, "lies in a folder that it protects"),
         ({"audit_key_file": "{}/audit/key", "audit_dir": "{}/audit"}, "lies in a folder that it protects"),
-        ({"audit_key": "short"}, "fewer than 32 characters"),
+        ({"audit_key": "short"}, "is not 64 hexadecimal digits"),
         ({"audit_key_file": "{}/file/key"}, "can be neither read nor made"),
     ],
 )

@@ -237,15 +237,15 @@ def test_an_uncovered_choice_is_written_down_when_the_data_are_looked_at(tmp_pat
     assert spent(tmp_path) == [Exact(use="choice")]
 
 
-def test_figures_of_what_is_held_out_are_covered_by_a_budget_s_own_leave_and_no_others_are(tmp_path: Path) -> None:
+def test_figures_are_covered_by_a_budget_s_own_leave_and_training_is_not(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     with ledger.page("wards") as page:
-        page.exact(task_of(), 10, "held-out")
+        page.exact(task_of(), 10, "evaluation")
     entries = ledger.read("wards")
     Allowance(epsilon=1.0, delta=1e-5, evaluations=True).check_exact("wards", entries)
-    with pytest.raises(PolicyViolation, match="held-out without noise"):
+    with pytest.raises(PolicyViolation, match="evaluation without noise"):
         Allowance(epsilon=1.0, delta=1e-5).check_exact("wards", entries)
     with ledger.page("wards") as page:
-        page.exact(task_of(), 40, "evaluation")
-    with pytest.raises(PolicyViolation, match="evaluation without noise"):
+        page.exact(task_of(), 40, "training")
+    with pytest.raises(PolicyViolation, match="training without noise"):
         Allowance(epsilon=1.0, delta=1e-5, evaluations=True).check_exact("wards", ledger.read("wards"))
