@@ -48,8 +48,8 @@ class NoisyChoice(Frozen):
 
 
 Use = Literal["training", "choice", "evaluation", "lost"]
-"""What is exact: training on the examples; a choice of blocks by them; figures of a version on those that nothing trains
-on; or all that stood in a ledger which was lost."""
+"""What is exact: training on the examples; a choice of blocks by them; figures of a version on those that nothing
+trains on; or all that stood in a ledger which was lost."""
 
 
 class Exact(Frozen):
