@@ -75,6 +75,7 @@ def migrate() -> None:
 @app.command()
 def token(
     name: Annotated[str, typer.Option(help="What the token is called in the audit.")] = "recovered-admin",
+    as_json: AsJson = False,
 ) -> None:
     """Issue another token for an administrator, on the coordinator's own machine, and print it this once.
 
@@ -85,7 +86,11 @@ def token(
         spec = TokenSpec(name=name, role="admin")
         with database.transaction() as session:
             _, secret = issue_token(session, database.now(), "coordinator", spec)
-            print(f"admin token (shown only this once): {secret}", file=sys.stderr, flush=True)
+            # Handed over before it is entered, as the first one.
+            if as_json:
+                print_json({"name": name, "secret": secret})
+            else:
+                print(f"admin token (shown only this once): {secret}", file=sys.stderr, flush=True)
     except ValidationError as refusal:
         typer.echo(f"--name: {said_of(refusal.errors()[0])}", err=True)
         raise typer.Exit(2) from None

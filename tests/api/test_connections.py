@@ -113,7 +113,7 @@ def test_a_body_that_takes_too_long_in_all_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_connections_beyond_the_limit_are_told_to_come_later(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, max_connections=2) as live:
+    with LiveCoordinator(tmp_path, max_connections=2, max_connections_per_address=2) as live:
         with connected(live) as first, connected(live) as second, connected(live) as third:
             for raw in (first, second, third):
                 raw.sendall(VERSION)
