@@ -62,7 +62,7 @@ from worker.settings import (
     ledger_of,
     mappings_of,
 )
-from worker.trainer import Batches, Check, Trainer, epochs_of, seed_everything, steps_in
+from worker.trainer import Batches, Check, Trainer, epochs_of, gradient_scaler, seed_everything, steps_in
 from worker.vault import Vault
 from worker.work import LocalWork
 
@@ -185,6 +185,8 @@ class Workbench:
     models: Models = field(default_factory=Models)
     held: dict[str, Held] = field(default_factory=dict)
     """By run, the version of the last task."""
+    scalers: dict[str, torch.amp.GradScaler] = field(default_factory=dict)
+    """By run, the scale of float16's loss, which is found by trying and kept for the next round."""
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
     """The privacy budgets of the data sets that have one."""
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -545,7 +547,9 @@ class Workbench:
             private.check_choice()
         phases = half.phases(work, selected)
         self.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
-        trainer = Trainer(half, work, task.training, self.device, check, private, report, self.policy.min_measured)
+        least = self.policy.min_measured
+        scaler = self._scaler(task)
+        trainer = Trainer(half, work, task.training, self.device, check, private, report, least, scaler)
         tally = trainer.train(phases, dataset, task.seed)
         harvest = half.harvest(work, selected, tally)
         measured = {"loss": tally.loss} if math.isfinite(tally.loss) else {}
@@ -553,6 +557,9 @@ class Workbench:
         if private:
             report.numbers = {**private.disclosed(report.numbers), EPSILON: private.spent()}
         return harvest, tally
+
+    def _scaler(self, task: Task) -> torch.amp.GradScaler:
+        return self.scalers.setdefault(task.run, gradient_scaler(task.training, self.device))
 
     # ------------------------------------------------------------ evaluate
 
@@ -587,7 +594,8 @@ class Workbench:
             # It would train on the examples themselves, and its figures would tell of them.
             return False
         if phases:
-            Trainer(half, work, task.training, self.device, check).train(phases, dataset, task.seed)
+            trainer = Trainer(half, work, task.training, self.device, check, scaler=self._scaler(task))
+            trainer.train(phases, dataset, task.seed)
             return True
         # A vault may also hold what only steers training; and what is added to the model of a site that has never
         # trained is no model of its own.

@@ -194,3 +194,23 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
     found = measured(client, run)
     assert {number: set(one.numbers) for number, one in found.items()} == {0: GLOBAL, 1: GLOBAL | PERSONAL}
     assert found[1].numbers["personal_loss"] != found[1].numbers["loss"]
+
+
+def test_a_worker_trains_each_round_of_a_run_at_the_scale_that_the_last_one_found(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    pixels = torch.randn(16, 1, 8, 8, generator=generator)
+    data = Dataset({"pixel_values": pixels, "labels": torch.randint(0, 10, (16,), generator=generator)})
+    worker = ScriptedWorker(coordinator.client("site", "a"), datasets={"digits": 16})
+    cache = Cache(tmp_path / "cache", 1 << 24)
+    bench = Workbench(worker.client, {"digits": data}, CPU, Vault(tmp_path / "vault"), cache, tmp_path)
+    worker.enrol()
+    run = begin(coordinator.client(), "fedavg", None)
+    # As a GPU has one for float16, at a scale that overflows even float32.
+    bench.scalers[run.id] = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    scales = []
+    for _ in range(ROUNDS):
+        bench.do(worker.take(), lambda: None, Report())
+        scales.append(bench.scalers[run.id].get_scale())
+    assert scales[0] == scales[1] < 2.0**127
