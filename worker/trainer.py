@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shared.methods.contract import Phase, Tally, WorkerHalf
 from shared.training import Training
+from worker.blockmap import named_tensors
 from worker.data import Dataset
 from worker.freezing import Freeze
 from worker.report import Report
@@ -141,7 +142,13 @@ class _Epoch:
         trained = [*phase.train.resolve(work.blocks), *added]
         # What moves a buffer, such as a normalisation's statistics, is the data themselves.
         self.freeze = Freeze(work.model, trained, keep_buffers=trainer.private is not None)
-        self._optimizer = _optimizer(self.freeze.parameters, trainer.training)
+        tensors = named_tensors(work.model)
+        own = {id(tensors[block.tensor]) for block in added} if phase.private_learning_rate is not None else set()
+        groups: list[dict[str, Any]] = [{"params": [each for each in self.freeze.parameters if id(each) not in own]}]
+        if own:
+            mine = [each for each in self.freeze.parameters if id(each) in own]
+            groups.append({"params": mine, "lr": phase.private_learning_rate})
+        self._optimizer = _optimizer(groups, trainer.training)
 
     def run(self, batches: Batches) -> float:
         """Goes through the data once. Returns the mean loss over its examples."""
@@ -203,7 +210,7 @@ class _Epoch:
         self.steps += made
 
 
-def _optimizer(parameters: Sequence[Tensor], training: Training) -> torch.optim.Optimizer:
+def _optimizer(parameters: Sequence[dict[str, Any]], training: Training) -> torch.optim.Optimizer:
     if training.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=training.learning_rate, weight_decay=training.weight_decay)
     return torch.optim.SGD(

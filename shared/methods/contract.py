@@ -295,6 +295,8 @@ class Phase:
     """As many as the run says if None."""
     private: bool = True
     """Whether what `add_private` added trains too."""
+    private_learning_rate: float | None = None
+    """The learning rate of what `add_private` added; the run's if None."""
     name: str = "train"
 
 
