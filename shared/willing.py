@@ -38,6 +38,8 @@ class Invitation:
 def mirror_of(declared: Mapping[str, Any]) -> Mirror | None:
     """What a worker said of its policy; None for one of a version that says nothing."""
     told = declared.get("mirror")
+    if isinstance(told, Mirror):
+        return told
     # Each look at a run asks for every live worker's: to parse it takes longer than to write it down.
     return None if told is None else _mirror(json.dumps(told))
 

@@ -275,7 +275,7 @@ class Agent:
         offset_minutes = round(offset.total_seconds() / 60)
         mirror = self._policy.mirror(self._bench.allowances, offset_minutes, self._bench.spent())
         withheld = self._bench.inbox.withheld() if self._bench.inbox else {}
-        return self._claim.model_copy(update={"mirror": mirror, "withheld": withheld})
+        return self._claim.model_copy(update={"mirror": mirror, "withheld": withheld}).shortened()
 
     def _do(self, task: Task) -> None:
         trace = trace_of(task.run, task.round)

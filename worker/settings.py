@@ -325,6 +325,6 @@ def device_of(name: DeviceName) -> torch.device:
 
 
 def describe(device: torch.device) -> str:
-    """The device as people read it, at most 64 characters."""
+    """The device as people read it, at most 64 printable characters of ASCII."""
     name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-    return name[:64]
+    return "".join(letter for letter in name if " " <= letter <= "~")[:64]
