@@ -54,7 +54,7 @@ class AttentionFusion(nn.Module):
         """X, [asking, width]."""
         # [heads, tokens, width of a head] each
         queries, keys, values = (
-            (inputs.to(weight.dtype) @ weight.T).unflatten(-1, (self.heads, -1)).transpose(0, 1)
+            (inputs.to(weight.dtype) @ weight.T).view(len(inputs), self.heads, -1).transpose(0, 1)
             for inputs, weight in ((asks, self.query), (answers, self.key), (answers, self.value))
         )
         weights = (queries @ keys.transpose(1, 2) / math.sqrt(queries.shape[-1])).softmax(dim=-1)

@@ -82,7 +82,8 @@ class LocalWork:
     def features(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Tensor:
         # Module by module: some may be in evaluation mode already, such as normalisations of a private task.
         modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
+        for module, _ in modes:
+            module.training = False
         try:
             with torch.no_grad():
                 return self._featured(batch, values)[1]

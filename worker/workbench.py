@@ -551,6 +551,7 @@ class Workbench:
         scaler = self._scaler(task)
         trainer = Trainer(half, work, task.training, self.device, check, private, report, least, scaler)
         tally = trainer.train(phases, dataset, task.seed)
+        self.scalers[task.run] = scaler
         harvest = half.harvest(work, selected, tally)
         measured = {"loss": tally.loss} if math.isfinite(tally.loss) else {}
         report.numbers = {**measured, **harvest.numbers}
@@ -559,7 +560,8 @@ class Workbench:
         return harvest, tally
 
     def _scaler(self, task: Task) -> torch.amp.GradScaler:
-        return self.scalers.setdefault(task.run, gradient_scaler(task.training, self.device))
+        """Take the run's scaler, or a new one. Training that fails puts none back: its scale is good for nothing."""
+        return self.scalers.pop(task.run, None) or gradient_scaler(task.training, self.device)
 
     # ------------------------------------------------------------ evaluate
 
@@ -594,8 +596,9 @@ class Workbench:
             # It would train on the examples themselves, and its figures would tell of them.
             return False
         if phases:
-            trainer = Trainer(half, work, task.training, self.device, check, scaler=self._scaler(task))
-            trainer.train(phases, dataset, task.seed)
+            scaler = self._scaler(task)
+            Trainer(half, work, task.training, self.device, check, scaler=scaler).train(phases, dataset, task.seed)
+            self.scalers[task.run] = scaler
             return True
         # A vault may also hold what only steers training; and what is added to the model of a site that has never
         # trained is no model of its own.
