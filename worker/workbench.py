@@ -29,14 +29,15 @@ from shared.methods import check as check_method
 from shared.methods import worker_half
 from shared.methods.contract import Harvest, RunFacts, Tally, WorkerHalf
 from shared.model import MAX_DOCUMENT_BYTES, Model
-from shared.problems import InvalidUpdate, faults_of
+from shared.problems import InvalidUpdate, Problem, faults_of
 from shared.tensors import CHUNK, Array, ArrayTensor, as_bytes, digest_of, from_bytes, to_array
 from shared.update import Change, read_update
 from shared.wire import EPSILON, Difference, Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
-from worker.airlock import Airlock
+from worker.airlock import Airlock, UpdateWithheld
 from worker.audit import Action, Audit, plan_digest
 from worker.blockmap import block_table, named_tensors
 from worker.cache import BlobTensor, BlobTooLarge, Cache, Row, Source
+from worker.chain import ChainError
 from worker.contributions import Contributions
 from worker.data import Dataset
 from worker.evaluator import evaluate
@@ -45,13 +46,15 @@ from worker.files import sweep, temporary_file
 from worker.inbox import Inbox, Request
 from worker.layouts import MappingFile
 from worker.leaving import MOST_INLINE, Leaving
-from worker.ledger import LEDGER_FOLDER, Ledger, LedgerError
+from worker.ledger import LEDGER_FOLDER, Ledger, LedgerError, Use, epsilon_of, noisy_in
 from worker.models import build, write_block
 from worker.plainly import summary
-from worker.policy import Allowance, Policy, PolicyViolation
-from worker.report import Report
+from worker.policy import Allowance, Policy, PolicyViolation, check_use
+from worker.renewal import Stopped
+from worker.report import Report, rounded
 from worker.settings import (
     Settings,
+    SettingsError,
     airlock_of,
     allowances_of,
     audit_of,
@@ -187,6 +190,10 @@ class Workbench:
     """By run, the version of the last task."""
     scalers: dict[str, torch.amp.GradScaler] = field(default_factory=dict)
     """By run, the scale of float16's loss, which is found by trying and kept for the next round."""
+    for_evaluation: frozenset[str] = frozenset()
+    """The data sets that nothing trains on."""
+    divided: frozenset[str] = frozenset()
+    """The data sets that are a part of what settings divide among sites, for trials."""
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
     """The privacy budgets of the data sets that have one."""
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -204,13 +211,26 @@ class Workbench:
 
     @classmethod
     def of(cls, client: Client, settings: Settings) -> Self:
-        """The bench of a worker with these settings. Raises SettingsError for what they name and cannot be used."""
+        """The bench of a worker with these settings. Raises SettingsError for what they name and cannot be used, an
+        audit and a ledger that cannot be relied on among it."""
         settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(settings.state_dir)
         airlock_of(settings).clear()
+        audit, ledger = audit_of(settings), ledger_of(settings)
+        try:
+            ledger.expect(audit.ledger_heads(audit.check()))
+            for name in settings.datasets:
+                ledger.check(name)
+        except ChainError as fault:
+            raise SettingsError(str(fault)) from fault
+        except OSError as fault:
+            # Nothing can be written down there either, and so nothing is done.
+            structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
         return cls(
             coordinator=client,
-            datasets=datasets_of(settings),
+            datasets=datasets_of(settings, make_key=True),
+            for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
+            divided=frozenset(name for name, source in settings.datasets.items() if source.part),
             device=device_of(settings.device),
             vault=Vault(settings.state_dir / "vault"),
             shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
@@ -219,9 +239,9 @@ class Workbench:
             kinds=settings.kinds,
             mappings=mappings_of(settings.mappings),
             resources={str(name): most for name, most in settings.resources.items()},
-            ledger=ledger_of(settings),
+            ledger=ledger,
             contributions=contributions_of(settings),
-            audit=audit_of(settings),
+            audit=audit,
         ).under(settings)
 
     def under(self, settings: Settings) -> Self:
@@ -240,8 +260,14 @@ class Workbench:
         for name, most in self.allowances.items():
             # What cannot be read or added up here refuses the tasks themselves, and says why.
             with suppress(LedgerError, OSError, ImportError):
-                found[name] = self.ledger.spent(name, most.delta) if self.ledger else 0.0
+                entries = self.ledger.latest(name) if self.ledger else ()
+                found[name] = math.inf if most.uncovered(entries) else epsilon_of(noisy_in(entries), most.delta)
         return found
+
+    def may_measure(self, dataset: str, examples: int) -> bool:
+        """Whether the site lets versions be measured on so many examples of a data set that nothing trains on."""
+        rules = (self.policy.require_privacy, self.allowances.get(dataset))
+        return examples >= self.policy.min_measured and all(rule.evaluations for rule in rules if rule)
 
     def do(self, task: Task, check: Check, report: Report) -> None:
         """Does a task to its end: when this returns, the coordinator has accepted the result.
@@ -268,6 +294,7 @@ class Workbench:
         dataset = self.datasets.get(task.dataset)
         if dataset is None:
             raise TaskFailure("unknown-dataset", f"there is no data set {task.dataset!r} here")
+        check_use(task, for_evaluation=task.dataset in self.for_evaluation)
         self.policy.check_batch(task.training.batch_size, dataset.examples)
         if self.inbox:
             self._require_approval(self.inbox, task, dataset, check, report)
@@ -275,7 +302,7 @@ class Workbench:
             allowance.check(task)
         private = self._private(task, dataset) if task.kind == "train" else None
         report.begin("fetching")
-        with self.shelf.pinning():
+        with self.shelf.pinning(), _settling(private):
             with spans.span("fetch"):
                 self._unpack(task, report)
                 ready = self._loaded(task, check, report)
@@ -287,10 +314,15 @@ class Workbench:
         ready.work.close()
         self.models.keep(ready.built)
 
-    def note(self, action: Action, task: Task | None = None, **detail: JsonValue) -> None:
-        """Writes down a deed."""
-        if self.audit:
-            self.audit.record(action, task, **detail)
+    def note(self, action: Action, task: Task | None = None, **detail: JsonValue) -> str | None:
+        """Writes down a deed. Returns the entry's digest."""
+        return self.audit.record(action, task, **detail).digest if self.audit else None
+
+    def note_exact(self, task: Task, examples: int, use: Use) -> None:
+        """Writes down that the task uses the data without noise, before it does."""
+        if self.ledger:
+            with self.ledger.page(task.dataset) as page:
+                page.exact(task, examples, use)
 
     # ------------------------------------------------------------ before training
 
@@ -320,6 +352,12 @@ class Workbench:
         """What the task may spend, if it is a private one. Raises PolicyViolation if that is not enough."""
         if task.privacy is None:
             return None
+        if task.dataset in self.divided:
+            raise PolicyViolation(
+                "part",
+                f"{task.dataset!r} is a part of a partition, in which one example more moves others between sites: "
+                "no epsilon holds for that",
+            )
         try:
             privacy = importlib.import_module("worker.privacy")
         except ImportError as error:
@@ -330,8 +368,9 @@ class Workbench:
         ledger = self.ledger or Ledger(self.scratch / LEDGER_FOLDER)
         allowance = self.allowances.get(task.dataset)
         floor = self.policy.require_privacy
+        weekly = self.policy.max_weekly_privacy
         made: PrivateTask = privacy.PrivateTask(
-            task, task.privacy, dataset.examples, ledger, allowance, self.device, floor
+            task, task.privacy, dataset.examples, ledger, allowance, self.device, floor, weekly
         )
         return made
 
@@ -516,7 +555,7 @@ class Workbench:
     ) -> None:
         with spans.span("train"):
             harvest, tally = self._trained(task, ready, dataset, private, check, report)
-        feedback, leaving = ready.feedback, Leaving(self, task, check, report)
+        feedback, leaving = ready.feedback, Leaving(self, task, check, report, private)
         with spans.span("upload"):
             changes = feedback.add(_changes(harvest, ready.bases))
             asked = task.plan.upload.resolve(ready.built.blocks)
@@ -547,13 +586,16 @@ class Workbench:
             private.check_choice()
         phases = half.phases(work, selected)
         self.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
+        if private is None:
+            # Not when the update leaves: a heartbeat may tell the loss of the first batches.
+            self.note_exact(task, dataset.examples, "training")
         least = self.policy.min_measured
         scaler = self._scaler(task)
         trainer = Trainer(half, work, task.training, self.device, check, private, report, least, scaler)
         tally = trainer.train(phases, dataset, task.seed)
         self.scalers[task.run] = scaler
         harvest = half.harvest(work, selected, tally)
-        measured = {"loss": tally.loss} if math.isfinite(tally.loss) else {}
+        measured = {"loss": rounded(tally.loss)} if math.isfinite(tally.loss) else {}
         report.numbers = {**measured, **harvest.numbers}
         if private:
             report.numbers = {**private.disclosed(report.numbers), EPSILON: private.spent()}
@@ -571,6 +613,8 @@ class Workbench:
         if measured is None:
             raise TaskFailure("nothing-held-out", f"nothing of the data set {task.dataset!r} is held out here")
         self.policy.check_measured(measured.examples)
+        if self.contributions:
+            self.contributions.measure(task.dataset, self.policy)
         report.examples = measured.examples
         report.begin("evaluating", steps=steps_in(measured.examples, task.training.batch_size))
 
@@ -578,24 +622,30 @@ class Workbench:
             report.advance()
             check()
 
+        self.note_exact(task, measured.examples, "evaluation")
         batches = Batches(measured, task.training.batch_size, self.device)
-        report.numbers = evaluate(ready.work.model, ready.work.head, batches, counted)
+        found = evaluate(ready.work.model, ready.work.head, batches, counted)
         if task.held_out and self._personalise(task, ready, dataset, check):
             own = evaluate(ready.work.model, ready.work.head, batches, check)
-            report.numbers |= {PERSONAL + name: value for name, value in own.items()}
+            found |= {PERSONAL + name: value for name, value in own.items()}
+        report.numbers = {name: rounded(value) for name, value in found.items()}
         check()
         Leaving(self, task, check, report).figures(measured.examples)
 
     def _personalise(self, task: Task, ready: _Ready, dataset: Dataset, check: Check) -> bool:
         """Turns the version into this site's own model; whether there is one, by this method and so far."""
         half, work = ready.half, ready.work
+        if task.privacy is None and (self.policy.require_privacy or task.dataset in self.allowances):
+            # What the site keeps may have been trained before it required privacy.
+            return False
         ready.prepare()
         phases = half.personal(work)
         self.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
-        if phases and (task.privacy or task.dataset in self.allowances):
+        if phases and task.privacy:
             # It would train on the examples themselves, and its figures would tell of them.
             return False
         if phases:
+            self.note_exact(task, dataset.examples, "training")
             scaler = self._scaler(task)
             Trainer(half, work, task.training, self.device, check, scaler=scaler).train(phases, dataset, task.seed)
             self.scalers[task.run] = scaler
@@ -603,6 +653,24 @@ class Workbench:
         # A vault may also hold what only steers training; and what is added to the model of a site that has never
         # trained is no model of its own.
         return bool(work.vault) and (bool(work.private) or ready.is_changed())
+
+
+CLOCK_RULES = ("max_task_seconds", "max_minutes_per_day")
+
+
+@contextmanager
+def _settling(private: PrivateTask | None) -> Iterator[None]:
+    """Within it, what a private task has reserved is taken back if it ends before anything leaves.
+
+    That is so of ends which follow from nothing that was computed: the coordinator's doing, the line's, a person's,
+    the clock's. Any other failure is told, and may depend on what came of the data: it counts as something that left.
+    """
+    try:
+        yield
+    except (Problem, Stopped, UpdateWithheld, PolicyViolation) as end:
+        if private and (not isinstance(end, PolicyViolation) or end.rule in CLOCK_RULES):
+            private.void()
+        raise
 
 
 def _check_method(task: Task) -> None:
