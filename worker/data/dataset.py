@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shared.blocks import Frozen
 
@@ -22,12 +23,27 @@ class Options(Frozen):
     """An adapter's own options, as the settings file gives them; unknown ones are refused."""
 
 
+@dataclass(frozen=True)
+class Padding:
+    """How texts are made longer: to `width` tokens, with a value for each tensor that has one value a token."""
+
+    width: int
+    values: Mapping[str, int]
+    on_left: bool = False
+
+    def fill(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor, [examples, tokens], as wide as `width`."""
+        gap = self.width - tensor.shape[1]
+        return pad(tensor, (gap, 0) if self.on_left else (0, gap), value=self.values[name])
+
+
 class Dataset:
     """Examples in memory: each tensor is one of the model's keyword inputs, [examples, ...].
 
     `common` goes with every batch as it is: the texts that name the classes of a contrastive model, `input_ids`
     [classes, tokens]. `domains`, int64 [examples], says where each example comes from, and no model sees it.
-    `held_out` are examples of the same kind that nothing trains on.
+    `held_out` are examples of the same kind that nothing trains on. `padding` says how long its texts may be, where
+    they are only as long as the longest of them.
 
     Raises DataError if the tensors differ in their number of examples, have none, `labels` is not among them, a name
     stands for two tensors, or domains are not one integer for each example.
@@ -39,6 +55,7 @@ class Dataset:
         common: Mapping[str, Tensor] | None = None,
         held_out: Dataset | None = None,
         domains: Tensor | None = None,
+        padding: Padding | None = None,
     ) -> None:
         if LABELS not in tensors:
             raise DataError(f"there is no tensor {LABELS!r} among {', '.join(sorted(tensors)) or 'none at all'}")
@@ -56,6 +73,7 @@ class Dataset:
         self.common = dict(common or {})
         self.held_out = held_out
         self.domains = domains
+        self.padding = padding
         self.examples = sizes[LABELS]
 
     @property
@@ -70,7 +88,30 @@ class Dataset:
             {name: tensor[index] for name, tensor in self.tensors.items()},
             self.common,
             domains=None if self.domains is None else self.domains[index],
+            padding=self.padding,
         )
+
+    def padded(self) -> Dataset:
+        """The examples with texts as long as any might be: of no tensor the shape tells how long the longest is."""
+        if self.padding is None:
+            return self
+        tensors = {n: self.padding.fill(n, t) if n in self.padding.values else t for n, t in self.tensors.items()}
+        return Dataset(tensors, self.common, self.held_out, self.domains)
+
+    def placeholder(self, examples: int) -> dict[str, Tensor]:
+        """Made-up examples of the shapes and types of these ones, the same whatever these are."""
+        generator = torch.Generator().manual_seed(0)
+        made = {}
+        for name, tensor in sorted(self.tensors.items()):
+            shape = (examples, *tensor.shape[1:])
+            if tensor.is_floating_point() and name != LABELS:
+                made[name] = torch.randn(shape, generator=generator).to(tensor.dtype)
+            elif name == "input_ids":
+                made[name] = torch.randint(0, 2, shape, generator=generator).to(tensor.dtype)
+            else:
+                # All of it is there, and of no size 0.
+                made[name] = torch.full(shape, "mask" in name or "shape" in name).to(tensor.dtype)
+        return made
 
     def batches(
         self, batch_size: int | None, generator: torch.Generator | None = None

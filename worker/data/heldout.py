@@ -26,4 +26,4 @@ def hold_out(dataset: Dataset, share: float, seed: int) -> Dataset:
     held = np.zeros(dataset.examples, bool)
     held[order[places]] = True
     kept, out = (dataset.rows(torch.from_numpy(np.flatnonzero(chosen))) for chosen in (~held, held))
-    return Dataset(kept.tensors, kept.common, out, kept.domains)
+    return Dataset(kept.tensors, kept.common, out, kept.domains, kept.padding)
