@@ -90,18 +90,19 @@ class Mechanism:
 
 
 def scales(gradients: Gradients, clip_norm: float) -> Tensor:
-    """Return what each example's gradient is multiplied by, [examples]: so that it is no longer than `clip_norm` over
-    all parameters together; 0 for one that is no number."""
+    """Return what each example's gradient is multiplied by, float64 [examples].
+
+    So it is no longer than `clip_norm` over all parameters together; 0 is for one that is no number.
+    """
     lengths = norms(gradients)
     return torch.where(lengths.isfinite(), clip_norm / lengths.clamp(min=clip_norm), 0.0)
 
 
 def scaled_sum(gradients: Gradients, scale: Tensor) -> list[Tensor]:
     """Return the sum over the examples for each parameter, float64. A value that is no number counts as zero."""
-    wide = scale.double()
     # By way of `to` it is a copy even where the gradients are float64 already.
     return [
-        torch.tensordot(wide, gradient.to(torch.float64, copy=True).nan_to_num_(0.0, 0.0, 0.0), dims=([0], [0]))
+        torch.tensordot(scale, gradient.to(torch.float64, copy=True).nan_to_num_(0.0, 0.0, 0.0), dims=([0], [0]))
         for gradient in gradients
     ]
 

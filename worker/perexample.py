@@ -302,9 +302,15 @@ def agree(found: Gradients, expected: Gradients, tolerance: float = EXACT) -> bo
 
 
 def norms(gradients: Gradients) -> Tensor:
-    """The l2 norm of each example's gradient over all tensors together, float32 [examples]."""
-    squares = [gradient.reshape(len(gradient), -1).float().square().sum(dim=1) for gradient in gradients]
-    return torch.stack(squares).sum(dim=0).sqrt()
+    """The l2 norm of each example's gradient over all tensors together, float64 [examples].
+
+    In float32 the squares of small gradients would vanish, and a clip norm yet smaller would not clip them.
+    """
+    lengths = [
+        torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1, dtype=torch.float64)
+        for gradient in gradients
+    ]
+    return torch.linalg.vector_norm(torch.stack(lengths), dim=0)
 
 
 @contextmanager

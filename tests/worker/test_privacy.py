@@ -226,8 +226,14 @@ def test_one_norm_is_taken_over_all_tensors_together_and_short_gradients_stay_as
 
 
 def test_a_gradient_that_is_no_number_counts_as_none() -> None:
-    (total,) = clipped_sum([torch.tensor([[1.0], [math.nan], [math.inf], [1e30]])], 2.0)
+    (total,) = clipped_sum([torch.tensor([[1.0], [math.nan], [math.inf]])], 2.0)
     assert total.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(("size", "clip"), [(1e30, 2.0), (1e-25, 1e-30)])
+def test_gradients_whose_squares_float32_cannot_hold_are_clipped_too(size: float, clip: float) -> None:
+    (total,) = clipped_sum([torch.tensor([[size, 0.0], [0.0, size]])], clip)
+    assert total.tolist() == pytest.approx([clip, clip])
 
 
 def test_frozen_rows_count_neither_towards_the_norm_nor_in_the_sum() -> None:
