@@ -148,7 +148,11 @@ class Agent:
         allowed = {name: data for name, data in self._bench.datasets.items() if self._policy.allows_dataset(name)}
         told = {
             "datasets": {name: data.examples for name, data in allowed.items()},
-            "held_out": {name: data.held_out.examples for name, data in allowed.items() if data.held_out},
+            "held_out": {
+                name: data.held_out.examples
+                for name, data in allowed.items()
+                if data.held_out and self._bench.may_measure(name, data.held_out.examples)
+            },
             "methods": tuple(sorted(filter(self._policy.allows_method, methods()))),
         }
         self._claim = self._claim.model_copy(update=told)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -42,11 +43,12 @@ class Dataset:
 
     `common` goes with every batch as it is: the texts that name the classes of a contrastive model, `input_ids`
     [classes, tokens]. `domains`, int64 [examples], says where each example comes from, and no model sees it.
-    `held_out` are examples of the same kind that nothing trains on. `padding` says how long its texts may be, where
-    they are only as long as the longest of them.
+    `held_out` are examples of the same kind that nothing trains on. `sources` are what each example was made from, or
+    the group that it belongs to, where its tensors depend on other examples too: texts are padded to the longest.
+    `padding` says how long they may be.
 
     Raises DataError if the tensors differ in their number of examples, have none, `labels` is not among them, a name
-    stands for two tensors, or domains are not one integer for each example.
+    stands for two tensors, or domains or sources are not one for each example.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Dataset:
         common: Mapping[str, Tensor] | None = None,
         held_out: Dataset | None = None,
         domains: Tensor | None = None,
+        sources: Sequence[bytes] | None = None,
         padding: Padding | None = None,
     ) -> None:
         if LABELS not in tensors:
@@ -73,8 +76,11 @@ class Dataset:
         self.common = dict(common or {})
         self.held_out = held_out
         self.domains = domains
+        self.sources = sources
         self.padding = padding
         self.examples = sizes[LABELS]
+        if sources is not None and len(sources) != self.examples:
+            raise DataError(f"sources: {len(sources)} for {self.examples} examples")
 
     @property
     def classes(self) -> Tensor | None:
@@ -82,12 +88,28 @@ class Dataset:
         labels = self.tensors[LABELS]
         return None if labels.ndim != 1 or labels.is_floating_point() else labels.long()
 
+    def identities(self) -> Iterator[bytes]:
+        """Yield what tells each example from any other, whatever the label and whatever the other examples are: its
+        source, or else the bytes of its tensors."""
+        if self.sources is not None:
+            yield from self.sources
+            return
+        inputs = [(name, tensor) for name, tensor in sorted(self.tensors.items()) if name != LABELS]
+        for place in range(self.examples):
+            found = hashlib.sha256()
+            for name, tensor in inputs:
+                row = tensor[place].contiguous()
+                found.update(f"{name} {row.dtype} {list(row.shape)};".encode())
+                found.update(row.flatten().view(torch.uint8).numpy().tobytes())
+            yield found.digest()
+
     def rows(self, index: Tensor) -> Dataset:
         """The examples at these places, int64 [chosen], in that order. What is held out does not come along."""
         return Dataset(
             {name: tensor[index] for name, tensor in self.tensors.items()},
             self.common,
             domains=None if self.domains is None else self.domains[index],
+            sources=None if self.sources is None else [self.sources[place] for place in index.tolist()],
             padding=self.padding,
         )
 
@@ -96,7 +118,7 @@ class Dataset:
         if self.padding is None:
             return self
         tensors = {n: self.padding.fill(n, t) if n in self.padding.values else t for n, t in self.tensors.items()}
-        return Dataset(tensors, self.common, self.held_out, self.domains)
+        return Dataset(tensors, self.common, self.held_out, self.domains, self.sources)
 
     def placeholder(self, examples: int) -> dict[str, Tensor]:
         """Made-up examples of the shapes and types of these ones, the same whatever these are."""

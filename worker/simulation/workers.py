@@ -81,6 +81,7 @@ class Workers:
         bench = Workbench(
             coordinator=self.coordinator,
             datasets={task.dataset: dataset},
+            for_evaluation=frozenset({task.dataset} if central else ()),
             device=self.device,
             vault=Vault(home / "vault", durable=False),
             shelf=lent,
@@ -89,7 +90,7 @@ class Workers:
             mappings=self.mappings,
             models=self.models,
             resources=self.population.participant(site).resources if site else {},
-            noise_key=key_of_seed,
+            noise_key=noise_key_of,
         )
         bench.do(task, lambda: None, Report())
         lent.keep(manifest.digests)
@@ -98,7 +99,7 @@ class Workers:
         return self.folder / "sites" / site
 
 
-def key_of_seed(task: Task) -> bytes:
+def noise_key_of(task: Task) -> bytes:
     """Return a key for a private task's noise that follows from the run's seed, so that a simulation can be repeated.
 
     The seed is in the run's settings: such noise protects nobody.
