@@ -310,7 +310,8 @@ def norms(gradients: Gradients) -> Tensor:
         torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1, dtype=torch.float64)
         for gradient in gradients
     ]
-    return torch.linalg.vector_norm(torch.stack(lengths), dim=0)
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(lengths), dim=0)
+    return whole
 
 
 @contextmanager
