@@ -422,6 +422,8 @@ class TaskView(Message):
     """Of which layers the accepted update holds blocks."""
     update: str | None = None
     """The digest of the update that was handed in."""
+    audit_head: str | None = None
+    """What the site's own audit had as its last entry when this left, if the worker said so."""
     created_at: datetime | None = None
     problem: ProblemDocument | None = None
 
@@ -598,6 +600,11 @@ class Lease(Message):
     lease_seconds: LeaseSeconds
 
 
+AuditHead = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""The digest, under the site's key, of the entry of its audit that says what left. By it the site finds what its
+chain has lost; nobody else learns anything of it."""
+
+
 class Submission(Message):
     """A finished `train` task: the digest of an update, and what goes with it. The update was uploaded before or, if
     the task says that so few bytes may be, is here."""
@@ -611,6 +618,7 @@ class Submission(Message):
     examples: PositiveInt = Field(lt=1 << 40)
     numbers: Reported = {}
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
+    audit_head: AuditHead | None = None
 
 
 class Evaluated(Message):
@@ -621,6 +629,7 @@ class Evaluated(Message):
     examples: PositiveInt = Field(lt=1 << 40)
     numbers: Reported
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
+    audit_head: AuditHead | None = None
 
 
 GIVEN_BACK = frozenset({"awaiting-approval", "declined", "approval-ended"})

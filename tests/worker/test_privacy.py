@@ -26,7 +26,7 @@ from worker.data import Dataset
 from worker.dice import Dice, secret_key
 from worker.dpsgd import Mechanism, NoisyGradients, clipped_sum, sampling
 from worker.freezing import Freeze
-from worker.ledger import Event, Ledger, NoisyChoice, NoisySteps
+from worker.ledger import Event, Exact, Ledger, NoisyChoice, NoisySteps
 from worker.models import instantiate
 from worker.perexample import norms
 from worker.policy import Allowance, PolicyViolation
@@ -426,7 +426,7 @@ def task(**more: object) -> Task:
 def private_task(folder: Path, budget: Budget | None = None, examples: int = 40, **more: object) -> PrivateTask:
     asked = task(**more)
     assert asked.privacy
-    return PrivateTask(asked, asked.privacy, examples, Ledger(folder), budget, CPU)
+    return PrivateTask(asked, asked.privacy, examples, Ledger(folder), budget)
 
 
 def spent(folder: Path) -> list[Event]:
@@ -551,7 +551,7 @@ def test_a_method_may_not_look_at_the_data_to_choose_blocks_unless_the_run_says_
         next(iter(refused))
     uncovered = private_task(tmp_path, privacy=PRIVACY.model_copy(update={"selection": "uncovered"}))
     assert len(list(uncovered.watched(batches()))) == 5
-    assert spent(tmp_path) == []
+    assert spent(tmp_path) == [Exact(use="choice")]
 
 
 def test_a_noisy_choice_is_paid_for_before_the_data_are_looked_at(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def train(
     half = worker_half(task.method, RunFacts(tuple(work.blocks), 1, training=training, privacy=privacy))
     half.prepare(work)
     cpu, drawn = torch.device("cpu"), hashlib.sha256(key.encode()).digest()
-    private = PrivateTask(task, privacy, EXAMPLES, Ledger(folder), None, cpu, key=drawn)
+    private = PrivateTask(task, privacy, EXAMPLES, Ledger(folder), None, key=drawn)
     Trainer(half, work, training, cpu, lambda: None, private).train([Phase(train)], data, seed=0)
 
 
