@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
@@ -16,8 +17,8 @@ from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, SiteRow, Ta
 from coordinator.storage.transitions import move_round, move_task
 from shared.aggregation import Accepted
 from shared.methods.contract import Plan
-from shared.planning import evaluation_seed, training_seed
-from shared.wire import Manifest, RunSpec, VersionRef
+from shared.planning import bounds_of, evaluation_seed, training_seed
+from shared.wire import Bounds, Manifest, RunSpec, VersionRef
 
 ACTOR = "conductor"
 
@@ -25,7 +26,10 @@ ACTOR = "conductor"
 def open_round(
     session: Session, now: float, run: RunRow, willing: Sequence[Member], plans: Mapping[str, Plan]
 ) -> list[str]:
-    """Opens the run's next round with one task for each planned worker; returns the workers' ids."""
+    """Opens the run's next round with one task for each planned worker; returns the workers' ids.
+
+    The first one to open fixes the run's bounds, by all who were willing to take part.
+    """
     spec = RunSpec.model_validate(run.spec)
     number = run.version_number + 1
     same = (RoundRow.run_id == run.id) & (RoundRow.number == number)
@@ -47,8 +51,11 @@ def open_round(
     for worker in planned:
         seed = training_seed(spec, number, worker.name)
         session.add(_task(now, run.id, "train", worker.id, run.version_number, seed, plans[worker.name], round_.id))
-    names = [worker.name for worker in planned]
-    audit.record(session, now, ACTOR, "round.open", round_.id, run_id=run.id, number=number, cohort=names)
+    about: dict[str, Any] = {"number": number, "cohort": [worker.name for worker in planned]}
+    if run.bounds is None and run.version_number == 0:
+        bounds = bounds_of(spec, [worker.participant(spec.dataset) for worker in willing])
+        run.bounds = about["bounds"] = bounds.model_dump()
+    audit.record(session, now, ACTOR, "round.open", round_.id, run_id=run.id, **about)
     return [worker.id for worker in planned]
 
 
@@ -135,6 +142,15 @@ def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> 
 def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
     move_round(session, now, ACTOR, round_, "abandon", reason)
     cancel_tasks(session, now, tasks_of(session, round_.id))
+
+
+def bounds_in_force(run: RunRow) -> Bounds:
+    """What was fixed when the run's first round opened; the numbers in its spec if it began before any was."""
+    if run.bounds is not None:
+        return Bounds.model_validate(run.bounds)
+    said = (run.spec.get("max_examples"), run.spec.get("max_norm_of_median"))
+    examples, norm = (None if bound == "unlimited" else bound for bound in said)
+    return Bounds(max_examples=examples, max_norm_of_median=norm)
 
 
 def accepted_updates(session: Session, round_id: str) -> list[Accepted]:

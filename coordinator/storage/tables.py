@@ -173,6 +173,9 @@ class RunRow(Table):
     updated_at: Mapped[float]
     # Who created it, and so may steer it. Runs from before this was noted have none.
     owner: Mapped[str | None]
+    # How much one site may count for, fixed when the first round opened. Runs that began before this was noted have
+    # none, and keep to the numbers in their spec.
+    bounds: Mapped[dict[str, Any] | None]
 
 
 class VersionRow(Table):

@@ -79,8 +79,8 @@ def test_a_site_does_not_see_its_scores_and_cannot_say_what_they_are(standing: L
     for worker, other in taken[1:]:
         worker.train(other)
     shown = committed(client, run).tasks[0].numbers
-    # A run without a rule has norms only.
-    assert set(shown) == {"anomaly.norm", "mine", "update_norm"}
+    # A run without a rule has norms only, and leaves out what is far larger than the others.
+    assert set(shown) == {"anomaly.left_out", "anomaly.norm", "mine", "update_norm"}
     assert shown["anomaly.norm"] > 10
     assert set(lying.client.task(task.id).numbers) == {"mine", "update_norm"}
 

@@ -171,7 +171,8 @@ class Rules:
         ended = max((one.closed_at for one in run.attempts), default=0.0)
         here = {worker for worker, at in self.seen.items() if at >= self.now - LIVE}
         tasks = () if live is None else tuple(
-            TaskSnapshot(t.id, t.state, t.token, t.leases, t.expires_at, t.worker in here) for t in live.tasks
+            TaskSnapshot(t.id, t.worker, t.state, t.token, t.leases, t.expires_at, t.worker in here)
+            for t in live.tasks
         )  # fmt: skip
         snapshot = RunSnapshot(
             id="run",

@@ -290,7 +290,7 @@ def misfit(session: Session, blobs: Blobs, round_id: str) -> str | None:
     states = States(blobs)
     aggregation = Aggregation(states, Inspector(blobs, states))
     ref = VersionRef(number=base.number, digest=base.digest)
-    wanted = NEXT_STATE(aggregation, spec, ref, accepted)
+    wanted = NEXT_STATE(aggregation, spec, rounds.bounds_in_force(run), ref, accepted)
     found = states.manifest(made.digest).blocks
     wrong = [
         name
