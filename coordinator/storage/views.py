@@ -178,6 +178,7 @@ def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
             "progress": row.progress or None,
             "layers": row.layers,
             "update": row.update_digest,
+            "unmerged": row.unmerged,
             "created_at": instant(row.created_at),
             "problem": row.problem,
         }

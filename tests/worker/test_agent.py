@@ -221,10 +221,12 @@ def test_what_is_kept_comes_back_in_the_next_round_and_never_travels(
     run = begin(client, method=Chosen(name="personal"), rounds=3)
     with working(coordinator, tmp_path):
         until(lambda: client.run(run.id).state == "completed")
+        # No task comes any more: the worker asks what became of its last update.
+        kept = tmp_path / "state" / "vault" / run.id
+        until(lambda: [path.name for path in kept.iterdir()] == ["current.safetensors"])
     assert [made.tasks[0].numbers["rounds_before"] for made in client.rounds(run.id)] == [0.0, 1.0, 2.0]
     first, *_, last = (client.manifest(version.digest).blocks for version in client.versions(run.id))
     assert {name for name in first if first[name] == last[name]} == {HEAD}
-    assert [path.name for path in (tmp_path / "state" / "vault" / run.id).iterdir()] == ["current.safetensors"]
 
 
 def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
