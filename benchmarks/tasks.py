@@ -12,7 +12,7 @@ from benchmarks.docstrings import AREAS, docstrings
 from benchmarks.docstrings import pretrained as docstring_encoder
 from benchmarks.pairs import pairs, pretrained
 from worker.data import Dataset, load
-from worker.data.heldout import hold_out
+from worker.data.heldout import hold_out, key_of_seed
 from worker.data.part import Dirichlet, Scheme, Shift, divide
 
 HELD_OUT = 0.25
@@ -26,7 +26,7 @@ VIT = Path(__file__).parents[1] / "examples" / "digits" / "vit.json"
 def shared_out(whole: Dataset, partition: Scheme) -> Mapping[str, Dataset]:
     """A data set divided among sites, each of which holds a quarter of its part out."""
     parts = divide(whole, partition)
-    return {f"site-{i:02}": hold_out(part, HELD_OUT, partition.seed) for i, part in enumerate(parts)}
+    return {f"site-{i:02}": hold_out(part, HELD_OUT, key_of_seed(partition.seed)) for i, part in enumerate(parts)}
 
 
 def digit_sites(seed: int) -> Mapping[str, Dataset]:

@@ -62,7 +62,9 @@ def seconds_to_merge(method: str, state: State, updates: Sequence[Update], facts
     taken = []
     for _ in range(TRIES):
         began = time.process_time()
-        merged = coordinator_half(Chosen(name=method), facts).merge(state, updates)
+        merged = coordinator_half(
+            Chosen(name=method, settings={"signals": True} if method == "fedfrozen" else {}), facts
+        ).merge(state, updates)
         for tensor in merged.model.values():
             digest = hashlib.sha256()
             for chunk in tensor.chunks():

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from shared.problems import TooManyRequests
+from shared.problems import QuotaExceeded, TooManyRequests
 
 MOST_KEYS = 16_384
 """Callers that are remembered, the latest of them; one who is forgotten begins with a whole burst."""
@@ -47,8 +47,16 @@ class Admission:
     Who shows a valid token is never refused for what others do behind the same proxy.
     """
 
-    def __init__(self, per_second: float, burst: int, failures_per_minute: int, enrolments_per_minute: int) -> None:
+    def __init__(
+        self,
+        per_second: float,
+        burst: int,
+        failures_per_minute: int,
+        enrolments_per_minute: int,
+        declarations_per_hour: int,
+    ) -> None:
         self._tokens = Rate(per_second, burst)
+        self._declarations = Rate(declarations_per_hour / 3600, declarations_per_hour)
         self._failures = Rate(failures_per_minute / 60, failures_per_minute)
         self._enrolments = Rate(enrolments_per_minute / 60, enrolments_per_minute)
 
@@ -57,6 +65,14 @@ class Admission:
         if wait := self._tokens.take(token_id):
             raise TooManyRequests(
                 "this token asks too often (settings requests_per_second, request_burst)", retry_after_seconds=wait
+            )
+
+    def declares(self, site_id: str) -> None:
+        """Raises QuotaExceeded."""
+        if wait := self._declarations.take(site_id):
+            raise QuotaExceeded(
+                "the workers of this site change too often what they declare (setting declarations_per_hour)",
+                retry_after_seconds=wait,
             )
 
     def failed(self, address: str) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from coordinator.answers import Answers
 from coordinator.attendance import Attendance
 from coordinator.bells import Bells, FolderBells, NoticeBells
 from coordinator.conductor import Conductor
@@ -43,8 +44,10 @@ class Services:
     settings: Settings
     database: Database
     room: Room
+    quota: Quota
     memory: Memory
     admission: Admission
+    answers: Answers
     blobs: Blobs
     states: States
     inspector: Inspector
@@ -109,13 +112,16 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         settings=settings,
         database=database,
         room=room,
+        quota=Quota(settings.site_bytes_per_day, settings.site_unfinished_uploads),
         memory=Memory(settings.memory_limit_bytes),
         admission=Admission(
             settings.requests_per_second,
             settings.request_burst,
             settings.failures_per_minute,
             settings.enrolments_per_minute,
+            settings.declarations_per_hour,
         ),
+        answers=Answers(settings.answer_bytes_per_token),
         blobs=blobs,
         states=states,
         inspector=inspector,

@@ -110,6 +110,12 @@ class Settings(BaseSettings):
     failures_per_minute: PositiveInt = Field(
         default=60, description="how often one address may ask without a valid token, of one process"
     )
+    answer_bytes_per_token: PositiveInt = Field(
+        default=1 << 30,
+        ge=2 << 20,
+        description="the memory that answers with blobs may take for one token at a time, 2 MiB for each or its "
+        "length if that is less, of one process",
+    )
     session_seconds: PositiveFloat = Field(
         default=28_800.0, le=7 * 86_400, description="how long somebody stays signed in to the page"
     )
@@ -122,6 +128,13 @@ class Settings(BaseSettings):
     )
     rotation_grace_seconds: NonNegativeFloat = Field(
         default=600.0, le=86_400, description="how long the secret before is admitted after a token was given another"
+    )
+    workers_per_site: PositiveInt = Field(
+        default=1_000, description="the most names of workers of a site that were heard of within 30 days"
+    )
+    declarations_per_hour: PositiveInt = Field(
+        default=10_000,
+        description="how often the workers of a site may change what they declare, within an hour and of one process",
     )
     site_bytes_per_day: PositiveInt | None = Field(
         default=None, description="the most bytes that a site may announce within 24 hours"

@@ -16,8 +16,9 @@ from examples.processes import Processes, tessera
 from shared.client import Client
 from shared.modelfolder import ModelFolder
 from shared.wire import TaskKind, TokenSpec
+from worker.data.heldout import key_of_seed
 from worker.data.part import Dirichlet
-from worker.settings import DataSource
+from worker.settings import HELD_OUT_KEY_FILE, DataSource
 
 VIT = Path(__file__).parent / "digits/vit.json"
 
@@ -56,7 +57,7 @@ def holdings() -> tuple[Holding, ...]:
     training = (DataSource(kind="digits", part=part) for part in parts)
     return (
         *(Holding(site, TRAIN_DATA, source, "train") for site, source in zip(SITES, training, strict=True)),
-        Holding(LABORATORY, TEST_DATA, DataSource(kind="digits", split="test"), "evaluate"),
+        Holding(LABORATORY, TEST_DATA, DataSource(kind="digits", split="test", use="evaluate"), "evaluate"),
     )
 
 
@@ -137,8 +138,13 @@ class Federation:
             f"kind = {_toml(holding.source.kind)}",
             *(f"{name} = {_toml(value)}" for name, value in holding.source.options.items()),
         ]
+        if holding.source.use == "evaluate":
+            lines.append('use = "evaluate"')
         if holding.source.held_out:
             lines.append(f"held_out = {holding.source.held_out}")
+            # A real site's key is made by its worker; here the same images are held out in every demo.
+            (home / "state").mkdir()
+            (home / "state" / HELD_OUT_KEY_FILE).write_text(key_of_seed(SEED).hex(), encoding="ascii")
         if part := holding.source.part:
             values = ", ".join(f"{name} = {_toml(value)}" for name, value in part.model_dump().items())
             lines.append(f"part = {{ {values} }}")

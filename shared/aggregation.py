@@ -85,6 +85,7 @@ class Aggregation:
                 blocks=self.inspector.open(entry.digest, model, manifest, entry.plan),
                 numbers=entry.numbers,
                 site=entry.site,
+                plan=entry.plan,
             )
             for entry in sorted(accepted, key=lambda entry: entry.worker)
             if entry.worker not in aside

@@ -6,6 +6,7 @@ query/key/value matrix is one tensor and three blocks; everything else is one bl
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -85,9 +86,17 @@ class Block(Frozen):
     tensor: Name
     part: Part | None = None
     role: Role
+    adapts: tuple[Role, ...] = Field(default=(), exclude_if=operator.not_)
+    """An adapter's: the roles of what it adds to. Several for a factor that a fused matrix's parts share."""
     layer: Annotated[int, Field(ge=0)] | None = None
     shape: tuple[PositiveInt, ...] = Field(max_length=8)
     dtype: DType
+
+    @model_validator(mode="after")
+    def _adapters_adapt(self) -> Self:
+        if self.adapts and self.role != "adapter":
+            raise ValueError(f"block {self.name!r} has role {self.role!r}: only an adapter adapts other roles")
+        return self
 
     @model_validator(mode="after")
     def _part_fits(self) -> Self:
@@ -112,12 +121,15 @@ class Match(Frozen):
     """Blocks that meet every condition given; a condition left out holds for all. Names are shell patterns."""
 
     roles: tuple[Role, ...] | None = None
+    adapts: tuple[Role, ...] | None = Field(default=None, exclude_if=lambda roles: roles is None)
+    """Adapters of matrices with any of these roles."""
     layers: tuple[int, ...] | None = None
     names: tuple[str, ...] | None = None
 
     def holds(self, block: Block) -> bool:
         return (
             (self.roles is None or block.role in self.roles)
+            and (self.adapts is None or any(role in self.adapts for role in block.adapts))
             and (self.layers is None or block.layer in self.layers)
             and (self.names is None or any(fnmatchcase(block.name, pattern) for pattern in self.names))
         )

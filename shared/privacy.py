@@ -12,7 +12,8 @@ from shared.blocks import Frozen
 
 
 class Budget(Frozen):
-    """How much may be told of one example: (epsilon, delta), example level, examples added or removed."""
+    """How much may be told of one example: (epsilon, delta), of neighbours of which one has nothing in the place
+    of one example of the other."""
 
     epsilon: float = Field(gt=0, le=1000)
     delta: float = Field(gt=0, lt=0.1, description="well below one over the number of examples")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Literal
 
 from pydantic import Field, PositiveInt
@@ -20,3 +21,8 @@ class Training(Frozen):
     momentum: float = Field(default=0.0, ge=0, lt=1, description="for sgd")
     max_gradient_norm: float | None = Field(default=None, gt=0)
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+def local_steps(training: Training, examples: int) -> int:
+    """Return the optimizer steps that a worker makes in one phase over so many examples."""
+    return training.epochs * ceil(examples / (training.batch_size or examples))

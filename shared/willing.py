@@ -38,6 +38,8 @@ class Invitation:
 def mirror_of(declared: Mapping[str, Any]) -> Mirror | None:
     """What a worker said of its policy; None for one of a version that says nothing."""
     told = declared.get("mirror")
+    if isinstance(told, Mirror):
+        return told
     # Each look at a run asks for every live worker's: to parse it takes longer than to write it down.
     return None if told is None else _mirror(json.dumps(told))
 
@@ -86,6 +88,8 @@ def _refusals(invitation: Invitation, examples: int, mirror: Mirror) -> Iterator
     floor = mirror.require_privacy
     if floor and (privacy is None or privacy.epsilon > floor.epsilon or privacy.delta > floor.delta):
         yield "require_privacy", f"it requires privacy of epsilon {floor.epsilon:g} at delta {floor.delta:g}"
+    if floor and privacy and privacy.selection == "uncovered":
+        yield "require_privacy", "it requires privacy that covers the choice of blocks"
     if (budget := mirror.budgets.get(spec.dataset)) is None:
         return
     if privacy is None or privacy.selection == "uncovered":

@@ -7,6 +7,7 @@ Messages between coordinator and worker ignore them, so that versions one apart 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -76,6 +77,9 @@ MOST_PATTERNS = 256
 """Of a site's policy that it shows: each is compared with each block at every round."""
 
 MOST_WITHHELD = 256
+
+MOST_CLAIM_BYTES = 1 << 16
+"""The longest claim, as JSON."""
 
 MOST_WANTED = 4_096
 """Blobs that one request may ask for."""
@@ -175,10 +179,17 @@ class VersionRef(Message):
 
 
 class Wanted(Message):
-    """Blobs to be read one behind the other, from byte `start` of them all on."""
+    """Blobs to be read one behind the other, each once, from byte `start` of them all on."""
 
     digests: tuple[Digest, ...] = Field(min_length=1, max_length=MOST_WANTED)
     start: NonNegativeInt = Field(default=0, lt=1 << 53)
+
+    @field_validator("digests")
+    @classmethod
+    def _each_once(cls, digests: tuple[Digest, ...]) -> tuple[Digest, ...]:
+        if twice := [digest for digest, times in Counter(digests).items() if times > 1]:
+            raise ValueError(f"{twice[0]} is named more than once")
+        return digests
 
 
 class Difference(Message):
@@ -524,17 +535,31 @@ class Claim(Message):
     instance: Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
     protocol_min: int = PROTOCOL
     protocol_max: int = PROTOCOL
-    kinds: tuple[TaskKind, ...] = ("train",)
+    kinds: tuple[TaskKind, ...] = Field(default=("train",), max_length=8)
     datasets: Examples = Field(max_length=256)
     held_out: Examples = Field(default={}, max_length=256)
-    methods: tuple[str, ...] = Field(default=(), max_length=256)
-    device: str = Field(default="cpu", max_length=64)
-    version: str = Field(default="", max_length=64)
+    methods: tuple[Short, ...] = Field(default=(), max_length=256)
+    device: Told = "cpu"
+    version: Told = ""
     """Of the worker's own code; none of a worker that does not say."""
     resources: Resources = {}
     mirror: Mirror | None = None
     withheld: dict[Identifier, Annotated[str, Field(max_length=300)]] = Field(default={}, max_length=MOST_WITHHELD)
     """Runs that it is to be offered no task of, and why."""
+
+    def shortened(self) -> Claim:
+        """Return the claim without what a coordinator can do without, if it is longer than one takes: first why runs
+        are withheld, then the mirror, which only helps to plan."""
+        changes: tuple[dict[str, object], ...] = (
+            {"withheld": dict.fromkeys(self.withheld, "withheld")},
+            {"mirror": None},
+        )
+        claim = self
+        for change in changes:
+            if len(claim.model_dump_json().encode()) <= MOST_CLAIM_BYTES:
+                break
+            claim = claim.model_copy(update=change)
+        return claim
 
 
 EPSILON = "epsilon"

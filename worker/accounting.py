@@ -1,8 +1,8 @@
 """What mechanisms cost together, and how much noise a target needs. Needs the extra `privacy`.
 
-Neighbouring data sets differ in one example that is added or removed. Noisy steps are composed by their privacy loss
-distributions (Koskela et al. 2020, arXiv 1906.03049; Doroshenko et al. 2022, arXiv 2207.04380), which dp-accounting
-rounds towards more epsilon; noisy choices, which have none, in Renyi differential privacy.
+Of two neighbouring data sets one has nothing in the place of one example of the other. Noisy steps are composed by
+their privacy loss distributions (Koskela et al. 2020, arXiv 1906.03049; Doroshenko et al. 2022, arXiv 2207.04380),
+which dp-accounting rounds towards more epsilon; noisy choices, which have none, in Renyi differential privacy.
 """
 
 from __future__ import annotations

@@ -157,7 +157,11 @@ class Agent:
         allowed = {name: data for name, data in self._bench.datasets.items() if self._policy.allows_dataset(name)}
         told = {
             "datasets": {name: data.examples for name, data in allowed.items()},
-            "held_out": {name: data.held_out.examples for name, data in allowed.items() if data.held_out},
+            "held_out": {
+                name: data.held_out.examples
+                for name, data in allowed.items()
+                if data.held_out and self._bench.may_measure(name, data.held_out.examples)
+            },
             "methods": tuple(sorted(filter(self._policy.allows_method, methods()))),
         }
         self._claim = self._claim.model_copy(update=told)
@@ -301,7 +305,7 @@ class Agent:
         offset_minutes = round(offset.total_seconds() / 60)
         mirror = self._policy.mirror(self._bench.allowances, offset_minutes, self._bench.spent())
         withheld = self._bench.inbox.withheld() if self._bench.inbox else {}
-        return self._claim.model_copy(update={"mirror": mirror, "withheld": withheld})
+        return self._claim.model_copy(update={"mirror": mirror, "withheld": withheld}).shortened()
 
     def _do(self, task: Task) -> None:
         trace = trace_of(task.run, task.round)

@@ -7,7 +7,8 @@ a file with a mapping. A tensor that looks like attention and that nothing expla
 
 Roles, in the order in which they are given:
 
-- prompt, adapter: what Tessera itself added to the model (`worker/inserts.py`);
+- prompt, adapter: what Tessera itself added to the model (`worker/inserts.py`). An adapter also knows the roles of
+  its matrix (`adapts`). Beside a fused matrix, factor A serves all parts, and B's rows divide as the matrix's do;
 - what a mapping says, if there is one;
 - query, key, value, output: what a row of `LAYOUTS` says; biases go with their weights. Whatever else moves the
   attention's scores is a query or a key too: norms of queries and keys, tables of relative positions (`SCORES` names
@@ -54,10 +55,9 @@ from worker.layouts import (
 Claim = Role | Mapping[Role, Part]
 """What a tensor is: of one role, or fused of several parts."""
 
-INSERTED: tuple[tuple[re.Pattern[str], Role], ...] = (
-    (re.compile(r"prompts\..+"), "prompt"),
-    (re.compile(r".+\.lora_[AB]\..+"), "adapter"),
-)
+ADAPTER = re.compile(r"(?P<matrix>.+)\.lora_(?P<factor>[AB])\..+")
+
+INSERTED: tuple[tuple[re.Pattern[str], Role], ...] = ((re.compile(r"prompts\..+"), "prompt"), (ADAPTER, "adapter"))
 """The names of what is added to a model, and their roles. A matrix beside an adapter keeps the role that it has."""
 
 KERNEL_AND_VALUE: frozenset[Role] = frozenset({"query", "key", "value"})
@@ -130,6 +130,11 @@ def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[B
         if name in told and told[name].layer is not None:
             layer = told[name].layer
         claim = claims.get(name) or _plain_role(model, name, tensor, layer)
+        if adapter := ADAPTER.fullmatch(name):
+            matrix = f"{adapter['matrix']}.base_layer.weight"
+            of_matrix = claims.get(matrix) or _plain_role(model, matrix, tensors[matrix], layer)
+            blocks += _adapter_blocks(name, tensor, layer, adapter["factor"], of_matrix)
+            continue
         if name not in claims and claim not in {"norm", "head"} and ATTENTION_LIKE.search(name, len(stack or "")):
             unexplained.append(name)
         blocks += _blocks(name, tensor, layer, claim)
@@ -278,6 +283,21 @@ def _blocks(name: str, tensor: Tensor, layer: int | None, claim: Claim) -> Itera
     for role, part in claim.items():
         shape = tuple(part.rows if axis == part.axis else size for axis, size in enumerate(tensor.shape))
         yield Block(tensor=name, part=part, role=role, layer=layer, shape=shape, dtype=dtype)
+
+
+def _adapter_blocks(name: str, tensor: Tensor, layer: int | None, factor: str, matrix: Claim) -> Iterator[Block]:
+    """The blocks of an adapter's factor, A [rank, inputs] or B [outputs, rank], beside a matrix of that claim."""
+    if isinstance(matrix, str):
+        matrix_roles: tuple[Role, ...] = (matrix,)
+        claim: Claim = "adapter"
+    else:
+        matrix_roles = tuple(matrix)
+        # A matrix may keep its outputs on the other axis (Conv1D); B has them first.
+        parts = {role: part.model_copy(update={"axis": 0}) for role, part in matrix.items()}
+        claim = parts if factor == "B" else "adapter"
+    for block in _blocks(name, tensor, layer, claim):
+        adapts = (block.role,) if block.part else matrix_roles
+        yield block.model_copy(update={"role": "adapter", "adapts": adapts})
 
 
 def _outermost_stack(model: nn.Module, path: str) -> str | None:

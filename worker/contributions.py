@@ -23,6 +23,9 @@ from worker.policy import Policy, PolicyViolation
 RUNS_FOLDER = "runs"
 """What the folder is called beside a worker's other state."""
 
+MEASURED_FOLDER = "measured"
+"""Within it, a file for each data set."""
+
 VERSIONS_KEPT = 64
 
 TERMS = (
@@ -53,6 +56,12 @@ class Record(Frozen):
     """What all updates together had, whatever became of them."""
 
 
+class Measured(Frozen):
+    """How many versions were measured on a data set, for all runs."""
+
+    times: NonNegativeInt = 0
+
+
 class Contributions:
     """The records of all runs, a file each in `folder`, which several workers of a site may share."""
 
@@ -64,6 +73,8 @@ class Contributions:
         """Judges a task by what the run has shown before. Raises PolicyViolation."""
         # An update that still has a byte to come is begun.
         self._next(self._read(task), task, policy, 1 if task.kind == "train" else 0)
+        if task.kind == "evaluate":
+            policy.check_measurements(task.dataset, self.measured(task.dataset) + 1)
 
     def add(self, task: Task, policy: Policy, upload_bytes: int = 0) -> None:
         """Judges it once more, with the bytes of its update, and writes down what it shows, which is on disk when
@@ -72,6 +83,30 @@ class Contributions:
             record = self._next(self._read(task), task, policy, upload_bytes)
             with written_whole(self._path(task)) as file:
                 file.write(canonical(record))
+
+    def measured(self, dataset: str) -> int:
+        """How many versions were measured on a data set, for all runs. Raises PolicyViolation."""
+        path = self._measured_path(dataset)
+        try:
+            return Measured.model_validate_json(path.read_bytes()).times if path.exists() else 0
+        except ValidationError as fault:
+            raise PolicyViolation("max_measurements", f"{path} cannot be read as a count") from fault
+
+    def measure(self, dataset: str, policy: Policy) -> None:
+        """Counts one more version measured on a data set, which is on disk when this returns. Raises PolicyViolation
+        if that is one too many.
+
+        Call it before the data are read: that a measurement fails tells of them too.
+        """
+        with self._alone():
+            times = self.measured(dataset) + 1
+            policy.check_measurements(dataset, times)
+            with written_whole(self._measured_path(dataset)) as file:
+                file.write(canonical(Measured(times=times)))
+
+    def _measured_path(self, dataset: str) -> Path:
+        # A data set's name is a label, which cannot be a path.
+        return self._folder / MEASURED_FOLDER / f"{dataset}.json"
 
     def _path(self, task: Task) -> Path:
         # A run's identifier cannot be a path.

@@ -21,7 +21,7 @@ from shared.wire import TaskView
 from worker.data import DataError, Dataset
 from worker.files import temporary_file
 from worker.plainly import policy_in_words, size
-from worker.settings import DataSource, Settings, SettingsError, device_of, tls_of, token_of
+from worker.settings import DataSource, Settings, SettingsError, device_of, held_out_key, tls_of, token_of
 
 WRITTEN_BYTES = 32 << 20
 SLOW_BYTES_PER_SECOND = 20e6
@@ -134,12 +134,15 @@ def _dataset(settings: Settings, name: str, source: DataSource) -> Iterator[Find
         return
     began_at = time.monotonic()
     try:
-        loaded = source.load()
-    except DataError as fault:
+        loaded = source.load(held_out_key(settings, make=False))
+    except (DataError, SettingsError) as fault:
         yield fail(f"data {name}", str(fault), f"Mend datasets.{name} in the settings, or the files that it names.")
         return
     seconds = time.monotonic() - began_at
     yield ok(f"data {name}", f"{_told(loaded)}, loaded in {seconds:.1f} s")
+    if "train" not in settings.kinds and source.use == "train" and loaded.held_out is None:
+        remedy = f"Set datasets.{name}.use = 'evaluate' if nothing trains on it."
+        yield warn(f"data {name}", "no version is measured on it, and this worker does nothing else", remedy)
 
 
 def _policy(settings: Settings) -> Iterator[Finding]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import BinaryIO
 from uuid import uuid4
+
+KEY_BYTES = 32
 
 TEMPORARY = ".tmp"
 """How the names of files end that are not whole yet."""
@@ -37,6 +40,25 @@ def write_secret(path: Path, secret: str) -> None:
         replace(temporary, path)
 
 
+def secret_key(path: Path) -> bytes:
+    """Return the secret in a file that only its owner may read, made at random if there is none.
+
+    Whoever makes it at the same time gets the same. Raises ValueError for a file that holds none, and OSError.
+    """
+    if not path.exists():
+        with temporary_file(path.parent, 0o600) as (temporary, file):
+            file.write(f"{token_hex(KEY_BYTES)}\n".encode("ascii"))
+            file.flush()
+            os.fsync(file.fileno())
+            with suppress(FileExistsError):
+                os.link(temporary, path)
+        _sync(path.parent)
+    key = bytes.fromhex(path.read_text(encoding="ascii"))
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"it has {len(key)} bytes in place of {KEY_BYTES}")
+    return key
+
+
 @contextmanager
 def temporary_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
     """A new file to write and read, under a name of its own, which is removed if it still has it at the end."""
@@ -57,9 +79,12 @@ def temporary_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[Path, Bina
 def replace(old: Path, new: Path, *, durable: bool = True) -> None:
     """Renames a file over another in the same folder. If `durable`, that survives a power cut when it returns."""
     old.replace(new)
-    if not durable:
-        return
-    folder = os.open(new.parent, os.O_RDONLY)
+    if durable:
+        _sync(new.parent)
+
+
+def _sync(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

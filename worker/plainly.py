@@ -105,6 +105,10 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
         yield f"Runs that train need privacy: at most epsilon {floor.epsilon:g} at delta {floor.delta:g}."
     else:
         yield "Runs need no differential privacy, except on data sets with a budget."
+    yield (
+        f"Versions are measured on {policy.min_measured} examples or more that nothing trains on, at most "
+        f"{policy.max_measurements:,} times for a data set."
+    )
     yield f"A person approves each run: {_yes(policy.approve_runs)}; releases each update: {_yes(policy.airlock)}."
     when = f"It works {', '.join(policy.hours)}" if policy.hours else "It works at all hours"
     most = f", {policy.max_minutes_per_day:g} minutes a day at most" if policy.max_minutes_per_day else ""

@@ -18,9 +18,14 @@ SHOWN = 8
 
 REMEDIES = {
     "orchestrators": "Add its name to policy.orchestrators, if the site knows and trusts who it is.",
-    "require_privacy": "Start the run with `privacy` that meets policy.require_privacy.",
+    "require_privacy": "Start the run with `privacy` that meets policy.require_privacy; its `evaluations` lets "
+    "versions be measured.",
     "max_run_upload_bytes": "The run has had its share; begin another, or raise policy.max_run_upload_bytes.",
     "max_minutes_per_day": "It goes on tomorrow; raise policy.max_minutes_per_day, or give the run smaller tasks.",
+    "part": "Give the site's examples a file of their own, in place of `part`.",
+    "use": "Set `use = 'evaluate'` for a data set that nothing trains on; or give it a `held_out` share, and have "
+    "the run set `evaluation.sites`.",
+    "max_measurements": "See `tessera worker check` for what was measured, and raise policy.max_measurements.",
     "privacy": "See `tessera worker ledger` for what was spent, and the data set's budget in the settings.",
     "run": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
     "version": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
@@ -47,17 +52,42 @@ class PolicyViolation(Exception):
         return REMEDIES.get(self.rule, f"Have the run ask for less, or change policy.{self.rule} in the settings.")
 
 
+EVALUATIONS = "whether versions may be measured on examples that nothing trains on; the figures are exact"
+
+
+def check_use(task: Task, *, for_evaluation: bool) -> None:
+    """Refuses to measure a version on examples that train, and to train on a data set that the settings mark as
+    `for_evaluation`. Raises PolicyViolation."""
+    if task.kind == "train" and for_evaluation:
+        raise PolicyViolation("use", f"the data set {task.dataset!r} is for evaluation, and nothing trains on it")
+    if task.kind == "evaluate" and not task.held_out and not for_evaluation:
+        raise PolicyViolation(
+            "use", f"the data set {task.dataset!r} is for training, and no version is measured on what trains"
+        )
+
+
 class PrivacyFloor(Frozen):
-    """The least privacy that a run must have to train here, on whatever data set."""
+    """The least privacy that a run must have to train here, on whatever data set. Exact figures need a permission."""
 
     epsilon: float = Field(gt=0, le=1000, description="the most that a run may tell of one example")
     delta: float = Field(default=1e-5, gt=0, lt=0.1, description="at the most")
     noise_multiplier: float = Field(default=0.0, ge=0, le=1e6, description="the least noise, in clip norms")
+    evaluations: bool = Field(default=False, description=EVALUATIONS)
 
     def check(self, task: Task) -> None:
-        """Judges a task that trains. Raises PolicyViolation."""
+        """Judges what a task is, before what it would spend. Raises PolicyViolation."""
+        if task.kind == "evaluate":
+            if not self.evaluations:
+                raise PolicyViolation(
+                    "require_privacy", "this site requires privacy, and a version's figures are exact"
+                )
+            return
         if task.privacy is None:
             raise PolicyViolation("require_privacy", "the run has no differential privacy, and this site requires it")
+        if task.privacy.selection == "uncovered":
+            raise PolicyViolation(
+                "require_privacy", "this site requires privacy, which covers no exact choice of blocks"
+            )
         if task.privacy.epsilon > self.epsilon or task.privacy.delta > self.delta:
             asked = f"epsilon {task.privacy.epsilon:g} at delta {task.privacy.delta:g}"
             raise PolicyViolation(
@@ -77,9 +107,7 @@ class PrivacyFloor(Frozen):
 class Allowance(Budget):
     """What all runs together may find out of one example of a data set. Runs without privacy may not train on it."""
 
-    evaluations: bool = Field(
-        default=False, description="whether versions may be measured on what is held out of it, which nothing covers"
-    )
+    evaluations: bool = Field(default=False, description=EVALUATIONS)
 
     def check(self, task: Task) -> None:
         """Judges what a task on the data set is, before what it would spend. Raises PolicyViolation."""
@@ -87,7 +115,7 @@ class Allowance(Budget):
             raise PolicyViolation("privacy", f"the data set {task.dataset!r} has a budget, and the run no privacy")
         if task.kind == "train" and task.privacy and task.privacy.selection == "uncovered":
             raise PolicyViolation("privacy", f"{task.dataset!r} has a budget, which covers no exact choice of blocks")
-        if task.kind == "evaluate" and not (task.held_out and self.evaluations):
+        if task.kind == "evaluate" and not self.evaluations:
             raise PolicyViolation("privacy", f"no version is measured on {task.dataset!r}, which has a budget")
 
 
@@ -108,7 +136,10 @@ class Policy(Frozen):
     max_batch: PositiveInt = Field(default=65_536, description="examples in one batch")
     max_tries: PositiveInt = Field(default=10, description="updates of one round that one worker hands in")
     max_task_seconds: PositiveFloat = Field(default=7 * 86400.0, description="however often its lease is renewed")
-    min_measured: PositiveInt = Field(default=1, description="fewest examples that a version is measured on")
+    min_measured: PositiveInt = Field(default=20, description="fewest examples that a version is measured on")
+    max_measurements: PositiveInt = Field(
+        default=10_000, description="versions measured on one data set over all runs, from all who share runs_dir"
+    )
     max_model_bytes: PositiveInt = 64 * GIB
     max_upload_bytes: PositiveInt = 16 * GIB
     max_lease_seconds: PositiveFloat = 3600.0
@@ -190,8 +221,8 @@ class Policy(Frozen):
             raise PolicyViolation("datasets", f"runs may not use the data set {task.dataset!r}")
         if task.kind == "train":
             self.check_epochs(task.training.epochs)
-            if self.require_privacy:
-                self.require_privacy.check(task)
+        if self.require_privacy:
+            self.require_privacy.check(task)
         if task.lease_seconds > self.max_lease_seconds:
             raise PolicyViolation(
                 "max_lease_seconds",
@@ -212,6 +243,14 @@ class Policy(Frozen):
             raise PolicyViolation(
                 "min_measured",
                 f"figures of {examples} examples tell too much of each; {self.min_measured} are wanted",
+            )
+
+    def check_measurements(self, dataset: str, times: int) -> None:
+        """Judges how often versions were measured on a data set, with the one that is about to be."""
+        if times > self.max_measurements:
+            raise PolicyViolation(
+                "max_measurements",
+                f"{self.max_measurements} versions were measured on the data set {dataset!r}, as many as are allowed",
             )
 
     def check_duration(self, seconds: float) -> None:

@@ -6,6 +6,16 @@ from dataclasses import dataclass, field
 
 from shared.wire import LARGEST_NUMBER, Phase, Progress
 
+FIGURE_DIGITS = 3
+
+
+def rounded(figure: float) -> float:
+    """Round a figure that was measured on examples to the digits that leave the site.
+
+    More digits serve nobody, and tell of single examples whoever compares two versions that hardly differ.
+    """
+    return float(f"{figure:.{FIGURE_DIGITS}g}")
+
 
 @dataclass
 class Report:
@@ -36,11 +46,12 @@ class Report:
         """What a heartbeat says."""
         moved = {"fetching": self.download_bytes, "uploading": self.upload_bytes}.get(self.phase)
         works = self.phase in ("training", "evaluating")
+        loss = None if self.loss is None else rounded(self.loss)
         return Progress(
             phase=self.phase,
             step=self.step if works else None,
             steps=self.steps or None,
-            loss=self.loss if self.loss is not None and abs(self.loss) < LARGEST_NUMBER else None,
+            loss=loss if loss is not None and abs(loss) < LARGEST_NUMBER else None,
             bytes=moved,
             of_bytes=self.of_bytes or None,
         )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import ssl
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
@@ -47,10 +47,15 @@ from worker.airlock import AIRLOCK_FOLDER, Airlock
 from worker.audit import AUDIT_FOLDER, Audit
 from worker.contributions import RUNS_FOLDER, Contributions
 from worker.data import DataError, Dataset, Part, load
+from worker.data.heldout import key_of_seed
+from worker.files import secret_key
 from worker.inbox import INBOX_FOLDER, Inbox
 from worker.layouts import MappingError, MappingFile, read_mapping
 from worker.ledger import LEDGER_FOLDER, Ledger
 from worker.policy import GIB, Allowance, Policy
+
+HELD_OUT_KEY_FILE = "held-out.key"
+"""What it is called beside a worker's other state."""
 
 # Not TESSERA_ alone: TESSERA_TOKEN is the command line's, and may well be an administrator's.
 ENVIRONMENT_PREFIX = "TESSERA_WORKER_"
@@ -63,6 +68,12 @@ class SettingsError(ValueError):
     """The settings cannot be used; says which key is wrong and why."""
 
 
+def check_no_seed(options: Mapping[str, object]) -> None:
+    """Raises ValueError for a setting that there was, which would have anybody know who is held out."""
+    if "held_out_seed" in options:
+        raise ValueError("held_out_seed: is no more; take it out. A secret key decides which examples are held out")
+
+
 class DataSource(BaseModel):
     """Where a data set comes from: its kind, what is taken of it, and beside these the options of that kind."""
 
@@ -71,22 +82,25 @@ class DataSource(BaseModel):
     kind: str
     part: Part | None = Field(default=None, description="which part of it this is; all of it if unset")
     held_out: float | None = Field(default=None, gt=0, lt=1, description="share of it that nothing trains on")
-    held_out_seed: int = Field(default=0, ge=0)
+    use: Literal["train", "evaluate"] = Field(
+        default="train", description="whether runs train on it, or measure versions on all of it"
+    )
     privacy: Allowance | None = Field(default=None, description="what runs may find out; as for all data if unset")
+
+    @model_validator(mode="after")
+    def _trains_on_the_rest(self) -> Self:
+        check_no_seed(self.options)
+        if self.use == "evaluate" and self.held_out is not None:
+            raise ValueError("held_out: nothing trains on the rest of a data set for evaluation; leave held_out out")
+        return self
 
     @property
     def options(self) -> dict[str, object]:
         return dict(self.model_extra or {})
 
-    def load(self) -> Dataset:
-        """The examples. Raises DataError."""
-        return load(
-            self.kind,
-            self.options,
-            part=self.part,
-            held_out=self.held_out,
-            held_out_seed=self.held_out_seed,
-        )
+    def load(self, key: bytes = b"") -> Dataset:
+        """The examples; `key` decides which are held out, if any are. Raises DataError."""
+        return load(self.kind, self.options, part=self.part, held_out=self.held_out, key=key)
 
 
 DeviceName = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,2})?)$")]
@@ -130,6 +144,11 @@ class Settings(DataSettings):
     name: Label = Field(description="what this worker is called; its own among the site's workers")
     state_dir: Path = Field(description="where cache and vault are; this worker's alone")
     device: DeviceName = "auto"
+    held_out_key_file: Path | None = Field(
+        default=None,
+        description="the secret that decides which examples are held out, made if there is none; in state_dir if "
+        "unset. Workers with the same examples need the same",
+    )
     kinds: tuple[TaskKind, ...] = Field(default=("train", "evaluate"), min_length=1)
     threads: PositiveInt | None = Field(default=None, description="threads of one operation; torch's choice if unset")
     cache_bytes: PositiveInt = 20 * GIB
@@ -265,13 +284,28 @@ def tls_of(settings: Settings) -> ssl.SSLContext:
         raise SettingsError(refusal.detail) from refusal
 
 
-def datasets_of(settings: Settings) -> dict[str, Dataset]:
+def held_out_key(settings: Settings, *, make: bool) -> bytes:
+    """The secret that decides which examples are held out; one that is no secret if there is none and it is not to be
+    made, and none if nothing is held out. Raises SettingsError."""
+    if not any(source.held_out for source in settings.datasets.values()):
+        return b""
+    path = settings.held_out_key_file or settings.state_dir / HELD_OUT_KEY_FILE
+    try:
+        return secret_key(path) if make or path.exists() else key_of_seed(0)
+    except (OSError, ValueError) as fault:
+        raise SettingsError(
+            f"held_out_key_file: {path} cannot be used: {fault}. Bring it back from a copy"
+        ) from fault
+
+
+def datasets_of(settings: Settings, *, make_key: bool = False) -> dict[str, Dataset]:
     """The data sets that the policy lets runs use, by name. Raises SettingsError naming the option that is wrong."""
     loaded: dict[str, Dataset] = {}
+    key = held_out_key(settings, make=make_key)
     for name, source in settings.datasets.items():
         if settings.policy.allows_dataset(name):
             with named(name):
-                loaded[name] = source.load()
+                loaded[name] = source.load(key)
     return loaded
 
 
@@ -338,6 +372,6 @@ def device_of(name: DeviceName) -> torch.device:
 
 
 def describe(device: torch.device) -> str:
-    """The device as people read it, at most 64 characters."""
+    """The device as people read it, at most 64 printable characters of ASCII."""
     name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-    return name[:64]
+    return "".join(letter for letter in name if " " <= letter <= "~")[:64]

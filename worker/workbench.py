@@ -48,8 +48,8 @@ from worker.leaving import MOST_INLINE, Leaving
 from worker.ledger import LEDGER_FOLDER, Ledger, LedgerError
 from worker.models import build, write_block
 from worker.plainly import summary
-from worker.policy import Allowance, Policy, PolicyViolation
-from worker.report import Report
+from worker.policy import Allowance, Policy, PolicyViolation, check_use
+from worker.report import Report, rounded
 from worker.settings import (
     Settings,
     airlock_of,
@@ -186,6 +186,10 @@ class Workbench:
     models: Models = field(default_factory=Models)
     held: dict[str, Held] = field(default_factory=dict)
     """By run, the version of the last task."""
+    for_evaluation: frozenset[str] = frozenset()
+    """The data sets that nothing trains on."""
+    divided: frozenset[str] = frozenset()
+    """The data sets that are a part of what settings divide among sites, for trials."""
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
     """The privacy budgets of the data sets that have one."""
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -209,7 +213,9 @@ class Workbench:
         airlock_of(settings).clear()
         return cls(
             coordinator=client,
-            datasets=datasets_of(settings),
+            datasets=datasets_of(settings, make_key=True),
+            for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
+            divided=frozenset(name for name, source in settings.datasets.items() if source.part),
             device=device_of(settings.device),
             vault=Vault(settings.state_dir / "vault"),
             shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
@@ -242,6 +248,11 @@ class Workbench:
                 found[name] = self.ledger.spent(name, most.delta) if self.ledger else 0.0
         return found
 
+    def may_measure(self, dataset: str, examples: int) -> bool:
+        """Whether the site lets versions be measured on so many examples of a data set that nothing trains on."""
+        rules = (self.policy.require_privacy, self.allowances.get(dataset))
+        return examples >= self.policy.min_measured and all(rule.evaluations for rule in rules if rule)
+
     def do(self, task: Task, check: Check, report: Report) -> None:
         """Does a task to its end: when this returns, the coordinator has accepted the result.
 
@@ -267,6 +278,7 @@ class Workbench:
         dataset = self.datasets.get(task.dataset)
         if dataset is None:
             raise TaskFailure("unknown-dataset", f"there is no data set {task.dataset!r} here")
+        check_use(task, for_evaluation=task.dataset in self.for_evaluation)
         self.policy.check_batch(task.training.batch_size, dataset.examples)
         if self.inbox:
             self._require_approval(self.inbox, task, dataset, check, report)
@@ -319,6 +331,12 @@ class Workbench:
         """What the task may spend, if it is a private one. Raises PolicyViolation if that is not enough."""
         if task.privacy is None:
             return None
+        if task.dataset in self.divided:
+            raise PolicyViolation(
+                "part",
+                f"{task.dataset!r} is a part of a partition, in which one example more moves others between sites: "
+                "no epsilon holds for that",
+            )
         try:
             privacy = importlib.import_module("worker.privacy")
         except ImportError as error:
@@ -550,7 +568,7 @@ class Workbench:
         trainer = Trainer(half, work, task.training, self.device, check, private, report, self.policy.min_measured)
         tally = trainer.train(phases, dataset, task.seed)
         harvest = half.harvest(work, selected, tally)
-        measured = {"loss": tally.loss} if math.isfinite(tally.loss) else {}
+        measured = {"loss": rounded(tally.loss)} if math.isfinite(tally.loss) else {}
         report.numbers = {**measured, **harvest.numbers}
         if private:
             report.numbers = {**private.disclosed(report.numbers), EPSILON: private.spent()}
@@ -564,6 +582,8 @@ class Workbench:
         if measured is None:
             raise TaskFailure("nothing-held-out", f"nothing of the data set {task.dataset!r} is held out here")
         self.policy.check_measured(measured.examples)
+        if self.contributions:
+            self.contributions.measure(task.dataset, self.policy)
         report.examples = measured.examples
         report.begin("evaluating", steps=steps_in(measured.examples, task.training.batch_size))
 
@@ -572,20 +592,24 @@ class Workbench:
             check()
 
         batches = Batches(measured, task.training.batch_size, self.device)
-        report.numbers = evaluate(ready.work.model, ready.work.head, batches, counted)
+        found = evaluate(ready.work.model, ready.work.head, batches, counted)
         if task.held_out and self._personalise(task, ready, dataset, check):
             own = evaluate(ready.work.model, ready.work.head, batches, check)
-            report.numbers |= {PERSONAL + name: value for name, value in own.items()}
+            found |= {PERSONAL + name: value for name, value in own.items()}
+        report.numbers = {name: rounded(value) for name, value in found.items()}
         check()
         Leaving(self, task, check, report).figures(measured.examples)
 
     def _personalise(self, task: Task, ready: _Ready, dataset: Dataset, check: Check) -> bool:
         """Turns the version into this site's own model; whether there is one, by this method and so far."""
         half, work = ready.half, ready.work
+        if task.privacy is None and (self.policy.require_privacy or task.dataset in self.allowances):
+            # What the site keeps may have been trained before it required privacy.
+            return False
         ready.prepare()
         phases = half.personal(work)
         self.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
-        if phases and (task.privacy or task.dataset in self.allowances):
+        if phases and task.privacy:
             # It would train on the examples themselves, and its figures would tell of them.
             return False
         if phases:

@@ -9,21 +9,21 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from coordinator.answers import Answers
 from coordinator.api.access import Serving, allow
 from coordinator.api.reading import BoundedRoute
 from coordinator.metrics import RECEIVED_BYTES, SENT_BYTES
-from coordinator.services import Services
 from coordinator.storage.identity import Principal
 from coordinator.storage.reach import within_reach
-from coordinator.storage.uploads import Quota, Upload, Uploads
-from shared.blobs import Stored
+from coordinator.storage.uploads import Upload, Uploads
 from shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
 from shared.wire import Wanted
 
@@ -46,7 +46,7 @@ def uploads(serving: Serving) -> Uploads:
         serving.database,
         serving.blobs,
         serving.room,
-        Quota(settings.site_bytes_per_day, settings.site_unfinished_uploads),
+        serving.quota,
         settings.idle_seconds,
         RECEIVED_BYTES.inc,
     )
@@ -80,57 +80,59 @@ def get_blob(
         return Response(status_code=304, headers=headers)
     span = _span(range_, blob.size) if range_ and if_range in (None, etag) else None
     start, stop = span or (0, blob.size)
-    headers["Content-Length"] = str(stop - start)
     if span:
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{blob.size}"
     status = 206 if span else 200
     if request.method == "HEAD":
+        headers["Content-Length"] = str(stop - start)
         return Response(status_code=status, headers=headers, media_type="application/octet-stream")
-    body = _counted(serving, blob, start, stop)
-    return StreamingResponse(body, status, headers, media_type="application/octet-stream")
+    body = _counted(serving.blobs.stream(blob, start, stop))
+    return BlobAnswer(serving.answers, caller, body, stop - start, status, headers)
 
 
 @listed.post("/blobs/read", operation_id="readBlobs", response_class=StreamingResponse)
 def read_blobs(wanted: Wanted, serving: Serving, caller: Holder) -> Response:
     """Several blobs of runs that the caller has to do with, one behind the other in one answer."""
+    serving.memory.require()
     with serving.database.snapshot() as session:
         reached = within_reach(session, caller, wanted.digests)
         if beyond := [digest for digest in wanted.digests if digest not in reached]:
             raise NotFound(f"there is no blob {beyond[0]} within this token's reach")
-        blobs = serving.blobs.find_all(session, wanted.digests)
-    for blob in blobs:
-        serving.blobs.verify(blob)
-    left = sum(blob.size for blob in blobs) - wanted.start
+        portions = serving.blobs.portions(session, wanted.digests)
+    serving.blobs.verify_all(portions)
+    left = sum(portion.size for portion in portions) - wanted.start
     if left < 0:
         raise RangeUnsatisfiable(
             f"the blobs have {left + wanted.start} bytes together; byte {wanted.start} is beyond"
         )
-    headers = {"Content-Length": str(left)}
-    return StreamingResponse(_row(serving, blobs, wanted.start), 200, headers, media_type="application/octet-stream")
+    body = _counted(serving.blobs.stream_all(portions, wanted.start))
+    return BlobAnswer(serving.answers, caller, body, left)
 
 
-async def _row(serving: Services, blobs: Sequence[Stored], start: int) -> AsyncIterator[bytes]:
-    small = bytearray()
-    for blob in blobs:
-        skipped = min(start, blob.size)
-        start -= skipped
-        if blob.inline is not None:
-            # Not each on its own: a thousand little answers cost more than a large one.
-            small += blob.inline[skipped:]
-            continue
-        if small:
-            SENT_BYTES.inc(len(small))
-            yield bytes(small)
-            small.clear()
-        async for piece in _counted(serving, blob, skipped, blob.size):
-            yield piece
-    if small:
-        SENT_BYTES.inc(len(small))
-        yield bytes(small)
+class BlobAnswer(StreamingResponse):
+    """Bytes of blobs, of which one token has only so many answers at a time. Refused with TooManyRequests."""
+
+    media_type = "application/octet-stream"
+
+    def __init__(
+        self,
+        answers: Answers,
+        caller: Principal,
+        body: AsyncIterator[bytes],
+        length: int,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(body, status, {**(headers or {}), "Content-Length": str(length)})
+        self._answers, self._caller, self._length = answers, caller, length
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._answers.under_way(self._caller.token_id, self._length):
+            await super().__call__(scope, receive, send)
 
 
-async def _counted(serving: Services, blob: Stored, start: int, stop: int) -> AsyncIterator[bytes]:
-    async for piece in serving.blobs.stream(blob, start, stop):
+async def _counted(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async for piece in pieces:
         SENT_BYTES.inc(len(piece))
         yield piece
 

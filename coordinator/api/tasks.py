@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,10 +27,21 @@ from coordinator.storage.uploads import hand_in, owned
 from shared.anomaly import PREFIX
 from shared.layers import layers_of
 from shared.planning import check_report
-from shared.problems import Conflict, Fault, Invalid, InvalidUpdate, Problem, StaleVersion, Withheld, WorkerFailed
+from shared.problems import (
+    Conflict,
+    Fault,
+    Invalid,
+    InvalidUpdate,
+    Problem,
+    StaleVersion,
+    TooLarge,
+    Withheld,
+    WorkerFailed,
+)
 from shared.wire import (
     GIVEN_BACK,
     MOST_ALONG,
+    MOST_CLAIM_BYTES,
     PROTOCOL,
     Claim,
     Evaluated,
@@ -57,6 +69,11 @@ async def claim(
     prefer: Annotated[str, Header(max_length=128, description="'wait=25' waits that long for a task")] = "",
 ) -> Response:
     """Leases the next task that is offered to this worker, waiting for one if asked to."""
+    if (length := len(await request.body())) > MOST_CLAIM_BYTES:
+        raise TooLarge(
+            f"the claim has {length} bytes; at most {MOST_CLAIM_BYTES} are taken",
+            remedy="Shorten what the worker declares, such as the lists of its policy.",
+        )
     _require_protocol(body)
     wanted = _WAIT.search(prefer)
     wait = min(float(wanted.group(1)) if wanted else 0.0, serving.settings.longest_wait_seconds)
@@ -116,8 +133,11 @@ def _enrol(serving: Services, caller: Principal, body: Claim) -> str:
     with serving.database.snapshot() as session:
         worker_id = identity.enrolled(session, site_id, body)
     if worker_id is None:
+        serving.admission.declares(site_id)
         with serving.database.transaction() as session:
-            worker_id = identity.enrol(session, now, site_id, body)
+            worker_id, nbytes = identity.enrol(session, now, site_id, body, serving.settings.workers_per_site)
+            serving.room.require(nbytes)
+            serving.quota.spend_bytes(session, now, site_id, nbytes)
             tasks.withhold(session, now, caller.actor, worker_id, body.withheld)
         serving.call()
     serving.presence.note(worker_id, now)
@@ -358,6 +378,8 @@ def _accept(
             if isinstance(body, Submission):
                 hand_in(session, now, caller.owner, body.update)
             tasks.accept(session, now, caller.actor, entry, body, upload_bytes, numbers, layers)
+            # Counted and not refused: what is under way may finish.
+            serving.quota.note_bytes(session, now, caller.site_id or "", len(json.dumps(numbers)))
     serving.call()
 
 

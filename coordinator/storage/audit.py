@@ -55,7 +55,8 @@ def broken_at(session: Session) -> int | None:
     It cannot tell that entries are missing from the end; who keeps the last digest elsewhere can.
     """
     digest = GENESIS
-    with closing(session.scalars(select(AuditRow).order_by(AuditRow.seq).execution_options(yield_per=1000))) as rows:
+    # A few at a time: earlier versions entered details of up to a MiB.
+    with closing(session.scalars(select(AuditRow).order_by(AuditRow.seq).execution_options(yield_per=20))) as rows:
         for number, row in enumerate(rows, start=1):
             entry = {name: getattr(row, name) for name in _COVERED}
             if (row.seq, row.previous, row.digest) != (number, digest, link(digest, entry)):

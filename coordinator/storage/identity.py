@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import ColumnElement, Float, Row, String, bindparam, exists, or_, select, update
+from sqlalchemy import ColumnElement, Float, Row, String, Text, bindparam, cast, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.storage import audit
-from coordinator.storage.tables import SiteRow, TokenRow, WorkerRow
-from shared.problems import Conflict, Fault, Invalid, NotFound, SiteSuspended, Unauthenticated
+from coordinator.storage.tables import SiteRow, TokenRow, WorkerRow, declared_text
+from shared.problems import Conflict, Fault, Invalid, NotFound, QuotaExceeded, SiteSuspended, Unauthenticated
+from shared.tensors import digest_of
 from shared.tokens import hash_of, new_secret
-from shared.wire import Claim, TokenRole, TokenSpec
+from shared.wire import MOST_CLAIM_BYTES, Claim, TokenRole, TokenSpec
 
 DECLARED = {"kinds", "datasets", "held_out", "methods", "device", "version", "resources", "mirror", "withheld"}
 """What is kept of a claim: all that tells which tasks the worker may have, and what it runs on."""
+
+FORGOTTEN_SECONDS = 30 * 86_400.0
+"""How long a name counts among those of a site after it was heard of last: some sites name each process anew."""
+
+DECLARED_SHARE = 4_096
+"""Bytes that each worker of a site may declare on average: those that are live are kept parsed."""
+
+TOO_MANY_SECONDS = 600.0
+"""When a site with too many workers may ask again."""
 
 SUSPENDED_SECONDS = 30.0
 """How long the workers of a suspended site are sent away for at a time."""
@@ -212,19 +223,47 @@ def workers_of(session: Session, site_id: str | None) -> list[str]:
 def enrolled(session: Session, site_id: str, claim: Claim) -> str | None:
     """The id of the claiming worker if it is known and has declared nothing new."""
     row = _worker(session, site_id, claim.worker)
-    return row.id if row and row.declared == _declared(claim) else None
+    # A digest without what it is of was left by an earlier version, which knows of no digests.
+    same = row and row.declared == (told := _declared(claim)) and row.declared_digest == digest_of(_text(told))
+    return row.id if row and same else None
 
 
-def enrol(session: Session, now: float, site_id: str, claim: Claim) -> str:
-    """Enters what a worker says of itself and returns its id."""
+def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers: int) -> tuple[str, int]:
+    """Enters what a worker says of itself; its id, and how many bytes that takes.
+
+    Raises QuotaExceeded for one name too many, and if all workers of the site together say too much.
+    """
+    told = _declared(claim)
+    length = len(_text(told))
     row = _worker(session, site_id, claim.worker)
+    others = (WorkerRow.site_id == site_id) & (WorkerRow.name != claim.worker)
+    others &= WorkerRow.last_seen_at >= now - FORGOTTEN_SECONDS
+    names, declared = session.execute(
+        select(func.count(), func.coalesce(func.sum(func.length(cast(WorkerRow.declared, Text))), 0)).where(others)
+    ).one()
+    if row is None and names >= most_workers:
+        raise QuotaExceeded(
+            f"{names} workers of this site were heard of within {FORGOTTEN_SECONDS / 86400:g} days "
+            "(setting workers_per_site)",
+            remedy="Use the names of workers that there are, or have an administrator allow more.",
+            retry_after_seconds=TOO_MANY_SECONDS,
+        )
+    # One may say more than its share, and all of them together not.
+    if declared + length > (most := max(most_workers * DECLARED_SHARE, MOST_CLAIM_BYTES)):
+        raise QuotaExceeded(
+            f"the workers of this site declare {declared} bytes, and {length} more would be over {most} "
+            f"({DECLARED_SHARE} for each of workers_per_site)",
+            remedy="Shorten what their policies list.",
+            retry_after_seconds=TOO_MANY_SECONDS,
+        )
     if row is None:
         row = WorkerRow(id=new_id(), site_id=site_id, name=claim.worker, created_at=now)
         session.add(row)
-    row.declared = _declared(claim)
+    row.declared = told
     row.last_seen_at = now
-    audit.record(session, now, f"site:{site_id}", "worker.enrol", row.id, declared=row.declared)
-    return row.id
+    # The chain is kept for good, and what a worker says of itself may be long.
+    audit.record(session, now, f"site:{site_id}", "worker.enrol", row.id, declared=row.declared_digest)
+    return row.id, length
 
 
 def note_seen(session: Session, seen: dict[str, float]) -> None:
@@ -245,5 +284,9 @@ def _worker(session: Session, site_id: str, name: str) -> WorkerRow | None:
     return session.scalars(select(WorkerRow).where(which)).one_or_none()
 
 
-def _declared(claim: Claim) -> dict[str, object]:
+def _declared(claim: Claim) -> dict[str, Any]:
     return claim.model_dump(mode="json", include=DECLARED)
+
+
+def _text(declared: dict[str, Any]) -> bytes:
+    return declared_text(declared).encode()

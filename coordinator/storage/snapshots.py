@@ -12,12 +12,16 @@ from sqlalchemy.orm import Session
 from coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from coordinator.domain.records import Due, RoundSnapshot, RunSnapshot, TaskSnapshot
 from coordinator.storage import audit
+from coordinator.storage.declarations import Declarations
 from coordinator.storage.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from shared.methods.contract import Participant
 from shared.willing import Invitation, mirror_of, objections
 from shared.wire import Mirror, RunSpec
 
 MAX_UNEVALUATED = 16
+
+DECLARATIONS = Declarations()
+"""Of all databases: a digest is of one text."""
 
 MOST_UNAGREED = 100
 """Rounds that may be abandoned because sites have not agreed to the run, without counting as tries."""
@@ -48,11 +52,12 @@ def ids(workers: Sequence[Member]) -> set[str]:
 def live_workers(session: Session, since: float) -> list[Member]:
     """Every worker heard of since then whose site is not suspended, in the order of names (`site/worker`)."""
     rows = session.execute(
-        select(WorkerRow.id, WorkerRow.name, SiteRow.name.label("site"), WorkerRow.declared)
+        select(WorkerRow.id, WorkerRow.name, SiteRow.name.label("site"), WorkerRow.declared_digest)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
         .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None))
-    )
-    return sorted((Member(r.id, f"{r.site}/{r.name}", r.site, r.declared) for r in rows), key=lambda m: m.name)
+    ).all()
+    declared = DECLARATIONS.of(session, {r.id: r.declared_digest for r in rows})
+    return sorted((Member(r.id, f"{r.site}/{r.name}", r.site, declared[r.id]) for r in rows), key=lambda m: m.name)
 
 
 def invitation(session: Session, run: RunRow) -> Invitation:

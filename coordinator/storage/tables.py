@@ -6,6 +6,7 @@ A column that came later has a default in the schema, so that the version before
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from sqlalchemy import (
@@ -20,7 +21,9 @@ from sqlalchemy import (
     false,
     text,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, validates
+
+from shared.tensors import digest_of
 
 NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -137,8 +140,20 @@ class WorkerRow(Table):
     site_id: Mapped[str] = mapped_column(ForeignKey("sites.id"))
     name: Mapped[str]
     declared: Mapped[dict[str, Any]]
+    # By which what was declared is known without being read. Empty where an earlier version wrote the row.
+    declared_digest: Mapped[str] = mapped_column(server_default="")
     created_at: Mapped[float]
     last_seen_at: Mapped[float] = mapped_column(index=True)
+
+    @validates("declared")
+    def _digested(self, _: str, declared: dict[str, Any]) -> dict[str, Any]:
+        self.declared_digest = digest_of(declared_text(declared).encode())
+        return declared
+
+
+def declared_text(declared: dict[str, Any]) -> str:
+    """What a worker declared, in the one form that its digest is of."""
+    return json.dumps(declared, sort_keys=True, separators=(",", ":"))
 
 
 class RunRow(Table):

@@ -61,24 +61,37 @@ class Quota:
                 f"{unfinished} uploads of this site are unfinished (setting site_unfinished_uploads)",
                 retry_after_seconds=FINISHING_SECONDS,
             )
-        if self.bytes_per_day is not None:
-            self._spend_bytes(session, now, site_id, more_bytes, self.bytes_per_day)
+        self.spend_bytes(session, now, site_id, more_bytes)
 
-    def _spend_bytes(self, session: Session, now: float, site_id: str, more: int, most: int) -> None:
+    def spend_bytes(self, session: Session, now: float, site_id: str, more: int) -> None:
+        """Enters what a site is about to send, or writes into the tables. Raises QuotaExceeded."""
+        if self.bytes_per_day is not None:
+            rows = self._of_the_day(session, now, site_id)
+            total = sum(row.bytes for row in rows)
+            if total + more > self.bytes_per_day:
+                oldest = min((row.hour for row in rows), default=int(now // 3600))
+                raise QuotaExceeded(
+                    f"this site has announced {total} bytes within a day; {more} more would be over "
+                    f"{self.bytes_per_day} (setting site_bytes_per_day)",
+                    retry_after_seconds=(oldest + 24) * 3600 - now,
+                )
+        self.note_bytes(session, now, site_id, more)
+
+    def note_bytes(self, session: Session, now: float, site_id: str, more: int) -> None:
+        """The same for what is not refused any more."""
+        if self.bytes_per_day is None:
+            return
         hour = int(now // 3600)
-        session.execute(delete(AnnouncedRow).where(AnnouncedRow.site_id == site_id, AnnouncedRow.hour <= hour - 24))
-        rows = {row.hour: row for row in session.scalars(select(AnnouncedRow).where(AnnouncedRow.site_id == site_id))}
-        total = sum(row.bytes for row in rows.values())
-        if total + more > most:
-            raise QuotaExceeded(
-                f"this site has announced {total} bytes within a day; {more} more would be over {most} "
-                "(setting site_bytes_per_day)",
-                retry_after_seconds=(min(rows, default=hour) + 24) * 3600 - now,
-            )
-        if hour in rows:
-            rows[hour].bytes += more
+        found = next((row for row in self._of_the_day(session, now, site_id) if row.hour == hour), None)
+        if found:
+            found.bytes += more
         else:
             session.add(AnnouncedRow(site_id=site_id, hour=hour, bytes=more))
+
+    def _of_the_day(self, session: Session, now: float, site_id: str) -> list[AnnouncedRow]:
+        of_site = AnnouncedRow.site_id == site_id
+        session.execute(delete(AnnouncedRow).where(of_site, AnnouncedRow.hour <= int(now // 3600) - 24))
+        return list(session.scalars(select(AnnouncedRow).where(of_site)))
 
 
 @dataclass(frozen=True)

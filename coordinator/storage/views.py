@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -43,6 +44,9 @@ from shared.wire import (
 
 V = TypeVar("V", bound=BaseModel)
 
+PAGE_BYTES = 4 << 20
+AT_A_TIME = 20
+
 
 def instant(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
@@ -62,15 +66,24 @@ def page(
 ) -> Page[V]:
     """One page of `query` in the order of `keys`, which must be unique together and selected first.
 
-    The cursor holds the last keys shown, so pages neither skip nor repeat while rows are added.
+    The cursor holds the last keys shown, so pages neither skip nor repeat while rows are added. A page also ends
+    where it has PAGE_BYTES: whoever reads it holds it whole.
     """
     ordered = query.order_by(*keys).limit(limit + 1)
     if cursor is not None:
         ordered = ordered.where(_after(keys, _decode(cursor, [key.type.python_type for key in keys])))
-    rows = session.execute(ordered).all()
-    shown = rows[:limit]
-    more = _encode([getattr(shown[-1][0], key.key) for key in keys]) if len(rows) > limit else None
-    return Page(items=tuple(view(row) for row in shown), next_cursor=more)
+    items: list[V] = []
+    last: list[Any] = []
+    size = 0
+    # A few at a time: some rows are large, and those that no longer fit are not read.
+    with closing(session.execute(ordered.execution_options(yield_per=AT_A_TIME))) as rows:
+        for row in rows:
+            if len(items) == limit or size >= PAGE_BYTES:
+                return Page(items=tuple(items), next_cursor=_encode(last))
+            items.append(view(row))
+            last = [getattr(row[0], key.key) for key in keys]
+            size += len(items[-1].model_dump_json())
+    return Page(items=tuple(items))
 
 
 def _after(keys: Sequence[InstrumentedAttribute[Any]], values: Sequence[Any]) -> Any:

@@ -48,12 +48,13 @@ def holdings(folder: Path) -> list[Holding]:
         found.append(Holding(site, "notes", _source(folder, site), "train"))
     test = [note for wording in WORDINGS for note in notes(EACH // len(WORDINGS), wording, dice)]
     write_csv(folder / f"{LABORATORY}.csv", test)
-    return [*found, Holding(LABORATORY, "notes-test", _source(folder, LABORATORY), "evaluate")]
+    return [*found, Holding(LABORATORY, "notes-test", _source(folder, LABORATORY, "evaluate"), "evaluate")]
 
 
-def _source(folder: Path, site: str) -> DataSource:
+def _source(folder: Path, site: str, use: str = "train") -> DataSource:
     return DataSource.model_validate(
         {
+            "use": use,
             "kind": "text",
             "file": str(folder / f"{site}.csv"),
             "labels": DEPARTMENTS,

@@ -94,6 +94,8 @@ class Update:
     numbers: Mapping[str, float] = field(default_factory=dict)
     site: str = ""
     """The admitted site whose token the worker showed; as `Participant.site`."""
+    plan: Plan = field(default_factory=Plan)
+    """What was asked of the worker."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "site", self.site or self.worker)

@@ -1,16 +1,21 @@
 """FedDyn: each site's objective is bent until the sites' optima agree with everybody's.
 
-Acar et al. 2021, arXiv 2111.04263, with the signs and scales of its authors' code. A site descends on
-f_k(w) + alpha_k / 2 |w - w_t + h_k|^2 and then adds what it moved by to its h_k. The server adds the mean of all h_k
-to the mean of what came back:
+Acar et al. 2021, arXiv 2111.04263, with the signs and scales of its authors' code, written with gradients: their
+h_k is our g_k / alpha_k. A site descends on f_k(w) + alpha_k / 2 |w - w_t|^2 + <g_k, w> and then adds alpha_k times
+what it moved by to its g_k, which so becomes minus its gradient where it ended. With p_k a site's share of the
+examples of all sites that ever took part (`shared.population`), the server adds what the gradients lack to zero to
+the mean of what came back:
 
-    h_k = h_k + (w_k - w_t),    w_{t+1} = mean_S w_k + mean_all h_k
+    g_k = g_k + alpha_k (w_k - w_t),    w_{t+1} = mean_S w_k + sum_all p_k g_k / alpha
 
-The mean of all h_k moves by the sum of what this round's sites moved by, over the population; so it is kept at the
-server, and an update is no larger than FedAvg's. Means are unweighted, as in the code, which puts a site's size into
-its alpha_k = alpha / (its examples / the mean of examples), here over the round's cohort. With `weigh = "examples"`
-means are weighted instead and alpha_k = alpha, for rounds in which all take part: the mean of all h_k needs the same
-weights in every round. Together with alpha = 0, where nothing is bent or remembered, that is FedAvg, bit for bit.
+The sum moves by what this round's sites added, so it is kept at the server, and an update is no larger than FedAvg's.
+The mean of what came back is unweighted, as in the code, which puts a site's size into its alpha_k = alpha / (its
+examples / their mean over all sites): then p_k alpha_k / alpha is one over the number of sites. With
+`weigh = "examples"` that mean is weighted instead, and alpha_k = alpha. Either way the limit is the minimum of the
+mean loss over all examples. alpha_k may change from round to round, as it does when a site joins, because g_k and the
+sum are gradients and do not depend on it.
+
+At alpha = 0 nothing is bent or remembered: with weights by examples that is FedAvg, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
-from statistics import fmean
-from typing import Literal, Self
+from statistics import median
+from typing import Literal
 
 import numpy as np
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from shared.blocks import NUMPY_DTYPES, Selector
 from shared.methods.contract import (
@@ -39,34 +44,33 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
+from shared.population import Population
 from shared.tensors import Array, Computed, Derived, Tensor, weighted_steps
 
-DRIFT = "drift/"
-"""What the names of the mean of h_k in the server's memory, and of h_k in the vault, begin with."""
+GRADIENT = "gradient/"
+"""What the names of the mean of g_k in the server's memory, and of g_k in the vault, begin with."""
 ALPHA = "alpha"
 
 
 class FedDynSettings(MethodSettings):
     alpha: float = Field(default=0.01, ge=0, le=1000, description="how strongly sites are held to one another")
-    weigh: Literal["equal", "examples"] = Field(default="equal", description="what a site counts in the means")
-    population: PositiveInt | None = Field(
-        default=None, description="workers that take part by turns; as many as each round has if left out"
+    weigh: Literal["equal", "examples"] = Field(
+        default="equal", description="what a site counts in the mean of what came back"
     )
-
-    @model_validator(mode="after")
-    def _same_weight_in_every_round(self) -> Self:
-        if self.population is not None and self.weigh == "examples":
-            raise ValueError("a population that takes part by turns needs weigh = 'equal'")
-        return self
+    population: PositiveInt | None = Field(
+        default=None, description="sites that there are, if known; as many as ever took part if left out"
+    )
 
 
 class FedDynCoordinator(CoordinatorHalf[FedDynSettings]):
     def plan(self, state: State, cohort: Sequence[Participant], rng: Random) -> Mapping[str, Plan]:
         if self.settings.weigh == "examples":
             return super().plan(state, cohort, rng)
-        mean = fmean(max(1, worker.examples) for worker in cohort)
-        relative = {worker.name: max(1, worker.examples) / mean for worker in cohort}
-        return {name: Plan(numbers={ALPHA: self.settings.alpha / size}) for name, size in relative.items()}
+        population = Population.of(state)
+        sizes = {worker.name: population.weight(worker.site) or max(1, worker.examples) for worker in cohort}
+        # Of sites that were never heard of, no single one decides how strongly all are held.
+        usual = population.mean or median(sizes.values())
+        return {name: Plan(numbers={ALPHA: self.settings.alpha * usual / size}) for name, size in sizes.items()}
 
     def guard(self) -> None:
         raise Unsuited(
@@ -75,42 +79,50 @@ class FedDynCoordinator(CoordinatorHalf[FedDynSettings]):
         )
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
-        if self.settings.weigh == "equal":
-            updates = [replace(update, examples=1) for update in updates]
-        merged = super().merge(state, updates)
+        equal = self.settings.weigh == "equal"
         if not self.settings.alpha:
-            return merged
-        present = len(updates) / max(len(updates), self.settings.population or 1)
-        whole = sum(update.examples for update in updates)
+            return super().merge(state, [replace(update, examples=1) for update in updates] if equal else updates)
+        before = Population.of(state, self.settings.population)
+        population = before.joined(updates)
+        updates = population.weighed(updates)
+        merged = super().merge(state, [replace(update, examples=1) for update in updates] if equal else updates)
+        kept = before.total / population.total or 1.0
         model, memory = dict(merged.model), dict(merged.memory)
         for name, base in state.model.items():
-            senders = [(present * u.examples / whole, u.blocks[name]) for u in updates if name in u.blocks]
-            if senders:
-                drift = _drifted(base, state.memory.get(DRIFT + name), senders)
-                model[name] = _added(base, merged.model[name], drift)
-                memory[DRIFT + name] = drift
-        return replace(merged, model=model, memory=memory)
+            senders = [
+                (u.examples / population.total * self._alpha(u), u.blocks[name]) for u in updates if name in u.blocks
+            ]
+            last = state.memory.get(GRADIENT + name)
+            if senders or (last is not None and kept != 1):
+                memory[GRADIENT + name] = gradient = _moved(base, last, kept, senders)
+                if senders:
+                    model[name] = _added(base, merged.model[name], gradient, 1 / self.settings.alpha)
+        return replace(merged, model=model, memory={**memory, **population.memory()})
+
+    def _alpha(self, update: Update) -> float:
+        """The alpha_k that the update was made with."""
+        return update.plan.numbers.get(ALPHA, self.settings.alpha)
 
 
-def _drifted(base: Tensor, last: Tensor | None, senders: Sequence[tuple[float, Tensor]]) -> Tensor:
-    """A block's next mean of all h_k."""
+def _moved(base: Tensor, last: Tensor | None, kept: float, senders: Sequence[tuple[float, Tensor]]) -> Tensor:
+    """A block's next mean of all g_k; what it was is spread over those who are new, who begin with none."""
 
-    def drift(parts: Sequence[Array]) -> Array:
-        total: Array = np.sum([_wide(part) for part in parts], axis=0)
+    def mean(parts: Sequence[Array]) -> Array:
+        total: Array = _wide(parts[0]) + (kept * _wide(parts[1]) if len(parts) > 1 else 0.0)
         return total
 
     moved = weighted_steps(base, senders)
     sources = (moved,) if last is None else (moved, last)
-    return Computed(base.shape, "F64" if base.dtype == "F64" else "F32", sources, drift)
+    return Computed(base.shape, "F64" if base.dtype == "F64" else "F32", sources, mean)
 
 
-def _added(base: Tensor, mean: Tensor, drift: Tensor) -> Tensor:
+def _added(base: Tensor, mean: Tensor, gradient: Tensor, factor: float) -> Tensor:
     def add(parts: Sequence[Array]) -> Array:
-        total: Array = _wide(parts[0]) + _wide(parts[1])
+        total: Array = _wide(parts[0]) + factor * _wide(parts[1])
         return total
 
     exact = replace(mean, dtype="F64") if isinstance(mean, Derived) else mean
-    return Computed(base.shape, base.dtype, (exact, drift), add)
+    return Computed(base.shape, base.dtype, (exact, gradient), add)
 
 
 class FedDynWorker(WorkerHalf[FedDynSettings]):
@@ -120,14 +132,16 @@ class FedDynWorker(WorkerHalf[FedDynSettings]):
             return
         trained = work.plan.train.resolve(work.blocks)
         self._start = {block.name: work.read(block) for block in trained}
-        # Where the bent part alone would have this site: w_t - h_k.
-        centre = {name: _wide(start) - self._drift(work, name) for name, start in self._start.items()}
+        # Where the bent part alone would have this site: w_t - g_k / alpha_k.
+        centre = {
+            name: _wide(start) - self._gradient(work, name) / self._alpha for name, start in self._start.items()
+        }
         kinds = {block.name: NUMPY_DTYPES[block.dtype] for block in trained}
         self._centre = work.tensors({name: values.astype(kinds[name]) for name, values in centre.items()})
 
-    def _drift(self, work: Work, name: str) -> Array:
-        """h_k of a block, float64; zero for a site that is new to it."""
-        return _wide(work.vault.get(DRIFT + name, np.zeros_like(self._start[name])))
+    def _gradient(self, work: Work, name: str) -> Array:
+        """g_k of a block, float64; zero for a site that is new to it."""
+        return _wide(work.vault.get(GRADIENT + name, np.zeros_like(self._start[name])))
 
     def after_backward(self, work: Work) -> None:
         if self._alpha:
@@ -139,10 +153,11 @@ class FedDynWorker(WorkerHalf[FedDynSettings]):
         harvest = super().harvest(work, selected, tally)
         if not self._alpha:
             return harvest
-        kept = {name: values for name, values in work.vault.items() if name.startswith(DRIFT)}
+        kept = {name: values for name, values in work.vault.items() if name.startswith(GRADIENT)}
         for name, values in harvest.upload.items():
-            drift = self._drift(work, name) + _wide(values) - _wide(self._start[name])
-            kept[DRIFT + name] = drift.astype(np.float64 if values.dtype == np.float64 else np.float32)
+            moved = _wide(values) - _wide(self._start[name])
+            gradient = self._gradient(work, name) + self._alpha * moved
+            kept[GRADIENT + name] = gradient.astype(np.float64 if values.dtype == np.float64 else np.float32)
         return replace(harvest, keep={**harvest.keep, **kept})
 
 

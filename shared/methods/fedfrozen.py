@@ -28,7 +28,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from shared.agreement import Agreement, agreement
-from shared.blocks import EVERYTHING, Selector, all_but, roles
+from shared.blocks import EVERYTHING, Match, Role, Selector
 from shared.methods.contract import (
     CoordinatorHalf,
     Method,
@@ -36,32 +36,34 @@ from shared.methods.contract import (
     Participant,
     Plan,
     State,
+    Unsuited,
     Update,
     WorkerHalf,
 )
-from shared.tensors import Array, ArrayTensor, to_array
+from shared.tensors import Array, ArrayTensor, Tensor, to_array
 
 Freeze = Literal["query_key", "value"]
 Scope = Literal["all_but_qk", "attn_vo", "v_head", "v_only"]
 ControlScope = Literal["all_but_v", "attn_qko", "qk_head", "qk_only"]
 
-FROZEN: dict[Freeze, Selector] = {"query_key": roles("query", "key"), "value": roles("value")}
+FROZEN: dict[Freeze, tuple[Role, ...]] = {"query_key": ("query", "key"), "value": ("value",)}
 
-SCOPES: dict[Freeze, dict[Scope | ControlScope, Selector]] = {
+SCOPES: dict[Freeze, dict[Scope | ControlScope, tuple[Role, ...] | None]] = {
     "query_key": {
-        "all_but_qk": all_but("query", "key"),
-        "attn_vo": roles("value", "output", "head"),
-        "v_head": roles("value", "head"),
-        "v_only": roles("value"),
+        "all_but_qk": None,
+        "attn_vo": ("value", "output", "head"),
+        "v_head": ("value", "head"),
+        "v_only": ("value",),
     },
     "value": {
-        "all_but_v": all_but("value"),
-        "attn_qko": roles("query", "key", "output", "head"),
-        "qk_head": roles("query", "key", "head"),
-        "qk_only": roles("query", "key"),
+        "all_but_v": None,
+        "attn_qko": ("query", "key", "output", "head"),
+        "qk_head": ("query", "key", "head"),
+        "qk_only": ("query", "key"),
     },
 }
-"""What trains in the second stage. The first of each is the default, and the two lists mirror each other."""
+"""What trains in the second stage, by role; None for all that is not frozen. The first of each is the default, and
+the two lists mirror each other."""
 
 SMOOTHING = 0.3
 """How much of a smoothed figure the last round makes up: it remembers about five rounds."""
@@ -107,6 +109,10 @@ class FedFrozenSettings(MethodSettings):
     )
     least_warmup_rounds: PositiveInt = Field(default=5, description="auto: no shorter than this")
     most_warmup_rounds: PositiveInt | None = Field(default=None, description="auto: no longer than this")
+    signals: bool = Field(
+        default=False,
+        description="measure the warm-up's signals although its length is fixed; slows merging by a fifth",
+    )
     patience: PositiveInt = Field(default=3, description="auto: rounds in a row that must call for the end")
     signal: float = Field(
         default=1.0, gt=0, description="auto: progress is lost below this many times what disagreement explains"
@@ -132,11 +138,41 @@ class FedFrozenSettings(MethodSettings):
 
 
 class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
+    def start(self, state: State) -> State:
+        blocks = self.run.blocks
+        if any(block.role == "adapter" and not block.adapts for block in blocks):
+            raise Unsuited(
+                "the model's adapters do not say which matrices they belong to, so they cannot be frozen with them: "
+                "make the model again with `tessera model init`"
+            )
+        scopes = SCOPES[self.settings.freeze]
+        if "head" in (scopes[self.settings.scope] or ()) and not any(block.role == "head" for block in blocks):
+            others = [scope for scope, trained in scopes.items() if "head" not in (trained or ())]
+            raise Unsuited(
+                f"scope {self.settings.scope!r} trains the head, and this model has none of its own: its output "
+                f"matrix is tied to the token embeddings. Choose scope {' or '.join(others)}"
+            )
+        return state
+
     def plan_for(self, state: State, worker: Participant) -> Plan:
         if not self._frozen(state):
             return Plan(stage="warm-up", train=EVERYTHING, upload=EVERYTHING)
-        open_blocks = SCOPES[self.settings.freeze][self.settings.scope]
+        open_blocks = self._open()
         return Plan(stage="frozen", train=open_blocks, upload=open_blocks)
+
+    def _open(self) -> Selector:
+        """Select what trains in the second stage: an adapter trains with its matrix, and is frozen with it."""
+        wanted = SCOPES[self.settings.freeze][self.settings.scope]
+        return Selector(
+            include=(Match(),) if wanted is None else self._of(wanted),
+            exclude=self._of(FROZEN[self.settings.freeze]),
+        )
+
+    def _of(self, wanted: tuple[Role, ...]) -> tuple[Match, ...]:
+        """Match the blocks of these roles, and the adapters of such blocks where the model has any."""
+        adapters = Match(adapts=wanted)
+        found = any(adapters.holds(block) for block in self.run.blocks)
+        return (Match(roles=wanted), adapters) if found else (Match(roles=wanted),)
 
     def _frozen(self, state: State) -> bool:
         if self.settings.warmup_rounds == "auto":
@@ -150,22 +186,31 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             numbers = {name: value for name, value in merged.numbers.items() if not name.startswith(WARMUP)}
             memory = {name: tensor for name, tensor in merged.memory.items() if name != SKETCH}
             return replace(merged, numbers=numbers, memory=memory)
-        seen = agreement(state.model, self._watched(), [(float(u.examples), u.blocks) for u in updates])
-        last = state.memory.get(SKETCH)
-        numbers = {**merged.numbers, **observed(merged.numbers, seen, None if last is None else to_array(last))}
-        if seen.senders > 1:
-            last = ArrayTensor(seen.sketch, "F64")
-            numbers |= judged(numbers, self.settings, self.run.rounds - merged.round)
+        numbers = dict(merged.numbers)
+        memory = dict(merged.memory)
+        if self.settings.warmup_rounds == "auto" or self.settings.signals:
+            self._measure(state, updates, numbers, memory)
         if self._over(numbers, merged.round):
             numbers[FROZEN_FROM] = float(merged.round)
-        memory = {**merged.memory, **({} if last is None else {SKETCH: last})}
         return replace(merged, numbers=numbers, memory=memory)
+
+    def _measure(
+        self, state: State, updates: Sequence[Update], numbers: dict[str, float], memory: dict[str, Tensor]
+    ) -> None:
+        """Add a round's signals to the numbers, and its mean step to the memory. Reads the updates once more."""
+        seen = agreement(state.model, self._watched(), [(float(u.examples), u.blocks) for u in updates])
+        last = memory.get(SKETCH)
+        numbers |= observed(numbers, seen, None if last is None else to_array(last))
+        if seen.senders > 1:
+            memory[SKETCH] = ArrayTensor(seen.sketch, "F64")
+            numbers |= judged(numbers, self.settings, self.run.rounds - state.round - 1)
 
     def guard(self) -> None:
         """None that moves a block; when a warm-up of `auto` ends, a hostile worker has a say in."""
 
     def _watched(self) -> list[str]:
-        return [block.name for block in FROZEN[self.settings.freeze].resolve(self.run.blocks)]
+        frozen = Selector(include=self._of(FROZEN[self.settings.freeze]))
+        return [block.name for block in frozen.resolve(self.run.blocks)]
 
     def _over(self, numbers: Mapping[str, float], round_number: int) -> bool:
         settings = self.settings

@@ -373,7 +373,14 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
     # ------------------------------------------------------------ warnings
 
     def warnings(self, state: State) -> Sequence[str]:
-        return [*self._starved(state), *self._collapsed(state)]
+        return [*self._headless(), *self._starved(state), *self._collapsed(state)]
+
+    def _headless(self) -> Iterator[str]:
+        if "head" in self.settings.always and not any(block.role == "head" for block in self.run.blocks):
+            yield (
+                "always names the head, and this model has none of its own: its output matrix is tied to the token "
+                "embeddings, which stay as they are. Add embedding to always to train it"
+            )
 
     def _starved(self, state: State) -> Iterator[str]:
         # Where somebody named the layers, the others are left out on purpose.

@@ -4,10 +4,10 @@ Karimireddy et al. 2020, arXiv 1910.06378, Algorithm 1 with option II. A local s
 after tau of them a site keeps c_k = c_k - c + (w_t - w_k) / (tau eta). The change is -c + (w_t - w_k) / (tau eta), so
 that the server knows it once it is told tau: nothing more is sent, and an update is no larger than FedAvg's.
 
-The server's c moves by the changes' mean over the population; a site that was never asked counts with c_k = 0. Both
-means, of controls and of models, weigh sites alike, without which the corrections would not cancel: by examples, or
-equally as in the paper. Where a round has only some of the population it must be equally, for c is the mean of the
-c_k only if each has the same weight in every round.
+The server's c moves by the changes' mean over all sites that ever took part (`shared.population`), so that it is the
+mean of all c_k in every round, whoever is away. Both means, of controls and of models, weigh a site alike, without
+which the corrections would not cancel: equally as in the paper, which leads to the minimum of the mean of the sites'
+losses, or by the examples that a site had when it first took part, which leads to that of all examples' mean loss.
 
 `strength` scales the correction. At 0 nothing is corrected or remembered, and it is FedAvg, bit for bit. In between,
 the correction approaches the paper's as a moving average over rounds does.
@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import fsum
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from shared.blocks import NUMPY_DTYPES, Selector
 from shared.methods.contract import (
@@ -38,7 +38,9 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
+from shared.population import Population
 from shared.tensors import Array, Computed, Tensor, weighted_steps
+from shared.training import local_steps
 
 CONTROL = "control/"
 """What the names of c in the server's memory, and of c_k in the vault, begin with."""
@@ -47,16 +49,10 @@ STEPS = "steps"
 
 class ScaffoldSettings(MethodSettings):
     strength: float = Field(default=1.0, ge=0, le=1, description="how much of the difference is corrected for")
-    weigh: Literal["examples", "equal"] = Field(default="examples", description="what a site counts in the means")
+    weigh: Literal["equal", "examples"] = Field(default="equal", description="what a site counts in the means")
     population: PositiveInt | None = Field(
-        default=None, description="workers that take part by turns; as many as each round has if left out"
+        default=None, description="sites that there are, if known; as many as ever took part if left out"
     )
-
-    @model_validator(mode="after")
-    def _same_weight_in_every_round(self) -> Self:
-        if self.population is not None and self.weigh == "examples":
-            raise ValueError("a population that takes part by turns needs weigh = 'equal'")
-        return self
 
 
 class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
@@ -75,9 +71,9 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
         return Plan(memory=(f"{CONTROL}*",) if known else ())
 
     def check(self, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
-        most = self.run.training.epochs * examples
-        if not 1 <= numbers.get(STEPS, 0.0) <= most:
-            raise ValueError(f"{STEPS} is {numbers.get(STEPS)}; {examples} examples allow from 1 to {most}")
+        # A mean gradient is a step over these: fewer would multiply the worker's share of c.
+        if numbers.get(STEPS) != (made := local_steps(self.run.training, examples)):
+            raise ValueError(f"{STEPS} is {numbers.get(STEPS)}; {examples} examples make it {made}")
 
     def guard(self) -> None:
         raise Unsuited(
@@ -88,25 +84,27 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         if self.settings.weigh == "equal":
             updates = [replace(update, examples=1) for update in updates]
-        merged = super().merge(state, updates)
         if not self.settings.strength:
-            return merged
-        present = len(updates) / max(len(updates), self.settings.population or 1)
-        whole = fsum(update.examples for update in updates)
-        shares = {update.worker: present * update.examples / whole for update in updates}
-        controls = {
-            CONTROL + name: self._control(state, name, [(shares[u.worker], u) for u in updates if name in u.blocks])
-            for name in state.model
-            if any(name in update.blocks for update in updates)
-        }
-        return replace(merged, memory={**merged.memory, **controls})
+            return super().merge(state, updates)
+        before = Population.of(state, self.settings.population)
+        population = before.joined(updates)
+        updates = population.weighed(updates)
+        merged = super().merge(state, updates)
+        kept = before.total / population.total or 1.0
+        memory = {**merged.memory, **population.memory()}
+        for name in state.model:
+            senders = [(u.examples / population.total, u) for u in updates if name in u.blocks]
+            if senders or (kept != 1 and CONTROL + name in memory):
+                memory[CONTROL + name] = self._control(state, name, kept, senders)
+        return replace(merged, memory=memory)
 
-    def _control(self, state: State, name: str, senders: Sequence[tuple[float, Update]]) -> Tensor:
-        """The block's next c: each sender's share of c gives way to its mean gradient, -d / (tau eta)."""
+    def _control(self, state: State, name: str, kept: float, senders: Sequence[tuple[float, Update]]) -> Tensor:
+        """The block's next c: what is kept of it is spread over those who are new too, who begin with none, and each
+        sender's share gives way to its mean gradient, -d / (tau eta)."""
         base, last = state.model[name], state.memory.get(CONTROL + name)
         rate = self.run.training.learning_rate
         gradient = weighted_steps(base, [(-s / (u.numbers[STEPS] * rate), u.blocks[name]) for s, u in senders])
-        kept = 1 - fsum(share for share, _ in senders)
+        kept -= fsum(share for share, _ in senders)
 
         def control(parts: Sequence[Array]) -> Array:
             moved: Array = parts[0] + (kept * parts[1].astype(np.float64) if len(parts) > 1 else 0.0)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy import update
 
+from coordinator.answers import HELD_BYTES
+from coordinator.storage.blobs import Recent
+from coordinator.storage.tables import BlobRow
 from shared.tensors import digest_of
-from tests.support.coordinator import LiveCoordinator, refused
+from tests.support.coordinator import LiveCoordinator, refused, until
+from tests.support.raw import announced
 
 SMALL, LARGE = bytes(range(100)), bytes(range(256)) * 1000
 """LARGE has 256,000 bytes, more than the database holds itself."""
+
+OTHER = SMALL[::-1]
 
 BOTH = pytest.mark.parametrize("data", [SMALL, LARGE], ids=["inline", "stored"])
 
@@ -20,7 +28,7 @@ BOTH = pytest.mark.parametrize("data", [SMALL, LARGE], ids=["inline", "stored"])
 def http(standing: LiveCoordinator) -> Iterator[httpx.Client]:
     client = standing.client("orchestrator")
     token = f"Bearer {client._transport._credential.secret}"
-    for data in (SMALL, LARGE, b""):
+    for data in (SMALL, LARGE, b"", OTHER):
         client.put_bytes(data)
     return standing.bare({"Authorization": token})
 
@@ -100,8 +108,8 @@ def test_an_empty_blob_is_a_blob(http: httpx.Client) -> None:
 # ---------------------------------------------------------------- several in one go
 
 
-ALL = [digest_of(SMALL), digest_of(LARGE), digest_of(b""), digest_of(SMALL)]
-TOGETHER = SMALL + LARGE + SMALL
+ALL = [digest_of(SMALL), digest_of(LARGE), digest_of(b""), digest_of(OTHER)]
+TOGETHER = SMALL + LARGE + OTHER
 
 
 @pytest.mark.parametrize("start", [0, 1, 99, 100, 101, 256_099, 256_100, len(TOGETHER) - 1, len(TOGETHER)])
@@ -126,6 +134,46 @@ def test_one_blob_out_of_reach_and_none_is_read(http: httpx.Client, standing: Li
 @pytest.mark.parametrize("digests", [[], ["sha256:x"], ["../../etc/passwd"], [digest_of(SMALL)] * 4097])
 def test_what_is_no_list_of_digests_is_refused(http: httpx.Client, digests: list[str]) -> None:
     refused(http.post("/v1/blobs/read", json={"digests": digests}), 422, "invalid")
+
+
+def test_one_blob_named_many_times_makes_no_answer_of_many_times_its_size(http: httpx.Client) -> None:
+    answer = http.post("/v1/blobs/read", json={"digests": [digest_of(LARGE)] * 4096})
+    (fault,) = refused(answer, 422, "invalid").errors
+    assert "named more than once" in fault.detail
+
+
+def test_small_blobs_that_are_spoilt_are_named_before_anything_is_sent(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path) as live:
+        http, blobs = live.http("orchestrator"), [bytes([n]) * 10 for n in range(3)]
+        for data in blobs:
+            assert http.post("/v1/uploads", headers=announced(data, complete=True), content=data).status_code == 201
+        with live.services.database.transaction() as session:
+            session.get_one(BlobRow, digest_of(blobs[1])).inline = b"other byte"
+            # As one of an earlier process, which this one looks at once more.
+            session.execute(update(BlobRow).values(created_at=0.0))
+        live.services.blobs._sound = Recent(8)
+        answer = http.post("/v1/blobs/read", json={"digests": [digest_of(data) for data in blobs]})
+        assert digest_of(blobs[1]) in refused(answer, 500, "store-spoilt").detail
+
+
+def test_one_token_has_only_so_many_answers_under_way(tmp_path: Path) -> None:
+    data = bytes(8 << 20)
+    with LiveCoordinator(tmp_path, answer_bytes_per_token=2 * HELD_BYTES) as live:
+        http, other = live.http("orchestrator"), live.http("orchestrator")
+        live.client("orchestrator").put_bytes(data)
+        wanted = {"digests": [digest_of(data)]}
+        with (
+            http.stream("POST", "/v1/blobs/read", json=wanted) as first,
+            http.stream("GET", f"/v1/blobs/{digest_of(data)}") as second,
+        ):
+            assert (first.status_code, second.status_code) == (200, 200)
+            third = http.post("/v1/blobs/read", json=wanted)
+            assert "answer_bytes_per_token" in refused(third, 429, "too-many-requests").detail
+            assert third.headers["Retry-After"] == "1"
+            assert other.post("/v1/blobs/read", json=wanted).content == data
+        # Both were hung up on.
+        until(lambda: http.post("/v1/blobs/read", json=wanted).status_code == 200)
+        assert live.services.answers._held == {}
 
 
 def test_a_list_longer_than_any_is_not_read(http: httpx.Client) -> None:

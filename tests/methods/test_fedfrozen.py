@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from shared.agreement import BUCKETS, agreement
 from shared.blocks import Block, Role
 from shared.methods import Chosen, coordinator_half
-from shared.methods.contract import CoordinatorHalf, Participant, RunFacts, State, Update
+from shared.methods.contract import CoordinatorHalf, Participant, RunFacts, State, Unsuited, Update, begin
 from shared.methods.fedfrozen import FedFrozenSettings, judged, observed
 from shared.tensors import CHUNK, ArrayTensor, to_array
 
@@ -263,10 +263,50 @@ def test_once_frozen_nothing_is_measured_and_what_was_measured_stays_with_its_ve
     np.testing.assert_array_equal(to_array(frozen.model["query"]), to_array(last.model["query"]))
 
 
-def test_a_warm_up_of_a_fixed_length_tells_the_same() -> None:
-    states = run(half_with(warmup_rounds=3), [*[ONWARD] * 3, TO])
-    assert [state.numbers.get("frozen_from") for state in states] == [None, None, None, 3, 3]
-    assert states[2].numbers["warmup.persistence"] == pytest.approx(1.0)
+def test_a_warm_up_of_a_fixed_length_measures_only_if_asked() -> None:
+    asked, plain = (
+        run(half_with(warmup_rounds=3, signals=signals), [*[ONWARD] * 3, TO]) for signals in (True, False)
+    )
+    for states in (asked, plain):
+        assert [state.numbers.get("frozen_from") for state in states] == [None, None, None, 3, 3]
+    assert asked[2].numbers["warmup.persistence"] == pytest.approx(1.0)
+    assert [(dict(state.numbers), dict(state.memory)) for state in plain[:3]] == [({}, {})] * 3
+
+
+def test_a_scope_with_the_head_is_refused_where_the_head_is_tied_to_the_embeddings() -> None:
+    headless = tuple(block for block in BLOCKS if block.role != "head")
+    half = coordinator_half(Chosen(name="fedfrozen", settings={"scope": "v_head"}), RunFacts(headless, ROUNDS))
+    with pytest.raises(Unsuited, match=r"tied to the token embeddings\. Choose scope all_but_qk or v_only"):
+        begin(half, START)
+
+
+def test_adapters_that_do_not_name_their_matrix_are_refused() -> None:
+    block = Block(tensor="query.lora_A", role="adapter", shape=(2,), dtype="F32")
+    half = coordinator_half(Chosen(name="fedfrozen"), RunFacts((*BLOCKS, block), ROUNDS))
+    with pytest.raises(Unsuited, match="make the model again"):
+        begin(half, START)
+
+
+def test_an_adapter_is_frozen_with_its_matrix_and_else_trains_with_it() -> None:
+    adapters = (
+        Block(tensor="query.A", role="adapter", adapts=("query",), shape=(2,), dtype="F32"),
+        Block(tensor="value.A", role="adapter", adapts=("value",), shape=(2,), dtype="F32"),
+        Block(tensor="mlp.A", role="adapter", adapts=("mlp",), shape=(2,), dtype="F32"),
+        Block(tensor="fused.A", role="adapter", adapts=("query", "key", "value"), shape=(2,), dtype="F32"),
+    )
+    table = (*BLOCKS, *adapters)
+
+    def trains(**settings: str) -> set[str]:
+        half = coordinator_half(
+            Chosen(name="fedfrozen", settings={"warmup_rounds": 0, **settings}), RunFacts(table, ROUNDS)
+        )
+        plan = half.plan_for(START, WORKER)
+        assert plan.upload == plan.train
+        return {block.name for block in plan.train.resolve(table) if block.role == "adapter"}
+
+    assert trains(scope="all_but_qk") == {"value.A", "mlp.A"}
+    assert trains(scope="v_only") == {"value.A"}
+    assert trains(freeze="value", scope="all_but_v") == {"query.A", "mlp.A"}
 
 
 def test_the_warm_up_is_no_shorter_than_the_least_and_no_longer_than_the_most() -> None:

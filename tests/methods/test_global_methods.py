@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,10 @@ def half_of(method: str, settings: Mapping[str, Any] | None = None, **training: 
 
 def update(worker: str, examples: int, value: float, **numbers: float) -> Update:
     return Update(worker, examples, {"w": full(value)}, numbers)
+
+
+def of_site(site: str, worker: str, value: float, **numbers: float) -> Update:
+    return Update(f"{site}/{worker}", 10, {"w": full(value)}, numbers, site)
 
 
 def first(tensor: Tensor) -> float:
@@ -95,42 +101,118 @@ def test_fednova_sends_the_model_and_one_number() -> None:
     assert all((harvest.upload[name] == plain.upload[name]).all() for name in plain.upload)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.9, 1 - 1e-6, 1 - 1e-12, 1 - 2**-53])
+@pytest.mark.parametrize("steps", [0, 1, 2, 7, 64, 201])
+def test_effective_steps_are_the_sum_of_the_counters_for_every_momentum(momentum: float, steps: int) -> None:
+    total = counter = Fraction(0)
+    for _ in range(steps):
+        counter = Fraction(momentum) * counter + 1
+        total += counter
+    made = effective_steps(steps, Training(optimizer="sgd", momentum=momentum))
+    assert made == pytest.approx(float(total), rel=1e-13)
+
+
+def test_a_claim_of_examples_without_end_costs_the_coordinator_no_loop_over_them() -> None:
+    half = half_of("fednova", epochs=1000, batch_size=1, momentum=0.5)
+    examples = (1 << 40) - 1
+    # The closed form: (n - rho (1 - rho^n) / (1 - rho)) / (1 - rho) = 2 n - 2
+    half.check(Plan(), examples, {"effective_steps": 2000.0 * examples - 2})
+
+
 @pytest.mark.parametrize("method", ["fednova", "scaffold"])
-@pytest.mark.parametrize("claimed", [None, 0.0, -1.0, 21.0, float("nan")])
-def test_more_or_less_work_than_there_can_have_been_is_refused(method: str, claimed: float | None) -> None:
+@pytest.mark.parametrize("claimed", [None, 0.0, -1.0, 1.0, 5.0, 7.0, 20.0, float("nan")])
+def test_less_or_more_work_than_the_plan_makes_of_the_examples_is_refused(method: str, claimed: float | None) -> None:
     name = {"fednova": "effective_steps", "scaffold": "steps"}[method]
     numbers = {} if claimed is None else {name: claimed}
-    # Two epochs of 10 examples are at most 20 steps.
-    half = half_of(method, epochs=2)
-    with pytest.raises(ValueError, match="10 examples allow from 1 to 20"):
+    # Two epochs of 10 examples in batches of 4 are 6 steps: a claim of one would make the update count six times.
+    half = half_of(method, epochs=2, batch_size=4)
+    with pytest.raises(ValueError, match="10 examples make it 6"):
         half.check(Plan(), 10, numbers)
-    half.check(Plan(), 10, {name: 20.0})
+    half.check(Plan(), 10, {name: 6.0})
+
+
+def test_work_that_was_added_up_step_by_step_is_not_refused_for_its_rounding() -> None:
+    momentum, total, counter = 0.9, 0.0, 0.0
+    for _ in range(3000):
+        counter = momentum * counter + 1
+        total += counter
+    half_of("fednova", batch_size=1, momentum=momentum).check(Plan(), 3000, {"effective_steps": total})
 
 
 # ---------------------------------------------------------------- SCAFFOLD
 
 
-def test_scaffold_s_server_learns_the_controls_from_updates_and_step_counts() -> None:
-    half = half_of("scaffold", learning_rate=0.5)
+@pytest.mark.parametrize(("weigh", "share"), [("equal", 0.5), ("examples", 0.25)])
+def test_scaffold_s_server_learns_the_controls_from_updates_and_step_counts(weigh: str, share: float) -> None:
+    half = half_of("scaffold", {"weigh": weigh}, learning_rate=0.5)
     state = State(0, {"w": full(1.0)})
     updates = [update("a/w", 10, 0.0, steps=2.0), update("b/w", 30, 3.0, steps=4.0)]
     after = half.merge(state, updates)
-    # Mean gradients: a (1 - 0) / (2 * 0.5) = 1, b (1 - 3) / (4 * 0.5) = -1; c = 1/4 * 1 + 3/4 * -1 = -0.5
-    assert first(after.memory["control/w"]) == -0.5
-    assert first(after.model["w"]) == 1 + 0.25 * -1 + 0.75 * 2
-    # All took part again, so all of c gives way: w = 2.25, (2.25 - 1.25) / (1 * 0.5) = 2 from both.
-    again = [update("a/w", 10, 1.25, steps=1.0), update("b/w", 30, 1.25, steps=1.0)]
-    assert first(half.merge(after, again).memory["control/w"]) == 2.0
+    # Mean gradients: a (1 - 0) / (2 * 0.5) = 1, b (1 - 3) / (4 * 0.5) = -1
+    assert first(after.memory["control/w"]) == share * 1 + (1 - share) * -1
+    assert first(after.model["w"]) == 1 + share * -1 + (1 - share) * 2
+    # All took part again, so all of c gives way: w - 0.5 is a gradient of 0.5 / (1 * 0.5) = 1, from both.
+    lower = first(after.model["w"]) - 0.5
+    again = [update("a/w", 10, lower, steps=1.0), update("b/w", 30, lower, steps=1.0)]
+    assert first(half.merge(after, again).memory["control/w"]) == 1.0
 
 
-def test_of_a_larger_population_only_those_present_move_the_control() -> None:
-    half = half_of("scaffold", {"population": 8, "weigh": "equal"}, learning_rate=0.5)
-    state = State(0, {"w": full(1.0)}, memory={"control/w": full(4.0)})
-    updates = [update("a/w", 10, 0.0, steps=2.0), update("b/w", 30, 3.5, steps=2.0)]
-    # Gradients 1 and -2.5, two sites of eight: c = 4 + 2/8 * ((1 - 2.5) / 2 - 4) = 2.8125
-    after = half.merge(state, updates)
-    assert first(after.memory["control/w"]) == 2.8125
-    assert first(after.model["w"]) == 1 + (-1 + 2.5) / 2
+def test_whoever_is_away_keeps_its_share_of_the_control() -> None:
+    half = half_of("scaffold", learning_rate=0.5)
+    every = [update(name, 10, 0.0, steps=2.0) for name in ("a/w", "b/w", "c/w", "d/w")]
+    state = half.merge(State(0, {"w": full(1.0)}), every)
+    assert first(state.memory["control/w"]) == 1.0
+    # From w = 0, gradients 1 and -2.5, of two sites of four: c = 1 + 2/4 * ((1 - 2.5) / 2 - 1) = 0.125
+    after = half.merge(state, [update("a/w", 10, -1.0, steps=2.0), update("b/w", 30, 2.5, steps=2.0)])
+    assert first(after.memory["control/w"]) == 0.125
+    assert first(after.model["w"]) == (-1 + 2.5) / 2
+
+
+def test_the_control_is_spread_over_a_site_that_joins() -> None:
+    half = half_of("scaffold", learning_rate=0.5)
+    blocks = {"w": full(0.0), "v": full(0.0)}
+    both = [Update(name, 10, {n: full(0.0) for n in "wv"}, {"steps": 2.0}) for name in ("a/w", "b/w")]
+    state = half.merge(State(0, {name: full(1.0) for name in blocks}), both)
+    # c_a = c_b = 1. Now c alone, of w alone: c_c = 0 - 1 + 3 / (2 * 0.5) = 2, and mean (1 + 1 + 2) / 3
+    after = half.merge(state, [update("c/w", 10, -3.0, steps=2.0)])
+    assert first(after.memory["control/w"]) == pytest.approx(4 / 3)
+    # Of v it has told nothing: mean (1 + 1 + 0) / 3
+    assert first(after.memory["control/v"]) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "memory"), [("scaffold", "control/w"), ("feddyn", "gradient/w")], ids=["scaffold", "feddyn"]
+)
+def test_names_that_a_site_invents_for_its_workers_are_one_of_the_population(method: str, memory: str) -> None:
+    half = half_of(method)
+    outcomes = []
+    for names in (["w"] * 6, [f"w{number}" for number in range(6)]):
+        state = State(0, {"w": full(1.0)})
+        for name in names:
+            state = half.merge(state, [of_site("a", name, 0.0, steps=2.0), of_site("b", "w", 3.0, steps=2.0)])
+        state = half.merge(state, [of_site("b", "w", 3.0, steps=2.0)])
+        assert to_array(state.memory["members"]).shape == (2, 2)
+        outcomes.append(first(state.memory[memory]))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_site_weighs_what_it_had_when_it_first_took_part() -> None:
+    half = half_of("scaffold", {"weigh": "examples"}, learning_rate=0.5)
+    state = half.merge(
+        State(0, {"w": full(1.0)}), [update("a/w", 10, 0.0, steps=2.0), update("b/w", 30, 1.0, steps=2.0)]
+    )
+    # Weights 1/4 and 3/4, whatever a says later: from w = 0.75, w = 0.75 + 1/4 * 4
+    after = half.merge(state, [update("a/w", 9999, 4.75, steps=2.0), update("b/w", 30, 0.75, steps=2.0)])
+    assert first(after.model["w"]) == 1.75
+    assert first(after.memory["control/w"]) == 0.25 * -4
+
+
+@pytest.mark.parametrize("weigh", ["equal", "examples"])
+def test_sites_that_are_known_beforehand_count_before_they_have_come(weigh: str) -> None:
+    half = half_of("scaffold", {"population": 4, "weigh": weigh}, learning_rate=0.5)
+    after = half.merge(State(0, {"w": full(1.0)}), [update(name, 10, 0.0, steps=2.0) for name in ("a/w", "b/w")])
+    # Two gradients of 1, of four sites
+    assert first(after.memory["control/w"]) == 0.5
 
 
 def test_a_block_that_nobody_sent_keeps_its_control() -> None:
@@ -175,27 +257,25 @@ def kept_mean(run: Rounds, name: str, weights: Mapping[str, float]) -> Array:
 BY_TURNS = [NAMES[:2], NAMES[1:], NAMES, NAMES[:1], NAMES[1:]]
 
 
-@pytest.mark.parametrize(("weigh", "cohorts"), [("examples", [NAMES] * 4), ("equal", BY_TURNS)])
-def test_the_server_s_control_is_the_mean_of_those_that_the_sites_keep(weigh: str, cohorts: list[list[str]]) -> None:
-    settings = {"weigh": weigh, "population": 3 if weigh == "equal" else None}
-    run = Rounds("scaffold", settings, {**SGD, "epochs": 2})
-    sizes = {name: run.sites[name].examples / 48 if weigh == "examples" else 1 / 3 for name in NAMES}
-    for cohort in cohorts:
+def shares(run: Rounds, weigh: str) -> dict[str, float]:
+    """What each site counts in means over all who have taken part so far."""
+    weights = {name: run.sites[name].examples if weigh == "examples" else 1 for name in NAMES if run.vaults[name]}
+    return {name: weights.get(name, 0) / sum(weights.values()) for name in NAMES}
+
+
+@pytest.mark.parametrize("weigh", ["examples", "equal"])
+def test_the_server_s_control_is_the_mean_of_those_that_the_sites_keep(weigh: str) -> None:
+    run = Rounds("scaffold", {"weigh": weigh}, {**SGD, "epochs": 2})
+    for cohort in BY_TURNS:
         run.play(*cohort)
         for block in run.facts.blocks:
             name = f"control/{block.name}"
-            mean = kept_mean(run, name, sizes)
+            mean = kept_mean(run, name, shares(run, weigh))
             np.testing.assert_allclose(to_array(run.state.memory[name]), mean, rtol=1e-5, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("method", ["scaffold", "feddyn"])
-def test_a_population_by_turns_needs_equal_weights(method: str) -> None:
-    with pytest.raises(ValueError, match="needs weigh = 'equal'"):
-        half_of(method, {"weigh": "examples", "population": 9})
-
-
 def test_scaffold_of_no_strength_is_fedavg_to_the_bit_and_remembers_nothing() -> None:
-    run, plain = Rounds("scaffold", {"strength": 0.0}), Rounds("fedavg")
+    run, plain = Rounds("scaffold", {"strength": 0.0, "weigh": "examples"}), Rounds("fedavg")
     for _ in range(2):
         run.play()
         plain.play()
@@ -204,7 +284,8 @@ def test_scaffold_of_no_strength_is_fedavg_to_the_bit_and_remembers_nothing() ->
 
 
 def test_scaffold_s_first_round_is_fedavg_s_and_the_second_is_not() -> None:
-    run, plain = Rounds("scaffold", training={**SGD, "epochs": 2}), Rounds("fedavg", training={**SGD, "epochs": 2})
+    training = {**SGD, "epochs": 2}
+    run, plain = Rounds("scaffold", {"weigh": "examples"}, training), Rounds("fedavg", training=training)
     for equal in (True, False):
         run.play()
         plain.play()
@@ -229,39 +310,78 @@ def test_scaffold_refuses_a_run_whose_steps_are_not_plain_sgd_s(training: dict[s
 
 
 def test_feddyn_adds_the_mean_of_all_drifts_to_the_mean_of_those_present() -> None:
-    half = half_of("feddyn", {"population": 4})
-    after = half.merge(State(0, {"w": full(1.0)}), [update("a/w", 10, 2.0), update("b/w", 30, 4.0)])
-    # h_a = 1, h_b = 3, of four sites: mean 1. w = (2 + 4) / 2 + 1 = 4
-    assert first(after.memory["drift/w"]) == 1.0
+    half = half_of("feddyn", {"alpha": 0.5, "population": 4})
+
+    def moved(worker: str, value: float) -> Update:
+        return replace(update(worker, 10, value), plan=Plan(numbers={"alpha": 0.5}))
+
+    after = half.merge(State(0, {"w": full(1.0)}), [moved("a/w", 2.0), moved("b/w", 4.0)])
+    # The code's h_a = 1 and h_b = 3, of four sites: mean 1, which as a gradient is 0.5. w = (2 + 4) / 2 + 1 = 4
+    assert first(after.memory["gradient/w"]) == 0.5
     assert first(after.model["w"]) == 4.0
     # Then b and c: from 4, h_b = 3 - 1 = 2 and h_c = 2; mean (1 + 2 + 2) / 4 = 1.25; w = (3 + 6) / 2 + 1.25
-    again = half.merge(after, [update("b/w", 30, 3.0), update("c/w", 5, 6.0)])
-    assert first(again.memory["drift/w"]) == 1.25
+    again = half.merge(after, [moved("b/w", 3.0), moved("c/w", 6.0)])
+    assert first(again.memory["gradient/w"]) == 0.625
     assert first(again.model["w"]) == 5.75
 
 
 def test_feddyn_may_weigh_by_examples() -> None:
-    half = half_of("feddyn", {"weigh": "examples"})
+    half = half_of("feddyn", {"alpha": 0.5, "weigh": "examples"})
     after = half.merge(State(0, {"w": full(1.0)}), [update("a/w", 10, 2.0), update("b/w", 30, 4.0)])
     # 1/4 * 1 + 3/4 * 3 = 2.5, once as the mean's step and once as the drift's
-    assert first(after.memory["drift/w"]) == 2.5
+    assert first(after.memory["gradient/w"]) == 0.5 * 2.5
     assert first(after.model["w"]) == 6.0
 
 
-def test_feddyn_holds_a_small_site_harder() -> None:
-    cohort = [Participant("a/w", 10), Participant("b/w", 30)]
-    plans = half_of("feddyn", {"alpha": 0.1}).plan(State(0, {}), cohort, None)
-    # The mean is 20 examples: 0.1 / (10 / 20) and 0.1 / (30 / 20)
-    assert {name: plan.numbers["alpha"] for name, plan in plans.items()} == {
-        "a/w": 0.2,
-        "b/w": pytest.approx(0.1 / 1.5),
-    }
+def alphas(state: State, *cohort: tuple[str, int]) -> dict[str, float]:
+    plans = half_of("feddyn", {"alpha": 0.1}).plan(state, [Participant(*worker) for worker in cohort], None)
+    return {name: plan.numbers["alpha"] for name, plan in plans.items()}
+
+
+def test_feddyn_holds_a_site_as_strongly_whoever_takes_part_with_it() -> None:
+    sizes = {"a/w": 10, "b/w": 30, "c/w": 80}
+    state = half_of("feddyn").merge(State(0, {"w": full(1.0)}), [update(name, n, 2.0) for name, n in sizes.items()])
+    # The mean of all three is 40 examples: 0.1 / (10 / 40), 0.1 / (30 / 40) and 0.1 / (80 / 40)
+    expected = {"a/w": 0.4, "b/w": pytest.approx(0.1 / 0.75), "c/w": 0.05}
+    assert alphas(state, *sizes.items()) == expected
+    for pair in (("a/w", "b/w"), ("a/w", "c/w"), ("b/w", "c/w")):
+        assert alphas(state, *((name, sizes[name]) for name in pair)) == {name: expected[name] for name in pair}
+    # Nor does what a site declares later count, or who declares without end and never sends.
+    assert alphas(state, ("a/w", 77), ("x/w", 1 << 40))["a/w"] == 0.4
+
+
+def test_in_the_first_round_nobody_s_declaration_decides_how_strongly_all_are_held() -> None:
+    # The median is 20 examples.
+    assert alphas(State(0, {}), ("a/w", 10), ("b/w", 20), ("x/w", 1 << 40))["a/w"] == 0.2
+
+
+@pytest.mark.parametrize("weigh", ["equal", "examples"])
+def test_feddyn_is_its_authors_code(weigh: str) -> None:
+    """Three sites of 8, 16 and 24 examples, of whom all come once and then some: the code's arithmetic in numpy."""
+    alpha, run = 0.1, Rounds("feddyn", {"alpha": 0.1, "weigh": weigh})
+    counts = {name: run.sites[name].examples for name in NAMES}
+    names = [block.name for block in run.facts.blocks]
+    local = {name: dict.fromkeys(names, 0.0) for name in NAMES}
+    for cohort in [NAMES, *BY_TURNS]:
+        cloud = {name: run.value(name).astype(np.float64) for name in names}
+        run.play(*cohort)
+        for name in names:
+            ends = {worker: run.harvests[worker].upload[name].astype(np.float64) for worker in cohort}
+            for worker, end in ends.items():
+                local[worker][name] += end - cloud[name]
+            of_all = counts if weigh == "examples" else dict.fromkeys(NAMES, 1)
+            mean = sum(of_all[w] * end for w, end in ends.items()) / sum(of_all[w] for w in cohort)
+            mean += sum(of_all[w] * local[w][name] for w in NAMES) / sum(of_all.values())
+            np.testing.assert_allclose(run.value(name), mean, rtol=1e-5, atol=2e-6, err_msg=name)
+            weight = counts["a/w"] / 16 if weigh == "equal" else 1  # of a mean of 16
+            kept = run.vaults["a/w"][f"gradient/{name}"]
+            np.testing.assert_allclose(kept, alpha / weight * local["a/w"][name], rtol=1e-5, atol=2e-6)
 
 
 def test_feddyn_descends_on_the_bent_objective_and_adds_up_the_drift() -> None:
     rate, alpha, own = 0.1, 0.5, 0.2
     model = instantiate(VIT, "image-classification", seed=1)
-    vault = {f"drift/{name}": np.full(p.shape, own, np.float32) for name, p in model.named_parameters()}
+    vault = {f"gradient/{n}": np.full(p.shape, alpha * own, np.float32) for n, p in model.named_parameters()}
     settings = {"alpha": alpha, "weigh": "examples"}
     _, harvest = one_task("feddyn", settings, epochs=2, batch_size=None, vault=vault, **SGD)
     (batch,) = images().batches(None, None)
@@ -276,17 +396,19 @@ def test_feddyn_descends_on_the_bent_objective_and_adds_up_the_drift() -> None:
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(harvest.upload[name], parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
         drift = own + harvest.upload[name] - begun[name].numpy()
-        np.testing.assert_allclose(harvest.keep[f"drift/{name}"], drift, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(harvest.keep[f"gradient/{name}"], alpha * drift, rtol=1e-5, atol=1e-6)
 
 
-def test_the_server_s_drift_is_the_mean_of_those_that_the_sites_keep() -> None:
-    run = Rounds("feddyn", {"alpha": 0.1, "population": 3})
+@pytest.mark.parametrize("weigh", ["equal", "examples"])
+def test_the_server_s_sum_of_gradients_is_that_of_those_that_the_sites_keep(weigh: str) -> None:
+    run = Rounds("feddyn", {"alpha": 0.1, "weigh": weigh})
     for cohort in BY_TURNS:
         run.play(*cohort)
         for block in run.facts.blocks:
-            name = f"drift/{block.name}"
-            mean = kept_mean(run, name, dict.fromkeys(NAMES, 1 / 3))
-            np.testing.assert_allclose(to_array(run.state.memory[name]), mean, rtol=1e-5, atol=2e-6, err_msg=name)
+            name = f"gradient/{block.name}"
+            # A site's share is that of its examples, whether that is in its mean's weight or in its alpha.
+            mean = kept_mean(run, name, shares(run, "examples"))
+            np.testing.assert_allclose(to_array(run.state.memory[name]), mean, rtol=1e-5, atol=2e-7, err_msg=name)
 
 
 def test_feddyn_without_alpha_weighed_by_examples_is_fedavg_to_the_bit() -> None:
@@ -367,7 +489,7 @@ def test_a_site_that_missed_rounds_comes_back_with_what_it_kept(method: str) -> 
 
 @pytest.mark.parametrize("method", ["scaffold", "feddyn"])
 def test_what_is_kept_of_blocks_that_were_not_trained_stays(method: str) -> None:
-    prefix = {"scaffold": "control/", "feddyn": "drift/"}[method]
+    prefix = {"scaffold": "control/", "feddyn": "gradient/"}[method]
     vault: dict[str, Array] = {f"{prefix}{HEAD}": np.full((3, 16), 0.5, np.float32)}
     body = Plan.model_validate(
         {"train": {"exclude": [{"roles": ["head"]}]}, "upload": {"exclude": [{"roles": ["head"]}]}}
@@ -394,7 +516,8 @@ def test_where_sites_differ_scaffold_and_feddyn_go_where_the_joint_gradient_vani
     # The head alone on frozen features is a convex problem; ten local steps drift far towards each site's own labels.
     training = {**SGD, "learning_rate": 0.2, "batch_size": None, "epochs": 10}
     lengths = {}
-    for method, settings in (("fedavg", {}), ("scaffold", {}), ("feddyn", {"alpha": 0.1, "weigh": "examples"})):
+    by_examples = {"weigh": "examples"}
+    for method, settings in (("fedavg", {}), ("scaffold", by_examples), ("feddyn", {"alpha": 0.1, **by_examples})):
         run = Rounds(method, settings, training, only=roles("head"))
         for _ in range(10):
             run.play()

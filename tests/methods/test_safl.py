@@ -584,6 +584,14 @@ def test_layers_that_somebody_left_out_on_purpose_are_no_news() -> None:
     assert half.warnings(half.merge(at, [sent(5)])) == []
 
 
+def test_a_head_tied_to_the_embeddings_is_named_before_the_first_round() -> None:
+    headless = tuple(block for block in BLOCKS if block.role != "head")
+    half = coordinator_half(Chosen(name="safl"), RunFacts(headless, rounds=10))
+    (warning,) = half.warnings(State(0, {}))
+    assert "tied to the token embeddings" in warning
+    assert coordinator_half(Chosen(name="safl"), RunFacts(BLOCKS, rounds=10)).warnings(State(0, {})) == []
+
+
 def test_attention_that_collapses_is_told_of_by_name() -> None:
     half = coordinator(collapsed_below=0.2)
     numbers = {f"entropy_at_{layer}": 0.9 for layer in range(6)}

@@ -18,6 +18,7 @@ from shared.model import Model
 from shared.privacy import Privacy
 from shared.wire import Cohort, Manifest, Run, TaskView, Training
 from tests.support.coordinator import LiveCoordinator, until
+from tests.support.datafiles import some_digits
 from tests.support.federation import start_run
 from tests.support.tapping import Tap
 from worker import workbench
@@ -76,7 +77,7 @@ def sites(coordinator: LiveCoordinator, folder: Path, *names: str) -> Iterator[l
         found = []
         for index, name in enumerate(names):
             tap = stack.enter_context(Tap(coordinator.url))
-            digits = {"kind": "digits", "part": {"scheme": "iid", "count": 24, "index": index}}
+            digits = some_digits(folder / "data", 24, index)
             settings = Settings(
                 url=tap.url, token=coordinator.token("site", name), name="w", state_dir=folder / name,
                 datasets={"digits": digits}, threads=1, poll_seconds=0,

@@ -91,9 +91,12 @@ class Manners:
     dies: float = 0.02
     twin: float = 0.15
     """A second process starts under the same name, while the first lives."""
+    longest_silence: float = 40.0
+    """Seconds between two heartbeats: by default at times more than a lease lasts."""
 
 
-POLITE = Manners(0, 0, 0, 0, 0, 0, 0, 0, 0)
+POLITE = Manners(0, 0, 0, 0, 0, 0, 0, 0, 0, longest_silence=10.0)
+"""As a real worker: it misbehaves in nothing, and renews its lease several times before it ends."""
 
 
 @dataclass
@@ -199,7 +202,7 @@ class Worker:
     def _do(self, task: Task, vault: Vault) -> None:
         schedule, dice, manners = self.world.schedule, self.world.schedule.dice, self.manners
         for _ in range(dice.randrange(4)):
-            schedule.sleep(dice.uniform(0, 40))
+            schedule.sleep(dice.uniform(0, manners.longest_silence))
             try:
                 self._call("heartbeat", self._heartbeat(task))
             except Conflict:

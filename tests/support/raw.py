@@ -13,12 +13,15 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.support.coordinator import LiveCoordinator
+from tests.support.processes import CoordinatorProcess
 
 PART = {"Content-Type": "application/partial-upload"}
 
 
 @contextmanager
-def connected(live: LiveCoordinator, receive_bytes: int | None = None) -> Iterator[socket.socket]:
+def connected(
+    live: LiveCoordinator | CoordinatorProcess, receive_bytes: int | None = None
+) -> Iterator[socket.socket]:
     """A connection to a coordinator; `receive_bytes` bounds what the system takes in for it unasked."""
     address = urlsplit(live.url)
     with socket.socket() as raw:

@@ -46,7 +46,8 @@ class Rounds:
 
     def __post_init__(self) -> None:
         model = instantiate(VIT, "image-classification", seed=1)
-        self.facts = RunFacts(block_table(model), rounds=10, training=Training.model_validate(self.training))
+        trained = {"batch_size": 8, **self.training}  # as `one_task` does
+        self.facts = RunFacts(block_table(model), rounds=10, training=Training.model_validate(trained))
         work = LocalWork(model, "image-classification", None, self.facts.blocks)  # type: ignore[arg-type]
         first = State(0, {block.name: ArrayTensor(work.read(block)) for block in self.facts.blocks})
         self.half = coordinator_half(Chosen(name=self.method, settings=dict(self.settings)), self.facts)
@@ -74,7 +75,7 @@ class Rounds:
             )
             self.half.check(plan, self.sites[name].examples, harvest.numbers)
             sent: dict[str, Tensor] = {block: ArrayTensor(values) for block, values in harvest.upload.items()}
-            updates.append(Update(name, self.sites[name].examples, sent, harvest.numbers))
+            updates.append(Update(name, self.sites[name].examples, sent, harvest.numbers, plan=plan))
             self.vaults[name], self.harvests[name] = dict(harvest.keep), harvest
         merged = self.half.merge(self.state, updates)
         self.state = replace(merged, model=_held(merged.model), memory=_held(merged.memory))

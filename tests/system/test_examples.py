@@ -18,6 +18,7 @@ from shared.cli.spec import read_spec
 from shared.modelfolder import ModelFolder
 from tests.support.cli import environment
 from tests.system.test_demo import left_of
+from worker.data.heldout import key_of_seed
 
 
 @pytest.mark.long
@@ -56,7 +57,7 @@ def test_what_a_demo_asks_for_is_there_at_every_site(tmp_path: Path, demo: Modul
     demo.write_tokenizer(tmp_path / "tokenizer")
     wanted = read_spec(demo.HERE / "run.toml", [])
     holdings = demo.holdings(tmp_path)
-    loaded = {holding.site: holding.source.load() for holding in holdings}
+    loaded = {holding.site: holding.source.load(key_of_seed(0)) for holding in holdings}
     assert len(loaded) == sites
     assert all(dataset.examples > 100 for dataset in loaded.values())
     assert {wanted["dataset"], wanted["evaluation"].get("dataset", wanted["dataset"])} == {

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+from contextlib import ExitStack
 
+import httpx
 import numpy as np
 import pytest
 
+from coordinator.storage.database import Database
+from coordinator.storage.tables import BlobRow, RunBlobRow
 from shared.blocks import Block
 from shared.model import Model
 from shared.robust import Mean, Median
 from shared.robust import Rule as RobustRule
 from shared.server_optimizer import Adam, Plain, Rule
-from shared.tensors import ArrayTensor
+from shared.tensors import ArrayTensor, digest_of
 from shared.update import Change, write_update
 from shared.wire import Cohort
 from tests.support.coordinator import until
-from tests.support.federation import ScriptedWorker, start_run
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.processes import CoordinatorProcess, peak_bytes
+from tests.support.raw import connected, head
 
 MIB = 1 << 20
+SMALL_BYTES = 1 << 16
 UPDATE_BYTES = 100_000_000
 
 
@@ -67,3 +74,44 @@ def test_merging_eight_updates_of_100_mb_takes_under_300_mib(
     peaks = [peak_bytes(pid) for pid in (live.process.pid, live.conductor().pid)]
     print(f"peak memory, serving and conducting: {[peak // MIB for peak in peaks]} MiB, on {os.cpu_count()} cores")
     assert max(peaks) < 300 * MIB
+
+
+@pytest.mark.parametrize(
+    ("count", "readers"), [(512, 8), pytest.param(4096, 8, marks=pytest.mark.long)], ids=["few", "all"]
+)
+def test_answers_with_small_blobs_that_nobody_takes_are_not_held_in_memory(
+    live: CoordinatorProcess, count: int, readers: int
+) -> None:
+    client, model = live.admin(), small_model()
+    run = start_run(client, model, values(model))
+    digests = []
+    database = Database(live.environment["TESSERA_DATABASE_URL"])
+    with database.transaction() as session:
+        for number in range(count):
+            data = number.to_bytes(8) * (SMALL_BYTES // 8)
+            digests.append(digest_of(data))
+            session.add(BlobRow(digest=digests[-1], size=len(data), inline=data, created_at=0.0))
+            session.flush()
+            session.expunge_all()
+            session.add(RunBlobRow(run_id=run.id, digest=digests[-1]))
+    database.close()
+    token = (live.folder / "admin.token").read_text().strip()
+    body = json.dumps({"digests": digests}).encode()
+    headers = {
+        "Authorization": f"Bearer {token}",
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+    }
+    # Hashed, once.
+    assert httpx.post(f"{live.url}/v1/blobs/read", headers=headers, content=body, timeout=60).is_success
+    before = peak_bytes(live.process.pid)
+    with ExitStack() as open_:
+        for _ in range(readers):
+            raw = open_.enter_context(connected(live, receive_bytes=4096))
+            raw.sendall(head("POST", "/v1/blobs/read", headers) + body)
+            assert raw.recv(15) == b"HTTP/1.1 200 OK"
+        assert httpx.get(f"{live.url}/healthz/live").is_success
+        grown = peak_bytes(live.process.pid) - before
+    # Together they ask for 256 MiB, and for 2 GiB.
+    print(f"{readers} answers of {count} small blobs: {grown / MIB:.1f} MiB more at the peak")
+    assert grown < 64 * MIB

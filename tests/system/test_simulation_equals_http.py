@@ -18,11 +18,15 @@ from tests.support.coordinator import until
 from tests.support.processes import CoordinatorProcess, Process, worker_process
 from tests.system.conftest import VIT, made
 from worker.data import Dataset, load
+from worker.data.heldout import key_of_seed
+from worker.policy import Policy
 from worker.simulation import Conditions, simulate
 from worker.simulation.sites import WORKER
 
-SITES = {"north": 20, "south": 33, "west": 12}
+SITES = {"north": 20, "south": 33, "west": 14}
 TEST_EXAMPLES = 40
+KEY = key_of_seed(0)
+MEASURES_FEW = Policy(min_measured=1)
 
 
 def images(count: int, seed: int) -> dict[str, torch.Tensor]:
@@ -45,13 +49,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def federation(tmp_path_factory: pytest.TempPathFactory, files: dict[str, Path]) -> Iterator[CoordinatorProcess]:
     """A coordinator, three sites that train and hold a part of their data out, and a laboratory that measures."""
     workers: list[Process] = []
+    key = tmp_path_factory.mktemp("key") / "held-out.key"
+    key.write_text(KEY.hex())
     with CoordinatorProcess(tmp_path_factory.mktemp("coordinator")) as coordinator:
         try:
             for name, file in files.items():
-                data, held = ("test", "") if name == "lab" else ("images", "held_out = 0.25\n")
-                kinds = ["evaluate"] if name == "lab" else ["train", "evaluate"]
-                table = f'[datasets.{data}]\nkind = "arrays"\nfile = "{file}"\n{held}'
-                workers.append(worker_process(coordinator, name, table, name=WORKER, kinds=kinds))
+                measures = name == "lab"
+                data, use = ("test", 'use = "evaluate"') if measures else ("images", "held_out = 0.25")
+                kinds = ["evaluate"] if measures else ["train", "evaluate"]
+                table = f'[datasets.{data}]\nkind = "arrays"\nfile = "{file}"\n{use}\n[policy]\nmin_measured = 1\n'
+                more = {"name": WORKER, "kinds": kinds, "held_out_key_file": str(key)}
+                workers.append(worker_process(coordinator, name, table, **more))
             client = coordinator.admin()
             until(lambda: len(list(client.workers())) == len(files), seconds=60)
             yield coordinator
@@ -69,7 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 
 
 def sites(files: dict[str, Path]) -> dict[str, Dataset]:
-    return {name: load("arrays", {"file": files[name]}, held_out=0.25) for name in SITES}
+    return {name: load("arrays", {"file": files[name]}, held_out=0.25, key=KEY) for name in SITES}
 
 
 TRAINING = {"batch_size": 8, "learning_rate": 0.01}
@@ -116,7 +124,7 @@ def test_a_simulation_makes_the_versions_that_the_processes_make(
     run = client.create_run(RunSpec.model_validate({**spec, "model": uploaded.model, "version": uploaded.version}))
     until(lambda: client.run(run.id).state == "completed", seconds=60)
     test = load("arrays", {"file": files["lab"]})
-    result = simulate(spec, model, sites(files), test=test, conditions=Conditions(threads=1))
+    result = simulate(spec, model, sites(files), test=test, conditions=Conditions(threads=1, policy=MEASURES_FEW))
 
     over_http = list(client.versions(run.id))
     assert [version.digest for version in result.versions] == [version.digest for version in over_http]

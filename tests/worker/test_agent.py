@@ -134,7 +134,8 @@ def working(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> Iter
     digits = {"kind": "digits", "part": {"scheme": "iid", "count": 8, "index": 0}}
     given = {
         "url": coordinator.url, "token": coordinator.token("site", "a"), "name": "w", "state_dir": folder / "state",
-        "datasets": {"digits": digits, "held-out": {"kind": "digits", "split": "test"}}, "threads": 1,
+        "datasets": {"digits": digits, "held-out": {"kind": "digits", "split": "test", "use": "evaluate"}},
+        "threads": 1,
     }  # fmt: skip
     stop = Stop()
     agent = Agent(Settings(**{**given, **settings}), stop)

@@ -100,6 +100,30 @@ def test_a_record_that_cannot_be_read_is_looked_at_by_a_person(tmp_path: Path) -
     assert "cannot be read" in refused(seen, task(2), "run")
 
 
+def test_what_was_measured_is_counted_for_all_runs_and_workers_that_share_it(tmp_path: Path) -> None:
+    policy, measuring = Policy(max_measurements=2), {"kind": "evaluate", "held_out": True}
+    north, south = Contributions(tmp_path, "north"), Contributions(tmp_path, "south")
+    north.measure("wards", policy)
+    # Counted before anything is measured, so that whoever is killed in between has not measured for nothing.
+    south.check(task(1, run="another", **measuring), policy)
+    south.measure("wards", policy)
+    assert Contributions(tmp_path, "north").measured("wards") == 2
+    for asked in (lambda: north.check(task(1, **measuring), policy), lambda: north.measure("wards", policy)):
+        with pytest.raises(PolicyViolation, match="2 versions were measured on the data set 'wards'") as violation:
+            asked()
+        assert violation.value.rule == "max_measurements"
+    north.check(task(1), policy)
+    north.measure("clinics", policy)
+
+
+def test_a_count_that_cannot_be_read_allows_no_more(tmp_path: Path) -> None:
+    seen = Contributions(tmp_path, "w")
+    seen.measure("wards", Policy())
+    (tmp_path / "measured" / "wards.json").write_bytes(b"{}x")
+    with pytest.raises(PolicyViolation, match="cannot be read as a count"):
+        seen.measure("wards", Policy())
+
+
 def test_what_all_updates_of_a_run_may_have_is_counted_for_the_workers_that_share_it(tmp_path: Path) -> None:
     policy = Policy(max_run_upload_bytes=1000)
     Contributions(tmp_path, "north").add(task(1), policy, 600)

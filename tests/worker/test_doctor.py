@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import ssl
 import threading
@@ -26,9 +27,10 @@ from shared.wire import TaskView
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from worker.cli.worker import app
-from worker.doctor import forecast, under_way
+from worker.doctor import checks, forecast, under_way
 from worker.plainly import policy_in_words, size
 from worker.policy import Policy
+from worker.settings import Settings
 
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
 
@@ -64,8 +66,10 @@ def test_a_worker_that_could_work_is_told_so_line_by_line(coordinator: LiveCoord
     names = [found["name"] for found in findings]
     wanted = ("dns", "tcp", "tls", "coordinator", "protocol", "clock", "token", "disk", "device", "policy", "line")
     assert set(wanted) <= set(names)
-    # Of the 1,437 digits that are for training a fifth is held out.
-    assert named(findings, "data digits")["detail"].startswith("1150 examples, 10 classes, 287 held out")
+    # Of the 1,437 digits that are for training about a fifth is held out.
+    told = re.match(r"(\d+) examples, 10 classes, (\d+) held out", named(findings, "data digits")["detail"])
+    assert told
+    assert sum(map(int, told.groups())) == 1437
     assert any("bfloat16" in found["detail"] for found in findings)
 
 
@@ -115,6 +119,14 @@ def test_a_run_that_begins_is_told_with_what_it_sends_at_most(coordinator: LiveC
     worker.take()
     _, findings = doctor(tmp_path, coordinator.url, coordinator.token("site", "a"))
     assert f"at most its whole model: {size(small_model().nbytes)} a round" in named(findings, "runs")["detail"]
+
+
+@pytest.mark.parametrize(("use", "verdicts"), [("train", ["ok", "warn"]), ("evaluate", ["ok"])])
+def test_a_worker_that_would_measure_nothing_is_told(tmp_path: Path, use: str, verdicts: list[str]) -> None:
+    source = {"kind": "digits", "split": "test", "use": use}
+    given = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": tmp_path, "kinds": ["evaluate"]}
+    found = list(dict(checks(Settings(**given, datasets={"test": source}), probe=False))["data test"]())
+    assert [one.verdict for one in found] == verdicts
 
 
 def test_a_forecast_is_of_runs_that_ask_for_something_now() -> None:

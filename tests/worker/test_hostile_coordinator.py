@@ -32,6 +32,7 @@ from tests.support.captured import (
     endless,
 )
 from tests.support.coordinator import until
+from tests.support.datafiles import eighth_of_digits, key_file
 from tests.support.federation import start_run
 from tests.support.processes import peak_bytes
 from worker.agent import LONGEST_WAIT_SECONDS, Agent
@@ -100,8 +101,9 @@ SITES = {
     ),
     "private": Site(spec={"privacy": PRIVACY}),
     "budget": Site(source={"privacy": BUDGET}, spec={"privacy": PRIVACY}),
+    "floor": Site({"policy": {"require_privacy": {"epsilon": 4.0, "delta": 1e-5}}}, spec={"privacy": PRIVACY}),
 }  # fmt: skip
-"""Five sites: one that allows whatever it can, one that allows what it needs, and so on."""
+"""Six sites: one that allows whatever it can, one that allows what it needs, and so on."""
 
 HONEST_ROUNDS = 2
 
@@ -115,11 +117,11 @@ class Scene:
         self.state = folder / "state"
         site = SITES[name]
         self.stop = Hasty()
-        digits = {"kind": "digits", "part": {"scheme": "iid", "count": 8, "index": 0}, "held_out": 0.2}
+        digits = eighth_of_digits(folder, held_out=0.2)
         sets: Any = {"digits": {**digits, **site.source}, "clinic": digits}
         settings = Settings(
             url=coordinator.url, token=coordinator.token("site", name), name="w", state_dir=self.state,
-            datasets=sets, threads=1, poll_seconds=0, **site.settings,
+            datasets=sets, threads=1, poll_seconds=0, held_out_key_file=key_file(folder), **site.settings,
         )  # fmt: skip
         self.agent = Agent(settings, self.stop)
         model = instantiate(VIT, "image-classification", seed=1)
@@ -492,7 +494,7 @@ CASES = [
     ),
     Case(
         "a batch of everything",
-        "policy-violation: max_batch: a batch of 144",
+        "policy-violation: max_batch: a batch of 147",
         says(**OTHER_RUN, training={"batch_size": 10**12}),
         at="strict",
     ),
@@ -549,7 +551,7 @@ CASES = [
     garbled("training on what is held out", "nothing trains on what is held out", held_out=True),
     Case(
         "figures of too few examples",
-        "policy-violation: min_measured: figures of 36",
+        "policy-violation: min_measured: figures of 33",
         says(kind="evaluate", held_out=True),
         at="strict",
     ),
@@ -603,8 +605,33 @@ CASES = [
     Case(
         "exact figures of data with a budget",
         "policy-violation: privacy: no version is measured",
-        says(kind="evaluate"),
+        says(kind="evaluate", held_out=True),
         at="budget",
+    ),
+    Case("figures of examples that train", "policy-violation: use: the data set 'digits'", says(kind="evaluate")),
+    Case(
+        "exact figures of examples that train where privacy is required",
+        "policy-violation: require_privacy: .*figures are exact",
+        says(kind="evaluate"),
+        at="floor",
+    ),
+    Case(
+        "fine-tuning without privacy where it is required",
+        "policy-violation: require_privacy: .*figures are exact",
+        says(**OTHER_RUN, kind="evaluate", held_out=True, method={"name": "fedbabu"}, privacy=None),
+        at="floor",
+    ),
+    Case(
+        "privacy switched off where it is required",
+        "policy-violation: require_privacy: the run has no differential privacy",
+        says(**OTHER_RUN, privacy=None),
+        at="floor",
+    ),
+    Case(
+        "a choice of blocks that nothing covers where privacy is required",
+        "policy-violation: require_privacy: .*no exact choice",
+        says(**OTHER_RUN, privacy={"selection": "uncovered"}),
+        at="floor",
     ),
     # ---------------------------------------------------------------- views
     Case(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import importlib
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +17,12 @@ from shared.model import Head, Lora, Model, stored_name
 from tests.support.duals import dual, pairs
 from worker.blockmap import block_table, named_tensors
 from worker.configs import ConfigError
+from worker.data import Dataset
 from worker.forward import forward
 from worker.inserts import merge
 from worker.layouts import MappingFile, Row
 from worker.models import ModelMismatch, build, instantiate
+from worker.simulation import Conditions, Weights, simulate
 
 SIZES = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20,
@@ -111,8 +115,21 @@ def test_an_adapter_stands_beside_the_matrices_of_the_roles_and_has_their_layer_
 
 def test_a_fused_matrix_is_adapted_whole() -> None:
     table = block_table(made("gpt2, fused and transposed", Lora(rank=2, alpha=2, roles=("value",))))
-    shapes = [block.shape for block in table if block.role == "adapter"]
-    assert shapes == [(2, 16), (48, 2)] * 2
+    adapters = [block for block in table if block.role == "adapter"]
+    assert [block.shape for block in adapters] == [(2, 16), *[(16, 2)] * 3] * 2
+
+
+def test_an_adapter_knows_the_roles_of_its_matrix() -> None:
+    plain = [block for block in block_table(made("bert in 16 bits", NARROW)) if block.role == "adapter"]
+    assert [block.adapts for block in plain] == [*[("query",)] * 2, *[("value",)] * 2] * 2
+    fused = [block for block in block_table(made("gpt_neox, fused head by head", NARROW)) if block.role == "adapter"]
+    matrix = {b.role: b.part for b in block_table(made("gpt_neox, fused head by head")) if b.role == "value"}
+    first, *rows = fused[:4]
+    # A is read by queries, keys and values alike; B's rows are divided as the matrix's outputs are.
+    assert first.part is None
+    assert set(first.adapts) == {"query", "key", "value"}
+    assert [block.adapts for block in rows] == [("query",), ("key",), ("value",)]
+    assert rows[2].part == matrix["value"]
 
 
 @EVERY
@@ -177,3 +194,36 @@ def test_a_worker_without_peft_is_told_what_to_install(monkeypatch: pytest.Monke
         made("bert", NARROW)
     monkeypatch.undo()
     importlib.import_module("worker.lora")
+
+
+def _matrices(values: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """Each layer's rows of `c_attn` of this role with what its adapter adds, [inputs, outputs], by the layer."""
+    found = {}
+    for layer in range(2):
+        at = f"transformer.h.{layer}.attn.c_attn"
+        b, a = values[f"{at}.lora_B.default.weight#{role}"], values[f"{at}.lora_A.default.weight"]
+        found[at] = values[f"{at}.base_layer.weight#{role}"] + NARROW.alpha / NARROW.rank * (b @ a).T
+    return found
+
+
+@pytest.mark.parametrize("scope", ["all_but_qk", "attn_vo"])
+def test_fedfrozen_freezes_the_kernel_of_a_model_with_adapters(scope: str) -> None:
+    if scope == "attn_vo":
+        config: dict[str, Any] = {**GPT2, "tie_word_embeddings": False}
+    else:
+        config = GPT2
+    plain = Weights.of(instantiate(config, "causal-lm", seed=3, lora=NARROW), config, "causal-lm")
+    model = replace(plain, model=plain.model.model_copy(update={"lora": NARROW}))
+    tokens = torch.randint(3, 18, (8, 5), generator=torch.Generator().manual_seed(0))
+    sites = {name: Dataset({"input_ids": tokens + n, "labels": tokens + n}) for n, name in enumerate(("a", "b"))}
+    spec = {
+        "method": {"name": "fedfrozen", "settings": {"warmup_rounds": 1, "scope": scope}},
+        "rounds": 3,
+        "training": {"optimizer": "adamw", "weight_decay": 0.1, "learning_rate": 0.01, "batch_size": 4},
+    }
+    result = simulate(spec, model, sites, conditions=Conditions(keep_versions="all"))
+    warm, last = (result.arrays(number) for number in (1, 3))
+    for role in ("query", "key"):
+        before, after = _matrices(warm, role), _matrices(last, role)
+        assert all((before[at] == after[at]).all() for at in before), f"the {role} rows moved"
+    assert all((_matrices(warm, "value")[at] != values).any() for at, values in _matrices(last, "value").items())

@@ -9,7 +9,7 @@ from shared.methods import Chosen
 from shared.methods.contract import Plan
 from shared.privacy import Privacy
 from shared.wire import Task, Training, VersionRef
-from worker.policy import REMEDIES, Allowance, Policy, PolicyViolation, PrivacyFloor
+from worker.policy import REMEDIES, Allowance, Policy, PolicyViolation, PrivacyFloor, check_use
 
 TABLE = tuple(
     Block(tensor=name, role=role, shape=(4,), dtype="F32")
@@ -28,7 +28,7 @@ def task(**more: object) -> Task:
     return Task.model_validate({**given, **more})
 
 
-def private(**more: float) -> Privacy:
+def private(**more: object) -> Privacy:
     return Privacy(**{"epsilon": 4.0, "delta": 1e-6, "clip_norm": 1.0, **more})
 
 
@@ -72,12 +72,41 @@ def test_the_defaults_allow_an_ordinary_task() -> None:
         ("require_privacy", Policy(require_privacy=FLOOR), task()),
         ("require_privacy", Policy(require_privacy=FLOOR), task(privacy=private(epsilon=4.1))),
         ("require_privacy", Policy(require_privacy=FLOOR), task(privacy=private(delta=1e-4))),
+        ("require_privacy", Policy(require_privacy=FLOOR), task(privacy=private(selection="uncovered"))),
     ],
 )
 def test_a_task_that_breaks_a_rule_is_refused_by_its_name(rule: str, policy: Policy, asked: Task) -> None:
     with pytest.raises(PolicyViolation) as violation:
         policy.check_task(asked, ("train",))
     assert violation.value.rule == rule
+
+
+def test_a_site_that_requires_privacy_is_measured_only_if_it_says_so() -> None:
+    measuring = task(kind="evaluate", held_out=True, privacy=private())
+    with pytest.raises(PolicyViolation, match="a version's figures are exact") as violation:
+        Policy(require_privacy=FLOOR).check_task(measuring, ("evaluate",))
+    assert violation.value.rule == "require_privacy"
+    allowing = FLOOR.model_copy(update={"evaluations": True})
+    Policy(require_privacy=allowing).check_task(measuring, ("evaluate",))
+
+
+@pytest.mark.parametrize(
+    ("asked", "for_evaluation", "said"),
+    [
+        (task(kind="evaluate"), False, "no version is measured on what trains"),
+        (task(kind="evaluate", held_out=True), False, None),
+        (task(kind="evaluate"), True, None),
+        (task(), True, "nothing trains on it"),
+        (task(), False, None),
+    ],
+)
+def test_a_data_set_is_for_training_or_for_evaluation(asked: Task, for_evaluation: bool, said: str | None) -> None:
+    if said is None:
+        check_use(asked, for_evaluation=for_evaluation)
+        return
+    with pytest.raises(PolicyViolation, match=said) as violation:
+        check_use(asked, for_evaluation=for_evaluation)
+    assert violation.value.rule == "use"
 
 
 @pytest.mark.parametrize(

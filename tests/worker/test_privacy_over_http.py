@@ -18,6 +18,7 @@ from shared.model import Model
 from shared.privacy import Privacy
 from shared.wire import Cohort, Evaluation, Run, TaskView, Training
 from tests.support.coordinator import LiveCoordinator, until
+from tests.support.datafiles import eighth_of_digits, key_file
 from tests.support.federation import start_run
 from worker.accounting import epsilon
 from worker.agent import Agent
@@ -38,10 +39,11 @@ PRIVACY = Privacy(epsilon=4.0, delta=1e-5, clip_norm=1.0)
 @contextmanager
 def site(coordinator: LiveCoordinator, folder: Path, **source: Any) -> Iterator[None]:
     """A worker with an eighth of the digits, held under a name of its own."""
-    digits = {"kind": "digits", "part": {"scheme": "iid", "count": 8, "index": 0}, "held_out": 0.2, **source}
+    digits = eighth_of_digits(folder / "data", held_out=0.2) if "part" not in source else {"kind": "digits"}
     settings = Settings(
         url=coordinator.url, token=coordinator.token("site", "a"), name="w", state_dir=folder / "a",
-        datasets={"digits": digits}, threads=1, poll_seconds=1,
+        datasets={"digits": {**digits, **source}}, threads=1, poll_seconds=1,
+        held_out_key_file=key_file(folder / "data"),
     )  # fmt: skip
     stop = Stop()
     thread = threading.Thread(target=Agent(settings, stop).run)
@@ -84,12 +86,12 @@ def test_a_private_run_keeps_its_target_and_tells_nothing_but_steps(
         run = ended(client, privacy=PRIVACY, method=Chosen(name="fednova"))
         assert run.state == "completed", run.reason
         first, second = tasks_of(client, run)
-        # 144 of the 180 images train, in 5 steps an epoch. The norm is what the coordinator makes of the update.
+        # 147 of the 180 images train, in 5 steps an epoch. The norm is what the coordinator makes of the update.
         for task in (first, second):
             assert set(task.numbers) == {"effective_steps", "epsilon", "update_norm"}
             assert task.numbers["effective_steps"] == 5.0
         entries = Ledger(tmp_path / "a" / "ledger").read("digits")
-        assert [(entry.run, entry.round, entry.examples) for entry in entries] == [(run.id, 1, 144), (run.id, 2, 144)]
+        assert [(entry.run, entry.round, entry.examples) for entry in entries] == [(run.id, 1, 147), (run.id, 2, 147)]
         events = [event for entry in entries for event in entry.events]
         assert [event.steps for event in events if isinstance(event, NoisySteps)] == [5, 5]
         assert 0.98 * 4.0 < epsilon(events, 1e-5) <= 4.0
@@ -151,6 +153,18 @@ def test_a_data_set_with_a_budget_is_measured_only_if_its_site_says_so(
         assert run.state == "completed", run.reason
         measured = list(client.measurements(run.id))
         assert bool(measured) == allowed
+
+
+def test_a_private_run_does_not_train_on_a_part_that_depends_on_all_examples(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    with site(coordinator, tmp_path, part={"scheme": "iid", "count": 8, "index": 0}):
+        run = ended(client, privacy=PRIVACY)
+    (task,) = tasks_of(client, run)
+    assert task.problem
+    assert "policy-violation: part: 'digits' is a part of a partition" in task.problem.detail
+    assert Ledger(tmp_path / "a" / "ledger").read("digits") == ()
 
 
 def test_safl_chooses_by_noisy_sums_that_are_paid_for(coordinator: LiveCoordinator, tmp_path: Path) -> None:

@@ -91,13 +91,13 @@ def test_a_single_site_is_plain_training_in_one_place(model: Weights) -> None:
 
 
 def test_each_version_is_measured_centrally_and_at_each_site_that_holds_something_out(model: Weights) -> None:
-    sites = {"a": images(0, held_out=5), "b": images(1, held_out=7), "c": images(2)}
+    sites = {"a": images(0, held_out=20), "b": images(1, held_out=21), "c": images(2, held_out=19)}
     result = simulate(spec(rounds=2, evaluation={"sites": True, "every": 2}), model, sites, test=images(9, 30))
     found = {(one.version, one.site, one.held_out): one.examples for one in result.measurements}
     versions = (0, 2)
     assert found == {
-        **{(version, "a", True): 5 for version in versions},
-        **{(version, "b", True): 7 for version in versions},
+        **{(version, "a", True): 20 for version in versions},
+        **{(version, "b", True): 21 for version in versions},
         **{(version, "evaluator", False): 30 for version in versions},
     }
     assert result.outcomes[1].spreads["accuracy"].sites == 2

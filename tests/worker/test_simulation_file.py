@@ -36,6 +36,9 @@ file = "data.safetensors"
 held_out = 0.25
 part = { scheme = "dirichlet", alpha = 1 }
 
+[simulation.policy]
+min_measured = 1
+
 [simulation.test]
 kind = "arrays"
 file = "data.safetensors"
@@ -44,11 +47,11 @@ file = "data.safetensors"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the command runs: 48 images of three classes, and a file."""
+    """Where the command runs: 120 images of three classes, and a file."""
     dice = torch.Generator().manual_seed(0)
-    labels = torch.arange(48) % 3
+    labels = torch.arange(120) % 3
     save_file(
-        {"pixel_values": torch.randn(48, 1, 8, 8, generator=dice), "labels": labels}, tmp_path / "data.safetensors"
+        {"pixel_values": torch.randn(120, 1, 8, 8, generator=dice), "labels": labels}, tmp_path / "data.safetensors"
     )
     (tmp_path / "run.toml").write_text(GOOD)
     monkeypatch.chdir(tmp_path)
@@ -61,7 +64,7 @@ def read(*settings: str) -> Wanted:
 
 def examples(*settings: str) -> dict[str, tuple[int, int]]:
     """How many examples each site trains on and holds out."""
-    loaded = {name: site.load() for name, site in read(*settings).table.population().items()}
+    loaded = {name: site.load() for name, site in read(*settings).table.population(seed=0).items()}
     return {name: (data.examples, data.held_out.examples if data.held_out else 0) for name, data in loaded.items()}
 
 
@@ -72,23 +75,39 @@ def examples(*settings: str) -> dict[str, tuple[int, int]]:
 def test_a_number_of_sites_divide_the_data_and_each_holds_some_out() -> None:
     found = examples()
     assert list(found) == ["site-1", "site-2", "site-3"]
-    assert sum(map(sum, found.values())) == 48
-    assert all(held_out == pytest.approx((trained + held_out) / 4, abs=1) for trained, held_out in found.values())
+    assert sum(map(sum, found.values())) == 120
+    # A quarter of 120, with a standard deviation of 4.7.
+    assert 15 < sum(held_out for _, held_out in found.values()) < 45
     assert read("simulation.sites=10").table.names[:2] == ["site-01", "site-02"]
 
 
 @pytest.mark.usefixtures("folder")
 def test_sites_can_have_names_and_one_site_has_all() -> None:
     assert list(examples('simulation.sites=["north", "south"]')) == ["north", "south"]
-    assert examples("simulation.sites=1") == {"site-1": (36, 12)}
+    ((trained, held_out),) = examples("simulation.sites=1").values()
+    assert trained + held_out == 120
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_seed_decides_what_is_held_out() -> None:
+    table = read("simulation.sites=1").table
+    first, same, other = (table.population(seed)["site-1"].load().held_out for seed in (0, 0, 1))
+    assert first
+    assert same
+    assert other
+    assert torch.equal(first.tensors["pixel_values"], same.tensors["pixel_values"])
+    assert first.tensors["pixel_values"].tolist() != other.tensors["pixel_values"].tolist()
+    with refusing("invalid", "does not make a federation") as caught:
+        read("simulation.data.held_out_seed=3")
+    assert "held_out_seed: is no more" in str(caught.value.errors[0])
 
 
 def test_sites_can_have_data_of_their_own(folder: Path) -> None:
     own = '[simulation.sites.north]\nkind = "arrays"\nfile = "data.safetensors"\n'
     resources = "[simulation.resources.north]\nmemory_bytes = 1e9\n"
     (folder / "run.toml").write_text(f'rounds = 1\nmethod.name = "fedavg"\n{own}{resources}')
-    (north,) = read().table.population().values()
-    assert north.load().examples == 48
+    (north,) = read().table.population(seed=0).values()
+    assert north.load().examples == 120
     assert north.resources == {"memory_bytes": 1e9}
     assert read().model is None
 
@@ -117,8 +136,8 @@ def test_what_is_wrong_is_named(setting: str, pointer: str, told: str) -> None:
 def test_data_that_cannot_be_had_are_named_with_their_table() -> None:
     with refusing("invalid", r"^simulation\.data\.file: nowhere"):
         examples("simulation.data.file=nowhere")
-    with refusing("invalid", r"^simulation\.data\.part: 48 rows cannot be divided among 60 sites"):
-        examples("simulation.sites=60")
+    with refusing("invalid", r"^simulation\.data\.part: 120 rows cannot be divided among 200 sites"):
+        examples("simulation.sites=200")
     with refusing("invalid", r"^simulation\.test\.kind: there is no 'rumour'"):
         read("simulation.test.kind=rumour").table.central()
 

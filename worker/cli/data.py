@@ -14,9 +14,18 @@ from pydantic import TypeAdapter, ValidationError
 from shared.cli.output import AsJson, complain, note, out, print_json, table
 from shared.problems import said_of
 from worker.data import Dataset, load
+from worker.data.heldout import key_of_seed
 from worker.data.part import Partition, Scheme, divide
 from worker.data.tally import Tally, tallies
-from worker.settings import DataSettings, DataSource, SettingsError, named, read_data_settings
+from worker.settings import (
+    DataSettings,
+    DataSource,
+    SettingsError,
+    held_out_key,
+    named,
+    read_data_settings,
+    read_settings,
+)
 
 WIDEST = 16
 """Classes that a table has a column for each of; with more it says how many a site has."""
@@ -54,7 +63,8 @@ def show(
     with _bad_settings_in_one_line():
         settings = read_data_settings(config)
         wanted = settings.datasets if dataset is None else {dataset: _source(settings, dataset)}
-        shown = [_described(name, source) for name, source in wanted.items()]
+        key = _key(config)
+        shown = [_described(name, source, key) for name, source in wanted.items()]
     if as_json:
         print_json({"datasets": shown})
         return
@@ -62,9 +72,17 @@ def show(
     out().print(table(list(shown[0]), rows, right=("examples", "held out", "classes", "domains")))
 
 
-def _described(name: str, source: DataSource) -> dict[str, Any]:
+def _key(config: Path) -> bytes:
+    """The worker's own; of a file that is no worker's, one that holds out about as many."""
+    try:
+        return held_out_key(read_settings(config), make=False)
+    except SettingsError:
+        return key_of_seed(0)
+
+
+def _described(name: str, source: DataSource, key: bytes) -> dict[str, Any]:
     with named(name):
-        loaded = source.load()
+        loaded = source.load(key)
     part = source.part and f"{source.part.index} of {source.part.count}, {source.part.scheme}"
     return {
         "name": name,

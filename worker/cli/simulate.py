@@ -113,11 +113,12 @@ def _told() -> Iterator[None]:
 
 def _run(wanted: Wanted, start: ModelFolder, folder: Path, changed: Mapping[str, Any], *, as_json: bool) -> Result:
     """One simulation from its beginning, or from where it was stopped, and what is written of it."""
-    sites, test = wanted.table.population(), wanted.table.central()
+    spec = {**wanted.spec, **changed}
+    sites, test = wanted.table.population(int(spec.get("seed", 0))), wanted.table.central()
     output.note(f"{len(sites)} sites in {folder}")
     tell = print_ended_as_json if as_json else partial(print_ended, output.out())
     result = simulate(
-        {**wanted.spec, **changed},
+        spec,
         start,
         sites,
         test=test,

@@ -29,10 +29,12 @@ from worker.cli.joining import join, rotate
 from worker.cli.ledger import ledger
 from worker.doctor import checks
 from worker.files import alone
+from worker.policy import PolicyViolation
 from worker.renewal import Stop
 from worker.settings import (
     Settings,
     SettingsError,
+    contributions_of,
     datasets_of,
     describe,
     device_of,
@@ -60,7 +62,7 @@ ConfigFile = Annotated[Path, typer.Option("--config", help="The worker's setting
 def _bad_settings_in_one_line() -> Iterator[None]:
     try:
         yield
-    except (SettingsError, MethodsUnusable) as fault:
+    except (SettingsError, MethodsUnusable, PolicyViolation) as fault:
         typer.echo(f"error: {fault}", err=True)
         raise typer.Exit(BAD_SETTINGS) from fault
 
@@ -111,6 +113,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         device = describe(device_of(settings.device))
         methods()
         loaded = datasets_of(settings)
+        measured = {name: contributions_of(settings).measured(name) for name in settings.datasets}
     examples = {name: loaded[name].examples if name in loaded else None for name in settings.datasets}
     version, problem = None, None
     try:
@@ -121,9 +124,11 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         problem = refusal
     if as_json:
         coordinator = {"url": _place(settings), "version": version, "problem": problem.json() if problem else None}
-        print_json({"device": device, "datasets": examples, "coordinator": coordinator})
+        print_json({"device": device, "datasets": examples, "measured": measured, "coordinator": coordinator})
     else:
         _tell(device, examples, _place(settings), version)
+        for name, times in measured.items():
+            typer.echo(f"measured     {name}: {times} versions, of at most {settings.policy.max_measurements}")
     if isinstance(problem, Unauthenticated | Forbidden):
         typer.echo(f"error: {_place(settings)} does not admit the token: {problem}", err=True)
         raise typer.Exit(NOT_ADMITTED)

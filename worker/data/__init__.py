@@ -29,12 +29,14 @@ def load(
     *,
     part: Part | None = None,
     held_out: float | None = None,
-    held_out_seed: int = 0,
+    key: bytes = b"",
 ) -> Dataset:
-    """The data set of this kind, or a part of it, with this share of what is then left held out.
+    """The data set of this kind, or a part of it, with this share of what is then left held out by a hash with `key`.
 
-    Raises DataError naming the unknown kind, wrong option or unreadable file.
+    Raises DataError naming the unknown kind, wrong option or unreadable file, or a side that is empty.
     """
+    if held_out is not None and not key:
+        raise ValueError("held_out: the key decides which examples are held out; give one")
     adapter = _adapter(kind)
     if adapter is None:
         raise DataError(f"kind: there is no {kind!r}; installed are {', '.join(sorted(adapters()))}")
@@ -45,7 +47,7 @@ def load(
         raise DataError(f"{'.'.join(map(str, first['loc'])) or kind}: {said_of(first)}") from None
     if part is not None and part.index is not None:
         dataset = part_of(dataset, part, part.index)
-    return dataset if held_out is None else hold_out(dataset, held_out, held_out_seed)
+    return dataset if held_out is None else hold_out(dataset, held_out, key)
 
 
 def adapters() -> dict[str, Adapter[Any]]:

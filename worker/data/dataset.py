@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -27,10 +28,11 @@ class Dataset:
 
     `common` goes with every batch as it is: the texts that name the classes of a contrastive model, `input_ids`
     [classes, tokens]. `domains`, int64 [examples], says where each example comes from, and no model sees it.
-    `held_out` are examples of the same kind that nothing trains on.
+    `held_out` are examples of the same kind that nothing trains on. `sources` are what each example was made from, or
+    the group that it belongs to, where its tensors depend on other examples too: texts are padded to the longest.
 
     Raises DataError if the tensors differ in their number of examples, have none, `labels` is not among them, a name
-    stands for two tensors, or domains are not one integer for each example.
+    stands for two tensors, or domains or sources are not one for each example.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Dataset:
         common: Mapping[str, Tensor] | None = None,
         held_out: Dataset | None = None,
         domains: Tensor | None = None,
+        sources: Sequence[bytes] | None = None,
     ) -> None:
         if LABELS not in tensors:
             raise DataError(f"there is no tensor {LABELS!r} among {', '.join(sorted(tensors)) or 'none at all'}")
@@ -56,7 +59,10 @@ class Dataset:
         self.common = dict(common or {})
         self.held_out = held_out
         self.domains = domains
+        self.sources = sources
         self.examples = sizes[LABELS]
+        if sources is not None and len(sources) != self.examples:
+            raise DataError(f"sources: {len(sources)} for {self.examples} examples")
 
     @property
     def classes(self) -> Tensor | None:
@@ -64,12 +70,28 @@ class Dataset:
         labels = self.tensors[LABELS]
         return None if labels.ndim != 1 or labels.is_floating_point() else labels.long()
 
+    def identities(self) -> Iterator[bytes]:
+        """Yield what tells each example from any other, whatever the label and whatever the other examples are: its
+        source, or else the bytes of its tensors."""
+        if self.sources is not None:
+            yield from self.sources
+            return
+        inputs = [(name, tensor) for name, tensor in sorted(self.tensors.items()) if name != LABELS]
+        for place in range(self.examples):
+            found = hashlib.sha256()
+            for name, tensor in inputs:
+                row = tensor[place].contiguous()
+                found.update(f"{name} {row.dtype} {list(row.shape)};".encode())
+                found.update(row.flatten().view(torch.uint8).numpy().tobytes())
+            yield found.digest()
+
     def rows(self, index: Tensor) -> Dataset:
         """The examples at these places, int64 [chosen], in that order. What is held out does not come along."""
         return Dataset(
             {name: tensor[index] for name, tensor in self.tensors.items()},
             self.common,
             domains=None if self.domains is None else self.domains[index],
+            sources=None if self.sources is None else [self.sources[place] for place in index.tolist()],
         )
 
     def batches(

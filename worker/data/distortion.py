@@ -45,7 +45,8 @@ def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Datase
     if how.noise:
         drawn = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(seed))
         pixels = pixels + how.noise * drawn.to(pixels.dtype)
-    return Dataset({**part.tensors, PIXELS: pixels.contiguous()}, part.common, domains=part.domains)
+    tensors = {**part.tensors, PIXELS: pixels.contiguous()}
+    return Dataset(tensors, part.common, domains=part.domains, sources=part.sources)
 
 
 def _range_sum(pixels: Tensor) -> Tensor:

@@ -1,29 +1,40 @@
-"""Setting some of a site's examples aside, to measure a model on what it was not trained on."""
+"""Setting some of a site's examples aside, to measure a model on what it was not trained on.
+
+Which side an example is on follows from the example and the site's secret key, and from nothing else: one example
+more or less, or another label, moves no other example. Differential privacy needs that, since it compares two data
+sets that differ in one example.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+import hashlib
+import hmac
+import json
+
 import torch
 
 from worker.data.dataset import DataError, Dataset
 
 
-def hold_out(dataset: Dataset, share: float, seed: int) -> Dataset:
-    """The data set without a share of its examples, which are its `held_out`.
+def hold_out(dataset: Dataset, share: float, key: bytes) -> Dataset:
+    """Return the data set without a share of its examples, which are its `held_out`.
 
-    Drawn at random, and where each example has a class, from every class in proportion, give or take one. There is at
-    least one example on either side. Raises DataError if there is only one.
+    Each example is held out with probability `share`, by a keyed hash of its identity: examples of the same identity
+    are on the same side. Raises DataError if either side is empty.
     """
-    if dataset.examples < 2:
-        raise DataError("held_out: of one example none can be held out")
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(dataset.examples)
-    if dataset.classes is not None:
-        order = order[np.argsort(dataset.classes.numpy()[order], kind="stable")]
-    wanted = min(max(round(share * dataset.examples), 1), dataset.examples - 1)
-    # Every so many examples of those sorted by class, from a random place on: a systematic sample.
-    places = np.floor((np.arange(wanted) + rng.random()) * dataset.examples / wanted).astype(np.int64)
-    held = np.zeros(dataset.examples, bool)
-    held[order[places]] = True
-    kept, out = (dataset.rows(torch.from_numpy(np.flatnonzero(chosen))) for chosen in (~held, held))
-    return Dataset(kept.tensors, kept.common, out, kept.domains)
+    most = share * (1 << 64)
+    digests = (hmac.digest(key, identity, "sha256") for identity in dataset.identities())
+    held = torch.tensor([int.from_bytes(digest[:8], "big") < most for digest in digests])
+    if bool(held.all()) or not bool(held.any()):
+        empty = "trained on" if bool(held.all()) else "held out"
+        raise DataError(
+            f"held_out: of {dataset.examples} examples none is {empty} with a share of {share:g}, which the site's "
+            "secret key decides for each. Change held_out, bring more examples, or leave held_out out"
+        )
+    kept, out = (dataset.rows(chosen.nonzero().flatten()) for chosen in (~held, held))
+    return Dataset(kept.tensors, kept.common, out, kept.domains, kept.sources)
+
+
+def key_of_seed(seed: int) -> bytes:
+    """Return the key of a simulation, in which the same seed holds out the same examples. It is no secret."""
+    return hashlib.sha256(json.dumps(["tessera held out", seed]).encode()).digest()

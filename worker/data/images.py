@@ -9,6 +9,7 @@ processor = "/models/vit"
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class ImagesOptions(PixelOptions):
     image: str = Field(default="image", description="column: the image's path, from the table's folder, or its bytes")
     label: str = Field(default="label", description="column: the class")
     domain: str | None = Field(default=None, description="column: where the image comes from")
+    group: str | None = Field(default=None, description="column: what is held out together, such as the patient")
     labels: Names | None = Field(default=None, description="the classes' names in order; without, labels are numbers")
 
     @model_validator(mode="after")
@@ -40,8 +42,8 @@ class ImagesOptions(PixelOptions):
             raise ValueError("give folder, or else file")
         if self.folder is None and self.domain_folders:
             raise ValueError("domain_folders goes with folder; with file, domain names a column")
-        if self.folder is not None and self.model_fields_set & {"image", "label", "domain"}:
-            raise ValueError("image, label and domain name columns of a file, and there is only a folder")
+        if self.folder is not None and self.model_fields_set & {"image", "label", "domain", "group"}:
+            raise ValueError("image, label, domain and group name columns of a file, and there is only a folder")
         return self
 
 
@@ -52,14 +54,18 @@ class Found:
     pictures: Sequence[Picture]
     labels: Sequence[int]
     domains: Tensor | None
+    groups: list[bytes] | None = None
+
+    def sources(self) -> list[bytes]:
+        """Each picture's group, or else a digest of its file, whatever a processor makes of it."""
+        return self.groups or [_digest(picture) for picture in self.pictures]
 
 
 def images(options: ImagesOptions) -> Dataset:
     """`pixel_values` float32 [n, channels, height, width], what else a processor gives, and `labels` int64 [n]."""
     found = find(options)
-    return Dataset(
-        {**inputs_of(found.pictures, options), "labels": torch.tensor(found.labels)}, domains=found.domains
-    )
+    tensors = {**inputs_of(found.pictures, options), "labels": torch.tensor(found.labels)}
+    return Dataset(tensors, domains=found.domains, sources=found.sources())
 
 
 def find(options: ImagesOptions) -> Found:
@@ -76,7 +82,15 @@ def find(options: ImagesOptions) -> Found:
         pictures,
         numbered("label", table.where, values, options.labels),
         None if options.domain is None else table.domains("domain", options.domain),
+        None if options.group is None else table.groups("group", options.group),
     )
+
+
+def _digest(picture: Picture) -> bytes:
+    if isinstance(picture, bytes):
+        return hashlib.sha256(picture).digest()
+    with picture.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _picture(value: object, row: int, folder: Path, where: str) -> Picture:

@@ -151,6 +151,10 @@ class Table:
                 raise DataError(f"{option}: row {row} of {self.where} has no text in column {name!r}")
         return [str(value) for value in values]
 
+    def groups(self, option: str, name: str) -> list[bytes]:
+        """A column's values as the sources of the rows: rows of one group have the same."""
+        return [value.encode() for value in self.texts(option, name)]
+
     def domains(self, option: str, name: str) -> Tensor:
         """A column's values, numbered in their order as text, int64 [rows]."""
         return numbered_domains(self.texts(option, name))

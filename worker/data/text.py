@@ -9,6 +9,8 @@ labels = ["benign", "malignant"]
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Literal
 
 import torch
@@ -33,6 +35,7 @@ class TextOptions(Options):
     label: str = Field(default="label", description="column: the class, or each word's")
     labels: Names | None = Field(default=None, description="the classes' names in order; without, labels are numbers")
     domain: str | None = Field(default=None, description="column: where the example comes from")
+    group: str | None = Field(default=None, description="column: what is held out together, such as the patient")
     tokenizer: str = Field(description="a local folder, or a name on the hub")
     max_length: PositiveInt = Field(default=128, le=MAX_TOKENS, description="tokens after which a text is cut off")
 
@@ -56,7 +59,16 @@ def text(options: TextOptions) -> Dataset:
     if len(short):
         raise DataError(f"text: row {int(short[0])} of {table.where} is too short: it has less than {least} tokens")
     domains = None if options.domain is None else table.domains("domain", options.domain)
-    return Dataset({**encoded.inputs, "labels": labels}, domains=domains)
+    return Dataset({**encoded.inputs, "labels": labels}, domains=domains, sources=_sources(options, table))
+
+
+def _sources(options: TextOptions, table: Table) -> list[bytes]:
+    """Each row's group, or else a digest of its texts as they are in the file, without padding or tokenizer."""
+    if options.group is not None:
+        return table.groups("group", options.group)
+    names = [name for name in (options.text, options.second_text) if name is not None]
+    rows = zip(*(table.column("text", name) for name in names), strict=True)
+    return [hashlib.sha256(json.dumps(row, default=str).encode()).digest() for row in rows]
 
 
 def _classified(options: TextOptions, table: Table, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:

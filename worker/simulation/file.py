@@ -30,9 +30,9 @@ from shared.cli.spec import check_spec, read_toml
 from shared.problems import Invalid, faults_of
 from shared.wire import Label, Resources
 from worker.data import DataError, Dataset, load
-from worker.data.heldout import hold_out
+from worker.data.heldout import hold_out, key_of_seed
 from worker.data.part import MAX_SITES, Partition, makers
-from worker.settings import DataSource
+from worker.settings import DataSource, check_no_seed
 from worker.simulation.conditions import Conditions
 from worker.simulation.sites import Site
 
@@ -47,7 +47,11 @@ class Pool(BaseModel):
     kind: str
     part: Partition | None = Field(default=None, description="how it is divided; `count` is the number of sites")
     held_out: float | None = Field(default=None, gt=0, lt=1, description="share of each part that nothing trains on")
-    held_out_seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _has_no_seed(self) -> Self:
+        check_no_seed(self.model_extra or {})
+        return self
 
     @cached_property
     def makers(self) -> list[Callable[[], Dataset]]:
@@ -55,10 +59,10 @@ class Pool(BaseModel):
         whole = load(self.kind, self.model_extra or {})
         return makers(whole, self.part) if self.part else [lambda: whole]
 
-    def site(self, index: int) -> Dataset:
-        """The examples of one site. Raises DataError."""
+    def site(self, index: int, key: bytes) -> Dataset:
+        """The examples of one site; `key` decides which are held out. Raises DataError."""
         part = self.makers[index]()
-        return part if self.held_out is None else hold_out(part, self.held_out, self.held_out_seed)
+        return part if self.held_out is None else hold_out(part, self.held_out, key)
 
 
 class Table(Conditions):
@@ -103,19 +107,23 @@ class Table(Conditions):
             return [f"site-{number:0{width}}" for number in range(1, self.sites + 1)]
         return list(self.sites)
 
-    def population(self) -> dict[str, Site]:
-        """Every site, its data not loaded yet."""
-        return {name: Site(make, self._resources(name)) for name, make in self._makers().items()}
+    def population(self, seed: int) -> dict[str, Site]:
+        """Every site, its data not loaded yet; `seed` decides which examples are held out."""
+        key = key_of_seed(seed)
+        return {name: Site(make, self._resources(name)) for name, make in self._makers(key).items()}
 
     def _resources(self, site: str) -> dict[str, float]:
         return {str(kind): value for kind, value in self.resources.get(site, {}).items()}
 
-    def _makers(self) -> dict[str, Callable[[], Dataset]]:
+    def _makers(self, key: bytes) -> dict[str, Callable[[], Dataset]]:
         if isinstance(self.sites, dict):
-            return {name: partial(_loaded, f"simulation.sites.{name}", own.load) for name, own in self.sites.items()}
+            return {
+                name: partial(_loaded, f"simulation.sites.{name}", partial(own.load, key))
+                for name, own in self.sites.items()
+            }
         pool = self.data
         return {
-            name: partial(_loaded, "simulation.data", partial(pool.site, place))
+            name: partial(_loaded, "simulation.data", partial(pool.site, place, key))
             for place, name in enumerate(self.names)
             if pool
         }

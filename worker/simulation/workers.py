@@ -80,6 +80,7 @@ class Workers:
         bench = Workbench(
             coordinator=self.coordinator,
             datasets={task.dataset: dataset},
+            for_evaluation=frozenset({task.dataset} if central else ()),
             device=self.device,
             vault=Vault(home / "vault", durable=False),
             shelf=lent,
