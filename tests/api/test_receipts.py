@@ -144,7 +144,7 @@ def scaled(seed: int, scale: float) -> Dataset:
     return Dataset({"pixel_values": data.tensors["pixel_values"] * scale, "labels": labels})
 
 
-@pytest.mark.parametrize(("method", "prefix"), [("scaffold", "control/"), ("feddyn", "drift/")])
+@pytest.mark.parametrize(("method", "prefix"), [("scaffold", "control/"), ("feddyn", "gradient/")])
 def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure_and_an_exclusion(
     standing: LiveCoordinator, tmp_path: Path, method: str, prefix: str
 ) -> None:
@@ -161,7 +161,7 @@ def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure
         worker.enrol()
     run = start_run(
         client, document, start, dataset=name, rounds=3, max_norm_of_median=1.5,
-        method=Chosen(name=method, settings={"weigh": "equal", "population": 3}),
+        method=Chosen(name=method),
         cohort=Cohort(size=3, quorum=3, tries=3, task_tries=1),
         training=Training(optimizer="sgd", momentum=0, learning_rate=0.05, batch_size=4),
     )  # fmt: skip
@@ -192,15 +192,16 @@ def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure
     for own, worker in zip(benches, workers, strict=True):
         own.vault.settle(worker.client.task)
     memory = client.manifest(client.run(run.id).version.digest).memory
-    vaults = [own.vault.load(run.id) for own in benches]
-    assert vaults[0] == {}
+    outlier, *vaults = [own.vault.load(run.id) for own in benches]
+    assert outlier == {}
     largest = furthest = 0.0
     for entry_name, entry in memory.items():
+        if not entry_name.startswith(prefix):
+            continue
         server = from_bytes(client.read_blob(entry.digest), entry.dtype).reshape(entry.shape)
-        mean = sum(vault.get(entry_name, np.zeros_like(server)) for vault in vaults) / 3
+        mean = sum(vault.get(entry_name, np.zeros_like(server)) for vault in vaults) / len(vaults)
         largest, furthest = max(largest, np.abs(server).max()), max(furthest, np.abs(server - mean).max())
-    assert all(entry_name.startswith(prefix) for entry_name in memory)
-    assert furthest < 1e-5 * largest
+    assert 0 <= furthest < 1e-5 * largest
 
 
 def bench(folder: Path, worker: ScriptedWorker, data: Dataset) -> Workbench:
