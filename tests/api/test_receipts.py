@@ -137,11 +137,9 @@ def test_a_repeated_submission_gets_the_first_answer_after_its_round_is_over(sta
 # ---------------------------------------------------------------- with what sites keep
 
 
-def scaled(seed: int, scale: float) -> Dataset:
-    data = images(12)
-    dice = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, 3, (12,), generator=dice)
-    return Dataset({"pixel_values": data.tensors["pixel_values"] * scale, "labels": labels})
+def labelled(seed: int) -> Dataset:
+    labels = torch.randint(0, 3, (12,), generator=torch.Generator().manual_seed(seed))
+    return Dataset({"pixel_values": images(12).tensors["pixel_values"], "labels": labels})
 
 
 @pytest.mark.parametrize(("method", "prefix"), [("scaffold", "control/"), ("feddyn", "gradient/")])
@@ -156,11 +154,11 @@ def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure
         ScriptedWorker(standing.client("site", site), name=name, datasets={name: 12}, methods=(method,))
         for site in "abc"
     ]
-    benches = [bench(tmp_path, worker, scaled(seed, 1.0 if seed else 20.0)) for seed, worker in enumerate(workers)]
+    benches = [bench(tmp_path, worker, labelled(seed)) for seed, worker in enumerate(workers)]
     for worker in workers:
         worker.enrol()
     run = start_run(
-        client, document, start, dataset=name, rounds=3, max_norm_of_median=1.5,
+        client, document, start, dataset=name, rounds=3, max_norm_of_median=1.001,
         method=Chosen(name=method),
         cohort=Cohort(size=3, quorum=3, tries=3, task_tries=1),
         training=Training(optimizer="sgd", momentum=0, learning_rate=0.05, batch_size=4),
@@ -181,19 +179,14 @@ def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure
     attempt(failing=[0])
     attempt()
     until(lambda: client.run(run.id).state == "completed")
-    states = [[task.state for task in made.tasks] for made in client.rounds(run.id)]
-    assert states == [
-        ["left_out", "merged", "merged"],
-        ["left_out", "left_out", "failed"],
-        ["left_out", "merged", "merged"],
-        ["failed", "left_out", "left_out"],
-        ["left_out", "merged", "merged"],
-    ]
+    states = [sorted(task.state for task in made.tasks) for made in client.rounds(run.id)]
+    excluded, abandoned = ["left_out", "merged", "merged"], ["failed", "left_out", "left_out"]
+    assert states == [excluded, abandoned, excluded, abandoned, excluded]
     for own, worker in zip(benches, workers, strict=True):
         own.vault.settle(worker.client.task)
     memory = client.manifest(client.run(run.id).version.digest).memory
-    outlier, *vaults = [own.vault.load(run.id) for own in benches]
-    assert outlier == {}
+    # Of those of which an update was ever merged; all have as many examples.
+    vaults = [kept for own in benches if (kept := own.vault.load(run.id))]
     largest = furthest = 0.0
     for entry_name, entry in memory.items():
         if not entry_name.startswith(prefix):
