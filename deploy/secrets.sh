@@ -4,7 +4,7 @@
 set -eu
 umask 077
 cd "$(dirname "$0")"
-mkdir -p secrets data/database data/coordinator/staging data/objects/tessera data/tokens/admin data/tokens/north data/tokens/south data/tokens/west data/north data/south data/west
+mkdir -p secrets data/database data/coordinator/staging data/objects/tessera data/tokens/admin data/tokens/north data/tokens/south data/tokens/west data/keys/north data/keys/south data/keys/west data/north data/south data/west
 
 new() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }
 made() { [ -s "secrets/$1" ] || { cat > "secrets/$1.part" && mv "secrets/$1.part" "secrets/$1"; }; }

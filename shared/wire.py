@@ -442,6 +442,8 @@ class TaskView(Message):
     """The blocks of a merged update that stayed as they were in the version."""
     receipt: Receipt | None = None
     """For the task's site, to which the state of an accepted task stays `accepted`."""
+    audit_head: str | None = None
+    """What the site's own audit had as its last entry when this left, if the worker said so."""
     created_at: datetime | None = None
     problem: ProblemDocument | None = None
 
@@ -625,6 +627,11 @@ class Lease(Message):
     lease_seconds: LeaseSeconds
 
 
+AuditHead = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""The digest, under the site's key, of the entry of its audit that says what left. By it the site finds what its
+chain has lost; nobody else learns anything of it."""
+
+
 class Submission(Message):
     """A finished `train` task: the digest of an update, and what goes with it. The update was uploaded before or, if
     the task says that so few bytes may be, is here."""
@@ -638,6 +645,7 @@ class Submission(Message):
     examples: PositiveInt = Field(lt=1 << 40)
     numbers: Reported = {}
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
+    audit_head: AuditHead | None = None
 
 
 class Evaluated(Message):
@@ -648,6 +656,7 @@ class Evaluated(Message):
     examples: PositiveInt = Field(lt=1 << 40)
     numbers: Reported
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
+    audit_head: AuditHead | None = None
 
 
 GIVEN_BACK = frozenset({"awaiting-approval", "declined", "approval-ended"})

@@ -19,7 +19,7 @@ from dp_accounting.rdp import RdpAccountant
 from scipy.optimize import brentq
 
 from shared.privacy import Budget
-from worker.ledger import Event, NoisySteps
+from worker.ledger import Event, NoisyChoice, NoisySteps
 
 LEAST_NOISE = 0.3
 """No target is met with a smaller noise multiplier: what it would promise is not worth the name."""
@@ -69,8 +69,10 @@ def _sums(events: Iterable[Event]) -> tuple[_Steps, float]:
     for event in events:
         if isinstance(event, NoisySteps):
             steps[event.noise_multiplier, event.sampling_rate] += event.steps
-        else:
+        elif isinstance(event, NoisyChoice):
             rho += event.rho
+        else:
+            raise ValueError(f"no noise covers {event.use}, so no epsilon bounds it")
     return tuple(sorted((noise, rate, count) for (noise, rate), count in steps.items())), rho
 
 

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 
 from shared.tensors import digest_of
 from shared.wire import Task, canonical
-from worker.chain import Chain, Link
+from worker.chain import Chain, Head, Link, derived
 
 AUDIT_FOLDER = "audit"
 """What the folder is called beside a worker's other state."""
@@ -25,10 +25,12 @@ AUDIT_FILE = "audit.jsonl"
 Action = Literal[
     "worker.start", "worker.stop", "policy.change", "task.start", "task.refuse", "task.give-back", "task.fail",
     "task.drop", "run.ask", "run.approve", "run.decline", "update.hold", "update.release", "update.withhold",
-    "update.leave", "update.count", "figures.leave", "figures.count",
-    "vault.remove",
+    "update.leave", "update.count", "figures.leave", "figures.count", "chain.adopt", "vault.remove",
 ]  # fmt: skip
 """`leave` is entered before the first byte goes, `count` when the coordinator has said that it counts."""
+
+LEDGER_HEAD = "ledger"
+"""The name, in the detail of what leaves, of how far the data set's ledger had come."""
 
 
 class Entry(Link):
@@ -47,8 +49,8 @@ class Entry(Link):
 class Audit:
     """The chain in `folder`, which the workers of a site may share."""
 
-    def __init__(self, folder: Path, worker: str) -> None:
-        self._chain: Chain[Entry] = Chain(folder / AUDIT_FILE, Entry)
+    def __init__(self, folder: Path, worker: str, key: bytes | None = None) -> None:
+        self._chain: Chain[Entry] = Chain(folder / AUDIT_FILE, Entry, key=derived(key, "audit"))
         self._worker = worker
 
     def record(self, action: Action, task: Task | None = None, /, **detail: JsonValue) -> Entry:
@@ -80,6 +82,35 @@ class Audit:
     def read(self) -> tuple[Entry, ...]:
         """All entries, oldest first. Raises ChainError."""
         return self._chain.read()
+
+    def check(self) -> tuple[Entry, ...]:
+        """Return all entries. Raises ChainError if none can be added."""
+        return self._chain.check()
+
+    def adopt(self) -> Entry | None:
+        """Take the entries as they are: from before there was a key, or under a key that was lost. None if they are
+        under the key. Raises ChainError for lines that do not follow on each other."""
+        at = datetime.now(UTC)
+        return self._chain.adopt(
+            lambda seq, previous, adopts: Entry(
+                seq=seq, at=at, previous=previous, adopts=adopts, worker=self._worker, action="chain.adopt"
+            )
+        )
+
+    def ledger_heads(self, entries: Iterable[Entry]) -> dict[str, Head]:
+        """Return how far each data set's ledger had come when this worker last let something of it leave."""
+        return {
+            dataset: head
+            for entry in entries
+            if entry.worker == self._worker
+            for dataset, head in heads_of(entry).items()
+        }
+
+
+def heads_of(entry: Entry) -> dict[str, Head]:
+    """How far ledgers had come by an entry, by data set."""
+    told = entry.detail.get(LEDGER_HEAD)
+    return {name: Head.model_validate(head) for name, head in told.items()} if isinstance(told, dict) else {}
 
 
 def plan_digest(task: Task) -> str:

@@ -9,7 +9,10 @@ from typing import Literal
 from shared.wire import TaskView
 from worker.audit import Entry
 
-Kind = Literal["counted-never-sent", "sent-not-counted", "other-digest", "other-bytes", "other-examples"]
+Kind = Literal[
+    "counted-never-sent", "sent-not-counted", "other-digest", "other-bytes", "other-examples", "chain-rolled-back",
+    "ledger-rolled-back",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,11 @@ class Comparison:
     differences: tuple[Difference, ...]
 
 
-def compare(entries: Sequence[Entry], tasks: Iterable[TaskView]) -> Comparison:
-    """`entries` are the chain's, `tasks` what the coordinator says of all of the site's tasks."""
-    workers = {entry.worker for entry in entries}
+def compare(entries: Sequence[Entry], tasks: Iterable[TaskView], worker: str | None = None) -> Comparison:
+    """`entries` are the chain's, `tasks` what the coordinator says of all of the site's tasks. `worker` writes to the
+    chain, even if there is nothing in it."""
+    workers = {entry.worker for entry in entries} | {worker}
+    digests = {entry.digest for entry in entries}
     left = {
         (entry.task, entry.token): entry for entry in entries if entry.action in ("update.leave", "figures.leave")
     }
@@ -44,6 +49,13 @@ def compare(entries: Sequence[Entry], tasks: Iterable[TaskView]) -> Comparison:
     found: list[Difference] = []
     for task in tasks:
         shown[task.id, task.token] = task
+        if task.audit_head and task.audit_head not in digests and task.worker.partition("/")[2] in workers:
+            detail = (
+                f"{task.worker} sent it with the digest {task.audit_head} of this chain, which has no such entry: "
+                "it was cut off, written anew, or is an older copy"
+            )
+            found.append(Difference("chain-rolled-back", task.id, task.run, task.round, detail))
+            continue
         if not task.is_accepted:
             continue
         sent = left.get((task.id, task.token))

@@ -84,11 +84,12 @@ def replace(old: Path, new: Path, *, durable: bool = True) -> None:
 
 
 def _sync(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
+    """Have the names in a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 @contextmanager

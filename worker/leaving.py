@@ -30,6 +30,7 @@ from worker.throttle import Throttle
 from worker.trainer import Check
 
 if TYPE_CHECKING:
+    from worker.privacy import PrivateTask
     from worker.workbench import Workbench
 
 MOST_INLINE = 1 << 20
@@ -42,6 +43,8 @@ class Sent:
 
     digest: str
     data: bytes | None = None
+    audit_head: str | None = None
+    """The digest of the entry of the site's audit that says so."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Leaving:
     task: Task
     check: Check
     report: Report
+    private: PrivateTask | None = None
 
     def upload(
         self,
@@ -82,17 +86,18 @@ class Leaving:
             if bench.airlock and told:
                 self.report.begin("waiting")
                 self._hold(bench.airlock, path, told)
+            if self.private:
+                self.private.leave()
             self._remember(nbytes)
-            if told:
-                self._note_leaving(told)
+            head = self._note_leaving(told) if told else None
             self.report.begin("uploading", of_bytes=nbytes)
             sent = self._counting()
             if nbytes > min(task.inline_bytes, MOST_INLINE):
                 bench.coordinator.put_file(path, sent, digest)
-                return Sent(digest)
+                return Sent(digest, audit_head=head)
             data = path.read_bytes()
             sent(len(data))
-            return Sent(digest, data)
+            return Sent(digest, data, head)
 
     def submit(self, update: Sent, keep: Mapping[str, Array], examples: int) -> None:
         """Hands the update in. What the site keeps waits beside the vault until a receipt says that it was merged."""
@@ -105,6 +110,7 @@ class Leaving:
             examples=examples,
             numbers=self.report.numbers,
             download_bytes=self.report.download_bytes,
+            audit_head=update.audit_head,
         )
         staged = bench.vault.stage(task.run, task.id, task.token, keep)
         try:
@@ -123,16 +129,19 @@ class Leaving:
     def figures(self, examples: int) -> None:
         """Hands in what was measured on so many examples."""
         bench, task, numbers = self.bench, self.task, self.report.numbers
+        self._remember()
+        names = list[JsonValue](sorted(numbers))
+        head = bench.note(
+            "figures.leave", task, dataset=task.dataset, examples=examples, names=names, ledger=self._ledger_head()
+        )
         evaluated = Evaluated(
             token=task.token,
             version=task.version.digest,
             examples=examples,
             numbers=numbers,
             download_bytes=self.report.download_bytes,
+            audit_head=head,
         )
-        self._remember()
-        names = list[JsonValue](sorted(numbers))
-        bench.note("figures.leave", task, dataset=task.dataset, examples=examples, names=names)
         bench.coordinator.submit_evaluation(task.id, evaluated)
         bench.note("figures.count", task)
 
@@ -196,8 +205,9 @@ class Leaving:
         if digest_at(path) != decision.update:
             raise PolicyViolation("airlock", "what would leave is not what was released")
 
-    def _note_leaving(self, told: Summary) -> None:
-        self.bench.note(
+    def _note_leaving(self, told: Summary) -> str | None:
+        """Writes down what leaves, before it does. Returns the entry's digest."""
+        return self.bench.note(
             "update.leave",
             self.task,
             dataset=told.dataset,
@@ -209,7 +219,13 @@ class Leaving:
             norm=told.norm,
             epsilon=told.epsilon,
             numbers=list[JsonValue](sorted(told.numbers)),
+            ledger=self._ledger_head(),
         )
+
+    def _ledger_head(self) -> JsonValue:
+        """How far the data set's ledger has come, which the audit then knows."""
+        head = self.bench.ledger.leaving(self.task.dataset) if self.bench.ledger else None
+        return {self.task.dataset: head.model_dump(mode="json")} if head else {}
 
     def _remember(self, upload_bytes: int = 0) -> None:
         """Writes down what the task shows of its run, right before its result leaves. Raises PolicyViolation."""

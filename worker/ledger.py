@@ -1,24 +1,26 @@
 """What runs have spent of each data set's privacy: an append-only file per data set, written before it is spent.
 
-Each line is one task's entry, chained to the one before (`worker.chain`). A crash can leave half a line at the end;
-its task had not begun to train.
+Noise is reserved before a task trains, and stays spent unless the process that reserved it knows that nothing left:
+then it is void. What no noise covers is written down as exact, whose epsilon is infinite. Each line is chained to the
+one before (`worker.chain`). A crash can leave half a line at the end; its task had not begun to train.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from shared.blocks import Frozen
 from shared.privacy import Budget
 from shared.wire import Label, Task
-from worker.chain import Chain, ChainError, Held, Link
+from worker.chain import Chain, ChainError, Head, Held, Link, derived, head_of, missing
 
 LEDGER_FOLDER = "ledger"
 """What the folder of ledgers is called beside a worker's other state."""
@@ -45,23 +47,37 @@ class NoisyChoice(Frozen):
     rho: float = Field(gt=0)
 
 
-Event = Annotated[NoisySteps | NoisyChoice, Field(discriminator="kind")]
+Use = Literal["training", "choice", "evaluation", "lost"]
+"""What is exact: training on the examples; a choice of blocks by them; figures of a version on those that nothing
+trains on; or all that stood in a ledger which was lost."""
+
+
+class Exact(Frozen):
+    """A use of the data without noise, from the first task of a run on: no epsilon bounds what it tells."""
+
+    kind: Literal["exact"] = "exact"
+    use: Use
+
+
+Event = Annotated[NoisySteps | NoisyChoice | Exact, Field(discriminator="kind")]
 """One use of a mechanism on a data set."""
 
 
 class Entry(Link):
-    """What one task, at one try, was allowed to spend."""
+    """What one task, at one try, was allowed to spend; or, with `voids`, that nothing came of that."""
 
     dataset: Label
-    examples: PositiveInt
-    run: str
-    run_name: str
-    round: int
-    task: str
-    token: int
-    target: Budget
-    """What the run as a whole may spend."""
-    events: tuple[Event, ...]
+    examples: NonNegativeInt = 0
+    run: str = ""
+    run_name: str = ""
+    round: int = 0
+    task: str = ""
+    token: int = 0
+    target: Budget | None = None
+    """What the run as a whole may spend; None if it has no privacy."""
+    events: tuple[Event, ...] = ()
+    voids: tuple[NonNegativeInt, ...] = ()
+    """The numbers of entries of which nothing left."""
 
 
 class Page:
@@ -73,69 +89,178 @@ class Page:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        return self._held.entries
+        """Those that count."""
+        return counting(self._held.entries)
+
+    @property
+    def head(self) -> Head | None:
+        return head_of(self._held.entries)
 
     def spend(self, task: Task, examples: int, target: Budget, events: Sequence[Event]) -> Entry:
-        """Adds an entry, which is on disk when this returns."""
+        """Reserve what the events cost. The entry is on disk when this returns, and counts unless it is made void."""
+        return self._add(
+            task,
+            examples=examples,
+            target=Budget(epsilon=target.epsilon, delta=target.delta),
+            events=tuple(events),
+        )
+
+    def void(self, task: Task, seqs: Collection[int]) -> Entry:
+        """Take back entries of this task of which nothing left."""
+        return self._add(task, voids=tuple(sorted(seqs)))
+
+    def exact(self, task: Task, examples: int, use: Use) -> None:
+        """Write down that a run uses the data without noise, unless that is known of this run."""
+        event = Exact(use=use)
+        if not any(entry.run == task.run and event in entry.events for entry in self._held.entries):
+            self._add(task, examples=examples, events=(event,))
+
+    def _add(self, task: Task, **given: Any) -> Entry:
         return self._held.append(
             lambda seq, previous: Entry(
                 seq=seq,
                 at=datetime.now(UTC),
                 previous=previous,
                 dataset=self._dataset,
-                examples=examples,
                 run=task.run,
                 run_name=task.run_name,
                 round=task.round,
                 task=task.id,
                 token=task.token,
-                target=Budget(epsilon=target.epsilon, delta=target.delta),
-                events=tuple(events),
+                **given,
             )
         )
 
 
 class Ledger:
-    """The ledgers of a worker's data sets, one file each in `folder`."""
+    """The ledgers of a worker's data sets, one file each in `folder`, under the site's `key`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: bytes | None = None) -> None:
         self._folder = folder
-        self._spent: dict[str, tuple[tuple[int, int, float], float]] = {}
+        self._key = key
+        self._seen: dict[str, tuple[tuple[int, int], tuple[Entry, ...]]] = {}
+        self._latest: dict[str, Head] = {}
+        self._expected: dict[str, Head] = {}
 
     def read(self, dataset: str) -> tuple[Entry, ...]:
-        """The data set's entries, oldest first; none if nothing was ever spent. Raises LedgerError."""
-        return self._chain(dataset).read()
+        """Return the data set's entries that count, oldest first; none if there are none. Raises LedgerError."""
+        return counting(self._judged(dataset, self._chain(dataset).read()))
 
-    def spent(self, dataset: str, delta: float) -> float:
-        """The epsilon at `delta` of all that was ever spent, worked out anew if something was since the last time.
+    def check(self, dataset: str) -> None:
+        """Raise LedgerError if nothing may be spent of the data set."""
+        self._judged(dataset, self._chain(dataset).check())
 
-        Raises LedgerError, OSError, and ImportError without the extra `privacy`.
-        """
+    def latest(self, dataset: str) -> tuple[Entry, ...]:
+        """Return what `read` does, from memory if the file has not changed. Raises LedgerError, OSError."""
         path = self._path(dataset)
         if not path.exists():
-            return 0.0
-        seen = (path.stat().st_mtime_ns, path.stat().st_size, delta)
-        if dataset not in self._spent or self._spent[dataset][0] != seen:
-            self._spent[dataset] = seen, epsilon_of(self.read(dataset), delta)
-        return self._spent[dataset][1]
+            return ()
+        seen = (path.stat().st_mtime_ns, path.stat().st_size)
+        if dataset not in self._seen or self._seen[dataset][0] != seen:
+            self._seen[dataset] = seen, self.read(dataset)
+        return self._seen[dataset][1]
 
     @contextmanager
     def page(self, dataset: str) -> Iterator[Page]:
-        """The data set's entries, to judge and add to while no other process can. Raises LedgerError."""
+        """Hold the data set's entries, to judge and add to while no other process can. Raises LedgerError."""
         with self._chain(dataset).held() as held:
-            yield Page(held, dataset)
+            self._judged(dataset, held.entries)
+            page = Page(held, dataset)
+            try:
+                yield page
+            finally:
+                if page.head:
+                    self._latest[dataset] = page.head
+
+    # ------------------------------------------------------------ rollback
+
+    def leaving(self, dataset: str) -> Head | None:
+        """Return how far the data set's ledger had come when this process last had its page. It must not fall behind
+        that any more, for something is about to leave."""
+        head = self._latest.get(dataset)
+        if head:
+            self.expect({dataset: head})
+        return head
+
+    def expect(self, heads: Mapping[str, Head]) -> None:
+        """Refuse from now on ledgers that had not come as far as this, or are others."""
+        self._expected |= heads
+
+    def adopt(self, dataset: str) -> Head | None:
+        """Take a ledger as it is: from before there was a key, under a lost key, cut off, or gone.
+
+        Unless it is whole and only without a key, what was spent is unknown from then on. Returns its new head, or
+        None if it was in order. Raises LedgerError for lines that do not follow on each other.
+        """
+        chain = self._chain(dataset)
+
+        def entry(seq: int, previous: str, adopts: str | None = None, *, lost: bool) -> Entry:
+            events = (Exact(use="lost"),) if lost else ()
+            return Entry(
+                seq=seq, at=datetime.now(UTC), previous=previous, dataset=dataset, adopts=adopts, events=events
+            )
+
+        known = self._expected.pop(dataset, None)
+        try:
+            before = chain.read()
+            lost = known is not None and missing(before, known)
+        except LedgerError:
+            lost = True
+        adopted = chain.adopt(lambda seq, previous, adopts: entry(seq, previous, adopts, lost=lost))
+        if lost and adopted is None:
+            adopted = chain.append(lambda seq, previous: entry(seq, previous, lost=True))
+        if adopted is None:
+            if known:
+                self._expected[dataset] = known
+            return None
+        self._expected[dataset] = Head(entries=adopted.seq + 1, digest=adopted.digest)
+        return self._expected[dataset]
+
+    def _judged(self, dataset: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+        if other := next((entry.dataset for entry in entries if entry.dataset != dataset), None):
+            raise LedgerError(f"{self._path(dataset)} is the ledger of {other!r}; give it its own name back")
+        known = self._expected.get(dataset)
+        if known and missing(entries, known):
+            raise LedgerError(
+                f"{self._path(dataset)} has {len(entries)} entries, and not those {known.entries} that it had when "
+                f"something last left: it was cut off, removed, or is an older copy. Put back the newest copy; if "
+                f"there is none, `tessera worker adopt --config FILE` goes on with what was spent as unknown"
+            )
+        return entries
 
     def _chain(self, dataset: str) -> Chain[Entry]:
-        return Chain(self._path(dataset), Entry, LedgerError)
+        return Chain(self._path(dataset), Entry, LedgerError, key=derived(self._key, f"ledger {dataset}"))
 
     def _path(self, dataset: str) -> Path:
         # A data set's name is a label, which cannot be a path.
         return self._folder / f"{dataset}.jsonl"
 
 
-def epsilon_of(entries: Iterable[Entry], delta: float) -> float:
-    """What the entries together cost at `delta`. Raises ImportError without the extra `privacy`."""
-    events = [event for entry in entries for event in entry.events]
+def counting(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The entries that something was spent by, without those of which nothing left."""
+    entries = tuple(entries)
+    void = {seq for entry in entries for seq in entry.voids}
+    return tuple(entry for entry in entries if entry.events and entry.seq not in void)
+
+
+def exact_in(entries: Iterable[Entry]) -> tuple[tuple[Entry, Use], ...]:
+    """What of the entries no noise covers, oldest first."""
+    return tuple((entry, event.use) for entry in entries for event in entry.events if isinstance(event, Exact))
+
+
+def noisy_in(entries: Iterable[Entry]) -> list[Event]:
+    """What of the entries noise covers."""
+    return [event for entry in entries for event in entry.events if not isinstance(event, Exact)]
+
+
+def epsilon_of(events: Iterable[Event], delta: float) -> float:
+    """What the events together cost at `delta`; infinite if something exact is among them.
+
+    Raises ImportError without the extra `privacy`.
+    """
+    events = list(events)
+    if any(isinstance(event, Exact) for event in events):
+        return math.inf
     if not events:
         return 0.0
     found: float = importlib.import_module("worker.accounting").epsilon(events, delta)

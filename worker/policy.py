@@ -11,6 +11,7 @@ from shared.blocks import EVERYTHING, Block, Frozen, Selector
 from shared.hours import Span
 from shared.privacy import Budget
 from shared.wire import LARGEST_NUMBER, Label, Mirror, Task, TaskKind
+from worker.ledger import Entry, Use, exact_in
 
 GIB = 1 << 30
 SHOWN = 8
@@ -27,6 +28,8 @@ REMEDIES = {
     "the run set `evaluation.sites`.",
     "max_measurements": "See `tessera worker check` for what was measured, and raise policy.max_measurements.",
     "privacy": "See `tessera worker ledger` for what was spent, and the data set's budget in the settings.",
+    "acknowledge_exact": "Set acknowledge_exact = true in the data set's budget: it bounds what comes from now on.",
+    "max_weekly_privacy": "It goes on as the days pass; raise policy.max_weekly_privacy, or have runs spend less.",
     "run": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
     "version": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
     "round": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
@@ -108,6 +111,28 @@ class Allowance(Budget):
     """What all runs together may find out of one example of a data set. Runs without privacy may not train on it."""
 
     evaluations: bool = Field(default=False, description=EVALUATIONS)
+    acknowledge_exact: bool = Field(
+        default=False,
+        description="whether it bounds what comes after, although the data set was used without privacy before",
+    )
+
+    def uncovered(self, entries: Iterable[Entry]) -> list[tuple[Entry, Use]]:
+        """What of a data set's ledger no noise covers and the site does not answer for, oldest first."""
+        # What nothing trains on is measured by the budget's own leave.
+        allowed = ("evaluation",) if self.evaluations else ()
+        return (
+            [] if self.acknowledge_exact else [(entry, use) for entry, use in exact_in(entries) if use not in allowed]
+        )
+
+    def check_exact(self, dataset: str, entries: Iterable[Entry]) -> None:
+        """Judges what a data set's ledger has of exact uses. Raises PolicyViolation."""
+        if uncovered := self.uncovered(entries):
+            entry, use = uncovered[0]
+            raise PolicyViolation(
+                "acknowledge_exact",
+                f"what is told of {dataset!r} is unbounded since {entry.at:%Y-%m-%d} ({use} without noise, "
+                f"{f'run {entry.run_name!r}' if entry.run else 'no run'}), so no budget holds for it",
+            )
 
     def check(self, task: Task) -> None:
         """Judges what a task on the data set is, before what it would spend. Raises PolicyViolation."""
@@ -157,6 +182,10 @@ class Policy(Frozen):
     )
     require_privacy: PrivacyFloor | None = Field(
         default=None, description="the least differential privacy of a run that trains here"
+    )
+    max_weekly_privacy: Budget | None = Field(
+        default=None,
+        description="the most that all runs together may tell of one example of a data set in any seven days",
     )
     approve_runs: bool = Field(
         default=False, description="whether a person has to approve each run before anything is done for it"

@@ -1,12 +1,14 @@
 """What a task with differential privacy may do: what it spends, what it may look at, and what it may tell.
 
-Everything is spent before it is done, so that no crash forgets it. Needs the extra `privacy`.
+Everything is reserved before it is done, so that no crash forgets it, and taken back if nothing left. Needs the extra
+`privacy`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import structlog
@@ -19,13 +21,15 @@ from worker.accounting import Overspent, epsilon, noise_multiplier, within
 from worker.data import Dataset
 from worker.dpsgd import Dice, Mechanism, NoisyGradients, sampling, secret_dice
 from worker.freezing import Freeze
-from worker.ledger import Event, Ledger, NoisyChoice, NoisySteps, Page
-from worker.policy import PolicyViolation, PrivacyFloor
+from worker.ledger import Entry, Event, Ledger, LedgerError, NoisyChoice, NoisySteps, Page, noisy_in
+from worker.policy import Allowance, PolicyViolation, PrivacyFloor
 from worker.trainer import Batch, Trainer, seed_everything
 from worker.work import largest
 
 DISCLOSED = ("steps", "effective_steps")
 """The numbers that a method may report. They follow from the settings and the number of examples."""
+
+WEEK = timedelta(days=7)
 
 
 class PrivateTask:
@@ -41,9 +45,10 @@ class PrivateTask:
         privacy: Privacy,
         examples: int,
         ledger: Ledger,
-        budget: Budget | None,
+        budget: Allowance | None,
         device: torch.device,
         floor: PrivacyFloor | None = None,
+        weekly: Budget | None = None,
     ) -> None:
         if privacy.delta * examples >= 1:
             raise PolicyViolation("privacy", f"a delta of {privacy.delta:g} promises nothing to {examples} examples")
@@ -54,6 +59,9 @@ class PrivateTask:
         self._ledger = ledger
         self._budget = budget
         self._floor = floor
+        self._weekly = weekly
+        self._reserved: list[int] = []
+        self._leaves = False
         self._dice = secret_dice(device)
         self._mechanism: Mechanism | None = None
         self._selections = (privacy.selections or task.rounds) if privacy.selection == "noisy" else 0
@@ -82,6 +90,9 @@ class PrivateTask:
             )
         if self._privacy.selection == "noisy" and not self._looked:
             self._spend([self._choice])
+        if self._privacy.selection == "uncovered" and not self._looked:
+            with self._ledger.page(self._task.dataset) as page:
+                page.exact(self._task, self._sampling.examples, "choice")
         self._looked = True
 
     def choose(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
@@ -126,9 +137,26 @@ class PrivateTask:
 
     def spent(self) -> float:
         """The epsilon of all that the run was allowed here so far, at the run's delta."""
-        entries = self._ledger.read(self._task.dataset)
-        events = [event for entry in entries if entry.run == self._task.run for event in entry.events]
-        return epsilon(events, self._target.delta)
+        return epsilon(self._of_run(self._ledger.read(self._task.dataset)), self._target.delta)
+
+    def leave(self) -> None:
+        """Say that something made of the data is about to leave: what was reserved stays spent."""
+        self._leaves = True
+
+    def void(self) -> None:
+        """Take back what was reserved, unless something may have left."""
+        if self._leaves or not self._reserved:
+            return
+        log = structlog.get_logger("worker").bind(dataset=self._task.dataset)
+        try:
+            with self._ledger.page(self._task.dataset) as page:
+                page.void(self._task, self._reserved)
+        except (LedgerError, OSError) as fault:
+            # It stays spent, which is safe; and why the task ended must not be lost.
+            log.exception("void-not-written", detail=str(fault))
+        else:
+            log.info("privacy-not-spent", entries=self._reserved)
+        self._reserved = []
 
     # ------------------------------------------------------------ spending
 
@@ -145,7 +173,7 @@ class PrivateTask:
         The same in every round, unless tasks were tried more than once, which costs anew, or rounds differ.
         """
         steps, rate, task = epochs * self._sampling.steps, self._sampling.rate, self._task
-        spent = [event for entry in page.entries if entry.run == task.run for event in entry.events]
+        spent = self._of_run(page.entries)
         chosen = sum(isinstance(event, NoisyChoice) for event in spent)
         ahead: list[Event] = [*spent, *[self._choice] * max(0, self._selections - chosen)]
         left = max(1, task.rounds - task.round + 1)
@@ -165,21 +193,42 @@ class PrivateTask:
 
     def _write(self, page: Page, events: Sequence[Event]) -> None:
         self._judge(page, events)
-        page.spend(self._task, self._sampling.examples, self._target, events)
+        entry = page.spend(self._task, self._sampling.examples, self._target, events)
+        self._reserved.append(entry.seq)
         structlog.get_logger("worker").info(
             "privacy-spent", dataset=self._task.dataset, events=[event.model_dump() for event in events]
         )
 
     def _judge(self, page: Page, events: Sequence[Event]) -> None:
-        """Raises PolicyViolation if the events would take the data set beyond the site's budget."""
-        together = [*(event for entry in page.entries for event in entry.events), *events]
-        if self._budget and not within(together, self._budget):
-            raise PolicyViolation(
-                "privacy",
-                f"this task would bring what is told of {self._task.dataset!r} to an epsilon of "
-                f"{epsilon(together, self._budget.delta):.3g} at delta {self._budget.delta:g}, and the site allows "
-                f"{self._budget.epsilon:g}",
-            )
+        """Raises PolicyViolation if the events would take the data set beyond the site's budget, or what it allows in
+        a week."""
+        name = self._task.dataset
+        if self._budget:
+            self._budget.check_exact(name, page.entries)
+        for allowed, entries, rule, within_what in (
+            (self._budget, page.entries, "privacy", ""),
+            (
+                self._weekly,
+                _since(page.entries, datetime.now(UTC) - WEEK),
+                "max_weekly_privacy",
+                " within seven days",
+            ),
+        ):
+            together = [*noisy_in(entries), *events]
+            if allowed and not within(together, allowed):
+                raise PolicyViolation(
+                    rule,
+                    f"this task would bring what is told of {name!r}{within_what} to an epsilon of "
+                    f"{epsilon(together, allowed.delta):.3g} at delta {allowed.delta:g}, and the site allows "
+                    f"{allowed.epsilon:g}",
+                )
+
+    def _of_run(self, entries: Iterable[Entry]) -> list[Event]:
+        return noisy_in(entry for entry in entries if entry.run == self._task.run)
+
+
+def _since(entries: Iterable[Entry], at: datetime) -> list[Entry]:
+    return [entry for entry in entries if entry.at > at]
 
 
 @dataclass(frozen=True)

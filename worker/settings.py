@@ -48,7 +48,7 @@ from worker.audit import AUDIT_FOLDER, Audit
 from worker.contributions import RUNS_FOLDER, Contributions
 from worker.data import DataError, Dataset, Part, load
 from worker.data.heldout import key_of_seed
-from worker.files import secret_key
+from worker.files import KEY_BYTES, secret_key
 from worker.inbox import INBOX_FOLDER, Inbox
 from worker.layouts import MappingError, MappingFile, read_mapping
 from worker.ledger import LEDGER_FOLDER, Ledger
@@ -172,6 +172,12 @@ class Settings(DataSettings):
     )
     audit_dir: Path | None = Field(
         default=None, description="where it is written down what was done and what left; in state_dir if unset"
+    )
+    audit_key: SecretStr | None = Field(
+        default=None, description="the key that protects audit and ledgers; stronger than audit_key_file"
+    )
+    audit_key_file: Path | None = Field(
+        default=None, description="where that key is, made if it is not there; beside state_dir if unset"
     )
     metrics_file: Path | None = Field(
         default=None, description="where figures for Prometheus are written, as node_exporter reads them; *.prom"
@@ -325,8 +331,8 @@ def allowances_of(settings: Settings) -> dict[str, Allowance]:
 
 
 def ledger_of(settings: Settings) -> Ledger:
-    """Where this worker writes down what runs spend of its data sets' privacy."""
-    return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER)
+    """Where this worker writes down what runs spend of its data sets' privacy. Raises SettingsError."""
+    return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER, audit_key_of(settings))
 
 
 def contributions_of(settings: Settings) -> Contributions:
@@ -345,8 +351,33 @@ def airlock_of(settings: Settings) -> Airlock:
 
 
 def audit_of(settings: Settings) -> Audit:
-    """Where this worker writes down what it does."""
-    return Audit(settings.audit_dir or settings.state_dir / AUDIT_FOLDER, settings.name)
+    """Where this worker writes down what it does. Raises SettingsError."""
+    return Audit(settings.audit_dir or settings.state_dir / AUDIT_FOLDER, settings.name, audit_key_of(settings))
+
+
+def audit_key_of(settings: Settings) -> bytes:
+    """Return the key that protects audit and ledgers. Its file is made if there is none. Raises SettingsError."""
+    path = settings.audit_key_file or settings.state_dir.with_name(f"{settings.state_dir.name}.key")
+    if settings.audit_key is not None:
+        with suppress(ValueError):
+            if len(key := bytes.fromhex(settings.audit_key.get_secret_value())) == KEY_BYTES:
+                return key
+        raise SettingsError(
+            f"audit_key: is not {2 * KEY_BYTES} hexadecimal digits; `openssl rand -hex 32` makes them"
+        )
+    protected = (settings.state_dir, settings.ledger_dir, settings.audit_dir)
+    if any(folder and path.resolve().is_relative_to(folder.resolve()) for folder in protected):
+        raise SettingsError(
+            f"audit_key_file: {path} lies in a folder that it protects; put it outside of state_dir, ledger_dir and "
+            "audit_dir"
+        )
+    try:
+        return secret_key(path)
+    except (OSError, ValueError) as fault:
+        raise SettingsError(
+            f"audit_key_file: {path} can be neither read nor made: {fault}. Name a file elsewhere that lasts, or set "
+            f"{ENVIRONMENT_PREFIX}AUDIT_KEY to what `openssl rand -hex 32` prints"
+        ) from fault
 
 
 def mappings_of(files: Iterable[Path]) -> dict[str, MappingFile]:

@@ -29,14 +29,15 @@ from shared.methods import check as check_method
 from shared.methods import worker_half
 from shared.methods.contract import Harvest, RunFacts, Tally, WorkerHalf
 from shared.model import MAX_DOCUMENT_BYTES, Model
-from shared.problems import InvalidUpdate, faults_of
+from shared.problems import InvalidUpdate, Problem, faults_of
 from shared.tensors import CHUNK, Array, ArrayTensor, as_bytes, digest_of, from_bytes, to_array
 from shared.update import Change, read_update
 from shared.wire import EPSILON, Difference, Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
-from worker.airlock import Airlock
+from worker.airlock import Airlock, UpdateWithheld
 from worker.audit import Action, Audit, plan_digest
 from worker.blockmap import block_table, named_tensors
 from worker.cache import BlobTensor, BlobTooLarge, Cache, Row, Source
+from worker.chain import ChainError
 from worker.contributions import Contributions
 from worker.data import Dataset
 from worker.evaluator import evaluate
@@ -45,13 +46,15 @@ from worker.files import sweep, temporary_file
 from worker.inbox import Inbox, Request
 from worker.layouts import MappingFile
 from worker.leaving import MOST_INLINE, Leaving
-from worker.ledger import LEDGER_FOLDER, Ledger, LedgerError
+from worker.ledger import LEDGER_FOLDER, Ledger, LedgerError, Use, epsilon_of, noisy_in
 from worker.models import build, write_block
 from worker.plainly import summary
 from worker.policy import Allowance, Policy, PolicyViolation, check_use
+from worker.renewal import Stopped
 from worker.report import Report, rounded
 from worker.settings import (
     Settings,
+    SettingsError,
     airlock_of,
     allowances_of,
     audit_of,
@@ -207,10 +210,21 @@ class Workbench:
 
     @classmethod
     def of(cls, client: Client, settings: Settings) -> Self:
-        """The bench of a worker with these settings. Raises SettingsError for what they name and cannot be used."""
+        """The bench of a worker with these settings. Raises SettingsError for what they name and cannot be used, an
+        audit and a ledger that cannot be relied on among it."""
         settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(settings.state_dir)
         airlock_of(settings).clear()
+        audit, ledger = audit_of(settings), ledger_of(settings)
+        try:
+            ledger.expect(audit.ledger_heads(audit.check()))
+            for name in settings.datasets:
+                ledger.check(name)
+        except ChainError as fault:
+            raise SettingsError(str(fault)) from fault
+        except OSError as fault:
+            # Nothing can be written down there either, and so nothing is done.
+            structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
         return cls(
             coordinator=client,
             datasets=datasets_of(settings, make_key=True),
@@ -224,9 +238,9 @@ class Workbench:
             kinds=settings.kinds,
             mappings=mappings_of(settings.mappings),
             resources={str(name): most for name, most in settings.resources.items()},
-            ledger=ledger_of(settings),
+            ledger=ledger,
             contributions=contributions_of(settings),
-            audit=audit_of(settings),
+            audit=audit,
         ).under(settings)
 
     def under(self, settings: Settings) -> Self:
@@ -245,7 +259,8 @@ class Workbench:
         for name, most in self.allowances.items():
             # What cannot be read or added up here refuses the tasks themselves, and says why.
             with suppress(LedgerError, OSError, ImportError):
-                found[name] = self.ledger.spent(name, most.delta) if self.ledger else 0.0
+                entries = self.ledger.latest(name) if self.ledger else ()
+                found[name] = math.inf if most.uncovered(entries) else epsilon_of(noisy_in(entries), most.delta)
         return found
 
     def may_measure(self, dataset: str, examples: int) -> bool:
@@ -286,7 +301,7 @@ class Workbench:
             allowance.check(task)
         private = self._private(task, dataset) if task.kind == "train" else None
         report.begin("fetching")
-        with self.shelf.pinning():
+        with self.shelf.pinning(), _settling(private):
             with spans.span("fetch"):
                 self._unpack(task, report)
                 ready = self._loaded(task, check, report)
@@ -298,10 +313,15 @@ class Workbench:
         ready.work.close()
         self.models.keep(ready.built)
 
-    def note(self, action: Action, task: Task | None = None, **detail: JsonValue) -> None:
-        """Writes down a deed."""
-        if self.audit:
-            self.audit.record(action, task, **detail)
+    def note(self, action: Action, task: Task | None = None, **detail: JsonValue) -> str | None:
+        """Writes down a deed. Returns the entry's digest."""
+        return self.audit.record(action, task, **detail).digest if self.audit else None
+
+    def note_exact(self, task: Task, examples: int, use: Use) -> None:
+        """Writes down that the task uses the data without noise, before it does."""
+        if self.ledger:
+            with self.ledger.page(task.dataset) as page:
+                page.exact(task, examples, use)
 
     # ------------------------------------------------------------ before training
 
@@ -347,8 +367,9 @@ class Workbench:
         ledger = self.ledger or Ledger(self.scratch / LEDGER_FOLDER)
         allowance = self.allowances.get(task.dataset)
         floor = self.policy.require_privacy
+        weekly = self.policy.max_weekly_privacy
         made: PrivateTask = privacy.PrivateTask(
-            task, task.privacy, dataset.examples, ledger, allowance, self.device, floor
+            task, task.privacy, dataset.examples, ledger, allowance, self.device, floor, weekly
         )
         return made
 
@@ -534,7 +555,7 @@ class Workbench:
     ) -> None:
         with spans.span("train"):
             harvest, tally = self._trained(task, ready, dataset, private, check, report)
-        feedback, leaving = ready.feedback, Leaving(self, task, check, report)
+        feedback, leaving = ready.feedback, Leaving(self, task, check, report, private)
         with spans.span("upload"):
             changes = feedback.add(_changes(harvest, ready.bases))
             asked = task.plan.upload.resolve(ready.built.blocks)
@@ -565,6 +586,9 @@ class Workbench:
             private.check_choice()
         phases = half.phases(work, selected)
         self.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
+        if private is None:
+            # Not when the update leaves: a heartbeat may tell the loss of the first batches.
+            self.note_exact(task, dataset.examples, "training")
         trainer = Trainer(half, work, task.training, self.device, check, private, report, self.policy.min_measured)
         tally = trainer.train(phases, dataset, task.seed)
         harvest = half.harvest(work, selected, tally)
@@ -591,6 +615,7 @@ class Workbench:
             report.advance()
             check()
 
+        self.note_exact(task, measured.examples, "evaluation")
         batches = Batches(measured, task.training.batch_size, self.device)
         found = evaluate(ready.work.model, ready.work.head, batches, counted)
         if task.held_out and self._personalise(task, ready, dataset, check):
@@ -613,11 +638,30 @@ class Workbench:
             # It would train on the examples themselves, and its figures would tell of them.
             return False
         if phases:
+            self.note_exact(task, dataset.examples, "training")
             Trainer(half, work, task.training, self.device, check).train(phases, dataset, task.seed)
             return True
         # A vault may also hold what only steers training; and what is added to the model of a site that has never
         # trained is no model of its own.
         return bool(work.vault) and (bool(work.private) or ready.is_changed())
+
+
+CLOCK_RULES = ("max_task_seconds", "max_minutes_per_day")
+
+
+@contextmanager
+def _settling(private: PrivateTask | None) -> Iterator[None]:
+    """Within it, what a private task has reserved is taken back if it ends before anything leaves.
+
+    That is so of ends which follow from nothing that was computed: the coordinator's doing, the line's, a person's,
+    the clock's. Any other failure is told, and may depend on what came of the data: it counts as something that left.
+    """
+    try:
+        yield
+    except (Problem, Stopped, UpdateWithheld, PolicyViolation) as end:
+        if private and (not isinstance(end, PolicyViolation) or end.rule in CLOCK_RULES):
+            private.void()
+        raise
 
 
 def _check_method(task: Task) -> None:

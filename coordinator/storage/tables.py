@@ -287,6 +287,8 @@ class TaskRow(Table):
     lease_expires_at: Mapped[float | None]
     created_at: Mapped[float]
     update_digest: Mapped[str | None] = mapped_column(index=True)
+    # The last entry of the site's own audit as its worker sent this. The site finds by it what its chain has lost.
+    audit_head: Mapped[str | None]
     upload_bytes: Mapped[int]
     download_bytes: Mapped[int]
     examples: Mapped[int | None]

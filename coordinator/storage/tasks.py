@@ -149,7 +149,7 @@ def fail(session: Session, now: float, actor: str, entry: Held, token: int, prob
 
 def reject(session: Session, now: float, actor: str, entry: Held, report: Submission, problem: Problem) -> None:
     entry.require(report.token)
-    values = {"problem": problem.json(), "update_digest": report.update}
+    values = {"problem": problem.json(), "update_digest": report.update, "audit_head": report.audit_head}
     move_task(session, now, actor, entry.task, "reject", values)
 
 
@@ -172,6 +172,7 @@ def accept(
         "download_bytes": report.download_bytes,
         "upload_bytes": upload_bytes,
         "update_digest": report.update if isinstance(report, Submission) else None,
+        "audit_head": report.audit_head,
     }
     move_task(session, now, actor, entry.task, "accept", values)
 

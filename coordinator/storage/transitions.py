@@ -58,6 +58,7 @@ def move_task(
         worker=task.worker_id,
         token=(values or {}).get("token", task.token),
         update=(values or {}).get("update_digest"),
+        **({"audit_head": head} if (head := (values or {}).get("audit_head")) else {}),
     )
 
 

@@ -186,7 +186,8 @@ def test_an_image_s_commands_run_as_nobody_on_a_read_only_tree(tree: Tree, targe
     tree.build(target)
     (tree.folder / "etc").mkdir()
     (tree.folder / "etc" / "worker.toml").write_text(
-        'url = "http://127.0.0.1:9"\ntoken = "none"\nname = "w"\n[datasets.digits]\nkind = "digits"\n'
+        'url = "http://127.0.0.1:9"\ntoken = "none"\nname = "w"\n'
+        f'audit_key = "{"0" * 64}"\n[datasets.digits]\nkind = "digits"\n'
     )
     log = tree.folder / "log"
     process = tree.start(target, log)

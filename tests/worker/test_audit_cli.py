@@ -15,10 +15,15 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from shared.audit import first_broken
+from shared.wire import Submission
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
-from worker.audit import Audit
+from tests.worker.test_ledger import task
+from worker.agent import Agent
 from worker.cli.audit import app
+from worker.cli.worker import app as worker_app
+from worker.renewal import Stop
+from worker.settings import SettingsError, audit_of, ledger_of, read_settings
 
 SETTINGS = """
 url = "{url}"
@@ -43,7 +48,7 @@ class Site:
         self.config.write_text(
             SETTINGS.format(url=coordinator.url, token=coordinator.token("site", "a"), folder=folder)
         )
-        self.audit = Audit(folder / "state" / "audit", "w")
+        self.audit = audit_of(read_settings(self.config))
         self.file = folder / "state" / "audit" / "audit.jsonl"
 
     def say(self, *arguments: str) -> Result:
@@ -122,6 +127,60 @@ def test_what_a_coordinator_counts_in_a_site_s_name_is_found(site: Site, coordin
     found = site.json("compare")
     assert [one["kind"] for one in found["differences"]] == ["counted-never-sent"]
     assert site.say("compare").exit_code == 1
+
+
+def send(site: Site, worker: ScriptedWorker) -> None:
+    """Hands in an update as a worker does that writes to the site's audit."""
+    task = worker.take()
+    digest = worker.upload(task, {"head.weight": worker.fetch(task)["head.weight"] + 1})
+    head = site.audit.record("update.leave", task, update=digest, examples=10).digest
+    worker.client.submit(
+        task.id,
+        Submission(token=task.token, version=task.version.digest, update=digest, examples=10, audit_head=head),
+    )
+
+
+def test_a_site_whose_folders_were_emptied_or_restored_finds_it_by_what_its_submissions_had(
+    site: Site, coordinator: LiveCoordinator
+) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    start_run(coordinator.client(), small_model(), values(small_model()))
+    site.audit.record("worker.start")
+    older = site.file.read_bytes()
+    send(site, worker)
+    whole = site.file.read_bytes()
+    assert "chain-rolled-back" not in [one["kind"] for one in site.json("compare")["differences"]]
+    for content in (older, b""):
+        site.file.write_bytes(content)
+        # By itself what is left is a whole chain.
+        assert site.say("verify").exit_code == 0
+        assert [one["kind"] for one in site.json("compare")["differences"]] == ["chain-rolled-back"]
+        assert site.say("compare").exit_code == 1
+    site.file.unlink()
+    assert [one["kind"] for one in site.json("compare")["differences"]] == ["chain-rolled-back"]
+    site.file.write_bytes(whole)
+    assert "chain-rolled-back" not in [one["kind"] for one in site.json("compare")["differences"]]
+
+
+def test_a_ledger_that_is_behind_the_audit_is_found_and_adopted_as_lost(site: Site) -> None:
+    ledger = ledger_of(read_settings(site.config))
+    with ledger.page("digits") as page:
+        page.exact(task(dataset="digits"), 10, "training")
+    head = ledger.leaving("digits")
+    assert head
+    site.audit.record("update.leave", None, ledger={"digits": head.model_dump()})
+    assert site.say("verify").exit_code == 0
+    file = site.file.parents[1] / "ledger" / "digits.jsonl"
+    file.unlink()
+    assert "has 0 entries, and not those 1" in " ".join(site.say("verify").output.split())
+    # The worker does not even start.
+    with pytest.raises(SettingsError, match="tessera worker adopt"):
+        Agent(read_settings(site.config), Stop())
+    adopted = CliRunner().invoke(worker_app, ["adopt", "--config", str(site.config), "--json"])
+    assert json.loads(adopted.stdout) == {"audit": False, "ledgers": ["digits"]}
+    assert site.say("verify").exit_code == 0
+    shown = CliRunner().invoke(worker_app, ["ledger", "--config", str(site.config), "--json"])
+    assert list(json.loads(shown.stdout)["digits"]["exact"]) == ["lost"]
 
 
 def test_a_site_reads_its_own_tasks_only(coordinator: LiveCoordinator) -> None:

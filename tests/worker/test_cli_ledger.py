@@ -58,7 +58,7 @@ def test_what_was_spent_is_shown_by_run_and_in_all(config: Path) -> None:
         spend(config.parent, run, number, token)
     result = CliRunner().invoke(app, ["ledger", "--config", str(config), "--json"])
     shown = json.loads(result.stdout)
-    assert shown["open"] == {"epsilon": 0.0, "delta": None, "budget": None, "runs": []}
+    assert shown["open"] == {"epsilon": 0.0, "delta": None, "budget": None, "exact": {}, "runs": []}
     assert (shown["wards"]["budget"], shown["wards"]["delta"]) == (8.0, 1e-6)
     assert shown["wards"]["epsilon"] == pytest.approx(epsilon([STEPS] * 4, 1e-6))
     first, second = shown["wards"]["runs"]

@@ -37,6 +37,7 @@ from tests.support.federation import start_run
 from tests.support.processes import peak_bytes
 from worker.agent import LONGEST_WAIT_SECONDS, Agent
 from worker.blockmap import block_table, named_tensors
+from worker.ledger import Ledger, noisy_in
 from worker.models import instantiate, read_block
 from worker.renewal import Stop
 from worker.settings import Settings
@@ -162,12 +163,13 @@ class Scene:
 
     def kept(self) -> dict[str, str]:
         """What is on the worker's disk, by name, as a hash; beside what lies around it. Without the cache and
-        the audit, which tells of each refusal."""
+        the audit, which tells of each refusal; and of the ledgers, what was spent: that something began to train
+        without privacy, or was taken back, is written there."""
         around = [path for path in self.around.rglob("*") if path.is_file()]
-        left = [
-            path for path in around if not {"cache", "audit"} & set(path.parts) and path.name not in {"alive", "lock"}
-        ]
-        return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in left}
+        without = {"cache", "audit", "ledger"}
+        left = [path for path in around if not without & set(path.parts) and path.name not in {"alive", "lock"}]
+        spent = {name: str(noisy_in(Ledger(self.state / "ledger").read(name))) for name in ("digits", "clinic")}
+        return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in left} | spent
 
     # ------------------------------------------------------------ what lies are made of
 

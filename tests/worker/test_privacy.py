@@ -24,7 +24,7 @@ from worker.blockmap import block_table
 from worker.data import Dataset
 from worker.dpsgd import Dice, Mechanism, NoisyGradients, clipped_sum, sampling, secret_dice
 from worker.freezing import Freeze
-from worker.ledger import Event, Ledger, NoisyChoice, NoisySteps
+from worker.ledger import Event, Exact, Ledger, NoisyChoice, NoisySteps
 from worker.models import instantiate
 from worker.perexample import norms
 from worker.policy import Allowance, PolicyViolation
@@ -518,7 +518,7 @@ def test_a_method_may_not_look_at_the_data_to_choose_blocks_unless_the_run_says_
         next(iter(refused))
     uncovered = private_task(tmp_path, privacy=PRIVACY.model_copy(update={"selection": "uncovered"}))
     assert len(list(uncovered.watched(batches()))) == 5
-    assert spent(tmp_path) == []
+    assert spent(tmp_path) == [Exact(use="choice")]
 
 
 def test_a_noisy_choice_is_paid_for_before_the_data_are_looked_at(tmp_path: Path) -> None:

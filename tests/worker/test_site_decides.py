@@ -286,7 +286,8 @@ def test_a_changed_policy_is_told_and_holds_for_what_is_not_begun(
     assert desk.audit().index("update.count") < desk.audit().index("policy.change") < desk.audit().index("run.ask")
     assert stricter["policy"] not in (started["policy"], budgeted["policy"])
     assert budgeted["policy"] == digest_of(canonical(read_settings(desk.file).policy))
-    assert budgeted["budgets"] == {"digits": {"epsilon": 2.0, "delta": 1e-6, "evaluations": False}}
+    budget = {"epsilon": 2.0, "delta": 1e-6, "evaluations": False, "acknowledge_exact": False}
+    assert budgeted["budgets"] == {"digits": budget}
 
 
 def test_while_the_settings_file_is_broken_nothing_is_begun(coordinator: LiveCoordinator, tmp_path: Path) -> None:

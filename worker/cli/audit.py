@@ -10,7 +10,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from shared.cli.output import AsJson, complain, note, out, print_json, table
 from shared.wire import AuditEntry
 from worker.audit import Entry
 from worker.chain import ChainError
-from worker.comparing import Comparison, compare
+from worker.comparing import Comparison, Difference, compare
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,6 +49,8 @@ def verify(
 ) -> None:
     """Follow a chain from its beginning, and print its last digest, to be kept elsewhere.
 
+    Of a site, its ledgers are followed too: each must have come as far as the chain says.
+
     Exit code 0: it holds, 1: it does not.
     """
     fault, digests = _followed(ctx, config)
@@ -68,10 +70,12 @@ def verify(
 def _followed(ctx: typer.Context, config: Path | None) -> tuple[str | None, Sequence[str]]:
     """What is wrong with a chain, if anything, and the digests of its entries."""
     if config is not None:
+        site = _site(config)
         try:
-            return None, [entry.digest for entry in _site(config).entries()]
+            chain: tuple[Entry, ...] = site.checked()
         except ChainError as broken_chain:
             return str(broken_chain), []
+        return "; ".join(site.ledger_faults(chain)) or None, [entry.digest for entry in chain]
     entries = list(client_of(ctx).audit())
     broken = first_broken(entries)
     fault = None if broken is None else f"entry {broken} of the coordinator's chain is not what was chained there"
@@ -133,10 +137,13 @@ def compare_chains(
     """
     site = _site(config)
     try:
-        found = compare(site.entries(), site.tasks())
+        entries = site.checked()
+        found = compare(entries, site.tasks(), site.worker)
     except ChainError as fault:
         complain(str(fault))
         raise typer.Exit(1) from fault
+    lost = [Difference("ledger-rolled-back", "", "", 0, fault) for fault in site.ledger_faults(entries)]
+    found = replace(found, differences=(*found.differences, *lost))
     if as_json:
         print_json(asdict(found))
     else:

@@ -1,4 +1,4 @@
-"""`tessera worker ledger`: what runs have spent of each data set's privacy."""
+"""`tessera worker ledger` and `adopt`: what runs have spent of each data set's privacy, and records without a key."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import JsonValue
 
-from shared.cli.output import AsJson, complain, out, print_json, table
-from worker.ledger import Entry, LedgerError, epsilon_of
+from shared.cli.output import AsJson, complain, note, out, print_json, table
+from worker.audit import LEDGER_HEAD
+from worker.chain import ChainError
+from worker.ledger import Entry, LedgerError, epsilon_of, exact_in, noisy_in
 from worker.policy import Allowance
-from worker.settings import Settings, SettingsError, allowances_of, ledger_of, read_settings
+from worker.settings import Settings, SettingsError, allowances_of, audit_of, ledger_of, read_settings
 
 BAD_SETTINGS = 2
 
@@ -45,6 +48,38 @@ def ledger(
     out().print(table(columns, _rows(shown), right=columns[2:]))
 
 
+def adopt(
+    config: Annotated[Path, typer.Option("--config", help="The worker's settings, as TOML.")], as_json: AsJson = False
+) -> None:
+    """Take audit and ledgers as they are: from before there was a key, under a key that was lost, cut off or gone.
+
+    Compare them with a copy first. What a ledger lost counts as unbounded from then on. Stop the worker meanwhile.
+
+    Exit code 0: they can be relied on from now on, 1: they cannot, 2: bad settings.
+    """
+    try:
+        settings = read_settings(config)
+        audit, ledger = audit_of(settings), ledger_of(settings)
+    except SettingsError as fault:
+        complain(str(fault))
+        raise typer.Exit(BAD_SETTINGS) from fault
+    try:
+        adopted = audit.adopt()
+        ledger.expect(audit.ledger_heads(audit.check()))
+        heads = {name: ledger.adopt(name) for name in settings.datasets}
+        told: dict[str, JsonValue] = {name: head.model_dump() for name, head in heads.items() if head}
+        if told:
+            audit.record("chain.adopt", None, **{LEDGER_HEAD: told})
+    except (ChainError, OSError) as fault:
+        complain(str(fault))
+        raise typer.Exit(1) from fault
+    if as_json:
+        print_json({"audit": adopted is not None, "ledgers": sorted(told)})
+        return
+    taken = [*(["the audit"] if adopted else []), *(f"the ledger of {name}" for name in sorted(told))]
+    note(f"taken as they are: {', '.join(taken)}" if taken else "all were in order, and nothing was changed")
+
+
 def _spending(settings: Settings, dataset: str) -> dict[str, Any]:
     """What a data set's ledger comes to: as a whole at the budget's delta, and run by run at theirs."""
     entries = ledger_of(settings).read(dataset)
@@ -53,32 +88,55 @@ def _spending(settings: Settings, dataset: str) -> dict[str, Any]:
     for entry in entries:
         runs.setdefault(entry.run, []).append(entry)
     # Without a budget there is no delta of its own: the runs' strictest.
-    delta = allowance.delta if allowance else min((entry.target.delta for entry in entries), default=None)
+    delta = (
+        allowance.delta if allowance else min((entry.target.delta for entry in entries if entry.target), default=None)
+    )
     return {
-        "epsilon": epsilon_of(entries, delta) if delta else 0.0,
+        "epsilon": epsilon_of(noisy_in(entries), delta) if delta else 0.0,
         "delta": delta,
         "budget": allowance.epsilon if allowance else None,
+        "exact": _exact(entries),
         "runs": [_of_run(spent) for spent in runs.values()],
     }
 
 
+def _exact(entries: Iterable[Entry]) -> dict[str, str]:
+    """Since when each exact use goes on, of which epsilon says nothing."""
+    since: dict[str, str] = {}
+    for entry, use in exact_in(entries):
+        since.setdefault(use, entry.at.isoformat())
+    return since
+
+
 def _of_run(entries: list[Entry]) -> dict[str, Any]:
     first = entries[0]
+    target = next((entry.target for entry in entries if entry.target), None)
+    noisy = [entry for entry in entries if entry.target]
     return {
         "run": first.run,
         "name": first.run_name,
-        "rounds": len({entry.round for entry in entries}),
-        "tasks": len({(entry.task, entry.token) for entry in entries}),
-        "epsilon": epsilon_of(entries, first.target.delta),
-        "target": first.target.epsilon,
-        "delta": first.target.delta,
+        "rounds": len({entry.round for entry in noisy}),
+        "tasks": len({(entry.task, entry.token) for entry in noisy}),
+        "epsilon": epsilon_of(noisy_in(noisy), target.delta) if target else 0.0,
+        "target": target.epsilon if target else None,
+        "delta": target.delta if target else None,
+        "exact": _exact(entries),
     }
 
 
 def _rows(shown: dict[str, dict[str, Any]]) -> Iterable[tuple[object, ...]]:
     for dataset, of in shown.items():
         for run in of["runs"]:
-            spent = f"{run['epsilon']:.3f}"
-            yield dataset, run["name"], run["rounds"], run["tasks"], spent, f"{run['target']:g}", f"{run['delta']:g}"
-        delta, budget = (None if value is None else f"{value:g}" for value in (of["delta"], of["budget"]))
-        yield dataset, "all runs", None, None, f"{of['epsilon']:.3f}", budget, delta
+            target, delta = _short(run["target"]), _short(run["delta"])
+            yield dataset, run["name"] or "-", run["rounds"], run["tasks"], _epsilon(run), target, delta
+        yield dataset, "all runs", None, None, _epsilon(of), _short(of["budget"]), _short(of["delta"])
+
+
+def _epsilon(of: dict[str, Any]) -> str:
+    """What noise covers; and since when there is what it does not."""
+    uses = ", ".join(f"{use} unbounded since {since[:10]}" for use, since in of["exact"].items())
+    return "; ".join(filter(None, (uses, f"{of['epsilon']:.3f}" if of["epsilon"] or not uses else "")))
+
+
+def _short(value: float | None) -> str | None:
+    return None if value is None else f"{value:g}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,17 @@ from shared.cli.output import complain
 from shared.client import Client
 from shared.wire import TaskView
 from worker.audit import Entry
-from worker.settings import Settings, SettingsError, audit_of, read_settings, tls_of, token_of
+from worker.chain import ChainError
+from worker.settings import (
+    Settings,
+    SettingsError,
+    audit_key_of,
+    audit_of,
+    ledger_of,
+    read_settings,
+    tls_of,
+    token_of,
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,26 @@ class Site:
         """The site's own chain. Raises ChainError."""
         return audit_of(self.settings).read()
 
+    @property
+    def worker(self) -> str:
+        return self.settings.name
+
+    def checked(self) -> tuple[Entry, ...]:
+        """The same, if it is under the site's key. Raises ChainError."""
+        return audit_of(self.settings).check()
+
+    def ledger_faults(self, entries: Iterable[Entry]) -> list[str]:
+        """What is wrong with the ledgers, beside what the chain says of how far they had come."""
+        ledger = ledger_of(self.settings)
+        ledger.expect(audit_of(self.settings).ledger_heads(entries))
+        found = []
+        for name in self.settings.datasets:
+            try:
+                ledger.check(name)
+            except ChainError as fault:
+                found.append(str(fault))
+        return found
+
     def tasks(self) -> Iterator[TaskView]:
         """What the coordinator says of the site's tasks. Raises Problem."""
         with Client(self.settings.url, token_of(self.settings), verify=tls_of(self.settings)) as client:
@@ -31,7 +61,9 @@ class Site:
 
 def site_of(config: Path) -> Site:
     try:
-        return Site(read_settings(config))
+        settings = read_settings(config)
+        audit_key_of(settings)
+        return Site(settings)
     except SettingsError as fault:
         complain(str(fault))
         raise typer.Exit(2) from fault

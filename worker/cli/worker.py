@@ -26,7 +26,7 @@ from shared.methods import MethodsUnusable, methods
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from worker.cli.approval import COMMANDS
 from worker.cli.joining import join, rotate
-from worker.cli.ledger import ledger
+from worker.cli.ledger import adopt, ledger
 from worker.doctor import checks
 from worker.files import alone
 from worker.policy import PolicyViolation
@@ -167,7 +167,7 @@ def show(config: ConfigFile, as_json: AsJson = False) -> None:
     tell_settings(found, as_json=as_json)
 
 
-for command in (join, rotate, ledger, *COMMANDS):
+for command in (join, rotate, ledger, adopt, *COMMANDS):
     app.command()(command)
 
 
