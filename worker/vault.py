@@ -65,8 +65,9 @@ class Staged:
         current = self.path.with_name(CURRENT)
         if unmerged:
             before, after = (_read(path) if path.exists() else {} for path in (current, self.path))
-            kept = {name: values for name, values in before.items() if _of_blocks(name, unmerged)}
-            kept |= {name: values for name, values in after.items() if not _of_blocks(name, unmerged)}
+            blocks = frozenset(unmerged)
+            kept = {name: values for name, values in before.items() if _of_blocks(name, blocks)}
+            kept |= {name: values for name, values in after.items() if not _of_blocks(name, blocks)}
             _write(self.path, kept, durable=self.durable)
         replace(self.path, current, durable=self.durable)
 
@@ -173,9 +174,10 @@ def _write(path: Path, keep: Mapping[str, Array], *, durable: bool) -> None:
         write(file, layout, (as_bytes(values) if values.size else b"" for values in keep.values()))
 
 
-def _of_blocks(name: str, blocks: Collection[str]) -> bool:
+def _of_blocks(name: str, blocks: frozenset[str]) -> bool:
     """Whether what is kept under a name belongs to one of these blocks: as `own/` and the block's name."""
-    return any(name == block or name.endswith(f"/{block}") for block in blocks)
+    parts = name.split("/")
+    return any("/".join(parts[first:]) in blocks for first in range(len(parts)))
 
 
 def _fate_of(task: str, ask: Ask) -> TaskView | Receipt | None:
