@@ -154,6 +154,8 @@ class Scene:
 
         until(one_more)
         until(lambda: self.client.run(self.run.id).version.number == accepted + 1)
+        # Else the next task would begin by settling what came of this one.
+        self.agent._bench.vault.settle(self.agent._client.task)
 
     def accepted(self) -> int:
         return sum(task.is_accepted for made in self.client.rounds(self.run.id) for task in made.tasks)
