@@ -16,7 +16,7 @@ from shared.methods.contract import Output, Plan
 from shared.model import Fusion, Head, LocalStart, Modality
 from shared.profile import LayerAttention, TaskTokens
 from shared.tensors import Array
-from worker.attention import attention_profile
+from worker.attention import attention_profile, isolated_profile
 from worker.blockmap import DTYPES, named_tensors
 from worker.configs import ConfigError
 from worker.forward import IGNORED, forward
@@ -43,6 +43,8 @@ class LocalWork:
     private: list[Block] = field(default_factory=list)
     choosing: Callable[[Array, int, int | None], list[int]] = largest
     """How `choose` chooses: without noise, unless the task is private."""
+    placeholder: Mapping[str, Tensor] | None = None
+    """A made-up example, if the task is private: then no measurement fails by what the examples are."""
     _added: list[str] = field(default_factory=list)
 
     def read(self, block: Block) -> Array:
@@ -76,15 +78,41 @@ class LocalWork:
     def forward(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None) -> Output:
         return forward(self.model, self.head, batch, values)
 
-    def features(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward_with_features(self, batch: Mapping[str, Tensor]) -> tuple[Output, Tensor]:
+        return self._featured(batch, None)
+
+    def features(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Tensor:
+        # Module by module: some may be in evaluation mode already, such as normalisations of a private task.
+        modes = [(module, module.training) for module in self.model.modules()]
+        for module, _ in modes:
+            module.training = False
+        try:
+            with torch.no_grad():
+                return self._featured(batch, values)[1]
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _featured(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None) -> tuple[Output, Tensor]:
         handed: list[Tensor] = []
         handle = self._head_module().register_forward_pre_hook(lambda _, inputs: handed.append(inputs[0]))
         try:
-            self.forward(batch, values)
+            output = self.forward(batch, values)
         finally:
             handle.remove()
         found = handed[0]  # [examples, width] or [examples, positions, width]
-        return found if found.ndim == 2 else found.flatten(1, -2).mean(dim=1)
+        if found.ndim == 2:
+            return output, found
+        real = self._real_tokens(batch)  # [examples, positions]
+        if real is None or found.shape[:-1] != real.shape:
+            return output, found.flatten(1, -2).mean(dim=1)
+        weights = real.to(found.dtype).unsqueeze(-1)
+        return output, (found * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+
+    def _real_tokens(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Which of the tokens that the head is handed are no padding; None where nothing says so."""
+        told = self._with_padding(batch)
+        return told.get("decoder_attention_mask" if self.head == "seq2seq-lm" else "attention_mask")
 
     def _head_module(self) -> nn.Module:
         paths = [block.tensor.rpartition(".")[0] for block in self.blocks if block.role == "head"]
@@ -93,9 +121,15 @@ class LocalWork:
         return self.model.get_submodule(paths[0])
 
     def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
-        told = map(self._with_padding, batches)
         common = partial(common_to_all, head=self.head)
-        return attention_profile(self.model, self.blocks, told, self.forward, tokens, common)
+        told = map(self._with_padding, batches)
+
+        def profile(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, LayerAttention]:
+            return attention_profile(self.model, self.blocks, batches, self.forward, tokens, common)
+
+        if self.placeholder is None:
+            return profile(told)
+        return isolated_profile(profile, self._with_padding(self.placeholder), told, common)
 
     def _with_padding(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A decoder that is taught by labels learns from them alone which of its tokens are padding."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -65,7 +65,7 @@ from worker.settings import (
     ledger_of,
     mappings_of,
 )
-from worker.trainer import Batches, Check, Trainer, epochs_of, seed_everything, steps_in
+from worker.trainer import Batches, Check, Trainer, epochs_of, gradient_scaler, seed_everything, steps_in
 from worker.vault import Vault
 from worker.work import LocalWork
 
@@ -188,6 +188,8 @@ class Workbench:
     models: Models = field(default_factory=Models)
     held: dict[str, Held] = field(default_factory=dict)
     """By run, the version of the last task."""
+    scalers: dict[str, torch.amp.GradScaler] = field(default_factory=dict)
+    """By run, the scale of float16's loss, which is found by trying and kept for the next round."""
     for_evaluation: frozenset[str] = frozenset()
     """The data sets that nothing trains on."""
     divided: frozenset[str] = frozenset()
@@ -206,6 +208,8 @@ class Workbench:
     """Where updates wait for release, if the policy says that they must have it."""
     audit: Audit | None = None
     """Where it is written down what was done; nowhere if None, as for a coordinator of one's own."""
+    noise_key: Callable[[Task], bytes | None] = lambda _: None
+    """What the noise of a private task follows from; a secret of that task if None. Anything else protects nobody."""
 
     @classmethod
     def of(cls, client: Client, settings: Settings) -> Self:
@@ -368,7 +372,14 @@ class Workbench:
         floor = self.policy.require_privacy
         weekly = self.policy.max_weekly_privacy
         made: PrivateTask = privacy.PrivateTask(
-            task, task.privacy, dataset.examples, ledger, allowance, self.device, floor, weekly
+            task,
+            task.privacy,
+            dataset.examples,
+            ledger,
+            allowance,
+            floor,
+            weekly,
+            self.noise_key(task),
         )
         return made
 
@@ -576,9 +587,12 @@ class Workbench:
         report.examples = dataset.examples
         # Choosing what trains may look at the data too, for which nobody counts steps.
         report.begin("training")
-        batches = Batches(dataset, task.training.batch_size, self.device)
         if private:
+            dataset = dataset.padded()
             work.choosing = private.choose
+            made_up = {**dataset.placeholder(1), **dataset.common}
+            work.placeholder = {name: tensor.to(self.device) for name, tensor in made_up.items()}
+        batches = Batches(dataset, task.training.batch_size, self.device)
         selected = half.select(work, private.watched(batches) if private else batches)
         if private:
             private.check_choice()
@@ -587,14 +601,21 @@ class Workbench:
         if private is None:
             # Not when the update leaves: a heartbeat may tell the loss of the first batches.
             self.note_exact(task, dataset.examples, "training")
-        trainer = Trainer(half, work, task.training, self.device, check, private, report, self.policy.min_measured)
+        least = self.policy.min_measured
+        scaler = self._scaler(task)
+        trainer = Trainer(half, work, task.training, self.device, check, private, report, least, scaler)
         tally = trainer.train(phases, dataset, task.seed)
+        self.scalers[task.run] = scaler
         harvest = half.harvest(work, selected, tally)
         measured = {"loss": rounded(tally.loss)} if math.isfinite(tally.loss) else {}
         report.numbers = {**measured, **harvest.numbers}
         if private:
             report.numbers = {**private.disclosed(report.numbers), EPSILON: private.spent()}
         return harvest, tally
+
+    def _scaler(self, task: Task) -> torch.amp.GradScaler:
+        """Take the run's scaler, or a new one. Training that fails puts none back: its scale is good for nothing."""
+        return self.scalers.pop(task.run, None) or gradient_scaler(task.training, self.device)
 
     # ------------------------------------------------------------ evaluate
 
@@ -637,7 +658,9 @@ class Workbench:
             return False
         if phases:
             self.note_exact(task, dataset.examples, "training")
-            Trainer(half, work, task.training, self.device, check).train(phases, dataset, task.seed)
+            scaler = self._scaler(task)
+            Trainer(half, work, task.training, self.device, check, scaler=scaler).train(phases, dataset, task.seed)
+            self.scalers[task.run] = scaler
             return True
         # A vault may also hold what only steers training; and what is added to the model of a site that has never
         # trained is no model of its own.
