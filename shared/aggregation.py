@@ -40,6 +40,11 @@ class Accepted:
     plan: Plan
 
 
+Merged = Mapping[str, tuple[str, ...]]
+"""The workers whose updates were merged, each with the blocks of its update that stayed as they were: a robust rule
+leaves a block alone that too few workers sent."""
+
+
 @dataclass(frozen=True)
 class Aggregation:
     states: States
@@ -47,14 +52,24 @@ class Aggregation:
 
     def merge(
         self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
-    ) -> tuple[Manifest, list[Stored]]:
-        """The next version and its new blobs, made safe; the last of them is the manifest's own."""
-        return self.states.store(self.next_state(spec, bounds, base, accepted), base.digest)
+    ) -> tuple[Manifest, list[Stored], Merged]:
+        """The next version, its new blobs made safe (the last is the manifest's own), and what was merged."""
+        state, merged = self._merged(spec, bounds, base, accepted)
+        return *self.states.store(state, base.digest), merged
 
     def next_state(self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]) -> State:
         """The next version, nothing of it computed yet."""
-        half, state, updates = self._round(spec, bounds, base, accepted)
-        return merge(half, spec.server_optimizer, state, updates)
+        return self._merged(spec, bounds, base, accepted)[0]
+
+    def _merged(
+        self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
+    ) -> tuple[State, Merged]:
+        half, state, updates, sent = self._round(spec, bounds, base, accepted)
+        after = merge(half, spec.server_optimizer, state, updates)
+        same = {name for name, tensor in after.model.items() if tensor is state.model[name]}
+        # An update of which no block was merged came to nothing. One that has none is a method's that sends none.
+        merged = {worker: tuple(sorted(b & same)) for worker, b in sent.items() if not b or b - same}
+        return after, merged
 
     def scores(
         self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
@@ -63,19 +78,21 @@ class Aggregation:
         Reads the updates once more; nothing for a run without such a rule."""
         if spec.robust.neutral:
             return {}
-        half, state, updates = self._round(spec, bounds, base, accepted)
+        half, state, updates, _ = self._round(spec, bounds, base, accepted)
         found = scores(state.model, half.merge(state, updates).model, updates)
         by_site = {update.site: found[update.worker] for update in updates}
         return {entry.worker: by_site[entry.site] for entry in accepted if entry.site in by_site}
 
     def _round(
         self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
-    ) -> tuple[CoordinatorHalf[Any], State, list[Update]]:
+    ) -> tuple[CoordinatorHalf[Any], State, list[Update], dict[str, set[str]]]:
+        """The method's half, the version, an update of each site, and the blocks that each worker sent."""
         model = self.states.model(spec.model)
         manifest = self.states.manifest(base.digest)
         state = self.states.load(model, manifest, base.number)
         aside = set(outlying(bounds, accepted))
         updates: list[Update] = []
+        blocks: dict[str, set[str]] = {}
         for entries in _by_site(entry for entry in accepted if entry.worker not in aside):
             sent = [
                 Update(
@@ -88,10 +105,11 @@ class Aggregation:
                 )
                 for entry in entries
             ]
+            blocks |= {update.worker: set(update.blocks) for update in sent}
             update = pooled(state.model, sent, spec.divide)
             updates.append(replace(update, examples=min(update.examples, bounds.max_examples or update.examples)))
         half = coordinator_half(spec.method, run_facts(spec, model))
-        return half, state, updates
+        return half, state, updates, blocks
 
 
 def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], divide: Divide) -> Update:

@@ -17,7 +17,7 @@ from coordinator.storage.declarations import Declarations
 from coordinator.storage.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from shared.methods.contract import Participant
 from shared.willing import Invitation, mirror_of, objections
-from shared.wire import Mirror, RunSpec
+from shared.wire import ACCEPTED, Mirror, RunSpec
 
 MAX_UNEVALUATED = 16
 
@@ -87,7 +87,7 @@ def remembering(session: Session, run_id: str, willing: Sequence[Member]) -> lis
         select(TaskRow.worker_id, func.max(TaskRow.version_number))
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state == "accepted")
+        .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
         .where(SiteRow.name.in_(crowded))
         .group_by(TaskRow.worker_id)
     )
