@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.convex import ARMS, OBJECTIVES, PREFIX, Problem, install, main, run, scenarios
+from benchmarks.convex import ARMS, OBJECTIVES, PREFIX, Arm, Problem, Scenario, install, main, run, scenarios
 from shared.methods import methods
 
 BY_NAME = {arm.name: arm for arm in ARMS}
+STATEFUL = [BY_NAME["scaffold"], BY_NAME["feddyn alpha=1.0"]]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,6 +27,10 @@ def _head_only() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def problem() -> Problem:
     return Problem.draw()
+
+
+def named(arm: Arm) -> str:
+    return arm.name
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -59,6 +64,22 @@ def test_without_a_correction_the_sites_drift_decides(problem: Problem) -> None:
     assert found.paper is not None
     assert found.error == pytest.approx(found.paper, rel=1e-4)
     assert found.error > 0.3
+
+
+@pytest.mark.parametrize("arm", STATEFUL, ids=named)
+def test_after_abandoned_attempts_a_site_keeps_what_the_server_counts(problem: Problem, arm: Arm) -> None:
+    found = run(problem, arm, scenarios(arm, 5)["attempts abandoned"], 5)
+    assert found.abandoned > 0
+    assert found.invariant is not None
+    assert found.invariant < 1e-6
+
+
+@pytest.mark.parametrize("arm", STATEFUL, ids=named)
+def test_a_site_that_was_left_out_keeps_what_the_server_counts(problem: Problem, arm: Arm) -> None:
+    found = run(problem, arm, Scenario({"max_norm_of_median": 1.2}), 5)
+    assert found.left_out > 0
+    assert found.invariant is not None
+    assert found.invariant < 1e-6
 
 
 def test_the_command_prints_and_writes_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
