@@ -48,6 +48,8 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
             thread.join(GOODBYE_SECONDS)
         else:
             services.attendance.end()
+        services.inspections.close()
+        services.uploading.close()
         services.database.close()
 
     # No pages of the framework's, which fetch scripts from another host; and the description is not for everybody.

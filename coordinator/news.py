@@ -32,6 +32,8 @@ SHORTEST_SECONDS = 0.1
 """Between two looks, whatever happens."""
 BEAT_SECONDS = 15.0
 """How often a listener is told that nothing happened, and is judged anew."""
+ENDINGS = frozenset({"token.revoke", "session.end", "site.suspend"})
+"""What may end somebody's right to listen. That time has passed is seen at the next beat."""
 RETRY_MILLISECONDS = 1_000
 RETRY_SECONDS = 5.0
 
@@ -44,6 +46,8 @@ class _Listener:
     bell: asyncio.Event = field(default_factory=asyncio.Event)
     heard: bool = False
     """Whether workers were heard of since this was last told."""
+    doubted: bool = True
+    """Whether it is to be asked anew if it may listen."""
 
 
 class News:
@@ -89,12 +93,19 @@ class News:
         `admitted` any more, or the process ends."""
         listener = _Listener(run_id)
         self._listeners.add(listener)
+        now = asyncio.get_running_loop().time
+        judged_at = now()
         try:
             seq = await self._begin() if since is None else since
             await self._begin()
             yield f"retry: {RETRY_MILLISECONDS}\n\n".encode()
             while not self.closed:
                 listener.bell.clear()
+                # By the clock, however much happens; and at once when somebody's admission has ended.
+                if listener.doubted or now() >= judged_at + BEAT_SECONDS:
+                    listener.doubted, judged_at = False, now()
+                    if not await to_thread.run_sync(admitted):
+                        return
                 found, seq = await self._after(seq, listener.run_id)
                 for one in found:
                     yield f"id: {one.seq}\nevent: change\ndata: {one.model_dump_json()}\n\n".encode()
@@ -106,8 +117,6 @@ class News:
                 try:
                     await asyncio.wait_for(listener.bell.wait(), BEAT_SECONDS)
                 except TimeoutError:
-                    if not await to_thread.run_sync(admitted):
-                        return
                     yield b": nothing new\n\n"
         finally:
             self._listeners.discard(listener)
@@ -135,10 +144,12 @@ class News:
             if found:
                 self._kept.extend(found)
                 self._last = found[-1].seq
+            ended = any(one.action in ENDINGS for one in found)
             moved = {run for run in renewed if renewed[run] != self._renewed.get(run)}
             self._renewed = renewed
             for listener in self._listeners:
                 listener.heard |= bool(moved) if listener.run_id is None else listener.run_id in moved
+                listener.doubted |= ended
             if found or moved:
                 self._wake()
             await asyncio.sleep(SHORTEST_SECONDS)

@@ -9,10 +9,18 @@ import threading
 import time
 from collections.abc import Callable
 
+from shared.addresses import networks_of
 from shared.problems import QuotaExceeded, TooManyRequests
 
 MOST_KEYS = 16_384
 """Callers that are remembered, the latest of them; one who is forgotten begins with a whole burst."""
+
+
+WIDER = 10
+"""Times as much as a /64 of IPv6 a /48 may ask, in which there are 65,536 of them."""
+
+STRANGERS = 10
+"""Times `failures_per_minute` a browser may be sent to sign in: behind one address there may be many people."""
 
 
 class Rate:
@@ -41,6 +49,18 @@ class Rate:
         return max(wait, 0.0)
 
 
+class AddressRate:
+    """A rate for each address: for each /64 of IPv6, and ten times as much for each /48."""
+
+    def __init__(self, per_minute: int) -> None:
+        wider = WIDER * per_minute
+        self._rates = Rate(per_minute / 60, per_minute), Rate(wider / 60, wider)
+
+    def take(self, address: str) -> float:
+        """As `Rate.take`."""
+        return max(rate.take(network) for rate, network in zip(self._rates, networks_of(address), strict=False))
+
+
 class Admission:
     """Bounds the requests of each token, and of each address those that show no valid one.
 
@@ -57,8 +77,9 @@ class Admission:
     ) -> None:
         self._tokens = Rate(per_second, burst)
         self._declarations = Rate(declarations_per_hour / 3600, declarations_per_hour)
-        self._failures = Rate(failures_per_minute / 60, failures_per_minute)
-        self._enrolments = Rate(enrolments_per_minute / 60, enrolments_per_minute)
+        self._failures = AddressRate(failures_per_minute)
+        self._strangers = AddressRate(STRANGERS * failures_per_minute)
+        self._enrolments = AddressRate(enrolments_per_minute)
 
     def asked(self, token_id: str) -> None:
         """Raises TooManyRequests."""
@@ -81,6 +102,15 @@ class Admission:
             raise TooManyRequests(
                 "too many requests without a valid token came from your address (setting failures_per_minute)",
                 remedy="Use a valid token; wait as long as Retry-After says before trying another.",
+                retry_after_seconds=wait,
+            )
+
+    def strayed(self, address: str) -> None:
+        """Counts a refusal at the page of whoever is not signed in. Raises TooManyRequests."""
+        if wait := self._strangers.take(address):
+            raise TooManyRequests(
+                "too many requests without a session came from your address (setting failures_per_minute)",
+                remedy="Sign in; wait as long as Retry-After says before.",
                 retry_after_seconds=wait,
             )
 

@@ -26,6 +26,7 @@ from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
 from coordinator.storage.retention import Retention
 from coordinator.storage.room import Room
+from coordinator.storage.shares import OneAtATime, Shares
 from coordinator.storage.uploads import Quota, Uploads
 from shared.aggregation import Aggregation
 from shared.inspection import Inspector
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 Duty = Literal["both", "serve", "conduct"]
 """What a process does of a coordinator's work."""
+
+
+UPLOAD_THREADS = 8
+"""Most of what they do is waiting for the disk."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ class Services:
     blobs: Blobs
     states: States
     inspector: Inspector
+    inspections: Shares
+    """For what takes long of each submission."""
+    submitting: OneAtATime
+    uploading: Shares
+    """For what takes long of each upload."""
     differences: Differences
     presence: Presence
     gate: Gate
@@ -107,12 +117,13 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         alive_file=settings.alive_file,
         notify=wake,
     )
+    uploading = Shares("upload", UPLOAD_THREADS)
     people = _people(settings) if duty != "conduct" else None
     return Services(
         settings=settings,
         database=database,
         room=room,
-        quota=Quota(settings.site_bytes_per_day, settings.site_unfinished_uploads),
+        quota=Quota(_bytes_per_day(settings, blobs), settings.site_unfinished_uploads),
         memory=Memory(settings.memory_limit_bytes),
         admission=Admission(
             settings.requests_per_second,
@@ -125,6 +136,9 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         blobs=blobs,
         states=states,
         inspector=inspector,
+        inspections=Shares("inspection", max(2, len(os.sched_getaffinity(0)))),
+        submitting=OneAtATime(),
+        uploading=uploading,
         differences=Differences(database, blobs, states),
         presence=presence,
         gate=gate,
@@ -134,7 +148,9 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         attendance=Attendance(database, presence, gate, news, bells, tick_seconds=settings.tick_seconds),
         people=people,
         sign_in=_sign_in(settings, people) if people else None,
-        housekeeping=Housekeeping(_retention(settings, database, blobs, states, room), settings.housekeeping_seconds),
+        housekeeping=Housekeeping(
+            _retention(settings, database, blobs, states, room, uploading), settings.housekeeping_seconds
+        ),
         call=_each(conductor.call if duty == "both" else bells.call, news.ring),
         wake=wake,
     )
@@ -148,12 +164,14 @@ def _each(*calls: Callable[[], None]) -> Callable[[], None]:
     return all_of_them
 
 
-def _retention(settings: Settings, database: Database, blobs: Blobs, states: States, room: Room) -> Retention:
+def _retention(
+    settings: Settings, database: Database, blobs: Blobs, states: States, room: Room, uploading: Shares
+) -> Retention:
     return Retention(
         database,
         blobs,
         states,
-        Uploads(database, blobs, room, Quota(None, 0), settings.idle_seconds, lambda _: None),
+        Uploads(database, blobs, room, Quota(None, 0), settings.idle_seconds, lambda _: None, uploading),
         updates_seconds=settings.keep_updates_seconds,
         unused_seconds=settings.keep_unused_seconds,
         versions=settings.keep_versions,
@@ -165,6 +183,14 @@ def _folders(database: Database, blobs: Blobs) -> list[Path]:
     url = database.url
     embedded = [Path(url.database).parent] if url.get_backend_name() == "sqlite" and url.database else []
     return [blobs.staging_dir, *embedded]
+
+
+def _bytes_per_day(settings: Settings, blobs: Blobs) -> int | None:
+    """What a site may announce within a day: if no setting says so, half of what the disk of the blobs holds."""
+    if settings.site_bytes_per_day is not None or "://" in settings.blob_url:
+        return settings.site_bytes_per_day
+    disk = os.statvfs(blobs.staging_dir)
+    return disk.f_blocks * disk.f_frsize // 2
 
 
 def _people(settings: Settings) -> People | None:

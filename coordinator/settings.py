@@ -137,7 +137,9 @@ class Settings(BaseSettings):
         description="how often the workers of a site may change what they declare, within an hour and of one process",
     )
     site_bytes_per_day: PositiveInt | None = Field(
-        default=None, description="the most bytes that a site may announce within 24 hours"
+        default=None,
+        description="the most bytes that a site may announce within 24 hours; half of the disk if none is given and "
+        "blobs are in a folder",
     )
     site_unfinished_uploads: PositiveInt = Field(
         default=1_000, description="the most uploads of a site that are unfinished at a time"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address, ip_network
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -24,6 +24,20 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def networks_of(address: str) -> tuple[str, ...]:
+    """What requests from an address are counted by, the narrowest first: an IPv4 address by itself; one of IPv6
+    by its /64, of which a single machine may use every address, and by its /48, which a single customer may have."""
+    try:
+        found = ip_address(address)
+    except ValueError:
+        return (address,)
+    if not isinstance(found, IPv6Address):
+        return (str(found),)
+    if found.ipv4_mapped:
+        return (str(found.ipv4_mapped),)
+    return tuple(str(ip_network((int(found), length), strict=False)) for length in (64, 48))
 
 
 def without_password(url: str) -> str:

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -49,6 +48,7 @@ def uploads(serving: Serving) -> Uploads:
         serving.quota,
         settings.idle_seconds,
         RECEIVED_BYTES.inc,
+        serving.uploading,
     )
 
 
@@ -177,12 +177,11 @@ async def create_upload(
         limit = serving.settings.max_upload_bytes
         raise TooLarge(f"{length} bytes were announced; at most {limit} are taken (setting max_upload_bytes)")
     serving.memory.require()
-    upload = await run_in_threadpool(
-        uploading.announce, caller.owner, _digest(repr_digest), length, site_id=caller.site_id
-    )
+    owner, digest = caller.owner, _digest(repr_digest)
+    upload = await serving.uploading.run(owner, uploading.announce, owner, digest, length, site_id=caller.site_id)
     if complete == "?1" and not upload.complete and uploading.offset(upload) == 0:
         await uploading.whole(upload, request.stream())
-        upload = await run_in_threadpool(uploading.find, upload.id, caller.owner)
+        upload = await serving.uploading.run(owner, uploading.find, upload.id, owner)
     return Response(status_code=201, headers={"Location": f"/v1/uploads/{upload.id}", **_progress(uploading, upload)})
 
 
@@ -206,9 +205,10 @@ async def append_upload(
     if request.headers.get("Content-Type") != "application/partial-upload":
         raise BadRequest("the body of a PATCH to an upload has Content-Type application/partial-upload")
     serving.memory.require()
-    upload = await run_in_threadpool(uploading.find, upload_id, caller.owner)
+    owner = caller.owner
+    upload = await serving.uploading.run(owner, uploading.find, upload_id, owner)
     await uploading.append(upload, offset, request.stream())
-    upload = await run_in_threadpool(uploading.find, upload_id, caller.owner)
+    upload = await serving.uploading.run(owner, uploading.find, upload_id, owner)
     return Response(status_code=204, headers=_progress(uploading, upload))
 
 

@@ -50,7 +50,7 @@ def respond(request: Request, problem: Problem) -> Response:
         log.info(
             "request.refused",
             method=request.method,
-            path=request.url.path,
+            path=request.scope["path"],
             status=problem.status,
             code=problem.code,
             detail=problem.detail,
@@ -87,7 +87,7 @@ def _http(request: Request, refusal: Exception) -> Response:
     assert isinstance(refusal, HTTPException)  # noqa: S101 (registered for it)
     phrase = http.HTTPStatus(refusal.status_code).phrase
     kind: type[Problem] = NotFound if refusal.status_code == 404 else BadRequest
-    problem = kind(f"{request.method} {request.url.path}: {phrase}", headers=dict(refusal.headers or {}))
+    problem = kind(f"{request.method} {request.scope['path']}: {phrase}", headers=dict(refusal.headers or {}))
     document = problem.json() | {"status": refusal.status_code}
     return _written(document, problem, refusal.status_code, problem.headers)
 
@@ -98,7 +98,7 @@ def _gone(request: Request, fault: Exception) -> Response:
 
 
 def _fault(request: Request, fault: Exception) -> Response:
-    log.error("request.failed", method=request.method, path=request.url.path, exc_info=fault)
+    log.error("request.failed", method=request.method, path=request.scope["path"], exc_info=fault)
     told = f"the coordinator failed to answer this request; its log says why (trace {present_trace()})"
     return respond(request, ServerFault(told))
 
@@ -111,7 +111,7 @@ def _full(request: Request, fault: Exception) -> Response:
 
 
 def _no_room(request: Request, fault: Exception) -> Response:
-    log.error("disk.full", method=request.method, path=request.url.path, fault=str(fault))
+    log.error("disk.full", method=request.method, path=request.scope["path"], fault=str(fault))
     return respond(request, StoreFull("the disk filled up meanwhile", retry_after_seconds=RETRY_SECONDS))
 
 
@@ -120,14 +120,16 @@ def _away(request: Request, fault: Exception) -> Response:
     to be."""
     if is_full(fault):
         return _no_room(request, fault)
-    log.warning("database.away", method=request.method, path=request.url.path, detail=str(fault).partition("\n")[0])
+    log.warning(
+        "database.away", method=request.method, path=request.scope["path"], detail=str(fault).partition("\n")[0]
+    )
     return respond(request, Unavailable("the coordinator's database did not answer in time", retry_after_seconds=1))
 
 
 def _unstorable(request: Request, fault: Exception) -> Response:
     """PostgreSQL has no text with a NUL in it: nothing is there under such a name, and none can be entered."""
-    if "\0" in request.url.path:
-        return respond(request, NotFound(f"there is no {request.url.path!r}"))
+    if "\0" in request.scope["path"]:
+        return respond(request, NotFound(f"there is no {request.scope['path']!r}"))
     return respond(
         request, Invalid("the database cannot hold what the request says; a text with a NUL in it, perhaps")
     )

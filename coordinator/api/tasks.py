@@ -238,9 +238,15 @@ def heartbeat(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCalle
 
 
 @router.post("/{task_id}/update", operation_id="submitUpdate")
-def submit_update(task_id: str, body: Submission, serving: Serving, caller: SiteCaller) -> TaskView:
+async def submit_update(task_id: str, body: Submission, serving: Serving, caller: SiteCaller) -> TaskView:
     """Hands in an update, which was uploaded before or comes along. It is accepted when this returns, or refused and
     named why."""
+    # Who asks the same at once waits for the answer, rather than have all of it inspected again.
+    async with serving.submitting.at(f"{caller.owner} {task_id}"):
+        return await serving.inspections.run(caller.owner, _submitted, serving, caller, task_id, body)
+
+
+def _submitted(serving: Services, caller: Principal, task_id: str, body: Submission) -> TaskView:
     with serving.database.snapshot() as session:
         entry = tasks.held(session, task_id, caller.site_id)
         if tasks.was_accepted(entry, body):

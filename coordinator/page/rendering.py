@@ -17,7 +17,8 @@ from jinja2.runtime import Context
 
 from coordinator.api.errors import headers_of
 from coordinator.page.guarding import PREFIX
-from coordinator.page.visitors import FORM_TOKEN, Visitor, theme_of
+from coordinator.page.visitors import FORM_TOKEN, Visitor, query_of, theme_of
+from shared.plaintext import fit_to_show
 from shared.problems import Problem
 from shared.version import VERSION
 
@@ -38,6 +39,8 @@ def environment() -> Environment:
         loader=PackageLoader("coordinator.page"),
         # Everything that a worker or a person wrote is text, and never markup.
         autoescape=True,
+        # And nothing that turns the order of letters around, or that no letter is.
+        finalize=fit_to_show,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -66,8 +69,8 @@ def render(request: Request, template: str, who: Visitor | None, *, status: int 
         .get_template(template)
         .render(
             frame="part.html" if part else "base.html",
-            path=request.url.path,
-            query=request.url.query,
+            path=request.scope["path"],
+            query=query_of(request),
             theme=theme_of(request),
             who=who,
             now=shown.pop("now", None) or datetime.now(UTC),

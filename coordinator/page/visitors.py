@@ -24,7 +24,7 @@ from coordinator.services import Services
 from coordinator.storage import sessions
 from coordinator.storage.identity import Principal
 from shared.addresses import is_loopback
-from shared.problems import BadRequest, Forbidden, Invalid, Problem, Unauthenticated
+from shared.problems import BadRequest, Forbidden, Invalid, Problem, TooManyRequests, Unauthenticated
 from shared.wire import TokenRole
 
 COOKIE = "tessera_session"
@@ -74,17 +74,28 @@ class PageRoute(BoundedRoute):
         async def told(request: Request) -> Response:
             try:
                 return await handle(request)
-            except Unauthenticated:
-                return to_sign_in(request)
             except RequestValidationError as refusal:
                 faults = faults_of_request(refusal)[:8]
                 problem: Problem = Invalid("the address has faults; each is named", errors=faults)
             except Problem as refusal:
                 problem = refusal
+            try:
+                count_stranger(request)
+            except TooManyRequests as refusal:
+                problem = refusal
+            if isinstance(problem, Unauthenticated):
+                return to_sign_in(request)
             shown: Callable[[Request, Problem], Response] = request.app.state.show_problem
             return shown(request, problem)
 
         return told
+
+
+def count_stranger(request: Request) -> None:
+    """Counts a refusal of whoever is not signed in. Raises TooManyRequests."""
+    if not getattr(request.state, "signed", False):
+        serving: Services = request.app.state.services
+        serving.admission.strayed(address_of(request))
 
 
 def visitor(request: Request, serving: Serving) -> Visitor:
@@ -98,6 +109,7 @@ def visitor(request: Request, serving: Serving) -> Visitor:
     except Unauthenticated:
         serving.admission.failed(address_of(request))
         raise
+    request.state.signed = True
     serving.admission.asked(found.token_id)
     return Visitor(found, secret)
 
@@ -154,12 +166,28 @@ def require_same_origin(request: Request) -> None:
         same = said == "same-origin"
     else:
         origin = request.headers.get("Origin", "")
-        same = bool(origin) and urlsplit(origin).netloc == request.headers.get("Host")
+        same = bool(origin) and _host(origin) == request.headers.get("Host")
     if not same:
         raise Forbidden("the form was not sent by this page", remedy="Open the page itself, and send the form there.")
 
 
+def _host(url: str) -> str | None:
+    """The host and port of a URL; None of what is none."""
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return None
+
+
 # ---------------------------------------------------------------- cookies and ways
+
+
+def _is_here(request: Request) -> bool:
+    """Whether the browser is on this machine, by the name that it calls the coordinator."""
+    try:
+        return is_loopback(request.url.hostname or "")
+    except ValueError:
+        return False
 
 
 def keep_session(request: Request, response: Response, secret: str, seconds: float) -> None:
@@ -168,7 +196,7 @@ def keep_session(request: Request, response: Response, secret: str, seconds: flo
         secret,
         max_age=int(seconds),
         path=PREFIX,
-        secure=not is_loopback(request.url.hostname or ""),
+        secure=not _is_here(request),
         httponly=True,
         samesite="strict",
     )
@@ -181,7 +209,7 @@ def keep_signing(request: Request, response: Response, secret: str, wanted: str)
         f"{secret}.{base64.urlsafe_b64encode(wanted.encode()).decode()}",
         max_age=SIGNING_SECONDS,
         path=SIGNING_PATH,
-        secure=not is_loopback(request.url.hostname or ""),
+        secure=not _is_here(request),
         httponly=True,
         # The provider sends people back from another site.
         samesite="lax",
@@ -208,16 +236,26 @@ def theme_of(request: Request) -> Theme:
 
 def to_sign_in(request: Request) -> Response:
     """To the sign-in page and, after it, back."""
-    back = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    query = query_of(request)
+    back = request.scope["path"] + (f"?{query}" if query else "")
     wanted = {"next": back} if request.method == "GET" and back.rstrip("/") != PREFIX else {}
     response = RedirectResponse(f"{PREFIX}/sign-in{'?' if wanted else ''}{urlencode(wanted)}", status_code=303)
     forget_session(response)
     return response
 
 
+def query_of(request: Request) -> str:
+    """The query as it was sent. `request.url` would have the Host header in it, which may be anything."""
+    sent: bytes = request.scope["query_string"]
+    return sent.decode("latin-1")
+
+
 def own_path(wanted: str) -> str:
     """Where to go after signing in: within the page, whatever was asked for."""
-    parts = urlsplit(wanted)
+    try:
+        parts = urlsplit(wanted)
+    except ValueError:
+        return f"{PREFIX}/"
     inside = parts.path == PREFIX or parts.path.startswith(f"{PREFIX}/")
     if parts.scheme or parts.netloc or not inside or "\\" in wanted or not wanted.isprintable():
         return f"{PREFIX}/"

@@ -130,7 +130,7 @@ class Database:
             with self._writing:
                 yield
             return
-        with Path(f"{self.url.database}.turn").open("a") as turn:
+        with _lock_file(f"{self.url.database}.turn") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)
             yield
 
@@ -157,7 +157,7 @@ class Database:
         """
         if not self.is_sqlite:
             return
-        lock = Path(f"{self.url.database}.{duty}.lock").open("w")  # noqa: SIM115 (open as long as it is held)
+        lock = _lock_file(f"{self.url.database}.{duty}.lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -303,6 +303,15 @@ def _make(file: Path) -> None:
     # Where none can be made, SQLite says so.
     with suppress(OSError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o600))
+
+
+def _lock_file(path: str) -> IO[str]:
+    """A file that its owner alone may open: whoever could lock it would stop the coordinator."""
+    file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")  # noqa: SIM115, PTH123 (open as long as it is held)
+    # Earlier versions let others read it. One of another owner stays as it is.
+    with suppress(PermissionError):
+        os.fchmod(file.fileno(), 0o600)
+    return file
 
 
 def _postgresql(url: URL, **options: Any) -> Engine:

@@ -7,13 +7,16 @@ the secret is made at the worker, and what its token will be known by is a hash 
 from __future__ import annotations
 
 import secrets
+from collections import Counter
+from collections.abc import Sequence
 
-from sqlalchemy import delete, exists, func, select, update
+from sqlalchemy import delete, exists, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.storage import audit
 from coordinator.storage.identity import Principal, create_site, is_known, new_id
 from coordinator.storage.tables import AuditRow, EnrolmentRow, SiteRow, TokenRow
+from shared.addresses import networks_of
 from shared.problems import Busy, Conflict, Fault, Invalid, NotFound, Unauthenticated
 from shared.tokens import hash_of, normal_code
 from shared.wire import Approval, EnrolmentSpec
@@ -30,7 +33,10 @@ KEPT_SECONDS = 86_400.0
 """How long a worker may ask what became of it."""
 
 ADDRESS_SHARE = 10
-"""One address may have a tenth of what may wait, so that it does not keep all others out."""
+"""One address, and one /64 of IPv6, may have a tenth of what may wait, so that it does not keep all others out."""
+
+SHARE_MARGIN = 2
+"""By how many places a network has to be ahead of another to make way for it: of two with one each, none does."""
 
 FULL_SECONDS = 60.0
 
@@ -38,23 +44,37 @@ FULL_SECONDS = 60.0
 def ask(session: Session, now: float, spec: EnrolmentSpec, address: str, most: int) -> EnrolmentRow:
     """Notes that a worker wants to be admitted, once for each secret.
 
-    Nothing is audited: anybody may ask, and nothing comes of it by itself. Raises Busy if too many wait.
+    Nothing is audited: anybody may ask, and nothing comes of it by itself. Where all places are taken, the latest
+    from the network with the most of them makes way. Raises Busy if too many wait all the same.
     """
     if spec.site is None:
         fault = Fault(pointer="/site", detail="without an enrolment token, the worker says of which site it is")
         raise Invalid("the worker names no site", errors=[fault])
     waiting = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at > now)
-    counted = select(func.count()).where(waiting)
-    there = session.scalar(counted) or 0
-    from_there = session.scalar(counted.where(EnrolmentRow.address == address)) or 0
-    if there >= most or from_there >= max(1, most // ADDRESS_SHARE):
-        raise Busy(
-            "too many workers wait to be admitted (setting pending_enrolments)", retry_after_seconds=FULL_SECONDS
-        )
+    order = (EnrolmentRow.created_at, EnrolmentRow.id)
+    there = session.execute(select(EnrolmentRow.id, EnrolmentRow.address).where(waiting).order_by(*order)).all()
+    taken = Counter(networks_of(row.address)[0] for row in there)
+    full = Busy("too many workers wait to be admitted (setting pending_enrolments)", retry_after_seconds=FULL_SECONDS)
+    if taken[networks_of(address)[0]] >= max(1, most // ADDRESS_SHARE):
+        raise full
+    if len(there) >= most:
+        if (leaving := makes_way([(row.id, row.address) for row in there], address)) is None:
+            raise full
+        session.execute(update(EnrolmentRow).where(EnrolmentRow.id == leaving).values(state="expired"))
     # What waited for too long gives its code and its secret free.
     late = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at <= now)
     session.execute(update(EnrolmentRow).where(late).values(state="expired"))
     return _added(session, now, spec, spec.site, address, "pending")
+
+
+def makes_way(waiting: Sequence[tuple[str, str]], address: str) -> str | None:
+    """Which of those that wait leaves its place to one from an address; `waiting` has their ids and addresses, the
+    latest last. None if no network has so many more places than this one."""
+    taken = Counter(networks_of(other)[-1] for _, other in waiting)
+    network, most = taken.most_common(1)[0]
+    if most < taken[networks_of(address)[-1]] + SHARE_MARGIN:
+        return None
+    return next(id_ for id_, other in reversed(waiting) if networks_of(other)[-1] == network)
 
 
 def asked_before(session: Session, now: float, spec: EnrolmentSpec) -> EnrolmentRow | None:

@@ -23,12 +23,15 @@ from coordinator.storage.blobs import Blobs
 from coordinator.storage.database import Database
 from coordinator.storage.identity import new_id
 from coordinator.storage.room import Room
+from coordinator.storage.shares import Shares
 from coordinator.storage.tables import AnnouncedRow, SiteRow, UploadRow
 from shared.blobs import Stored
 from shared.problems import BadRequest, DigestMismatch, NotFound, OffsetMismatch, QuotaExceeded, TooLarge, UploadBusy
 from shared.tensors import digest_of
 
 WRITE_BYTES = 1 << 20
+HASHED_AT_A_TIME = 64
+"""Pieces of so many bytes."""
 
 FINISHING_SECONDS = 30.0
 """When a site that has too many unfinished uploads may ask again."""
@@ -50,12 +53,9 @@ class Quota:
     bytes_per_day: int | None
     unfinished: int
 
-    def spend(self, session: Session, now: float, site_id: str, row: UploadRow, more_bytes: int) -> None:
-        """Enters what a new upload, or the new length of one, adds. Raises QuotaExceeded."""
-        # Two announcements of one site at once would each not see the other.
-        session.get_one(SiteRow, site_id, with_for_update=True)
-        others = (UploadRow.owner == row.owner) & (UploadRow.id != row.id)
-        unfinished = session.scalar(select(func.count()).where(others, ~UploadRow.complete)) or 0
+    def spend(self, session: Session, now: float, site_id: str, unfinished: int, more_bytes: int) -> None:
+        """Enters what a new upload, or the new length of one, adds to those that are unfinished. Raises
+        QuotaExceeded."""
         if unfinished >= self.unfinished:
             raise QuotaExceeded(
                 f"{unfinished} uploads of this site are unfinished (setting site_unfinished_uploads)",
@@ -103,6 +103,8 @@ class Uploads:
     idle_seconds: float
     received: Callable[[float], object]
     """Told of the bytes as they come."""
+    threads: Shares
+    """Where what takes long is done, in the turns of the owners."""
 
     # ------------------------------------------------------------ the table
 
@@ -130,9 +132,17 @@ class Uploads:
             return _record(row)
 
     def _permit(self, session: Session, site_id: str | None, row: UploadRow, more_bytes: int) -> None:
-        self.room.require(row.length)
         if site_id is not None:
-            self.quota.spend(session, self.database.now(), site_id, row, more_bytes)
+            # Two announcements of one site at once would each not see the other.
+            session.get_one(SiteRow, site_id, with_for_update=True)
+        others = (UploadRow.owner == row.owner) & (UploadRow.id != row.id) & ~UploadRow.complete
+        counted = select(func.count(), func.coalesce(func.sum(UploadRow.length), 0)).where(others)
+        unfinished, announced = session.execute(counted).one()
+        # What this owner has announced and not sent yet needs room too. That of others takes none from it: they may
+        # never send it.
+        self.room.require(int(announced) + row.length)
+        if site_id is not None:
+            self.quota.spend(session, self.database.now(), site_id, unfinished, more_bytes)
 
     def find(self, upload_id: str, owner: str) -> Upload:
         """Raises NotFound if there is no such upload of this owner."""
@@ -181,7 +191,7 @@ class Uploads:
                     raise _longer(upload)
         if len(received) < upload.length:
             raise BadRequest(f"{len(received)} bytes came of {upload.length}", remedy="Send the whole blob again.")
-        await asyncio.to_thread(self.keep, upload, bytes(received))
+        await self.threads.run(upload.owner, self.keep, upload, bytes(received))
 
     def keep(self, upload: Upload, data: bytes) -> None:
         """Takes a blob that is here whole. Raises DigestMismatch."""
@@ -199,7 +209,10 @@ class Uploads:
         if upload.complete:
             return upload.length
         with self._locked(upload) as file, self.room.expecting(max(0, upload.length - offset)) as written:
-            received = await asyncio.to_thread(_resume, file, upload, offset)
+            upload = await self.threads.run(upload.owner, self._locked_row, upload)
+            _require_end(file, upload, offset)
+            # Hashed as it comes, or else when it is whole: never again for each part, which costs its sender nothing.
+            received = hashlib.sha256() if offset == 0 else None
             pending = bytearray()
 
             def write() -> None:
@@ -207,7 +220,8 @@ class Uploads:
                 # taken may not be written again.
                 while pending:
                     count = file.write(pending)
-                    received.update(memoryview(pending)[:count])
+                    if received is not None:
+                        received.update(memoryview(pending)[:count])
                     del pending[:count]
                     written(count)
 
@@ -219,13 +233,14 @@ class Uploads:
                         if file.tell() + len(pending) > upload.length:
                             raise _longer(upload)
                         if len(pending) >= WRITE_BYTES:
-                            await _to_the_end(write)
+                            await self._to_the_end(upload.owner, write)
             finally:
                 # What has come is kept even when the sender is cut off, so that it need not come again.
                 if file.tell() + len(pending) <= upload.length:
                     write()
             if file.tell() == upload.length:
-                await asyncio.to_thread(self._finish, upload, file, received.hexdigest())
+                received = received or await self._hashed(upload.owner, file)
+                await self.threads.run(upload.owner, self._finish, upload, file, received.hexdigest())
             return file.tell()
 
     @asynccontextmanager
@@ -248,6 +263,30 @@ class Uploads:
                 f"no byte came for {self.idle_seconds:g} s", remedy="Go on with the upload from its offset."
             ) from None
 
+    async def _to_the_end(self, owner: str, work: Callable[[], None]) -> None:
+        """Works in a thread and waits for it even when cancelled, so that nobody else touches what it works on."""
+        task = asyncio.ensure_future(self.threads.run(owner, work))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await task
+            raise
+
+    async def _hashed(self, owner: str, file: FileIO) -> hashlib._Hash:
+        """The hash of a file, in so many turns that others are not kept waiting."""
+        received = hashlib.sha256()
+
+        def some() -> bool:
+            for _ in range(HASHED_AT_A_TIME):
+                piece = file.read(WRITE_BYTES)
+                received.update(piece)
+            return bool(piece)
+
+        file.seek(0)
+        while await self.threads.run(owner, some):
+            pass
+        return received
+
     def _finish(self, upload: Upload, file: FileIO, hexadecimal: str) -> None:
         path = self._path(upload)
         if f"sha256:{hexadecimal}" != upload.digest:
@@ -264,7 +303,8 @@ class Uploads:
             row = session.get(UploadRow, upload.id)
             if row is None:
                 raise NotFound(f"upload {upload.id} was removed meanwhile", remedy="Announce the blob anew.")
-            row.complete = True
+            # The bytes are those of the digest, so this is its length, whatever was announced meanwhile.
+            row.length, row.complete = upload.length, True
 
     def _path(self, upload: Upload) -> Path:
         return self.blobs.staging_dir / f"upload-{upload.id}"
@@ -283,11 +323,18 @@ class Uploads:
                 raise UploadBusy(f"upload {upload.id} was being written to", retry_after_seconds=0)
             yield file
 
+    def _locked_row(self, upload: Upload) -> Upload:
+        """What the table says now that it is locked: its length is not changed meanwhile. Raises UploadBusy."""
+        found = self.find(upload.id, upload.owner)
+        if found.complete:
+            self._path(upload).unlink()
+            raise UploadBusy(f"upload {upload.id} was finished by another request", retry_after_seconds=0)
+        return found
+
     def _discard(self, upload: Upload) -> None:
         """Throws away what has come of it. Raises UploadBusy if more is coming."""
-        if self._path(upload).exists():
-            with self._locked(upload):
-                self._path(upload).unlink()
+        with self._locked(upload):
+            self._path(upload).unlink()
 
 
 def _is_at(path: Path, file: FileIO) -> bool:
@@ -312,28 +359,13 @@ def _finished(owner: str, digest: str) -> ColumnElement[bool]:
     return (UploadRow.owner == owner) & (UploadRow.digest == digest) & UploadRow.complete
 
 
-async def _to_the_end(work: Callable[[], None]) -> None:
-    """Works in a thread and waits for it even when cancelled, so that nobody else touches what it works on."""
-    task = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise
-
-
-def _resume(file: FileIO, upload: Upload, offset: int) -> hashlib._Hash:
-    """The hash of what is here, which must end at `offset`."""
+def _require_end(file: FileIO, upload: Upload, offset: int) -> None:
+    """Raises OffsetMismatch unless what is here ends at `offset`."""
     end = file.seek(0, 2)
     if end != offset:
         raise OffsetMismatch(
             f"upload {upload.id} stands at byte {end}, not {offset}", headers={"Upload-Offset": str(end)}
         )
-    file.seek(0)
-    received = hashlib.sha256()
-    while piece := file.read(WRITE_BYTES):
-        received.update(piece)
-    return received
 
 
 def _longer(upload: Upload) -> TooLarge:

@@ -15,7 +15,9 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
+from shared.plaintext import fit_to_show
 from shared.problems import MAX_FAULTS, Problem
 
 _JSON = "tessera.json"
@@ -41,14 +43,22 @@ def wants_json(ctx: typer.Context) -> bool:
     return bool(ctx.meta.get(_JSON))
 
 
+class Terminal(Console):
+    """A console on which no text moves the cursor, changes colours or turns letters around: workers say what they
+    like of themselves, and rich lets escape sequences through."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(fit_to_show(text), **options)
+
+
 def out() -> Console:
     """The console for results."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+    return Terminal(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
 
 
 def err() -> Console:
     """The console for progress and complaints."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else PIPE_COLUMNS, highlight=False)
+    return Terminal(stderr=True, width=None if sys.stderr.isatty() else PIPE_COLUMNS, highlight=False)
 
 
 def complain(sentence: str) -> None:

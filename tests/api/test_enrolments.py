@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.storage.enrolment import KEPT_SECONDS, LETTERS, PENDING_SECONDS
+from coordinator.storage.enrolment import KEPT_SECONDS, LETTERS, PENDING_SECONDS, makes_way
 from shared.client import Client
 from shared.tokens import hash_of, new_secret, normal_code
 from shared.wire import Approval, Enrolment, EnrolmentSpec, TokenSpec
@@ -159,6 +159,54 @@ def test_an_address_asks_only_so_often(tmp_path: Path) -> None:
         with refusing("too-many-requests", "enrolments_per_minute") as caught:
             client.ask_to_join(body)
         assert caught.value.retry_after_seconds == pytest.approx(30, abs=2)
+
+
+def ask_from(coordinator: LiveCoordinator, address: str) -> int:
+    """As through a proxy on this machine, which says whom it speaks for."""
+    body = spec(new_secret("site")).model_dump(mode="json")
+    return coordinator.bare({"X-Forwarded-For": address}).post("/v1/enrolments", json=body).status_code
+
+
+def test_one_customer_of_ipv6_does_not_close_joining_for_others(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, pending_enrolments=20, enrolments_per_minute=100) as coordinator:
+        # A tenth of the places for all addresses of a /64;
+        asked = [ask_from(coordinator, f"2001:db8:0:1::{number}") for number in range(3)]
+        assert asked == [201, 201, 503]
+        # for all networks of a /48 every place, as long as nobody else asks.
+        assert [ask_from(coordinator, f"2001:db8:0:{number}::1") for number in range(2, 20)] == [201] * 18
+        assert ask_from(coordinator, "2001:db8:0:99::1") == 503
+        for honest in ("2001:db8:1::1", "192.0.2.1", "192.0.2.1"):
+            assert ask_from(coordinator, honest) == 201
+        assert ask_from(coordinator, "2001:db8:0:99::2") == 503
+        waiting = [enrolment.address for enrolment in coordinator.client().enrolments()]
+        assert len(waiting) == 20
+        assert waiting[-3:] == ["2001:db8:1::1", "192.0.2.1", "192.0.2.1"]
+        # Those that came last of them made way.
+        assert waiting[-4] == "2001:db8:0:16::1"
+
+
+def test_of_networks_with_one_place_each_none_makes_way() -> None:
+    waiting = [(str(number), f"192.0.2.{number}") for number in range(3)]
+    assert makes_way(waiting, "198.51.100.1") is None
+    assert makes_way([*waiting, ("last", "192.0.2.1")], "198.51.100.1") == "last"
+    assert makes_way([*waiting, ("last", "192.0.2.1")], "192.0.2.0") is None
+
+
+def test_guesses_from_many_addresses_of_one_network_are_bounded_together(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, failures_per_minute=2) as coordinator:
+
+        def guess(address: str) -> int:
+            wrong = {"X-Forwarded-For": address, "Authorization": "Bearer wrong"}
+            return coordinator.bare(wrong).get("/v1/runs").status_code
+
+        assert [guess(f"2001:db8:0:1::{number}") for number in range(3)] == [401, 401, 429]
+        assert guess("2001:db8:1::1") == 401
+        # Twenty a minute for a /48, of which three were made.
+        found = [guess(f"2001:db8:0:{number}::1") for number in range(2, 22)]
+        assert found == [401] * 17 + [429] * 3
+        assert [guess(f"192.0.2.{number}") for number in range(3)] == [401] * 3
+        assert [guess("::ffff:192.0.2.9") for _ in range(2)] == [401] * 2
+        assert guess("192.0.2.9") == 429
 
 
 # ---------------------------------------------------------------- enrolment tokens

@@ -14,11 +14,14 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import select, update
 
 from coordinator import news
-from coordinator.storage import audit
+from coordinator.storage import audit, identity
+from coordinator.storage.tables import TokenRow
 from shared.wire import Progress
-from tests.support.coordinator import LiveCoordinator, refused, until
+from tests.page.conftest import signed_in
+from tests.support.coordinator import Clock, LiveCoordinator, refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
 MODEL = small_model()
@@ -168,6 +171,79 @@ def test_a_revoked_token_hears_no_more(coordinator: LiveCoordinator, monkeypatch
         if token.role == "viewer":
             client.revoke_token(token.id)
     assert heard.ended()
+
+
+@contextmanager
+def much_happening(coordinator: LiveCoordinator) -> Iterator[None]:
+    """Something is recorded again and again, so that no listener ever waits for long."""
+    over, database = threading.Event(), coordinator.services.database
+
+    def record() -> None:
+        while not over.wait(0.01):
+            with database.transaction() as session:
+                audit.record(session, database.now(), "test", "happens", "again")
+            coordinator.services.news.ring()
+
+    busy = threading.Thread(target=record)
+    busy.start()
+    yield
+    over.set()
+    busy.join()
+
+
+def end_tokens(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    for token in client.tokens():
+        if token.role == "viewer":
+            client.revoke_token(token.id)
+
+
+def test_a_revoked_token_hears_no_more_however_much_happens(
+    coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Only the revocation itself can have it judged anew.
+    monkeypatch.setattr(news, "BEAT_SECONDS", 1e9)
+    heard = listening(coordinator)
+    with much_happening(coordinator):
+        heard.until("happens")
+        end_tokens(coordinator)
+        assert heard.ended()
+
+
+def test_what_another_process_revoked_ends_streams_here(coordinator: LiveCoordinator) -> None:
+    heard, database = listening(coordinator), coordinator.services.database
+    with database.transaction() as session:
+        for row in session.scalars(select(TokenRow).where(TokenRow.role == "viewer")):
+            identity.revoke_token(session, database.now(), "another", row.id)
+    # Nobody rings here: it is seen at the next look at the tables.
+    assert heard.ended()
+
+
+def test_a_token_that_expires_hears_no_more_however_much_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(news, "BEAT_SECONDS", 0.2)
+    clock = Clock()
+    with LiveCoordinator(tmp_path, clock=clock) as coordinator:
+        heard = listening(coordinator)
+        with coordinator.services.database.transaction() as session:
+            session.execute(update(TokenRow).where(TokenRow.role == "viewer").values(expires_at=clock.at + 60))
+        with much_happening(coordinator):
+            heard.until("happens")
+            clock.advance(61)
+            assert heard.ended()
+
+
+def test_a_page_hears_no_more_once_its_session_has_ended(
+    coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(news, "BEAT_SECONDS", 1e9)
+    person = signed_in(coordinator, "viewer")
+    heard = Listening(coordinator.bare(person.cookie), "/page/events", None)
+    with much_happening(coordinator):
+        heard.until("happens")
+        assert person.send("/page/sign-out").status_code == 303
+        assert heard.ended()
 
 
 def test_a_site_hears_nothing_and_nobody_hears_of_a_run_that_is_not_there(standing: LiveCoordinator) -> None:

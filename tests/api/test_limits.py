@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import resource
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from sqlalchemy import delete
 
 from coordinator.memory import Memory, groups, used_bytes
 from coordinator.rates import MOST_KEYS, Rate
+from coordinator.services import _bytes_per_day
 from coordinator.storage.room import Room, is_full
 from coordinator.storage.tables import UploadRow
 from shared.problems import Busy
@@ -128,6 +130,17 @@ def test_a_site_may_have_so_many_unfinished_uploads(tmp_path: Path) -> None:
         assert site.post("/v1/uploads", headers=announced(b"third")).status_code == 201
 
 
+def test_a_site_may_announce_half_of_the_disk_a_day_if_no_setting_says_otherwise(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path) as live:
+        disk = os.statvfs(tmp_path)
+        assert live.services.quota.bytes_per_day == disk.f_blocks * disk.f_frsize // 2
+    settings = live.settings.model_copy(update={"site_bytes_per_day": 7})
+    assert _bytes_per_day(settings, live.services.blobs) == 7
+    # How large a store on other machines is nobody tells.
+    elsewhere = live.settings.model_copy(update={"blob_url": "s3://bucket"})
+    assert _bytes_per_day(elsewhere, live.services.blobs) is None
+
+
 # ---------------------------------------------------------------- the disk
 
 
@@ -156,6 +169,21 @@ def test_what_there_is_no_room_for_is_refused_before_it_is_sent(coordinator: Liv
     assert append(http, location, 0, LARGE).status_code == 204
     assert http.get("/healthz/ready").json()["store_has_room"]
     assert re.search(r"^tessera_disk_free_bytes [1-9]", http.get("/metrics").text, re.MULTILINE)
+
+
+def test_what_was_announced_and_not_sent_needs_room_too(coordinator: LiveCoordinator) -> None:
+    site, other = coordinator.http("site", "a"), coordinator.http("site", "b")
+    share = coordinator.services.room.free_bytes() // 10
+
+    def announce(http: httpx.Client, name: bytes) -> httpx.Response:
+        return http.post("/v1/uploads", headers={**announced(name), "Upload-Length": str(share)})
+
+    reserve_all_but(coordinator, 2 * share + share // 2)
+    assert [announce(site, name).status_code for name in (b"1", b"2")] == [201, 201]
+    assert "disk_reserve_bytes" in refused(announce(site, b"3"), 503, "store-full").detail
+    # A repeat needs no more room, and no other site has to wait for what may never be sent.
+    assert announce(site, b"2").status_code == 201
+    assert announce(other, b"3").status_code == 201
 
 
 def test_uploads_under_way_are_counted_before_they_are_on_the_disk(tmp_path: Path) -> None:

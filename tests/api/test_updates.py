@@ -6,9 +6,12 @@ import base64
 import hashlib
 import io
 import itertools
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from sqlalchemy import select
 from coordinator.storage.tables import BlobRow, RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
 from shared.blocks import NUMPY_DTYPES, Block
 from shared.client import Client
+from shared.inspection import Inspector
 from shared.methods import Chosen
 from shared.model import Model
 from shared.problems import Problem
@@ -339,3 +343,32 @@ def test_an_update_too_long_for_its_submission_is_refused_with_what_may_be(scene
     data = bytes(65_537)
     with refusing("invalid", "65537 bytes; at most 65536 come with a submission"):
         scene.bad.client.submit(scene.task.id, submission(scene, update=digest_of(data), data=data))
+
+
+@pytest.mark.parametrize("spoilt", [False, True], ids=["accepted", "rejected"])
+def test_the_same_submission_many_times_at_once_is_inspected_once(
+    scene: Scene, standing: LiveCoordinator, monkeypatch: pytest.MonkeyPatch, spoilt: bool
+) -> None:
+    inspected: list[str] = []
+    real = Inspector.checked
+
+    def slowly(self: Inspector, digest: str, *more: Any) -> Any:
+        inspected.append(digest)
+        # Long enough for all others to come in between.
+        time.sleep(0.3)
+        return real(self, digest, *more)
+
+    monkeypatch.setattr(Inspector, "checked", slowly)
+    said = submission(scene, **({"update": scene.bad.client.put_bytes(b"no update")} if spoilt else {}))
+    credential = scene.bad.client._transport._credential
+    assert credential
+    http = standing.bare({"Authorization": f"Bearer {credential.secret}", "Content-Type": "application/json"})
+
+    def submit(_: int) -> tuple[int, str]:
+        answer = http.post(f"/v1/tasks/{scene.task.id}/update", content=said.model_dump_json())
+        return answer.status_code, answer.json().get("state") or answer.json()["code"]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = set(pool.map(submit, range(8)))
+    assert answers == {(422, "invalid-update") if spoilt else (200, "accepted")}
+    assert len(inspected) == 1

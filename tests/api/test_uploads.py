@@ -10,13 +10,17 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from sqlalchemy import update
 
 from coordinator.api.blobs import uploads
 from coordinator.storage.tables import UploadRow
+from coordinator.storage.uploads import Upload, Uploads
+from shared.blobs import Stored
 from shared.tensors import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
 
@@ -335,3 +339,48 @@ def test_a_silent_sender_is_cut_off_and_a_slow_one_is_not(tmp_path: Path) -> Non
             answer = raw.recv(65536)
         assert b"no byte came for 0.3 s" in answer
         assert progress(http.head(location)) == (4, "?0")
+
+
+def test_an_empty_part_has_nothing_hashed_again(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = 0
+
+    class Counting:
+        def __init__(self) -> None:
+            self.real = hashlib.sha256()
+
+        def update(self, piece: bytes) -> None:
+            nonlocal hashed
+            hashed += len(piece)
+            self.real.update(piece)
+
+        def hexdigest(self) -> str:
+            return self.real.hexdigest()
+
+    location = http.post("/v1/uploads", headers=announced(LARGE)).headers["Location"]
+    assert append(http, location, 0, LARGE[:-1]).status_code == 204
+    monkeypatch.setattr("coordinator.storage.uploads.hashlib", SimpleNamespace(sha256=Counting))
+    for _ in range(3):
+        assert append(http, location, len(LARGE) - 1, b"").status_code == 204
+    assert hashed == 0
+    assert append(http, location, len(LARGE) - 1, LARGE[-1:]).status_code == 204
+    assert hashed == len(LARGE)
+    assert read(http, LARGE).content == LARGE
+
+
+def test_an_upload_has_the_length_of_its_bytes_whatever_is_announced_meanwhile(
+    coordinator: LiveCoordinator, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another length is announced just before the last byte is here: the digest says which of the two is true."""
+    location = http.post("/v1/uploads", headers=announced(SMALL)).headers["Location"]
+    real = Uploads._complete
+
+    def late(self: Uploads, upload: Upload, stored: Stored) -> None:
+        with coordinator.services.database.transaction() as session:
+            session.execute(update(UploadRow).values(length=len(SMALL) + 1))
+        real(self, upload, stored)
+
+    monkeypatch.setattr(Uploads, "_complete", late)
+    assert append(http, location, 0, SMALL).status_code == 204
+    monkeypatch.undo()
+    assert progress(http.head(location)) == (len(SMALL), "?1")
+    assert http.post("/v1/uploads", headers=announced(SMALL)).status_code == 201

@@ -204,6 +204,18 @@ def test_nothing_that_a_worker_says_becomes_markup(coordinator: LiveCoordinator,
     assert "{{ 7 * 7 }}" in admin.http.get("/page/failures").text
 
 
+def test_nothing_that_a_worker_says_turns_letters_around_or_controls_anything(
+    coordinator: LiveCoordinator, admin: Person
+) -> None:
+    worked(coordinator)
+    with coordinator.services.database.transaction() as session:
+        for worker in session.query(WorkerRow):
+            worker.declared = {**worker.declared, "device": "\x1b[31m\u202egnp.exe\x9b2J"}
+    text = admin.http.get("/page/sites").text
+    assert not set(text) & set("\x1b\u202e\x9b")
+    assert "\ufffd[31m\ufffdgnp.exe\ufffd2J" in text
+
+
 def test_a_run_is_started_from_what_another_made(coordinator: LiveCoordinator) -> None:
     person = signed_in(coordinator, "orchestrator")
     worker = ScriptedWorker(coordinator.client("site", "a"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.addresses import PLAIN_HTTP
+from shared.cli import output
 from shared.cli.connection import Connection, only
 from shared.cli.output import show_problem
 from shared.cli.secret import place_for
@@ -269,3 +270,19 @@ def test_the_place_of_a_secret_that_never_came_is_removed(tmp_path: Path) -> Non
     with pytest.raises(NotFound), place_for(tmp_path / "token"):
         raise NotFound("no such site")
     assert not (tmp_path / "token").exists()
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[31mred\x9b2J\u202egnp.exe\r\x00"
+
+
+def test_no_text_of_a_worker_moves_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    output.out().print(output.table((HOSTILE, "b"), [(HOSTILE, "ü \u00a0 x")]))
+    output.complain(HOSTILE)
+    output.note(HOSTILE)
+    output.show_problem(
+        Invalid(HOSTILE, errors=[Fault(pointer=HOSTILE, detail=HOSTILE)], remedy=HOSTILE), as_json=False
+    )
+    told = "".join(capsys.readouterr())
+    assert not set(told) & set("\x1b\x07\x9b\u202e\r\x00")
+    assert "\ufffd]0;title\ufffd\ufffd[31mred\ufffd2J\ufffdgnp.exe" in told
+    assert "ü \u00a0 x" in told

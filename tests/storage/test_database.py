@@ -208,3 +208,21 @@ def test_of_evaluations_that_the_version_before_asked_for_twice_the_one_that_is_
         ("y0", "cancelled"),
         ("z0", "failed"),
     ]
+
+
+@pytest.mark.sqlite
+def test_nobody_else_can_open_a_file_by_which_writers_take_turns(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        # As an earlier version left it.
+        (tmp_path / "t.db.turn").touch(mode=0o644)
+        database = Database(f"sqlite:///{tmp_path}/t.db")
+        database.hold("serve")
+        with database.transaction():
+            pass
+        database.close()
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.glob("t.db*")}
+    assert modes == dict.fromkeys(modes, "0o600")
+    assert {"t.db.turn", "t.db.serve.lock"} <= set(modes)
