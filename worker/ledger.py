@@ -162,9 +162,9 @@ class Ledger:
         """Return the data set's entries that count, oldest first; none if there are none. Raises LedgerError."""
         return counting(self._judged(dataset, self._chain(dataset).read()))
 
-    def check(self, dataset: str) -> None:
-        """Raise LedgerError if nothing may be spent of the data set."""
-        self._judged(dataset, self._chain(dataset).check())
+    def check(self, dataset: str) -> tuple[Entry, ...]:
+        """Return what `read` does. Raises LedgerError if nothing may be spent of the data set."""
+        return counting(self._judged(dataset, self._chain(dataset).check()))
 
     def latest(self, dataset: str) -> tuple[Entry, ...]:
         """Return what `read` does, from memory if the file has not changed. Raises LedgerError, OSError."""

@@ -1,7 +1,8 @@
 """How many examples two data sets share, by keyed hashes of them.
 
-Of each data set the ledger keeps the smallest hashes, which are a uniform sample of its examples (a bottom-k sketch: Cohen
-and Kaplan 2007, "Summarizing data using bottom-k sketches"). The share of them that another data set has is the estimate.
+Of each data set the ledger keeps the smallest hashes, which are a uniform sample of its examples (a bottom-k sketch:
+Cohen and Kaplan 2007, "Summarizing data using bottom-k sketches"). The share of them that another data set has is the
+estimate.
 """
 
 from __future__ import annotations
