@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Self
 
+import numpy as np
+import structlog
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -124,6 +126,48 @@ def attention_profile(
     if missed := [name for name, seen in gathered.items() if not seen]:
         raise UnknownAttention(f"no attention of a sequence to itself was seen in {', '.join(missed[:8])}")
     return {layer.name: _measured(model, layer, gathered[layer.name]) for layer in layers}
+
+
+def isolated_profile(
+    profile: Callable[[Iterable[Mapping[str, Tensor]]], dict[str, LayerAttention]],
+    placeholder: Mapping[str, Tensor],
+    batches: Iterable[Mapping[str, Tensor]],
+    common: Callable[[Mapping[str, Tensor]], Collection[str]],
+) -> dict[str, LayerAttention]:
+    """As `profile` gives for the batches, with a mass of 0 for an example that makes it fail by itself.
+
+    What a model cannot do whatever the examples are fails on the placeholder, a batch of one made-up example. Only
+    `mass` and `sink` are of all the batches.
+    """
+    nothing = {
+        name: replace(layer, mass=np.zeros_like(layer.mass), sink=np.zeros_like(layer.sink))
+        for name, layer in profile([placeholder]).items()
+    }
+    found = []
+    for batch in batches:
+        try:
+            found.append(profile([batch]))
+        except Exception as fault:  # noqa: BLE001  (a model's own code fails in any of its own ways)
+            structlog.get_logger("worker").info("attention-not-measured", reason=repr(fault))
+            apart = _apart(batch, common(batch))
+            found += [nothing] if len(apart) == 1 else [isolated_profile(profile, placeholder, apart, common)]
+    return {
+        name: replace(
+            layer,
+            mass=np.concatenate([each[name].mass for each in found]),
+            sink=np.concatenate([each[name].sink for each in found]),
+        )
+        for name, layer in nothing.items()
+    }
+
+
+def _apart(batch: Mapping[str, Tensor], common: Collection[str]) -> list[dict[str, Tensor]]:
+    """The examples of a batch, in batches of one."""
+    examples = len(batch["labels"])
+    return [
+        {name: tensor if name in common else tensor[row : row + 1] for name, tensor in batch.items()}
+        for row in range(examples)
+    ]
 
 
 def _places(layers: Sequence[Layer]) -> dict[str, str]:

@@ -3,64 +3,52 @@
 Each example is in a step's batch by a throw of the dice of its own, its gradient over all that trains is clipped to
 one norm, Gaussian noise goes on the sum, and the sum is divided by the number of examples that a batch is expected to
 have, since the number that it has is private. Needs the extra `privacy`.
+
+The noisy sum is rounded to a grid that is known to everybody. Floating-point noise does not reach every number, and
+which numbers a sum can come to would tell what lies under the noise (Mironov 2012); each place of the grid can be
+reached from wherever the sum is.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
+import structlog
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shared.methods.contract import WorkerHalf
 from worker.data import Dataset
-from worker.forward import losses
+from worker.dice import Dice
+from worker.forward import IGNORED, losses
 from worker.freezing import Freeze
-from worker.perexample import EXACT, ROUGH, Batch, Gradients, at_once, fastest, norms
+from worker.measuring import measuring
+from worker.perexample import (
+    EXACT,
+    ROUGH,
+    Batch,
+    Gradients,
+    OneByOne,
+    at_once,
+    fastest,
+    isolate_examples,
+    norms,
+)
 from worker.trainer import Trainer, autocast
+from worker.work import LocalWork
 
+GRID = 1024
+"""Steps of the grid that the noise's standard deviation is at least: rounding adds less than a part in ten million to
+the noise's variance, and each step holds some 2^50 of the values that the noise can take."""
 
-class Dice:
-    """Randomness that nobody outside this process can know or find out by trying.
+NOISE_AT_ONCE = 1 << 20
+"""Values of noise that are drawn at a time."""
 
-    The run's seed will not do: the coordinator knows it, and would take the noise off again. Nor will torch's
-    generator on the CPU, which keeps 32 bits of any seed.
-    """
-
-    def __init__(self, device: torch.device, entropy: bytes) -> None:
-        own, seeds = np.random.SeedSequence(int.from_bytes(entropy)).spawn(2)
-        self._numpy = np.random.default_rng(own)
-        self._device = device
-        noise, other = (int(seed >> 1) for seed in seeds.generate_state(2, np.uint64))
-        # On a GPU torch keeps 64 bits, and the noise need not be carried there.
-        self._torch = torch.Generator(device).manual_seed(noise) if device.type == "cuda" else None
-        self.seed = other
-        """For what is not noise, such as dropout."""
-
-    def sample(self, examples: int, rate: float) -> Tensor:
-        """The examples of one Poisson sample, int64 [sampled]."""
-        if rate >= 1:
-            return torch.arange(examples)
-        return torch.from_numpy(np.flatnonzero(self._numpy.random(examples) < rate))
-
-    def normal(self, shape: Sequence[int]) -> Tensor:
-        """Standard normal, float32, on the device."""
-        if self._torch is not None:
-            return torch.randn(tuple(shape), generator=self._torch, device=self._device)
-        return torch.from_numpy(self._numpy.standard_normal(tuple(shape), dtype=np.float32)).to(self._device)
-
-    def gumbel(self, count: int) -> np.ndarray:
-        """Standard Gumbel, float64 [count]."""
-        return self._numpy.gumbel(size=count)
-
-
-def secret_dice(device: torch.device) -> Dice:
-    return Dice(device, os.urandom(32))
+ROUNDING = {EXACT: 2.0**-14, ROUGH: 2.0**-6}
+"""By how much less than the clip norm an example counts, by how its gradient is found: what the others in its batch
+change of its gradient by rounding, and it of theirs, is part of what one example changes."""
 
 
 @dataclass(frozen=True)
@@ -90,20 +78,78 @@ class Mechanism:
     clip_norm: float
     noise_multiplier: float
 
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the noise on each value of a sum."""
+        return self.noise_multiplier * self.clip_norm
+
+    @property
+    def grid(self) -> float:
+        """What released sums are multiples of: a power of two, which divides without rounding."""
+        return math.ldexp(1.0, math.frexp(self.deviation / GRID)[1] - 1)
+
+
+def scales(gradients: Gradients, clip_norm: float) -> Tensor:
+    """Return what each example's gradient is multiplied by, float64 [examples].
+
+    So it is no longer than `clip_norm` over all parameters together; 0 is for one that is no number.
+    """
+    lengths = norms(gradients)
+    return torch.where(lengths.isfinite(), clip_norm / lengths.clamp(min=clip_norm), 0.0)
+
+
+def scaled_sum(gradients: Gradients, scale: Tensor) -> list[Tensor]:
+    """Return the sum over the examples for each parameter, float64. A value that is no number counts as zero."""
+    # By way of `to` it is a copy even where the gradients are float64 already.
+    return [
+        torch.tensordot(scale, gradient.to(torch.float64, copy=True).nan_to_num_(0.0, 0.0, 0.0), dims=([0], [0]))
+        for gradient in gradients
+    ]
+
 
 def clipped_sum(gradients: Gradients, clip_norm: float) -> list[Tensor]:
     """For each parameter the sum over the examples of their gradients, each scaled down to `clip_norm` where it is
     longer: over all parameters together, so that one example more or less moves the sums by no more than `clip_norm`
     in l2. A gradient that is no number counts as zero."""
-    lengths = norms(gradients)  # [examples]
-    scale = torch.where(lengths.isfinite(), clip_norm / lengths.clamp(min=clip_norm), 0.0)
-    return [
-        torch.tensordot(scale, gradient.float().nan_to_num(0.0, 0.0, 0.0), dims=([0], [0])) for gradient in gradients
-    ]
+    return scaled_sum(gradients, scales(gradients, clip_norm))
+
+
+def release(total: Tensor, mechanism: Mechanism, dice: Dice) -> None:
+    """Add the noise to a sum, float64 and contiguous, and round it to the grid, in place.
+
+    The data enter nowhere else: whatever is made of the result is made of multiples of the grid.
+    """
+    for values in torch.split(total.view(-1), NOISE_AT_ONCE):
+        noise = torch.from_numpy(dice.normal(len(values))).to(values.device)
+        values.add_(noise, alpha=mechanism.deviation).div_(mechanism.grid).round_().mul_(mechanism.grid)
+
+
+def known_examples(work: LocalWork, dataset: Dataset, sample: Batch) -> Tensor:
+    """Return of which examples the model has all words and classes, bool [examples]: on a GPU any other would end the
+    process, and on a CPU the batch. `sample` is a batch that the model takes."""
+    with measuring(work.model), torch.no_grad():
+        logits = work.forward(sample).logits
+    config, classes = work.model.config, None if logits is None else logits.shape[-1]
+    bounds = {
+        "input_ids": getattr(config, "vocab_size", None),
+        "token_type_ids": getattr(config, "type_vocab_size", None),
+        "labels": None if classes == 1 else classes,  # one output is a number, and no class
+    }
+    known = torch.ones(dataset.examples, dtype=torch.bool)
+    for name, bound in bounds.items():
+        values = dataset.tensors.get(name)
+        if bound and values is not None and not values.is_floating_point():
+            fits = ((values >= 0) & (values < bound)) | ((values == IGNORED) & (name == "labels"))
+            known &= fits.flatten(1).all(dim=1) if fits.ndim > 1 else fits
+    return known
 
 
 class NoisyGradients:
-    """Gives the parameters of a phase noisy gradients, a Poisson sample for each `fill`. `close` it when done."""
+    """Gives the parameters of a phase noisy gradients, a Poisson sample for each `fill`. `close` it when done.
+
+    Whatever an example is, `fill` does not fail by it: an example whose gradient cannot be found counts as zero. How
+    the gradients of single examples are found is settled on made-up ones.
+    """
 
     def __init__(self, trainer: Trainer, freeze: Freeze, dataset: Dataset, mechanism: Mechanism, dice: Dice) -> None:
         self.steps = mechanism.sampling.steps
@@ -113,12 +159,11 @@ class NoisyGradients:
         self._mechanism = mechanism
         self._dice = dice
         self._device = trainer.device
-        self._common = {name: tensor.to(trainer.device) for name, tensor in dataset.common.items()}
+        self._without = 0
+        self._log = structlog.get_logger("worker")
+        common = {name: tensor.to(trainer.device) for name, tensor in dataset.common.items()}
         model = trainer.work.model
-        for module in model.modules():
-            # It would mix examples with each other, and its statistics are raw data.
-            if isinstance(module, _BatchNorm):
-                module.eval()
+        isolate_examples(model, freeze.parameters)
         half, work = trainer.half, trainer.work
 
         def loss(batch: Batch) -> Tensor:
@@ -130,10 +175,13 @@ class NoisyGradients:
                 return losses(work.forward(batch), work.head, batch["labels"])
 
         plain = type(half).loss is WorkerHalf.loss
-        sample = self._rows(torch.tensor(sorted({0, dataset.examples - 1})))
+        sample = {name: tensor.to(trainer.device) for name, tensor in dataset.placeholder(2).items()}
         exact = trainer.training.precision == "float32" and all(p.dtype.itemsize >= 4 for p in freeze.parameters)
         tolerance = EXACT if exact else ROUGH
-        self._way = fastest(model, loss, each if plain else None, freeze.parameters, self._common, sample, tolerance)
+        self._clip_norm = mechanism.clip_norm * (1 - ROUNDING[tolerance])
+        self._way = fastest(model, loss, each if plain else None, freeze.parameters, common, sample, tolerance)
+        self._known = known_examples(work, dataset, {name: tensor[:1] for name, tensor in sample.items()} | common)
+        self._alone = OneByOne(loss, freeze.parameters, common)
         self._at_once = at_once(self._way, freeze.parameters)
 
     @property
@@ -146,25 +194,56 @@ class NoisyGradients:
 
     def fill(self) -> None:
         """Sets each parameter's gradient to the noisy mean of clipped ones; frozen rows get neither."""
-        mechanism = self._mechanism
-        rows = self._dice.sample(self._dataset.examples, mechanism.sampling.rate)
-        deviation = mechanism.noise_multiplier * mechanism.clip_norm
-        for parameter, clean in zip(self._freeze.parameters, self.sums(rows), strict=True):
-            noisy = clean + deviation * self._dice.normal(clean.shape)
-            parameter.grad = (noisy / mechanism.sampling.expected).to(parameter.dtype)
+        how = self._mechanism.sampling
+        rows = torch.from_numpy(self._dice.sample(how.examples, how.rate))
+        for parameter, total in zip(self._freeze.parameters, self.sums(rows), strict=True):
+            release(total, self._mechanism, self._dice)
+            parameter.grad = total.div_(how.expected).to(parameter.dtype)
         self._freeze.mask_gradients()
 
     def sums(self, rows: Tensor) -> list[Tensor]:
-        """For each parameter the sum of these examples' clipped gradients, without any noise. `rows`, int64
+        """For each parameter the sum of these examples' clipped gradients, float64, without any noise. `rows`, int64
         [sampled], may be none at all."""
-        sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self._freeze.parameters]
+        self._without += int((~self._known[rows]).sum())
+        rows = rows[self._known[rows]]
+        totals = [
+            torch.zeros_like(parameter, dtype=torch.float64, memory_format=torch.contiguous_format)
+            for parameter in self._freeze.parameters
+        ]
         for some in torch.split(rows, self._at_once) if len(rows) else ():
-            gradients = self._way(self._rows(some))
-            for parameter, gradient in zip(self._freeze.parameters, gradients, strict=True):
-                self._freeze.mask(parameter, gradient)
-            for total, part in zip(sums, clipped_sum(gradients, self._mechanism.clip_norm), strict=True):
-                total.add_(part)
-        return sums
+            for gradients in self._gradients(some):
+                for parameter, gradient in zip(self._freeze.parameters, gradients, strict=True):
+                    self._freeze.mask(parameter, gradient)
+                scale = scales(gradients, self._clip_norm)
+                self._without += int((scale == 0).sum())
+                for total, part in zip(totals, scaled_sum(gradients, scale), strict=True):
+                    total.add_(part)
+        return totals
+
+    def _gradients(self, rows: Tensor) -> Iterator[Gradients]:
+        """Yield the gradients of these examples: all together or, if that fails, one by one.
+
+        An example by itself gets the next way where this one fails, and none if that fails too. So what an example
+        adds follows from the example alone.
+        """
+        ways = [self._way] if len(rows) > 1 else [self._way, self._alone]
+        for way in ways:
+            try:
+                found = way(self._rows(rows))
+            except Exception as fault:  # noqa: BLE001  (a model's own code fails in any of its own ways)
+                self._log.info("per-example-gradients-failed", way=way.name, examples=len(rows), reason=repr(fault))
+            else:
+                yield found
+                return
+        if len(rows) > 1:
+            for row in torch.split(rows, 1):
+                yield from self._gradients(row)
+        else:
+            self._without += 1
 
     def close(self) -> None:
         self._way.close()
+        if self._without:
+            # For the site alone: that there are such examples is an exact answer about its data.
+            reason = "their gradients are no numbers, or could not be computed"
+            self._log.warning("examples-counted-as-zero", times=self._without, reason=reason)

@@ -23,6 +23,7 @@ from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 Batch = Mapping[str, Tensor]
@@ -138,34 +139,65 @@ class Hooked:
             module.register_forward_pre_hook(self._expand) for module in holders if isinstance(module, nn.Embedding)
         ]
         try:
-            GradSampleHooks(model, loss_reduction="sum")
+            self._hooks = GradSampleHooks(model, loss_reduction="sum")
         except Exception:
             self.close()
             raise
+        self._hooks.disable_hooks()
 
     def _expand(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Positions are looked up once for the whole batch; Opacus needs to see them looked up for each example."""
         index, *rest = inputs
-        if index.ndim > 1 and len(index) == 1:
+        if self._hooks.hooks_enabled and index.ndim > 1 and len(index) == 1:
             index = index.expand(self._examples, *index.shape[1:])
         return (index, *rest)
 
     def __call__(self, batch: Batch) -> Gradients:
+        """Raises NotImplementedError if the gradients do not add up to that of the sum, for examples where it is a
+        number."""
         self._examples = len(next(iter(batch.values())))
-        for parameter in self._parameters:
-            _forget(parameter)
-        with warnings.catch_warnings():
-            # Of layers whose inputs need no gradient, such as the first.
-            warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
-            self._losses(batch).sum().backward()  # type: ignore[no-untyped-call]
-        each, totals = [self._each(parameter) for parameter in self._parameters], [p.grad for p in self._parameters]
-        for parameter in self._parameters:
-            _forget(parameter)
-        present = [(one, total[None]) for one, total in zip(each, totals, strict=True) if total is not None]
-        sums = [one.sum(dim=0, keepdim=True) for one, _ in present]
-        if not agree(sums, [total for _, total in present], self._tolerance):
-            raise NotImplementedError("the examples' gradients do not add up: a tensor is used outside its own layer")
+        self._reset()
+        self._hooks.enable_hooks()
+        try:
+            with warnings.catch_warnings():
+                # Of layers whose inputs need no gradient, such as the first.
+                warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
+                self._losses(batch).sum().backward()  # type: ignore[no-untyped-call]
+            each = [self._each(parameter) for parameter in self._parameters]
+            totals = [parameter.grad for parameter in self._parameters]
+        finally:
+            self._hooks.disable_hooks()
+            self._reset()
+        finite = norms(each).isfinite()
+        if not bool(finite.all()):
+            # One that is no number leaves no number of the sum, which then says nothing of the others.
+            if bool(finite.any()):
+                others = self({name: tensor[finite] for name, tensor in batch.items()})
+                for one, other in zip(each, others, strict=True):
+                    one[finite] = other
+            return each
+        # By the lengths of all together: where they cancel each other out their sum is all rounding.
+        lengths = norms(each).sum()
+        for one, total in zip(each, totals, strict=True):
+            allowed = self._tolerance * norms([one]).sum() + self._tolerance / 100 * lengths
+            if total is not None and not bool((one.sum(dim=0) - total).float().norm() <= allowed):
+                raise NotImplementedError(
+                    "the examples' gradients do not add up: a tensor is used outside its own layer"
+                )
         return each
+
+    def _reset(self) -> None:
+        """Forget what the last pass left behind, and what one that failed half way did."""
+        for module in self._model.modules():
+            for left in ("activations", "max_batch_len"):
+                module.__dict__.pop(left, None)
+        for parameter in self._model.parameters():
+            parameter.__dict__.pop("_current_grad_sample", None)
+            if "_forward_counter" in parameter.__dict__:
+                parameter.__dict__["_forward_counter"] = 0
+        for parameter in self._parameters:
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+            parameter.grad = None
 
     def _each(self, parameter: nn.Parameter) -> Tensor:
         if parameter.grad is None:
@@ -189,14 +221,22 @@ class Hooked:
                 parameter.__dict__.pop(left, None)
 
 
-def _forget(parameter: nn.Parameter) -> None:
-    parameter.grad_sample = None  # type: ignore[attr-defined]
-    parameter.grad = None
-
-
 def _drops(module: nn.Module) -> bool:
     rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0)
     return isinstance(rate, float) and rate > 0
+
+
+def isolate_examples(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Switch off dropout, which depends on an example's place in its batch, and statistics of batches.
+
+    That is, put every module into evaluation mode, but for other layers that hold any of the parameters: Opacus looks
+    only at layers in training mode.
+    """
+    trained = set(parameters)
+    for module in model.modules():
+        rates = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+        mixes = isinstance(module, _BatchNorm) or any(rates)
+        module.training = _holds_any(module, trained) and not mixes
 
 
 def fastest(
@@ -208,15 +248,13 @@ def fastest(
     sample: Batch,
     tolerance: float = EXACT,
 ) -> PerExample:
-    """The fastest way that gives what single examples give on the `sample`, two or more examples of the data.
+    """The fastest way that gives what single examples give on the `sample`, of two or more examples.
 
+    Nothing of the data may be in the sample: which way is taken shows in how long a task takes.
     `loss` is a batch's; `losses`, if known, each example's in a batch without anything in common. Leaves the model as
     it was, bit for bit.
     """
     truth = OneByOne(loss, parameters, common)
-    if len(next(iter(sample.values()))) < 2:
-        # Of a single example nothing can be told apart.
-        return truth
     ways: list[Callable[[], PerExample]] = [lambda: Batched(model, loss, parameters, common)]
     if losses is not None and not common:
         known = losses
@@ -238,8 +276,6 @@ def _agreeing(
         if agree(way(sample), expected, tolerance):
             return way
         reason = "it finds other gradients than single examples give"
-    except torch.OutOfMemoryError:
-        raise
     except Exception as fault:  # noqa: BLE001  (a model's own code fails in any of its own ways)
         reason = f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
     if way is not None:
@@ -266,9 +302,16 @@ def agree(found: Gradients, expected: Gradients, tolerance: float = EXACT) -> bo
 
 
 def norms(gradients: Gradients) -> Tensor:
-    """The l2 norm of each example's gradient over all tensors together, float32 [examples]."""
-    squares = [gradient.reshape(len(gradient), -1).float().square().sum(dim=1) for gradient in gradients]
-    return torch.stack(squares).sum(dim=0).sqrt()
+    """The l2 norm of each example's gradient over all tensors together, float64 [examples].
+
+    In float32 the squares of small gradients would vanish, and a clip norm yet smaller would not clip them.
+    """
+    lengths = [
+        torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1, dtype=torch.float64)
+        for gradient in gradients
+    ]
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(lengths), dim=0)
+    return whole
 
 
 @contextmanager
@@ -281,14 +324,11 @@ def _at_a_generic_point(model: nn.Module, parameters: Sequence[nn.Parameter]) ->
     values = [parameter.detach().clone() for parameter in parameters]
     modes = [(module, module.training) for module in model.modules()]
     generator = torch.Generator().manual_seed(0)
-    trained = set(parameters)
     with torch.no_grad():
         for parameter in parameters:
             size = parameter.square().mean().sqrt().clamp(min=0.02)
             parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * size * 0.1)
-    for module, _ in modes:
-        # Opacus looks only at layers in training mode.
-        module.training = _holds_any(module, trained)
+    isolate_examples(model, parameters)
     try:
         yield
     finally:
@@ -312,4 +352,6 @@ def at_once(way: PerExample, parameters: Sequence[nn.Parameter]) -> int:
     """How many examples' gradients to hold at a time."""
     if isinstance(way, OneByOne):
         return 1
-    return max(1, CHUNK_BYTES // max(1, sum(parameter.nbytes for parameter in parameters)))
+    sizes = [parameter.nbytes for parameter in parameters]
+    # One tensor after the other is added up in float64.
+    return max(1, CHUNK_BYTES // max(1, sum(sizes) + 2 * max(sizes, default=0)))

@@ -12,14 +12,14 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import structlog
-import torch
 
 from shared.privacy import Budget, Privacy, rho_of
 from shared.tensors import Array
 from shared.wire import Task
 from worker.accounting import Overspent, epsilon, noise_multiplier, within
 from worker.data import Dataset
-from worker.dpsgd import Dice, Mechanism, NoisyGradients, sampling, secret_dice
+from worker.dice import Dice, secret_key
+from worker.dpsgd import Mechanism, NoisyGradients, sampling
 from worker.freezing import Freeze
 from worker.ledger import Entry, Event, Ledger, LedgerError, NoisyChoice, NoisySteps, Page, noisy_in
 from worker.policy import Allowance, PolicyViolation, PrivacyFloor
@@ -46,12 +46,12 @@ class PrivateTask:
         examples: int,
         ledger: Ledger,
         budget: Allowance | None,
-        device: torch.device,
         floor: PrivacyFloor | None = None,
         weekly: Budget | None = None,
+        key: bytes | None = None,
     ) -> None:
-        if privacy.delta * examples >= 1:
-            raise PolicyViolation("privacy", f"a delta of {privacy.delta:g} promises nothing to {examples} examples")
+        """`key` is what all randomness follows from; a secret one of this task alone if None."""
+        _check_delta(privacy.delta, examples)
         self._task = task
         self._privacy = privacy
         self._target = Budget(epsilon=privacy.epsilon, delta=privacy.delta)
@@ -62,7 +62,7 @@ class PrivateTask:
         self._weekly = weekly
         self._reserved: list[int] = []
         self._leaves = False
-        self._dice = secret_dice(device)
+        self._dice = Dice(key or secret_key())
         self._mechanism: Mechanism | None = None
         self._selections = (privacy.selections or task.rounds) if privacy.selection == "noisy" else 0
         self._choice = NoisyChoice(rho=privacy.selection_share * rho_of(privacy) / max(1, self._selections))
@@ -126,8 +126,8 @@ class PrivateTask:
             event = self._noisy_steps(page.entries, epochs)
             self._write(page, [event])
         self._mechanism = Mechanism(self._sampling, self._privacy.clip_norm, event.noise_multiplier)
-        # Which units drop out must not be known either: what one example's place is depends on the others.
-        seed_everything(self._dice.seed)
+        # Dropout is off. What else a model's own code may draw must not be known either.
+        seed_everything(self._dice.seed())
 
     def phase(self, trainer: Trainer, freeze: Freeze, dataset: Dataset) -> NoisyGradients:
         if self._mechanism is None:
@@ -247,13 +247,30 @@ def _noisy(noise: float, rate: float, steps: int) -> NoisySteps:
     return NoisySteps(noise_multiplier=noise, sampling_rate=rate, steps=steps)
 
 
+def _check_delta(delta: float, examples: int) -> None:
+    """Raises PolicyViolation for a delta that would allow to give whole examples away."""
+    most = examples**-1.1
+    if delta > most:
+        raise PolicyViolation(
+            "privacy",
+            f"a delta of {delta:g} promises nothing to {examples} examples: set privacy.delta to {most:.2g} or less, "
+            f"better to less than {0.1 / examples:.2g}",
+        )
+    if delta > 0.1 / examples:
+        structlog.get_logger("worker").warning(
+            "privacy-delta-large", delta=delta, examples=examples, remedy=f"have the run set {0.1 / examples:.2g}"
+        )
+
+
 def bounded_sums(scores: Array) -> Array:
     """The sums over the examples, float64 [candidates], of scores [examples, candidates] brought into [0, 1].
 
     So one example more or less moves each sum by at most 1, and none of them the other way. A score that is no number
-    counts as 0.
+    counts as 0. Scores are rounded to multiples of 2^-30, whose sums float64 holds exactly: in which order examples
+    are added up changes nothing.
     """
-    sums: Array = np.nan_to_num(scores.astype(np.float64)).clip(0, 1).sum(axis=0)
+    bounded = np.nan_to_num(scores.astype(np.float64)).clip(0, 1)
+    sums: Array = np.ldexp(np.rint(np.ldexp(bounded, 30)).sum(axis=0), -30)
     return sums
 
 

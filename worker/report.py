@@ -32,9 +32,12 @@ class Report:
     loss: float | None = None
     of_bytes: int = 0
     """Those that are to be moved in this phase, together with what was moved before."""
+    by_quarter: bool = False
+    """Whether only full quarters of the steps are told: how long a single step takes tells the size of its batch."""
 
-    def begin(self, phase: Phase, *, steps: int = 0, of_bytes: int = 0) -> None:
+    def begin(self, phase: Phase, *, steps: int = 0, of_bytes: int = 0, by_quarter: bool = False) -> None:
         self.step, self.steps, self.loss, self.of_bytes = 0, steps, None, of_bytes
+        self.by_quarter = by_quarter
         self.phase = phase
 
     def advance(self, loss: float | None = None) -> None:
@@ -49,9 +52,15 @@ class Report:
         loss = None if self.loss is None else rounded(self.loss)
         return Progress(
             phase=self.phase,
-            step=self.step if works else None,
+            step=self._step() if works else None,
             steps=self.steps or None,
             loss=loss if loss is not None and abs(loss) < LARGEST_NUMBER else None,
             bytes=moved,
             of_bytes=self.of_bytes or None,
         )
+
+    def _step(self) -> int:
+        if not self.by_quarter:
+            return self.step
+        quarters = 4 * self.step // self.steps if self.steps else 0
+        return quarters * self.steps // 4

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.methods.contract import Phase, Tally, WorkerHalf
+from shared.methods.contract import Phase, Tally, Unsuited, WorkerHalf
 from shared.training import Training
 from worker.data import Dataset
 from worker.freezing import Freeze
+from worker.measuring import measuring
 from worker.report import Report
 from worker.work import LocalWork
 
@@ -59,8 +60,8 @@ def seed_everything(seed: int) -> None:
 class Trainer:
     """Trains a model for one task.
 
-    In float32 on the CPU, the same model, data, seed and number of threads give the same bits; not so with `private`,
-    whose noise nobody can draw again.
+    In float32 on the CPU, the same model, data, seed and number of threads give the same bits; with `private` only
+    where its dice have the same key too.
     """
 
     half: WorkerHalf[Any]
@@ -86,9 +87,10 @@ class Trainer:
         self.work.model.train()
         steps, loss = 0, math.nan
         epochs = sum(epochs_of(phase, self.training) for phase in phases)
-        if self.private is None:
-            self.report.begin("training", steps=epochs * steps_in(dataset.examples, self.training.batch_size))
+        steps_ahead = epochs * steps_in(dataset.examples, self.training.batch_size)
+        self.report.begin("training", steps=steps_ahead, by_quarter=self.private is not None)
         if self.private and phases:
+            self._rehearse(dataset)
             self.private.begin(epochs)
         for phase in phases:
             self.half.enter(self.work, phase)
@@ -100,6 +102,22 @@ class Trainer:
                     loss = epoch.run(batches)
             steps += epoch.steps
         return Tally(examples=dataset.examples, steps=steps, loss=loss)
+
+    def _rehearse(self, dataset: Dataset) -> None:
+        """Compute one loss on no example of the data set. Raises Unsuited for a model that does not fit the data set,
+        before anything is paid for and whatever the examples are; afterwards a private task does not fail by them."""
+        batch = {**dataset.placeholder(1), **dataset.common}
+        try:
+            with measuring(self.work.model), torch.no_grad(), autocast(self.training, self.device):
+                self.half.loss(self.work, {name: tensor.to(self.device) for name, tensor in batch.items()})
+        except torch.OutOfMemoryError:
+            raise
+        except (IndexError, RuntimeError, TypeError, ValueError) as fault:
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(batch.items()))
+            raise Unsuited(
+                f"the model gives no loss for an example of this data set ({shapes}): {type(fault).__name__}. A "
+                "private run pads texts to the data set's max_length, which the model must take."
+            ) from fault
 
     def _train_privately(self, private: PrivateTask, epoch: _Epoch, epochs: int, dataset: Dataset) -> None:
         noisy = private.phase(self, epoch.freeze, dataset)

@@ -16,7 +16,7 @@ from shared.methods.contract import Output, Plan
 from shared.model import Fusion, Head, LocalStart, Modality
 from shared.profile import LayerAttention, TaskTokens
 from shared.tensors import Array
-from worker.attention import attention_profile
+from worker.attention import attention_profile, isolated_profile
 from worker.blockmap import DTYPES, named_tensors
 from worker.configs import ConfigError
 from worker.forward import IGNORED, forward
@@ -43,6 +43,8 @@ class LocalWork:
     private: list[Block] = field(default_factory=list)
     choosing: Callable[[Array, int, int | None], list[int]] = largest
     """How `choose` chooses: without noise, unless the task is private."""
+    placeholder: Mapping[str, Tensor] | None = None
+    """A made-up example, if the task is private: then no measurement fails by what the examples are."""
     _added: list[str] = field(default_factory=list)
 
     def read(self, block: Block) -> Array:
@@ -93,9 +95,15 @@ class LocalWork:
         return self.model.get_submodule(paths[0])
 
     def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
-        told = map(self._with_padding, batches)
         common = partial(common_to_all, head=self.head)
-        return attention_profile(self.model, self.blocks, told, self.forward, tokens, common)
+        told = map(self._with_padding, batches)
+
+        def profile(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, LayerAttention]:
+            return attention_profile(self.model, self.blocks, batches, self.forward, tokens, common)
+
+        if self.placeholder is None:
+            return profile(told)
+        return isolated_profile(profile, self._with_padding(self.placeholder), told, common)
 
     def _with_padding(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A decoder that is taught by labels learns from them alone which of its tokens are padding."""

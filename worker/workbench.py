@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -209,6 +209,8 @@ class Workbench:
     """Where updates wait for release, if the policy says that they must have it."""
     audit: Audit | None = None
     """Where it is written down what was done; nowhere if None, as for a coordinator of one's own."""
+    noise_key: Callable[[Task], bytes | None] = lambda _: None
+    """What the noise of a private task follows from; a secret of that task if None. Anything else protects nobody."""
 
     @classmethod
     def of(cls, client: Client, settings: Settings) -> Self:
@@ -400,7 +402,14 @@ class Workbench:
         floor = self.policy.require_privacy
         weekly = self.policy.max_weekly_privacy
         made: PrivateTask = privacy.PrivateTask(
-            task, task.privacy, dataset.examples, ledger, allowance, self.device, floor, weekly
+            task,
+            task.privacy,
+            dataset.examples,
+            ledger,
+            allowance,
+            floor,
+            weekly,
+            self.noise_key(task),
         )
         return made
 
@@ -608,9 +617,12 @@ class Workbench:
         report.examples = dataset.examples
         # Choosing what trains may look at the data too, for which nobody counts steps.
         report.begin("training")
-        batches = Batches(dataset, task.training.batch_size, self.device)
         if private:
+            dataset = dataset.padded()
             work.choosing = private.choose
+            made_up = {**dataset.placeholder(1), **dataset.common}
+            work.placeholder = {name: tensor.to(self.device) for name, tensor in made_up.items()}
+        batches = Batches(dataset, task.training.batch_size, self.device)
         selected = half.select(work, private.watched(batches) if private else batches)
         if private:
             private.check_choice()

@@ -243,10 +243,11 @@ async def submit_update(task_id: str, body: Submission, serving: Serving, caller
     named why."""
     # Who asks the same at once waits for the answer, rather than have all of it inspected again.
     async with serving.submitting.at(f"{caller.owner} {task_id}"):
-        return await serving.inspections.run(caller.owner, _submitted, serving, caller, task_id, body)
+        return await serving.inspections.run(caller.owner, submitted, serving, caller, task_id, body)
 
 
-def _submitted(serving: Services, caller: Principal, task_id: str, body: Submission) -> TaskView:
+def submitted(serving: Services, caller: Principal, task_id: str, body: Submission) -> TaskView:
+    """Inspects an update and accepts or rejects it: what `submit_update` does in a thread."""
     with serving.database.snapshot() as session:
         entry = tasks.held(session, task_id, caller.site_id)
         if tasks.was_accepted(entry, body):

@@ -183,9 +183,9 @@ class Uploads:
             await self.append(upload, 0, body)
             return
         received = bytearray()
-        async with self._moving() as came:
+        async with self._moving() as sender:
             async for piece in body:
-                came(piece)
+                sender.sent(piece)
                 received += piece
                 if len(received) > upload.length:
                     raise _longer(upload)
@@ -226,14 +226,16 @@ class Uploads:
                     written(count)
 
             try:
-                async with self._moving() as came:
+                async with self._moving() as sender:
                     async for piece in body:
-                        came(piece)
+                        sender.sent(piece)
                         pending += piece
                         if file.tell() + len(pending) > upload.length:
                             raise _longer(upload)
                         if len(pending) >= WRITE_BYTES:
+                            sender.waits()
                             await self._to_the_end(upload.owner, write)
+                            sender.sent(b"")
             finally:
                 # What has come is kept even when the sender is cut off, so that it need not come again.
                 if file.tell() + len(pending) <= upload.length:
@@ -244,18 +246,12 @@ class Uploads:
             return file.tell()
 
     @asynccontextmanager
-    async def _moving(self) -> AsyncIterator[Callable[[bytes], None]]:
+    async def _moving(self) -> AsyncIterator[_Sender]:
         """Bytes come in, and it is told of each piece: a slow sender is waited for, a silent one is not."""
-        now = asyncio.get_running_loop().time
         try:
             # One deadline that is put off: to wait for each piece on its own costs a task a piece.
             async with asyncio.timeout(self.idle_seconds) as silence:
-
-                def came(piece: bytes) -> None:
-                    silence.reschedule(now() + self.idle_seconds)
-                    self.received(len(piece))
-
-                yield came
+                yield _Sender(silence, self.idle_seconds, self.received)
         except TimeoutError:
             if not silence.expired():
                 raise
@@ -335,6 +331,23 @@ class Uploads:
         """Throws away what has come of it. Raises UploadBusy if more is coming."""
         with self._locked(upload):
             self._path(upload).unlink()
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """Whoever sends, and until when the next piece has to come."""
+
+    silence: asyncio.Timeout
+    idle_seconds: float
+    received: Callable[[float], object]
+
+    def sent(self, piece: bytes) -> None:
+        self.silence.reschedule(asyncio.get_running_loop().time() + self.idle_seconds)
+        self.received(len(piece))
+
+    def waits(self) -> None:
+        """It is this side that takes its time now: for a thread, or the disk."""
+        self.silence.reschedule(None)
 
 
 def _is_at(path: Path, file: FileIO) -> bool:

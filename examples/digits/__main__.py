@@ -141,8 +141,9 @@ def _check_export(console: Console, federation: Federation, client: Client, run:
         f"macro F1 {again.macro_f1:.4f}. {LABORATORY} had measured {told.accuracy:.4f} and {told.macro_f1:.4f}.",
         soft_wrap=True,
     )
-    # Two programs add the same fractions up, each in an order of its own.
-    if not (math.isclose(again.accuracy, told.accuracy) and math.isclose(again.macro_f1, told.macro_f1)):
+    # Figures leave a site with three significant digits, so that 1.00 may be 0.995.
+    pairs = ((again.accuracy, told.accuracy), (again.macro_f1, told.macro_f1))
+    if not all(math.isclose(here, there, rel_tol=0.0051) for here, there in pairs):
         raise DemoFailed("the exported model is not the one that was measured")
 
 

@@ -452,10 +452,13 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         return selected
 
     @property
+    def _is_noisy(self) -> bool:
+        return self.run.privacy is not None and self.run.privacy.selection == "noisy"
+
+    @property
     def _batches_to_measure(self) -> int | None:
         # If an example more or less shifted which are the first ones, sums would not all move one way by at most 1.
-        noisy = self.run.privacy is not None and self.run.privacy.selection == "noisy"
-        return None if noisy else self.settings.profile_batches
+        return None if self._is_noisy else self.settings.profile_batches
 
     def phases(self, work: Work, selected: Selector) -> Sequence[Phase]:
         return [Phase(selected)] if selected else []
@@ -507,6 +510,16 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
             stacks = [[layer.name for layer in stack] for stack in self._candidates.stacks]
             # Only sums over examples can be made noisy, and where no example has a part in them nothing need be.
             noisy = [all(attention[name].per_example for name in names) for names in stacks]
+            mixed = [
+                names
+                for names, each in zip(stacks, noisy, strict=True)
+                if not each and any(attention[name].per_example for name in names)
+            ]
+            if mixed and self._is_noisy:
+                raise Unsuited(
+                    f"{', '.join(mixed[0][:SHOWN])}: some of these layers read examples and others what is common to "
+                    "all, which no noise covers: take the score fixed, first, last or random"
+                )
             quotas = [n if each else 0 for n, each in zip(self._candidates.quotas(count), noisy, strict=True)]
             for names, quota in compress(zip(stacks, quotas, strict=True), noisy):
                 table = np.stack([scores[name] for name in names], axis=1)  # [examples, layers]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from random import Random
 from typing import Any
@@ -695,6 +696,22 @@ def test_a_noisy_choice_is_by_all_of_the_examples_so_that_one_more_only_adds() -
     assert more.shape == (21, 6)
     assert ((more >= 0) & (more <= 1)).all()
     np.testing.assert_allclose(fewer, more[:20], atol=1e-6)
+
+
+def test_a_noisy_choice_among_layers_of_which_only_some_read_examples_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    half = under("noisy", layers=2)
+    worker = worker_half(Chosen(name="safl", settings={"layers": 2}), half.run)
+    work = LocalWork(
+        instantiate(SIX, "image-classification"), "image-classification", half.plan_for(state(), COHORT[0]), BLOCKS
+    )
+    measured = work.attention(Batches(images(8), 8, CPU), TaskTokens())
+    first = next(iter(measured))
+    told = {**measured, first: replace(measured[first], per_example=False)}
+    monkeypatch.setattr(work, "attention", lambda *_: told)
+    with pytest.raises(Unsuited, match=f"{re.escape(first)}.*which no noise covers"):
+        worker.select(work, Batches(images(8), 8, CPU))
 
 
 @pytest.mark.parametrize("prompts", [None, Prompts(vision=2, text=2)])

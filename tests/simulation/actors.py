@@ -247,7 +247,7 @@ class Worker:
         )
 
         def submit(serving: Services) -> Any:
-            return tasks_api.submit_update(task.id, submission, serving, self._me)
+            return tasks_api.submitted(serving, self._me, task.id, submission)
 
         try:
             self._report(task, "submit", submit, update=digest, version=submission.version)

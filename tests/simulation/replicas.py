@@ -104,8 +104,17 @@ class Inline:
         """There is nothing to wait for."""
 
 
-async def _at_once(work: Callable[..., Any], *arguments: object) -> Any:
-    return work(*arguments)
+class AtOnce:
+    """Shares of threads, of which there are none: whoever asks does the work."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        pass
+
+    async def run(self, owner: str, work: Callable[..., Any], *arguments: object, **named: object) -> Any:
+        return work(*arguments, **named)
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 class Patience:
@@ -348,7 +357,6 @@ class World:
             return uuid.UUID(int=schedule.dice.getrandbits(128), version=4)
 
         async_io = SimpleNamespace(
-            to_thread=_at_once,
             timeout=Patience,
             get_running_loop=lambda: SimpleNamespace(time=schedule.now),
             CancelledError=asyncio.CancelledError,
@@ -360,6 +368,7 @@ class World:
             for where, name, virtual in (
                 (coordinator.conductor, "threading", threads),
                 (coordinator.services, "_engine", lambda settings: None),
+                (coordinator.services, "Shares", AtOnce),
                 (blobs_module, "ThreadPoolExecutor", Inline),
                 (blobs_module, "_flush", flush),
                 (uploads_module, "asyncio", async_io),

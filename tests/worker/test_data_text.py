@@ -13,6 +13,7 @@ import pytest
 from shared.model import Head
 from tests.support.pretrained import CLS, PAD, SEP, UNK, bert_tokenizer, plain_tokenizer
 from worker.data import DataError, Dataset, load
+from worker.data.part import Iid
 from worker.forward import forward
 from worker.models import instantiate
 
@@ -59,6 +60,35 @@ def test_texts_become_tokens_and_their_labels_the_numbers_of_their_names(tmp_pat
     assert set(dataset.tensors) == {"input_ids", "attention_mask", "labels"}
     config = {"model_type": "distilbert", "n_layers": 1, "n_heads": 2, "dim": 8, "hidden_dim": 8, "vocab_size": 16}
     assert loss("text-classification", config, dataset) > 0
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("head", ["text-classification", "causal-lm"])
+def test_under_privacy_no_shape_tells_how_long_the_longest_text_is(tmp_path: Path, head: Head, side: str) -> None:
+    bert = str(bert_tokenizer(tmp_path / "bert", WORDS, padding_side=side))
+    padded = []
+    for longest in ("the cat", "the dog sat"):
+        file = written(tmp_path / "notes.csv", "text,label", "the cat,0", f"{longest},1")
+        padded.append(load("text", {"file": file, "tokenizer": bert, "head": head, "max_length": 8}).padded())
+    # What another text is changes nothing of the first one, which is as long as any may be.
+    first, second = ({name: tensor[0].tolist() for name, tensor in each.tensors.items()} for each in padded)
+    assert first == second
+    gap, whole = [PAD] * 4, [CLS, THE, CAT, SEP]
+    assert first["input_ids"] == (gap + whole if side == "left" else whole + gap)
+    mask = [0] * 4 + [1] * 4
+    assert first["attention_mask"] == (mask if side == "left" else mask[::-1])
+    if head == "causal-lm":
+        asked = [-100] * 4
+        assert first["labels"] == (asked + whole if side == "left" else whole + asked)
+
+
+def test_what_is_held_out_and_a_part_know_how_long_a_text_may_be(tmp_path: Path, bert: str) -> None:
+    lines = [f"{'the ' * row}cat,{row % 2}" for row in range(1, 9)]
+    file = written(tmp_path / "notes.csv", "text,label", *lines)
+    options = {"file": file, "tokenizer": bert, "max_length": 12}
+    part = Iid(scheme="iid", count=2, index=0)
+    dataset = load("text", options, part=part, held_out=0.5, key=b"the same each time")
+    assert dataset.padded().tensors["input_ids"].shape == (dataset.examples, 12)
 
 
 def test_a_second_text_is_told_apart_by_its_token_types(tmp_path: Path, bert: str) -> None:

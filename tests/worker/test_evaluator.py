@@ -13,6 +13,7 @@ from shared.model import Head
 from worker.data import Dataset
 from worker.evaluator import calibration_error, evaluate, macro_f1
 from worker.models import instantiate
+from worker.report import Report, rounded
 from worker.trainer import Batches, TrainingDiverged
 
 VIT = {
@@ -132,3 +133,12 @@ def test_a_version_whose_loss_is_no_number_is_reported() -> None:
     data = Dataset({"pixel_values": torch.full((2, 1, 8, 8), torch.nan), "labels": torch.tensor([0, 1])})
     with pytest.raises(TrainingDiverged, match="loss on this data is nan"):
         scores(instantiate(VIT, "image-classification"), "image-classification", data)
+
+
+def test_figures_leave_a_site_with_three_digits() -> None:
+    assert [rounded(figure) for figure in (0.123456, 2.3176862, 1234.5, 0.0, -0.99951)] == [
+        0.123, 2.32, 1230.0, 0.0, -1.0,
+    ]  # fmt: skip
+    report = Report(phase="training")
+    report.advance(2.3176862)
+    assert report.progress().loss == 2.32

@@ -17,7 +17,7 @@ from worker.blockmap import block_table
 from worker.forward import forward, losses
 from worker.freezing import Freeze
 from worker.models import instantiate
-from worker.perexample import Batched, Hooked, OneByOne, PerExample, agree, fastest
+from worker.perexample import Batched, Hooked, OneByOne, PerExample, agree, fastest, isolate_examples
 
 TEXT = {
     "vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -148,6 +148,14 @@ def test_a_layer_that_opacus_runs_twice_may_not_drop_out() -> None:
         Hooked(case.model, case.losses, case.parameters)
     with case.fastest() as chosen:
         assert chosen.name == "vmap"
+
+
+def test_neither_dropout_nor_statistics_of_batches_mix_examples() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.MultiheadAttention(4, 2, dropout=0.5)
+    )
+    isolate_examples(model, list(model.parameters()))
+    assert [module.training for module in model] == [True, False, False, False]
 
 
 def test_choosing_and_closing_leave_no_trace_in_the_model() -> None:

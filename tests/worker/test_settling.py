@@ -169,7 +169,7 @@ def test_a_try_under_a_token_that_was_used_before_takes_back_its_own_noise_alone
 def weekly(folder: Path, most: Budget, **more: object) -> PrivateTask:
     asked = task_of(**more)
     assert asked.privacy
-    return PrivateTask(asked, asked.privacy, 40, Ledger(folder), None, CPU, weekly=most)
+    return PrivateTask(asked, asked.privacy, 40, Ledger(folder), None, weekly=most)
 
 
 def test_a_week_holds_so_much_over_all_runs_and_the_next_one_anew(tmp_path: Path) -> None:
@@ -219,13 +219,13 @@ def test_a_budget_set_after_training_without_privacy_is_refused_until_the_site_a
     with pytest.raises(
         PolicyViolation, match=r"unbounded since 2\d{3}-\d\d-\d\d \(training without noise, run 'test'"
     ) as refusal:
-        PrivateTask(private, private.privacy, 24, site.ledger, budget, CPU)
+        PrivateTask(private, private.privacy, 24, site.ledger, budget)
     assert "acknowledge_exact = true" in refusal.value.remedy
     bench = replace(site.bench, allowances={"data": budget})
     assert bench.spent() == {"data": math.inf}
     assert bench.policy.mirror(bench.allowances, 0, bench.spent()).spent == {"data": LARGEST_NUMBER}
     acknowledged = budget.model_copy(update={"acknowledge_exact": True})
-    PrivateTask(private, private.privacy, 24, site.ledger, acknowledged, CPU).begin(epochs=1)
+    PrivateTask(private, private.privacy, 24, site.ledger, acknowledged).begin(epochs=1)
     assert 0 < replace(bench, allowances={"data": acknowledged}).spent()["data"] <= 8.0
 
 

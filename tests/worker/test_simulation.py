@@ -77,6 +77,16 @@ def test_the_same_settings_make_the_same_versions_and_another_seed_makes_others(
     assert digests(simulate(spec(seed=1), model, SITES))[1:] != digests(first)[1:]
 
 
+def test_a_private_simulation_can_be_repeated_and_another_seed_draws_other_noise(model: Weights) -> None:
+    pytest.importorskip("opacus")
+    private = {"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0}, "rounds": 2}
+    first = simulate(spec(**private), model, {"alone": images(0)})
+    assert digests(simulate(spec(**private), model, {"alone": images(0)})) == digests(first)
+    other = simulate(spec(**private, seed=1), model, {"alone": images(0)})
+    assert not set(digests(other)[1:]) & set(digests(first)[1:])
+    assert len(set(digests(first))) == 3  # and each round other noise
+
+
 def test_in_which_order_sites_are_named_does_not_matter(model: Weights) -> None:
     turned = dict(reversed(SITES.items()))
     assert digests(simulate(spec(rounds=1), model, turned)) == digests(simulate(spec(rounds=1), model, SITES))

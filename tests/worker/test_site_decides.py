@@ -264,10 +264,6 @@ def test_a_worker_whose_minutes_are_used_up_asks_for_nothing_after_a_restart(
     assert list(coordinator.client().workers()) == []
 
 
-def mirrored(client: Client, said: str) -> bool:
-    return any(said in str(entry.detail) for entry in client.audit() if entry.action == "worker.enrol")
-
-
 def test_a_changed_policy_is_told_and_holds_for_what_is_not_begun(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
@@ -277,11 +273,11 @@ def test_a_changed_policy_is_told_and_holds_for_what_is_not_begun(
         first = begin(client)
         until(lambda: client.run(first.id).state == "completed")
         desk.write("approve_runs = true\nmax_epochs = 7\n")
-        until(lambda: mirrored(client, "'max_epochs': 7"))
+        until(lambda: "'max_epochs': 7" in declared(coordinator))
         begin(client, name="next")
         until(lambda: desk.say("inbox")["runs"])
         desk.write("[privacy]\nepsilon = 2\ndelta = 1e-6\n")
-        until(lambda: mirrored(client, "'budgets': {'digits': {'epsilon': 2.0"))
+        until(lambda: "'budgets': {'digits': {'epsilon': 2.0" in declared(coordinator))
     started, (stricter, budgeted) = desk.details("worker.start")[0], desk.details("policy.change")
     assert desk.audit().index("update.count") < desk.audit().index("policy.change") < desk.audit().index("run.ask")
     assert stricter["policy"] not in (started["policy"], budgeted["policy"])

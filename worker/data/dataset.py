@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shared.blocks import Frozen
 
@@ -23,6 +24,20 @@ class Options(Frozen):
     """An adapter's own options, as the settings file gives them; unknown ones are refused."""
 
 
+@dataclass(frozen=True)
+class Padding:
+    """How texts are made longer: to `width` tokens, with a value for each tensor that has one value a token."""
+
+    width: int
+    values: Mapping[str, int]
+    on_left: bool = False
+
+    def fill(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor, [examples, tokens], as wide as `width`."""
+        gap = self.width - tensor.shape[1]
+        return pad(tensor, (gap, 0) if self.on_left else (0, gap), value=self.values[name])
+
+
 class Dataset:
     """Examples in memory: each tensor is one of the model's keyword inputs, [examples, ...].
 
@@ -30,6 +45,7 @@ class Dataset:
     [classes, tokens]. `domains`, int64 [examples], says where each example comes from, and no model sees it.
     `held_out` are examples of the same kind that nothing trains on. `sources` are what each example was made from, or
     the group that it belongs to, where its tensors depend on other examples too: texts are padded to the longest.
+    `padding` says how long they may be.
 
     Raises DataError if the tensors differ in their number of examples, have none, `labels` is not among them, a name
     stands for two tensors, or domains or sources are not one for each example.
@@ -42,6 +58,7 @@ class Dataset:
         held_out: Dataset | None = None,
         domains: Tensor | None = None,
         sources: Sequence[bytes] | None = None,
+        padding: Padding | None = None,
     ) -> None:
         if LABELS not in tensors:
             raise DataError(f"there is no tensor {LABELS!r} among {', '.join(sorted(tensors)) or 'none at all'}")
@@ -60,6 +77,7 @@ class Dataset:
         self.held_out = held_out
         self.domains = domains
         self.sources = sources
+        self.padding = padding
         self.examples = sizes[LABELS]
         if sources is not None and len(sources) != self.examples:
             raise DataError(f"sources: {len(sources)} for {self.examples} examples")
@@ -92,7 +110,30 @@ class Dataset:
             self.common,
             domains=None if self.domains is None else self.domains[index],
             sources=None if self.sources is None else [self.sources[place] for place in index.tolist()],
+            padding=self.padding,
         )
+
+    def padded(self) -> Dataset:
+        """The examples with texts as long as any might be: of no tensor the shape tells how long the longest is."""
+        if self.padding is None:
+            return self
+        tensors = {n: self.padding.fill(n, t) if n in self.padding.values else t for n, t in self.tensors.items()}
+        return Dataset(tensors, self.common, self.held_out, self.domains, self.sources)
+
+    def placeholder(self, examples: int) -> dict[str, Tensor]:
+        """Made-up examples of the shapes and types of these ones, the same whatever these are."""
+        generator = torch.Generator().manual_seed(0)
+        made = {}
+        for name, tensor in sorted(self.tensors.items()):
+            shape = (examples, *tensor.shape[1:])
+            if tensor.is_floating_point() and name != LABELS:
+                made[name] = torch.randn(shape, generator=generator).to(tensor.dtype)
+            elif name == "input_ids":
+                made[name] = torch.randint(0, 2, shape, generator=generator).to(tensor.dtype)
+            else:
+                # All of it is there, and of no size 0.
+                made[name] = torch.full(shape, "mask" in name or "shape" in name).to(tensor.dtype)
+        return made
 
     def batches(
         self, batch_size: int | None, generator: torch.Generator | None = None

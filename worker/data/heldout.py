@@ -32,7 +32,7 @@ def hold_out(dataset: Dataset, share: float, key: bytes) -> Dataset:
             "secret key decides for each. Change held_out, bring more examples, or leave held_out out"
         )
     kept, out = (dataset.rows(chosen.nonzero().flatten()) for chosen in (~held, held))
-    return Dataset(kept.tensors, kept.common, out, kept.domains, kept.sources)
+    return Dataset(kept.tensors, kept.common, out, kept.domains, kept.sources, kept.padding)
 
 
 def key_of_seed(seed: int) -> bytes:

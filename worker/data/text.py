@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -18,7 +19,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from worker.data.dataset import Adapter, DataError, Dataset, Options
+from worker.data.dataset import LABELS, Adapter, DataError, Dataset, Options
 from worker.data.numbering import Names, numbered
 from worker.data.tables import Files, Table, read_table
 from worker.data.tokens import MAX_TOKENS, Encoded, encode, tokenizer_of
@@ -44,7 +45,7 @@ def text(options: TextOptions) -> Dataset:
     """`input_ids` and `attention_mask`, int64 [n, tokens], perhaps `token_type_ids`, and `labels`, int64.
 
     [n] to classify texts, else [n, tokens] with -100 where nothing is asked: behind the first piece of a word, and at
-    what is only padding. `tokens` is what the longest text has, `max_length` at most.
+    what is only padding. `tokens` is what the longest text has, `max_length` at most; under privacy `max_length`.
     """
     if options.second_text is not None and options.head != "text-classification":
         raise DataError(f"second_text: goes with text-classification, not with {options.head}")
@@ -55,11 +56,16 @@ def text(options: TextOptions) -> Dataset:
     encoded, labels = _HEADS[options.head](options, table, tokenizer)
     # A model that attends to nothing answers with what is no number, and one token has no next one.
     least = 2 if options.head == "causal-lm" else 1
-    short = torch.nonzero((~encoded.padding).sum(dim=1) < least)
+    short = torch.nonzero((~encoded.empty).sum(dim=1) < least)
     if len(short):
         raise DataError(f"text: row {int(short[0])} of {table.where} is too short: it has less than {least} tokens")
     domains = None if options.domain is None else table.domains("domain", options.domain)
-    return Dataset({**encoded.inputs, "labels": labels}, domains=domains, sources=_sources(options, table))
+    padding = encoded.padding
+    if labels.ndim > 1:
+        padding = replace(padding, values={**padding.values, LABELS: IGNORED})
+    return Dataset(
+        {**encoded.inputs, LABELS: labels}, domains=domains, sources=_sources(options, table), padding=padding
+    )
 
 
 def _sources(options: TextOptions, table: Table) -> list[bytes]:
@@ -114,7 +120,7 @@ def _words(value: object) -> list[str]:
 
 def _continued(options: TextOptions, table: Table, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
     encoded = encode(tokenizer, table.texts("text", options.text), max_length=options.max_length)
-    return encoded, encoded.ids.masked_fill(encoded.padding, IGNORED)
+    return encoded, encoded.ids.masked_fill(encoded.empty, IGNORED)
 
 
 _HEADS = {"text-classification": _classified, "token-classification": _tagged, "causal-lm": _continued}

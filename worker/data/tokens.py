@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from worker.data.dataset import DataError
+from worker.data.dataset import DataError, Padding
 from worker.data.pretrained import load_pretrained
 
 MAX_TOKENS = 1 << 20
@@ -44,13 +43,15 @@ class Encoded:
     tensors: dict[str, Tensor]
     words: list[list[int | None]]
     """The word that each token is of, [texts][tokens], where texts were given word by word."""
+    padding: Padding
+    """How the texts are made as long as any may be."""
 
     @property
     def ids(self) -> Tensor:
         return self.tensors["input_ids"]
 
     @property
-    def padding(self) -> Tensor:
+    def empty(self) -> Tensor:
         """Where there is only padding, bool [texts, tokens]."""
         return self.tensors["attention_mask"] == 0
 
@@ -82,10 +83,11 @@ def encode(
     With `fill` they are padded to that length whatever the texts; `by_word`, each text is a list of words. Raises
     DataError for what the tokenizer cannot do.
     """
+    longest = min(max_length or MAX_TOKENS, tokenizer.model_max_length, MAX_TOKENS)
     settings = {
         "padding": "max_length" if fill else "longest",
         "truncation": True,
-        "max_length": min(max_length or MAX_TOKENS, tokenizer.model_max_length, MAX_TOKENS),
+        "max_length": longest,
         "is_split_into_words": by_word,
         "return_attention_mask": True,
         "return_tensors": "pt",
@@ -100,15 +102,16 @@ def encode(
         words += [found.word_ids(row) for row in range(len(some))] if by_word else []
     width = max(piece["input_ids"].shape[1] for piece in pieces)
     on_left = tokenizer.padding_side == "left"
-    tensors = {
-        name: torch.cat([_widened(tokenizer, name, piece[name], width, on_left=on_left) for piece in pieces])
-        for name in pieces[0]
-    }
+    known = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
+    padding = Padding(longest, {name: known.get(name, 0) for name in pieces[0]}, on_left)
+    alike = replace(padding, width=width)
+    tensors = {name: torch.cat([alike.fill(name, piece[name]) for piece in pieces]) for name in pieces[0]}
     gaps = [[None] * (width - len(of_text)) for of_text in words]
     return Encoded(
         tokenizer,
         tensors,
         [gap + of_text if on_left else of_text + gap for gap, of_text in zip(gaps, words, strict=True)],
+        padding,
     )
 
 
@@ -116,10 +119,3 @@ def _in_turn(texts: Texts, seconds: Sequence[str] | None) -> Iterator[tuple[Text
     for first in range(0, len(texts), AT_ONCE):
         some = slice(first, first + AT_ONCE)
         yield texts[some], None if seconds is None else seconds[some]
-
-
-def _widened(tokenizer: PreTrainedTokenizerBase, name: str, tensor: Tensor, width: int, *, on_left: bool) -> Tensor:
-    """A piece as wide as the widest, padded as the tokenizer would have."""
-    value = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}.get(name, 0)
-    gap = width - tensor.shape[1]
-    return pad(tensor, (gap, 0) if on_left else (0, gap), value=value)

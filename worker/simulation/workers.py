@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 
 from shared.problems import InvalidUpdate, Problem, WorkerFailed
-from shared.wire import Manifest, Measurement, TaskView
+from shared.wire import Manifest, Measurement, Task, TaskView
 from worker.agent import TELLABLE, told
 from worker.data import Dataset
 from worker.files import sweep
@@ -89,9 +90,18 @@ class Workers:
             mappings=self.mappings,
             models=self.models,
             resources=self.population.participant(site).resources if site else {},
+            noise_key=noise_key_of,
         )
         bench.do(task, lambda: None, Report())
         lent.keep(manifest.digests)
 
     def _home(self, site: str) -> Path:
         return self.folder / "sites" / site
+
+
+def noise_key_of(task: Task) -> bytes:
+    """Return a key for a private task's noise that follows from the run's seed, so that a simulation can be repeated.
+
+    The seed is in the run's settings: such noise protects nobody.
+    """
+    return hashlib.sha256(f"{task.seed}/{task.id}".encode()).digest()
