@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.arms import Arm, Task
+from benchmarks.fusing import FIGURES, attention_figures
 from benchmarks.tasks import TASKS
 from shared.fairness import PERSONAL
 from shared.modelfolder import ModelFolder
@@ -62,14 +63,15 @@ def measured(task: Task, arm: Arm, seed: int, rounds: int, model: Path) -> Figur
         "method": {"name": arm.method, "settings": dict(arm.settings)},
         "training": {**task.training, **arm.spec.get("training", {})},
     }
+    start = ModelFolder.open(model)
     result = simulate(
         spec,
-        ModelFolder.open(model),
+        start,
         sites,
         test=task.test(),
         conditions=Conditions(threads=1),
     )
-    return figures(result, len(sites))
+    return {**figures(result, len(sites)), **attention_figures(result, start, sorted(sites))}
 
 
 def joined(sites: Mapping[str, Dataset]) -> Dataset:
@@ -131,12 +133,26 @@ def table(task: Task, seeds: Sequence[int], runs: Runs) -> Table:
     return shown
 
 
-def _spread(values: Sequence[float], *, sign: bool = False) -> str:
+def attention_table(task: Task, seeds: Sequence[int], runs: Runs) -> Table | None:
+    """A row for each tower of an arm that fuses prompts by attention; None if no arm does."""
+    shown = Table(title=f"{task.name}: what attention adds (A) to global prompts (G)", title_justify="left")
+    for name in ("arm", "tower", *FIGURES):
+        shown.add_column(name, justify="left" if name in ("arm", "tower") else "right")
+    for arm in task.arms:
+        for tower in ("vision", "text"):
+            of_arm = [runs[arm.name, seed] for seed in seeds if f"{tower} {FIGURES[0]}" in runs[arm.name, seed]]
+            if of_arm:
+                cells = [_spread([each[f"{tower} {name}"] for each in of_arm], digits=2) for name in FIGURES]
+                shown.add_row(arm.name, tower, *cells)
+    return shown if shown.row_count else None
+
+
+def _spread(values: Sequence[float], *, sign: bool = False, digits: int = 1) -> str:
     if not values:
         return "-"
     plus = "+" if sign else ""
-    spread = f" ± {stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{fmean(values):{plus}.1f}{spread}"
+    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):{plus}.{digits}f}{spread}"
 
 
 def write_csv(path: Path, task: str, runs: Runs) -> None:
@@ -179,7 +195,10 @@ def main() -> None:
         for key, future in futures.items():
             runs[key] = future.result()
             print(*key, {name: round(value, 1) for name, value in runs[key].items()}, file=sys.stderr, flush=True)
-    Console(width=140).print(table(task, seeds, runs))
+    console = Console(width=140)
+    console.print(table(task, seeds, runs))
+    if attention := attention_table(task, seeds, runs):
+        console.print(attention)
     if given.csv:
         write_csv(given.csv, given.task, runs)
 

@@ -137,22 +137,21 @@ def private(epsilon: float) -> tuple[Arm, ...]:
     )
 
 
+ADAMW: Mapping[str, Any] = {"epochs": 2, "batch_size": 32, "optimizer": "adamw", "learning_rate": 5e-4}
+MOMENTUM = {"training": {"optimizer": "sgd", "learning_rate": 0.05, "momentum": 0.9, "weight_decay": 0.0}}
+
 PROMPTS = (
     Arm("pfeddc", "pfeddc"),
     Arm("pfeddc, no vision prompts", "pfeddc", {"modalities": ["text"]}),
     Arm("pfeddc, no text prompts", "pfeddc", {"modalities": ["vision"]}),
     Arm("pfeddc, mean for attention", "pfeddc", {"fusion": {"kind": "mean"}}),
     Arm("pfeddc, nothing averaged", "pfeddc", {"share": "nothing"}),
+    Arm("pfeddc, sgd", "pfeddc", spec=MOMENTUM),
     Arm("promptfl, text", "promptfl"),
     Arm("promptfl, vision", "promptfl", {"modalities": ["vision"]}),
     Arm("promptfl, both", "promptfl", {"modalities": ["vision", "text"]}),
-    Arm("fedavg, whole model", "fedavg", spec={"training": {"optimizer": "adamw", "learning_rate": 5e-4}}),
+    Arm("fedavg, whole model", "fedavg", spec={"training": {"learning_rate": 5e-4}}),
 )
-
-ADAMW: Mapping[str, Any] = {"epochs": 2, "batch_size": 32, "optimizer": "adamw", "learning_rate": 5e-4}
-PLAIN_SGD: Mapping[str, Any] = {
-    "epochs": 2, "batch_size": 32, "optimizer": "sgd", "learning_rate": 0.05, "momentum": 0.9, "weight_decay": 0.0,
-}  # fmt: skip
 
 TASKS = {
     task.name: task
@@ -196,7 +195,7 @@ TASKS = {
             "pairs",
             PROMPTS,
             rounds=12,
-            training=PLAIN_SGD,
+            training={**ADAMW, "learning_rate": 5e-3},
             sites=pair_sites,
             test=lambda: pairs()[2],
             models=pair_model,

@@ -48,8 +48,9 @@ LocalStart = Literal["global", "random"]
 class Fusion(Frozen):
     """How one prompt is made of a federation's and a site's own, both [tokens, width].
 
-    `attention`: one of them asks and the other answers, through multi-head cross-attention, and what asks is added to
-    the answer; it starts as what asks. `mean`: half of each. `concat`: the federation's, then the site's own.
+    `attention`: one of them asks and the other answers, through multi-head cross-attention, and the answer, no larger
+    than what asks, is added to it; it starts as what asks. `mean`: half of each. `concat`: the federation's, then the
+    site's own.
     """
 
     kind: Literal["attention", "mean", "concat"] = "attention"

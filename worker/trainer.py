@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shared.methods.contract import Phase, Tally, Unsuited, WorkerHalf
 from shared.training import Training
+from worker.blockmap import named_tensors
 from worker.data import Dataset
 from worker.freezing import Freeze
 from worker.measuring import measuring
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 Batch = dict[str, Tensor]
 Check = Callable[[], None]
 """Called between batches; raises whatever ends the task early."""
+
+
+LEAST_SCALE = 2.0**-24
+"""Gradients that overflow float16 at this scale are not finite at any: it is float16's smallest positive number."""
 
 
 class TrainingDiverged(ArithmeticError):
@@ -74,6 +79,8 @@ class Trainer:
     """Told of each step."""
     least_told: int = 1
     """Examples that a loss must be the mean of before it is told."""
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
+    """Scales the loss for float16. Pass the run's own to begin at the scale that its last round found."""
 
     def train(self, phases: Sequence[Phase], dataset: Dataset, seed: int) -> Tally:
         """Goes through the phases, each with an optimizer of its own over the blocks that it trains.
@@ -153,10 +160,13 @@ class _Epoch:
         trained = [*phase.train.resolve(work.blocks), *added]
         # What moves a buffer, such as a normalisation's statistics, is the data themselves.
         self.freeze = Freeze(work.model, trained, keep_buffers=trainer.private is not None)
-        self._optimizer = _optimizer(self.freeze.parameters, trainer.training)
-        # Float16's small gradients vanish unless scaled; on the CPU 16 bits mean bfloat16, which needs no scaling.
-        scaled = trainer.training.precision == "float16" and trainer.device.type == "cuda"
-        self._scaler = torch.amp.GradScaler(trainer.device.type, enabled=scaled)
+        tensors = named_tensors(work.model)
+        own = {id(tensors[block.tensor]) for block in added} if phase.private_learning_rate is not None else set()
+        groups: list[dict[str, Any]] = [{"params": [each for each in self.freeze.parameters if id(each) not in own]}]
+        if own:
+            mine = [each for each in self.freeze.parameters if id(each) in own]
+            groups.append({"params": mine, "lr": phase.private_learning_rate})
+        self._optimizer = _optimizer(groups, trainer.training)
 
     def run(self, batches: Batches) -> float:
         """Goes through the data once. Returns the mean loss over its examples."""
@@ -170,43 +180,69 @@ class _Epoch:
         return total / examples
 
     def _step(self, batch: Batch) -> float:
+        """Make one step. A step that float16 overflows is made again at half the scale, so that each batch counts."""
+        value, made = self._try_step(batch)
+        while not made:
+            self._trainer.check()
+            value, made = self._try_step(batch)
+        return value
+
+    def _try_step(self, batch: Batch) -> tuple[float, bool]:
+        """Return the loss of a batch, and whether its gradients were finite, so that the optimizer made a step."""
         half, work, training = self._trainer.half, self._trainer.work, self._trainer.training
+        scaler = self._trainer.scaler
         self._optimizer.zero_grad(set_to_none=True)
         with autocast(training, self._trainer.device):
             loss = half.loss(work, batch)
         value = float(loss.detach())
-        if not math.isfinite(value):
-            raise TrainingDiverged(
-                f"the loss is {value} at step {self.steps} with a learning rate of {training.learning_rate:g}"
-            )
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        self._scaler.unscale_(self._optimizer)
-        self._update()
-        return value
+        scale = scaler.get_scale()
+        if not math.isfinite(value) or scale < LEAST_SCALE:
+            what = "gradients are not finite" if math.isfinite(value) else f"the loss is {value}"
+            raise TrainingDiverged(f"{what} at step {self.steps} with a learning rate of {training.learning_rate:g}")
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(self._optimizer)
+        self._correct_gradients()
+        # The scaler leaves the step out where a gradient is not finite, and tells so only by lowering the scale.
+        scaler.step(self._optimizer)
+        scaler.update()
+        made = scaler.get_scale() >= scale
+        self._after_step(made)
+        return value, made
 
     def noisy_step(self, noisy: NoisyGradients) -> None:
         """One step by a noisy gradient. Whatever follows the noise reads no data, and costs no privacy."""
         noisy.fill()
-        self._update()
+        self._correct_gradients()
+        self._optimizer.step()
+        self._after_step(made=True)
 
-    def _update(self) -> None:
+    def _correct_gradients(self) -> None:
         half, work, training = self._trainer.half, self._trainer.work, self._trainer.training
         half.after_backward(work)
         self.freeze.mask_gradients()
         if training.max_gradient_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.freeze.parameters, training.max_gradient_norm)
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
+
+    def _after_step(self, made: bool) -> None:
         self.freeze.restore()
-        self.steps += 1
+        self.steps += made
 
 
-def _optimizer(parameters: Sequence[Tensor], training: Training) -> torch.optim.Optimizer:
+def _optimizer(parameters: Sequence[dict[str, Any]], training: Training) -> torch.optim.Optimizer:
     if training.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=training.learning_rate, weight_decay=training.weight_decay)
     return torch.optim.SGD(
         parameters, lr=training.learning_rate, momentum=training.momentum, weight_decay=training.weight_decay
     )
+
+
+def gradient_scaler(training: Training, device: torch.device) -> torch.amp.GradScaler:
+    """Return what scales a run's loss: float16's small gradients vanish otherwise.
+
+    On the CPU 16 bits mean bfloat16, which needs no scaling.
+    """
+    scaled = training.precision == "float16" and device.type == "cuda"
+    return torch.amp.GradScaler(device.type, enabled=scaled)
 
 
 def autocast(training: Training, device: torch.device) -> AbstractContextManager[object]:

@@ -78,15 +78,41 @@ class LocalWork:
     def forward(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None) -> Output:
         return forward(self.model, self.head, batch, values)
 
-    def features(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward_with_features(self, batch: Mapping[str, Tensor]) -> tuple[Output, Tensor]:
+        return self._featured(batch, None)
+
+    def features(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Tensor:
+        # Module by module: some may be in evaluation mode already, such as normalisations of a private task.
+        modes = [(module, module.training) for module in self.model.modules()]
+        for module, _ in modes:
+            module.training = False
+        try:
+            with torch.no_grad():
+                return self._featured(batch, values)[1]
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _featured(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None) -> tuple[Output, Tensor]:
         handed: list[Tensor] = []
         handle = self._head_module().register_forward_pre_hook(lambda _, inputs: handed.append(inputs[0]))
         try:
-            self.forward(batch, values)
+            output = self.forward(batch, values)
         finally:
             handle.remove()
         found = handed[0]  # [examples, width] or [examples, positions, width]
-        return found if found.ndim == 2 else found.flatten(1, -2).mean(dim=1)
+        if found.ndim == 2:
+            return output, found
+        real = self._real_tokens(batch)  # [examples, positions]
+        if real is None or found.shape[:-1] != real.shape:
+            return output, found.flatten(1, -2).mean(dim=1)
+        weights = real.to(found.dtype).unsqueeze(-1)
+        return output, (found * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+
+    def _real_tokens(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Which of the tokens that the head is handed are no padding; None where nothing says so."""
+        told = self._with_padding(batch)
+        return told.get("decoder_attention_mask" if self.head == "seq2seq-lm" else "attention_mask")
 
     def _head_module(self) -> nn.Module:
         paths = [block.tensor.rpartition(".")[0] for block in self.blocks if block.role == "head"]

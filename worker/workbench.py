@@ -66,7 +66,7 @@ from worker.settings import (
     ledger_of,
     mappings_of,
 )
-from worker.trainer import Batches, Check, Trainer, epochs_of, seed_everything, steps_in
+from worker.trainer import Batches, Check, Trainer, epochs_of, gradient_scaler, seed_everything, steps_in
 from worker.vault import Vault
 from worker.work import LocalWork
 
@@ -189,6 +189,8 @@ class Workbench:
     models: Models = field(default_factory=Models)
     held: dict[str, Held] = field(default_factory=dict)
     """By run, the version of the last task."""
+    scalers: dict[str, torch.amp.GradScaler] = field(default_factory=dict)
+    """By run, the scale of float16's loss, which is found by trying and kept for the next round."""
     for_evaluation: frozenset[str] = frozenset()
     """The data sets that nothing trains on."""
     fingerprints: dict[str, Array] = field(default_factory=dict)
@@ -631,14 +633,21 @@ class Workbench:
         if private is None:
             # Not when the update leaves: a heartbeat may tell the loss of the first batches.
             self.note_exact(task, dataset.examples, "training")
-        trainer = Trainer(half, work, task.training, self.device, check, private, report, self.policy.min_measured)
+        least = self.policy.min_measured
+        scaler = self._scaler(task)
+        trainer = Trainer(half, work, task.training, self.device, check, private, report, least, scaler)
         tally = trainer.train(phases, dataset, task.seed)
+        self.scalers[task.run] = scaler
         harvest = half.harvest(work, selected, tally)
         measured = {"loss": rounded(tally.loss)} if math.isfinite(tally.loss) else {}
         report.numbers = {**measured, **harvest.numbers}
         if private:
             report.numbers = {**private.disclosed(report.numbers), EPSILON: private.spent()}
         return harvest, tally
+
+    def _scaler(self, task: Task) -> torch.amp.GradScaler:
+        """Take the run's scaler, or a new one. Training that fails puts none back: its scale is good for nothing."""
+        return self.scalers.pop(task.run, None) or gradient_scaler(task.training, self.device)
 
     # ------------------------------------------------------------ evaluate
 
@@ -681,7 +690,9 @@ class Workbench:
             return False
         if phases:
             self.note_exact(task, dataset.examples, "training")
-            Trainer(half, work, task.training, self.device, check).train(phases, dataset, task.seed)
+            scaler = self._scaler(task)
+            Trainer(half, work, task.training, self.device, check, scaler=scaler).train(phases, dataset, task.seed)
+            self.scalers[task.run] = scaler
             return True
         # A vault may also hold what only steers training; and what is added to the model of a site that has never
         # trained is no model of its own.

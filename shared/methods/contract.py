@@ -228,13 +228,17 @@ class Work(Protocol):
         """What the model makes of a batch; with `values` in place of its own tensors of those names."""
         ...
 
-    def features(
-        self, batch: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """What the model's head is handed for a batch, [examples, width]; `values` as in `forward`.
+    def forward_with_features(self, batch: Mapping[str, torch.Tensor]) -> tuple[Output, torch.Tensor]:
+        """What the model makes of a batch, and what its head is handed in the same pass, [examples, width].
 
-        Raises ValueError if the model has no head of its own.
+        Where the head is handed tokens, that is the mean over those that are no padding. Raises ValueError if the
+        model has no head of its own.
         """
+        ...
+
+    def features(self, batch: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The features of `forward_with_features` by a model that does not train, with `values` in place of the
+        model's own tensors of those names: in evaluation mode, without gradient."""
         ...
 
     def attention(
@@ -293,6 +297,8 @@ class Phase:
     """As many as the run says if None."""
     private: bool = True
     """Whether what `add_private` added trains too."""
+    private_learning_rate: float | None = None
+    """The learning rate of what `add_private` added; the run's if None."""
     name: str = "train"
 
 

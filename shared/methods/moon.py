@@ -5,9 +5,10 @@ by the model in training, z_g by the version, z_p by the model that this site la
 
     loss = f_k + mu * -log( exp(s(z, z_g)/T) / (exp(s(z, z_g)/T) + exp(s(z, z_p)/T)) )
 
-The features are what the model's own head is handed; the paper puts a projection head of two layers before it, which
-a pretrained transformer does not have. Until a site has handed in a model, the term is left out: with z_p = z_g its
-gradient is zero. With mu = 0 it is FedAvg, bit for bit.
+The features are what the model's own head is handed, of texts the mean over the tokens that are no padding. The paper
+puts a projection head of two layers before it, which a pretrained transformer does not have. z is of the same pass as
+f_k; z_g and z_p are of models that do not train, hence without dropout. Until a site has handed in a model, the term
+is left out: with z_p = z_g its gradient is zero. With mu = 0 it is FedAvg, bit for bit.
 """
 
 from __future__ import annotations
@@ -61,15 +62,14 @@ class MoonWorker(WorkerHalf[MoonSettings]):
         self._version = work.tensors({block.name: work.read(block) for block in work.blocks} if previous else {})
 
     def loss(self, work: Work, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        loss = super().loss(work, batch)
         if not self._previous:
-            return loss
-        features = work.features(batch)  # [examples, width]
-        near = _cosine(features, work.features(batch, self._version).detach())
-        far = _cosine(features, work.features(batch, self._previous).detach())
+            return super().loss(work, batch)
+        output, features = work.forward_with_features(batch)  # features: [examples, width]
+        near = _cosine(features, work.features(batch, self._version))
+        far = _cosine(features, work.features(batch, self._previous))
         # -log(exp(near/T) / (exp(near/T) + exp(far/T))), which is softplus of the difference.
         difference = (far - near) / self.settings.temperature  # [examples]
-        return loss + self.settings.mu * difference.logaddexp(difference.new_zeros(())).mean()
+        return output.loss + self.settings.mu * difference.logaddexp(difference.new_zeros(())).mean()
 
     def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
         harvest = super().harvest(work, selected, tally)

@@ -2,13 +2,18 @@
 
 arXiv 2506.21144, section 3: of a frozen dual encoder each site trains the global prompts of both towers, which are
 averaged, and local prompts and a cross-attention for each tower, which never leave it. What the paper does not say is
-a setting here: who asks in the attention and how many heads it has (`fusion`), and what local prompts start from. Its
-output projection starts at zero, so that with any of the defaults a site starts at the global prompts alone, also one
-that comes late or comes back after having lost its vault.
+a setting here: who asks in the attention and how many heads it has (`fusion`), what local prompts start from, and the
+learning rate of what stays at the site.
+
+The attention normalises what it reads, has no biases and adds no more than the size of what asks: without these it
+learns a constant that is many times as large as the global prompts (`worker/fusion.py` has the formula). Its output
+projection starts at zero, so that with any of the defaults a site starts at the global prompts alone, also one that
+comes late or comes back after having lost its vault.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -19,6 +24,7 @@ from shared.methods.contract import (
     Method,
     MethodSettings,
     Participant,
+    Phase,
     Plan,
     RunFacts,
     State,
@@ -41,6 +47,9 @@ class PFedDCSettings(MethodSettings):
     )
     fusion: Fusion = Field(default=Fusion(), description="what makes one prompt of the global and the local ones")
     local_start: LocalStart = Field(default="global", description="what local prompts start from")
+    private_learning_rate: float | None = Field(
+        default=None, gt=0, le=100, description="of local prompts and their fusion; training's if left out"
+    )
     share: Share = Field(
         default="prompts", description="what is averaged; nothing is the control without a federation"
     )
@@ -58,7 +67,13 @@ class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
     def start(self, state: State) -> State:
         self._shared()
         fusion = self.settings.fusion
-        widths = {block.shape[-1] for block in self.run.blocks if block.name in self._prompts()}
+        prompts = [block for block in self.run.blocks if block.name in self._prompts()]
+        if fusion.kind == "attention" and (single := [block.name for block in prompts if block.shape[0] == 1]):
+            raise Unsuited(
+                f"{single[0]} is a single token, which leaves attention nothing to choose from: make a model with "
+                'more, or set fusion.kind to "mean" or "concat"'
+            )
+        widths = {block.shape[-1] for block in prompts}
         if fusion.kind == "attention" and (odd := sorted(width for width in widths if width % fusion.heads)):
             raise Unsuited(
                 f"prompts of width {odd[0]} do not divide among {fusion.heads} heads: set fusion.heads to another"
@@ -91,6 +106,9 @@ class PFedDCWorker(WorkerHalf[PFedDCSettings]):
         if self.settings.share != "nothing":
             return NOTHING
         return named(prompt_blocks(self.run.blocks, trained_modalities(self.settings, self.run)))
+
+    def phases(self, work: Work, selected: Selector) -> Sequence[Phase]:
+        return [Phase(selected, private_learning_rate=self.settings.private_learning_rate)]
 
     def prepare(self, work: Work) -> None:
         work.fuse_prompts(

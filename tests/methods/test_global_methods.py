@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from shared.blocks import roles
-from shared.methods import Chosen, coordinator_half
+from shared.methods import Chosen, coordinator_half, worker_half
 from shared.methods.contract import Participant, Plan, RunFacts, State, Unsuited, Update, begin
 from shared.methods.fednova import effective_steps
+from shared.model import Head
 from shared.tensors import Array, ArrayTensor, Tensor, to_array
 from shared.training import Training
 from tests.support.rounds import SGD, Rounds, same_bits, site_data
 from tests.support.tasks import VIT, images, one_task
-from worker.blockmap import named_tensors
+from worker.blockmap import block_table, named_tensors
 from worker.models import instantiate, write_block
+from worker.work import LocalWork
 
 HEAD = "classifier.weight"
 NAMES = ("a/w", "b/w", "c/w")
@@ -466,6 +468,73 @@ def test_moon_adds_the_contrast_of_features_to_the_loss() -> None:
                     parameter.sub_(rate * parameter.grad)
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(harvest.upload[name], parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+BERT = {
+    "model_type": "bert", "vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": 12, "num_labels": 3,
+}  # fmt: skip
+
+
+def in_training(config: dict[str, Any], head: Head, *, normalised: bool = False) -> LocalWork:
+    """A model as it is while it trains; `normalised` puts a batch normalisation in front of its images."""
+    model = instantiate(config, head, seed=1)
+    if normalised:
+        model.add_module("norm", torch.nn.BatchNorm2d(1))
+        model.register_forward_pre_hook(
+            lambda model, _, inputs: ((), {**inputs, "pixel_values": model.norm(inputs["pixel_values"])}),
+            with_kwargs=True,
+        )
+    model.train()
+    return LocalWork(model, head, Plan(), block_table(model))
+
+
+def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
+
+
+def test_moon_leaves_padding_out_of_the_features_of_texts() -> None:
+    work = in_training(BERT, "token-classification")
+    short = torch.tensor([[3, 4, 5]])
+    plain = {"input_ids": short, "labels": torch.zeros_like(short)}
+    padded = {name: torch.nn.functional.pad(tensor, (0, 5)) for name, tensor in plain.items()}
+    mask = {"attention_mask": torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0]])}
+    version = values_of(work.model)
+    expected = work.features(plain, version)
+    torch.testing.assert_close(work.features({**padded, **mask}, version), expected)
+    assert not torch.allclose(work.features(padded, version), expected)
+
+
+def test_moon_contrasts_features_of_the_dropout_masks_that_the_loss_has() -> None:
+    work = in_training({**VIT, "hidden_dropout_prob": 0.5}, "image-classification")
+    (batch,) = images().batches(None, None)
+    output, features = work.forward_with_features(batch)
+    torch.testing.assert_close(work.model.get_submodule("classifier")(features), output.logits)
+
+
+def test_moon_reads_the_models_that_do_not_train_without_dropout_and_leaves_the_modes_as_they_are() -> None:
+    work = in_training({**VIT, "hidden_dropout_prob": 0.5}, "image-classification")
+    work.model.get_submodule("classifier").eval()
+    (batch,) = images().batches(None, None)
+    modes = [module.training for module in work.model.modules()]
+    one, other = (work.features(batch, values_of(work.model)) for _ in range(2))
+    assert torch.equal(one, other)
+    assert not one.requires_grad
+    assert [module.training for module in work.model.modules()] == modes
+
+
+def test_moon_moves_the_statistics_of_batches_once_a_batch() -> None:
+    plain, contrasted = (in_training(VIT, "image-classification", normalised=True) for _ in range(2))
+    contrasted.vault = {f"previous/{block.name}": contrasted.read(block) for block in contrasted.blocks}
+    facts = RunFacts(tuple(plain.blocks), rounds=9)
+    (batch,) = images().batches(None, None)
+    for method, work in (("fedavg", plain), ("moon", contrasted)):
+        half = worker_half(Chosen(name=method), facts)
+        half.prepare(work)
+        half.loss(work, batch)
+    expected, found = dict(plain.model.named_buffers()), dict(contrasted.model.named_buffers())
+    assert expected["norm.running_mean"].any()
+    assert all(torch.equal(found[name], buffer) for name, buffer in expected.items())
 
 
 def test_moon_refuses_a_model_without_a_head() -> None:

@@ -24,11 +24,7 @@ from worker.work import LocalWork
 SGD = {"optimizer": "sgd", "weight_decay": 0.0, "learning_rate": 0.05}
 PROMPTS = {"prompts.vision", "prompts.text"}
 LOCAL = {"local.vision", "local.text"}
-FUSION = {
-    f"fusion.{modality}.attention.{part}"
-    for modality in ("vision", "text")
-    for part in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
-}
+FUSION = {f"fusion.{tower}.{part}" for tower in ("vision", "text") for part in ("query", "key", "value", "output")}
 BARE = replace(PROMPTED, prompts=Prompts(vision=2, text=2))
 TEXT_ONLY = replace(PROMPTED, prompts=Prompts(text=2))
 
@@ -151,7 +147,7 @@ def prepared(settings: Mapping[str, Any], vault: Mapping[str, Array] | None = No
 def test_all_of_it_learns_together_from_the_second_step_on() -> None:
     # The fusion's output projection starts at zero: what it is handed has a gradient once that has moved.
     start = {block.name: work.read(block) for work in [prepared({})] for block in work.private}
-    for epochs, still in ((1, LOCAL | {name for name in FUSION if "in_proj" in name}), (2, set())):
+    for epochs, still in ((1, LOCAL | {name for name in FUSION if not name.endswith("output")}), (2, set())):
         _, harvest = trained("pfeddc", batch_size=None, epochs=epochs)
         assert {name for name in start if np.array_equal(harvest.keep[name], start[name])} == still
 
@@ -164,24 +160,85 @@ def test_a_site_goes_on_with_what_it_kept_and_not_with_the_global_prompts_of_now
     assert not np.array_equal(first.keep["local.text"], start_of(PROMPTED)["prompts.text"])
 
 
-def test_the_fused_prompt_is_the_formula() -> None:
+@pytest.mark.parametrize("size", [1.0, 0.02])
+def test_the_fused_prompt_is_the_formula(size: float) -> None:
     rng = np.random.default_rng(0)
-    keep = {block.name: rng.normal(size=block.shape).astype("f4") for block in prepared({}).private}
+    keep = {block.name: rng.normal(size=block.shape, scale=0.25).astype("f4") for block in prepared({}).private}
+    keep["local.text"] *= 4 * size
     work = prepared({"fusion": {"heads": 1}}, keep)
     tokens = prompts_of(work.model)
     assert tokens is not None
     shared, own = tokens.get_parameter("text"), torch.from_numpy(keep["local.text"])
-    part = {
-        name.rpartition("attention.")[2]: torch.from_numpy(values)
-        for name, values in keep.items()
-        if ".text." in name
-    }
-    weights, biases = part["in_proj_weight"].split(16), part["in_proj_bias"].split(16)
-    q, k, v = ((each @ w.T + b) for each, w, b in zip((shared, own, own), weights, biases, strict=True))
-    found = (q @ k.T / 16**0.5).softmax(dim=1) @ v @ part["out_proj.weight"].T + part["out_proj.bias"]
+    shared.data.normal_().mul_(size)
+    query, key, value, output = (
+        torch.from_numpy(keep[f"fusion.text.{part}"]) for part in ("query", "key", "value", "output")
+    )
+
+    def normalised(tokens: Tensor) -> Tensor:
+        return (tokens - tokens.mean(dim=1, keepdim=True)) / tokens.std(dim=1, keepdim=True, correction=0)
+
+    def below(values: Tensor, most: Tensor) -> Tensor:
+        return values * most.norm() / (most.norm() ** 2 + values.norm() ** 2) ** 0.5
+
+    asks, answers = normalised(shared), normalised(own)
+    scores = (asks @ query.T) @ (answers @ key.T).T / 16**0.5
+    found = scores.softmax(dim=1) @ (answers @ value.T) @ output.T
+    alike = found.mean(dim=0).expand(2, 16)
+    added = below((found - alike) + below(alike, found - alike), shared)
     fused = tokens.tokens("text")
     assert isinstance(fused, Tensor)
-    torch.testing.assert_close(fused, shared + found)
+    torch.testing.assert_close(fused, shared + added, rtol=1e-4, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("asks", ["global", "local"])
+def test_after_training_attention_depends_on_what_asks_and_does_not_drown_the_global_prompts(asks: str) -> None:
+    subject = replace(PROMPTED, prompts=Prompts(vision=4, text=4))
+    settings = {"fusion": {"asks": asks}}
+    work, harvest = one_task("pfeddc", settings, subject=subject, epochs=20, learning_rate=0.005)
+    tokens, start = prompts_of(work.model), start_of(subject)
+    assert tokens is not None
+    for tower in ("vision", "text"):
+        shared, own = tokens.get_parameter(tower), torch.from_numpy(harvest.keep[f"local.{tower}"])
+        fused = tokens.tokens(tower)  # type: ignore[arg-type]
+        assert fused is not None
+        asking = shared if asks == "global" else own
+        added = (fused - asking).detach()
+        by_token = added - added.mean(dim=0)
+        assert by_token.square().sum() > 0.2 * added.square().sum()
+        assert 0.05 * asking.norm() < added.norm() <= (1 + 1e-6) * asking.norm()
+        assert (own - torch.from_numpy(start[f"prompts.{tower}"])).norm() > 0.05 * own.norm()
+
+
+def test_what_stays_at_the_site_has_a_learning_rate_of_its_own() -> None:
+    outputs = {name for name in FUSION if name.endswith("output")}
+    (_, alike), (_, faster) = (
+        trained("pfeddc", settings=settings, batch_size=None) for settings in ({}, {"private_learning_rate": 0.5})
+    )
+    assert all(np.array_equal(alike.upload[name], faster.upload[name]) for name in PROMPTS)
+    for name in outputs:
+        # A first step of plain SGD, from zero, at ten times the run's rate of 0.05.
+        np.testing.assert_allclose(faster.keep[name], 10 * alike.keep[name], rtol=1e-5, atol=1e-9)
+
+
+def test_a_fusion_that_was_kept_in_an_older_form_is_left_and_begun_anew() -> None:
+    _, now = trained("pfeddc")
+    rng = np.random.default_rng(0)
+    part = "fusion.text.attention"
+    older = {f"{part}.in_proj_weight": rng.normal(size=(48, 16)), f"{part}.in_proj_bias": rng.normal(size=48)}
+    kept = {name: values for name, values in now.keep.items() if name in LOCAL}
+    work = prepared({}, {**kept, **{name: values.astype("f4") for name, values in older.items()}})
+    tokens = prompts_of(work.model)
+    assert tokens is not None
+    assert {block.name for block in work.private} == LOCAL | FUSION
+    assert torch.equal(tokens.tokens("text"), tokens.get_parameter("text"))  # type: ignore[arg-type]
+
+
+def test_a_single_prompt_token_leaves_attention_nothing_to_choose_from() -> None:
+    single = replace(PROMPTED, prompts=Prompts(vision=2, text=1))
+    with pytest.raises(Unsuited, match=r"prompts\.text is a single token.*fusion\.kind"):
+        start("pfeddc", single)
+    start("pfeddc", single, modalities=["vision"])
+    start("pfeddc", single, fusion={"kind": "mean"})
 
 
 def test_without_a_federation_the_global_prompts_stay_at_the_site_too() -> None:

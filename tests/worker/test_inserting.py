@@ -159,7 +159,7 @@ def test_fusion_may_be_a_part_of_the_run(tmp_path: Path) -> None:
     init(made, "--config", config, "--head", "contrastive", *words)
     model = ModelFolder.open(made).model
     assert model.prompts == Prompts(text=2, fusion=Fusion(asks="global", heads=4))
-    # One attention 16 wide: in- and output projections with their biases.
+    # One attention 16 wide: four projections without biases.
     fusion = [block for block in model.blocks if block.name.startswith("prompts.fusion.text.")]
-    assert sum(block.numel for block in fusion) == 4 * 16 * 16 + 4 * 16
+    assert sum(block.numel for block in fusion) == 4 * 16 * 16
     assert {block.role for block in fusion} == {"prompt"}

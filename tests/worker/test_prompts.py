@@ -207,24 +207,48 @@ def test_prompts_out_of_bounds_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_attention_that_fuses_starts_as_what_asks_and_looks_at_what_answers() -> None:
     torch.manual_seed(0)
-    shared, own = torch.randn(3, 16), torch.randn(3, 16)
+    shared, own = 0.02 * torch.randn(3, 16), 0.02 * torch.randn(3, 16)
     for asks, expected in (("local", own), ("global", shared)):
         fused = fusion_module(Fusion.model_validate({"asks": asks, "heads": 2}), 16)
         assert torch.equal(fused(shared, own), expected)
-        nn.init.normal_(fused.get_parameter("attention.out_proj.weight"))
-        answers = own if asks == "global" else shared
-        moved = fused(*((shared, own + 1) if answers is own else (shared + 1, own)))
-        assert not torch.allclose(moved, fused(shared, own))
+        nn.init.normal_(fused.get_parameter("output"))
+        other = 0.02 * torch.randn(3, 16)
+        moved = fused(shared, other) if asks == "global" else fused(other, own)
+        assert (moved - fused(shared, own)).norm() > 0.1 * expected.norm()
 
 
 def test_one_head_that_fuses_is_the_formula() -> None:
     torch.manual_seed(0)
     fused, shared, own = fusion_module(Fusion(asks="local", heads=1), 16), torch.randn(3, 16), torch.randn(2, 16)
-    nn.init.normal_(fused.get_parameter("attention.out_proj.weight"))
-    queries, keys, values = fused.get_parameter("attention.in_proj_weight").split(16)
-    scores = (own @ queries.T) @ (shared @ keys.T).T / 16**0.5  # [2, 3]
-    found = scores.softmax(dim=-1) @ (shared @ values.T) @ fused.get_parameter("attention.out_proj.weight").T
-    torch.testing.assert_close(fused(shared, own), own + found)
+    output = nn.init.normal_(fused.get_parameter("output"))
+    queries, keys, values = (fused.get_parameter(name) for name in ("query", "key", "value"))
+
+    def normalised(tokens: Tensor) -> Tensor:
+        return (tokens - tokens.mean(dim=1, keepdim=True)) / tokens.std(dim=1, keepdim=True, correction=0)
+
+    asks, answers = normalised(own), normalised(shared)
+    scores = (asks @ queries.T) @ (answers @ keys.T).T / 16**0.5  # [2, 3]
+    found = scores.softmax(dim=-1) @ (answers @ values.T) @ output.T
+    alike = found.mean(dim=0).expand(2, 16)
+    by_token = found - alike
+    both = by_token + alike * by_token.norm() / (by_token.norm() ** 2 + alike.norm() ** 2) ** 0.5
+    added = both * own.norm() / (own.norm() ** 2 + both.norm() ** 2) ** 0.5
+    torch.testing.assert_close(fused(shared, own), own + added)
+
+
+@pytest.mark.parametrize("size", [0.02, 1.0, 50.0])
+def test_no_output_projection_makes_attention_a_constant_or_larger_than_what_asks(size: float) -> None:
+    torch.manual_seed(0)
+    fused, shared, own = fusion_module(Fusion(heads=2), 16), 0.02 * torch.randn(4, 16), 0.02 * torch.randn(4, 16)
+    # It sends whatever it is handed the same way: what a loss that asks the same of each token would teach it.
+    one_way = torch.outer(torch.randn(16), torch.ones(16) @ fused.get_parameter("value")) * size
+    fused.get_parameter("output").data.copy_(one_way)
+    added = (fused(shared, own) - shared).detach()
+    assert 0 < added.norm() <= (1 + 1e-6) * shared.norm()
+    assert (added - added.mean(dim=0)).norm() > 0.7 * added.norm()
+    # The same tokens in another order ask the same questions.
+    order = torch.tensor([2, 0, 3, 1])
+    torch.testing.assert_close(fused(shared[order], own), fused(shared, own)[order])
 
 
 def test_other_fusions_are_the_mean_and_one_after_the_other() -> None:

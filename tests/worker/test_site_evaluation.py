@@ -31,7 +31,7 @@ from worker.policy import Policy, PrivacyFloor
 from worker.renewal import Stop
 from worker.report import Report
 from worker.settings import Settings, datasets_of
-from worker.trainer import Batches
+from worker.trainer import Batches, TrainingDiverged
 from worker.vault import Vault
 from worker.workbench import Workbench
 
@@ -260,3 +260,38 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
     found = measured(client, run)
     assert {number: set(one.numbers) for number, one in found.items()} == {0: GLOBAL, 1: GLOBAL | PERSONAL}
     assert found[1].numbers["personal_loss"] != found[1].numbers["loss"]
+
+
+def digits_bench(coordinator: LiveCoordinator, folder: Path) -> tuple[Workbench, ScriptedWorker]:
+    generator = torch.Generator().manual_seed(5)
+    pixels = torch.randn(16, 1, 8, 8, generator=generator)
+    data = Dataset({"pixel_values": pixels, "labels": torch.randint(0, 10, (16,), generator=generator)})
+    worker = ScriptedWorker(coordinator.client("site", "a"), datasets={"digits": 16})
+    cache = Cache(folder / "cache", 1 << 24)
+    worker.enrol()
+    return Workbench(worker.client, {"digits": data}, CPU, Vault(folder / "vault"), cache, folder), worker
+
+
+def test_a_worker_trains_each_round_of_a_run_at_the_scale_that_the_last_one_found(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    bench, worker = digits_bench(coordinator, tmp_path)
+    run = begin(coordinator.client(), "fedavg", None)
+    # As a GPU has one for float16, at a scale that overflows even float32.
+    bench.scalers[run.id] = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    scales = []
+    for _ in range(ROUNDS):
+        bench.do(worker.take(), lambda: None, Report())
+        scales.append(bench.scalers[run.id].get_scale())
+    assert scales[0] == scales[1] < 2.0**127
+
+
+def test_training_that_diverges_leaves_no_scale_for_the_next_round(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    bench, worker = digits_bench(coordinator, tmp_path)
+    run = begin(coordinator.client(), "fedavg", None)
+    bench.scalers[run.id] = torch.amp.GradScaler("cpu", init_scale=2.0**-30)
+    with pytest.raises(TrainingDiverged, match="gradients are not finite at step 0"):
+        bench.do(worker.take(), lambda: None, Report())
+    assert run.id not in bench.scalers

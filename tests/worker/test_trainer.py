@@ -20,7 +20,7 @@ from worker.evaluator import evaluate
 from worker.models import instantiate
 from worker.renewal import Stop, Stopped
 from worker.report import Report
-from worker.trainer import Batches, Trainer, TrainingDiverged, seed_everything
+from worker.trainer import Batches, Trainer, TrainingDiverged, gradient_scaler, seed_everything
 from worker.work import LocalWork
 
 VIT = {
@@ -68,12 +68,14 @@ def train(
     check: Callable[[], None] = lambda: None,
     report: Report | None = None,
     least_told: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
     **training: object,
 ) -> Tally:
     half = worker_half(Chosen(name="fedavg"), RunFacts(tuple(work.blocks), rounds=1))
     seed_everything(seed)
     settings = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
-    trainer = Trainer(half, work, settings, CPU, check, None, report or Report(), least_told)
+    scaler = scaler or gradient_scaler(settings, CPU)
+    trainer = Trainer(half, work, settings, CPU, check, None, report or Report(), least_told, scaler)
     return trainer.train(phases or [Phase(EVERYTHING)], data or images(), seed)
 
 
@@ -181,6 +183,39 @@ def test_sixteen_bit_training_on_the_cpu_keeps_float32_weights(precision: str) -
     assert tallies[0].loss == pytest.approx(tallies[1].loss, rel=0.05)
     assert {parameter.dtype for parameter in rough.model.parameters()} == {torch.float32}
     assert values_of(exact) != values_of(rough)
+
+
+def overflowing() -> torch.amp.GradScaler:
+    """A scaler as a GPU has one for float16, at a scale that overflows even float32."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**127)
+
+
+def test_a_step_that_overflows_is_made_again_so_that_every_counted_step_was_made() -> None:
+    exact, scaled, tries = work_on(hidden_dropout_prob=0.0), work_on(hidden_dropout_prob=0.0), []
+    settings = {"optimizer": "sgd", "learning_rate": 0.5, "weight_decay": 0.0}
+    expected = train(exact, **settings)
+    tally = train(scaled, scaler=overflowing(), check=lambda: tries.append(1), **settings)
+    assert len(tries) > tally.steps == expected.steps == 3
+    # The scale is a power of two: it changes no bit of what it does not push out of float32's range.
+    for block in exact.blocks:
+        np.testing.assert_allclose(scaled.read(block), exact.read(block), rtol=1e-6, atol=1e-9)
+
+
+def test_the_scale_that_one_round_found_is_where_the_next_begins() -> None:
+    scaler, tries = overflowing(), []
+    for _ in range(2):
+        tries.append(0)
+        tally = train(work_on(), scaler=scaler, check=lambda: tries.append(tries.pop() + 1), learning_rate=1e-6)
+    assert tries[0] > tally.steps == tries[1] == 3
+
+
+def test_gradients_that_no_scale_makes_finite_end_training() -> None:
+    work = work_on()
+    for block in work.blocks:
+        if block.role == "head":
+            work.model.get_parameter(block.tensor).register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(TrainingDiverged, match=r"gradients are not finite at step 0 with a learning rate of 0\.05"):
+        train(work, scaler=overflowing())
 
 
 @pytest.mark.parametrize("model_type", ["vit", "beit"])
