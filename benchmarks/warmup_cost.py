@@ -31,6 +31,8 @@ SHAPES: dict[Role, tuple[int, int]] = {
     "mlp": (WIDTH, 8 * WIDTH),
 }
 TRIES = 3
+FEDAVG = Chosen(name="fedavg")
+FEDFROZEN = Chosen(name="fedfrozen", settings={"signals": True})
 
 
 def table(layers: int) -> tuple[Block, ...]:
@@ -57,14 +59,12 @@ def update_of(
     return read_update(lambda: BytesIO(data), len(data), {block.name: block for block in blocks}, model)
 
 
-def seconds_to_merge(method: str, state: State, updates: Sequence[Update], facts: RunFacts) -> float:
+def seconds_to_merge(method: Chosen, state: State, updates: Sequence[Update], facts: RunFacts) -> float:
     """CPU seconds of the fastest of `TRIES`: other programs on the machine count less so."""
     taken = []
     for _ in range(TRIES):
         began = time.process_time()
-        merged = coordinator_half(
-            Chosen(name=method, settings={"signals": True} if method == "fedfrozen" else {}), facts
-        ).merge(state, updates)
+        merged = coordinator_half(method, facts).merge(state, updates)
         for tensor in merged.model.values():
             digest = hashlib.sha256()
             for chunk in tensor.chunks():
@@ -79,7 +79,7 @@ def main(layers: int = 4, count: int = 8) -> None:
     updates = [Update(f"{index}/w", 10, update_of(blocks, model, rng)) for index in range(count)]
     facts, state = RunFacts(blocks, rounds=10), State(0, model)
     print(f"{count} updates of {sum(block.numel for block in blocks) / 1e6:.1f} M parameters, one thread")
-    plain, watched = (seconds_to_merge(name, state, updates, facts) for name in ("fedavg", "fedfrozen"))
+    plain, watched = (seconds_to_merge(method, state, updates, facts) for method in (FEDAVG, FEDFROZEN))
     print(f"fedavg    {plain:6.2f} CPU s")
     print(f"fedfrozen {watched:6.2f} CPU s in its warm-up, {watched / plain - 1:+.0%}")
 

@@ -10,13 +10,14 @@ from typing import Any
 from fastapi import FastAPI
 
 from coordinator.api import admin, blobs, enrolments, errors, events, health, runs, sites, tasks
+from coordinator.api.events import MEDIA_TYPE as EVENT_STREAM
 from coordinator.metrics import Metrics
 from coordinator.page import live as page
 from coordinator.services import Services
 from coordinator.supervision import GOODBYE_SECONDS
 from coordinator.timing import Timing
 from coordinator.tracing import Tracing
-from shared.problems import ProblemDocument
+from shared.problems import MEDIA_TYPE, ProblemDocument
 from shared.version import VERSION
 
 # FastAPI would describe a body of its own for 422, which is never sent.
@@ -53,7 +54,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
         services.database.close()
 
     # No pages of the framework's, which fetch scripts from another host; and the description is not for everybody.
-    app = FastAPI(title="Tessera", version=VERSION, description=DESCRIPTION, lifespan=lifespan, openapi_url=None)
+    app = _Api(title="Tessera", version=VERSION, description=DESCRIPTION, lifespan=lifespan, openapi_url=None)
     app.state.services = services
     app.state.metrics = Metrics(services)
     errors.install(app)
@@ -69,3 +70,25 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     for route in app.router.routes:
         route.matches(dict(nothing))
     return app
+
+
+class _Api(FastAPI):
+    """FastAPI describes every answer as JSON or as text; this names the media types that are sent."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            description = super().openapi()
+            for operations in description["paths"].values():
+                for operation in operations.values():
+                    for answer in operation["responses"].values():
+                        _name_media_types(answer.get("content", {}))
+        return super().openapi()
+
+
+def _name_media_types(content: dict[str, Any]) -> None:
+    schema = content.get("application/json", {}).get("schema", {})
+    if schema.get("$ref") == "#/components/schemas/ProblemDocument":
+        content[MEDIA_TYPE] = content.pop("application/json")
+    if EVENT_STREAM in content:
+        # No schema of OpenAPI 3.1 describes a stream of events.
+        content[EVENT_STREAM] = {}

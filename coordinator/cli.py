@@ -1,4 +1,4 @@
-"""`tessera coordinator`: serve, conduct, migrate; backup, restore, verify, gc."""
+"""`tessera coordinator`: serve, conduct, migrate, token; backup, restore, verify, gc."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from coordinator.storage.database import (
     UnknownDatabase,
     alembic_config,
 )
-from coordinator.storage.identity import first_token
+from coordinator.storage.identity import first_token, issue_token
 from coordinator.supervision import GOODBYE_SECONDS, ChildConductor, end_with_parent
 from shared import spans
 from shared.cli.effective import tell_settings
@@ -45,6 +45,7 @@ from shared.lazy import load
 from shared.memory import keep_freed_memory
 from shared.methods import MethodsUnusable, methods
 from shared.problems import Problem, said_of
+from shared.wire import TokenSpec
 
 app = typer.Typer(
     add_completion=False,
@@ -69,6 +70,36 @@ def migrate() -> None:
         typer.echo(f"the schema was left as it was: {str(fault).splitlines()[0]}", err=True)
         raise typer.Exit(2) from None
     typer.echo(f"the schema of {database.shown} is at head", err=True)
+
+
+@app.command()
+def token(
+    name: Annotated[str, typer.Option(help="What the token is called in the audit.")] = "recovered-admin",
+    as_json: AsJson = False,
+) -> None:
+    """Issue another token for an administrator, on the coordinator's own machine, and print it this once.
+
+    For when every such token is lost: whoever may write to the database needs none.
+    """
+    try:
+        database = Database(_settings().database_url)
+        spec = TokenSpec(name=name, role="admin")
+        with database.transaction() as session:
+            _, secret = issue_token(session, database.now(), "coordinator", spec)
+            # Handed over before it is entered, as the first one.
+            if as_json:
+                print_json({"name": name, "secret": secret})
+            else:
+                print(f"admin token (shown only this once): {secret}", file=sys.stderr, flush=True)
+    except ValidationError as refusal:
+        typer.echo(f"--name: {said_of(refusal.errors()[0])}", err=True)
+        raise typer.Exit(2) from None
+    except (NotAFile, UnknownDatabase) as refusal:
+        typer.echo(str(refusal), err=True)
+        raise typer.Exit(2) from None
+    except DATABASE_AWAY as fault:
+        typer.echo(f"no token was issued: {str(fault).splitlines()[0]}", err=True)
+        raise typer.Exit(2) from None
 
 
 @app.command()

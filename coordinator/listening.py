@@ -147,7 +147,7 @@ class Door:
         self._inside[address] += 1
         self.total += 1
         CONNECTIONS.inc()
-        most, each = self.settings.max_connections, self.settings.max_connections_per_address
+        most, each = self.settings.max_connections, self.settings.most_per_address
         if self.total > most:
             return Busy(f"{most} connections are open (setting max_connections)", retry_after_seconds=RETRY_SECONDS)
         if each is not None and self._inside[address] > each:
@@ -239,7 +239,9 @@ class Connection(HttpToolsProtocol):
         self._told = True
         self._in_head = False
         self._expect_nothing()
-        if refusal := self._too_large() if self._head_bytes > self._settings.max_header_bytes else self._turned_away:
+        too_large = self._head_bytes > self._settings.max_header_bytes
+        refusal = self._too_large() if too_large else self._turned_away or self._hostless()
+        if refusal:
             self._refused = True
             self.app = _Refusing(refusal)
         super().on_headers_complete()
@@ -272,6 +274,13 @@ class Connection(HttpToolsProtocol):
     def _too_large(self) -> Problem:
         most = self._settings.max_header_bytes
         return HeadersTooLarge(f"the head of the request is longer than {most} bytes (setting max_header_bytes)")
+
+    def _hostless(self) -> Problem | None:
+        """Refuse a request with two hosts, or one of HTTP/1.1 with none (RFC 9112, section 3.2)."""
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (hosts == 0 and self.parser.get_http_version() == "1.1"):
+            return BadRequest(f"a request names its Host once, not {hosts} times")
+        return None
 
     def _expect(self) -> None:
         """A head, or the rest of a request that is answered, has to be here by the deadline."""

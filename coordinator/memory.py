@@ -8,17 +8,12 @@ import threading
 import time
 from pathlib import Path
 
+from shared.memory import CGROUPS, MEMBERSHIP, groups
 from shared.problems import Busy
 
 WATERMARK = 0.85
 RETRY_SECONDS = 10.0
 FRESH_SECONDS = 1.0
-
-UNLIMITED_BYTES = 1 << 60
-"""Version 1 of control groups says no limit with a very large one."""
-
-CGROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 class Memory:
@@ -50,37 +45,12 @@ class Memory:
         return max((used_bytes(group) / limit for group, limit in self._groups), default=0.0)
 
 
-def groups(cgroups: Path, membership: Path) -> list[tuple[Path, int]]:
-    """The control groups, of version 1 or 2, that this process is in and that have a limit, with it."""
-    if not membership.exists():
-        return []
-    found = []
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        top = cgroups / controllers
-        inside = top / path.lstrip("/")
-        # A container may be shown the path that it has outside; its own group is then at the top.
-        inside_out = (group for group in (inside, *inside.parents) if group.is_relative_to(top))
-        found += [(group, limit) for group in inside_out if (limit := _limit(group))]
-    return found
-
-
 def used_bytes(group: Path) -> int:
     """What a group uses, without the cached pages of files, which it gives back."""
     used = next(group / name for name in ("memory.current", "memory.usage_in_bytes") if (group / name).exists())
     cached = re.findall(r"^(?:total_)?(?:in)?active_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
     # Version 1 tells each twice: of the group alone, and with what is below it.
     return int(used.read_text()) - sum(map(int, cached[-2:]))
-
-
-def _limit(group: Path) -> int | None:
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        if (group / name).exists():
-            told = (group / name).read_text().strip()
-            return int(told) if told != "max" and int(told) < UNLIMITED_BYTES else None
-    return None
 
 
 def _own_bytes() -> int:

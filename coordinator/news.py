@@ -36,6 +36,8 @@ ENDINGS = frozenset({"token.revoke", "session.end", "site.suspend"})
 """What may end somebody's right to listen. That time has passed is seen at the next beat."""
 RETRY_MILLISECONDS = 1_000
 RETRY_SECONDS = 5.0
+TOKENS = 10
+"""So many tokens, at least, it takes to have all places: one has no more than its share."""
 
 
 @dataclass(eq=False)
@@ -43,6 +45,8 @@ class _Listener:
     """One who listens, to one run or to all."""
 
     run_id: str | None
+    holder: str
+    """The id of the token with which it was asked for."""
     bell: asyncio.Event = field(default_factory=asyncio.Event)
     heard: bool = False
     """Whether workers were heard of since this was last told."""
@@ -81,17 +85,23 @@ class News:
         if self._loop and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake)
 
-    def require_place(self) -> None:
-        """Raises Busy."""
+    def require_place(self, holder: str) -> None:
+        """Require that another may listen with this token. Raises Busy."""
         if len(self._listeners) >= self._most:
             raise Busy(f"{self._most} others listen here (setting max_listeners)", retry_after_seconds=RETRY_SECONDS)
+        most = max(1, self._most // TOKENS)
+        if sum(listener.holder == holder for listener in self._listeners) >= most:
+            raise Busy(
+                f"{most} listen with this token already, a {TOKENS}th of max_listeners",
+                retry_after_seconds=RETRY_SECONDS,
+            )
 
     async def listen(
-        self, run_id: str | None, since: int | None, admitted: Callable[[], bool]
+        self, run_id: str | None, since: int | None, holder: str, admitted: Callable[[], bool]
     ) -> AsyncIterator[bytes]:
         """Events behind `since`, or from now on, of one run or of all, until nobody takes them, they are not
         `admitted` any more, or the process ends."""
-        listener = _Listener(run_id)
+        listener = _Listener(run_id, holder)
         self._listeners.add(listener)
         now = asyncio.get_running_loop().time
         judged_at = now()

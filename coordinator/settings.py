@@ -101,7 +101,8 @@ class Settings(BaseSettings):
     body_seconds: PositiveFloat = Field(default=60.0, description="how long a JSON body may take")
     max_connections: PositiveInt = Field(default=16_384, description="the most connections at a time")
     max_connections_per_address: PositiveInt | None = Field(
-        default=None, description="the same from one address; behind a proxy all come from its own"
+        default=None,
+        description="the same from one address; a quarter if left out, and no bound behind a proxy, whose all are",
     )
     requests_per_second: PositiveFloat = Field(
         default=1_000.0, description="how often one token may ask, in the long run, of one process"
@@ -176,6 +177,13 @@ class Settings(BaseSettings):
     housekeeping_seconds: PositiveFloat = Field(
         default=600.0, description="how often what is no longer kept is removed"
     )
+
+    @property
+    def most_per_address(self) -> int | None:
+        """The most connections from one address; None for any number."""
+        if self.max_connections_per_address is None and not self.behind_proxy:
+            return max(1, self.max_connections // 4)
+        return self.max_connections_per_address
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:

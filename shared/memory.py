@@ -1,8 +1,10 @@
-"""How freed memory is kept."""
+"""How much memory this process may have, and how freed memory is kept."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 
 KEPT_BYTES = 64 << 20
 HEAPS = 2
@@ -21,3 +23,41 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES // 2)
         mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
         mallopt(_M_ARENA_MAX, HEAPS)
+
+
+UNLIMITED_BYTES = 1 << 60
+"""Version 1 of control groups says no limit with a very large one."""
+
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def available_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Return what the machine has, or the least limit of the control groups that this process is in."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    return min(whole, *(limit for _, limit in groups(cgroups, membership)), whole)
+
+
+def groups(cgroups: Path, membership: Path) -> list[tuple[Path, int]]:
+    """The control groups, of version 1 or 2, that this process is in and that have a limit, with it."""
+    if not membership.exists():
+        return []
+    found = []
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = cgroups / controllers
+        inside = top / path.lstrip("/")
+        # A container may be shown the path that it has outside; its own group is then at the top.
+        inside_out = (group for group in (inside, *inside.parents) if group.is_relative_to(top))
+        found += [(group, limit) for group in inside_out if (limit := _limit(group))]
+    return found
+
+
+def _limit(group: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        if (group / name).exists():
+            told = (group / name).read_text().strip()
+            return int(told) if told != "max" and int(told) < UNLIMITED_BYTES else None
+    return None

@@ -49,7 +49,8 @@ _INTERNAL = {
 
 MAX_DEPTH = 16
 MAX_COUNT = 1 << 20
-"""The most layers, heads, labels or experts: a config class may make a list as long as it is told to."""
+"""The most layers, heads, labels or experts: a config class may make a list as long as it is told to. It spares the
+sandbox what is plainly absurd; what bounds the rest is the sandbox."""
 
 
 class ConfigError(ValueError):
@@ -98,8 +99,15 @@ def _reasons(key: str, value: JsonValue) -> Iterator[str]:
     elif (key == "dtype" or key.endswith("_dtype")) and value is not None:
         if value not in {str(dtype).removeprefix("torch.") for dtype in DTYPES}:
             yield f"may not be {value!r}"
-    elif isinstance(value, int) and value > MAX_COUNT and ("num" in key or "layer" in key or "depth" in key):
+    elif ("num" in key or "layer" in key or "depth" in key) and _sum(value) > MAX_COUNT:
         yield f"is more than {MAX_COUNT}"
+
+
+def _sum(value: JsonValue) -> int:
+    """Add up a count, or the counts in a list, such as the layers of each stage."""
+    if isinstance(value, list):
+        return sum(map(_sum, value))
+    return value if isinstance(value, int) else 0
 
 
 def config_from(config: Mapping[str, JsonValue]) -> PreTrainedConfig:

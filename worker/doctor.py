@@ -14,6 +14,7 @@ import torch
 
 from shared.client import Client
 from shared.doctor import Check, Finding, fail, ok, warn
+from shared.memory import available_bytes
 from shared.methods import methods
 from shared.network import way_to
 from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
@@ -108,10 +109,18 @@ def _device(settings: Settings) -> Iterator[Finding]:
     else:
         told = f"{device}, {torch.get_num_threads()} threads"
     yield ok("device", told)
+    yield _memory(settings.policy.max_model_bytes)
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
         seconds = _matmul_seconds(device, dtype)
         rate = 2 * MATMUL_ROWS**3 / seconds / 1e9
         yield ok("device", f"multiplies {name} matrices at {rate:.0f} GFLOP/s")
+
+
+def _memory(max_model_bytes: int) -> Finding:
+    told = f"models of up to {size(max_model_bytes)} (max_model_bytes), {size(available_bytes())} of memory"
+    if max_model_bytes > available_bytes():
+        return warn("memory", told, "Lower policy.max_model_bytes: a larger model ends the worker.")
+    return ok("memory", told)
 
 
 def _matmul_seconds(device: torch.device, dtype: torch.dtype) -> float:

@@ -90,18 +90,21 @@ def load(folder: ModelFolder, mapping: MappingFile | None = None) -> PreTrainedM
     return model
 
 
-def check_model(model: Model, mapping: MappingFile | None = None) -> None:
-    """Lays the model out without storage and compares its block table with `model.blocks`.
+def check_model(model: Model, mapping: MappingFile | None = None) -> tuple[Block, ...]:
+    """Lay the model out without storage, compare its block table with `model.blocks`, and return it.
 
-    Our own block map is what counts: a coordinator that calls a head a query block is told so, not believed. Raises
-    as `build` does.
+    Our own block map is what counts: a coordinator that calls a head a query block is told so, not believed. What the
+    classes of transformers make beside parameters is not bounded here, but in `worker/sandbox.py`. Raises as `build`
+    does.
     """
     with torch.device("meta"), _bounded(model):
         laid_out = instantiate(model.config, model.head, prompts=model.prompts, lora=model.lora, mapping=mapping)
-    if faults := list(_differences(model.by_name, {block.name: block for block in block_table(laid_out, mapping)})):
+    table = block_table(laid_out, mapping)
+    if faults := list(_differences(model.by_name, {block.name: block for block in table})):
         raise ModelMismatch(faults)
     if (size := sum(buffer.nbytes for buffer in laid_out.buffers())) > MAX_BUFFER_BYTES + model.nbytes:
         raise UnsafeConfig(f"the config is refused: it needs {size} bytes of buffers beside its weights")
+    return table
 
 
 def instantiate(
@@ -172,7 +175,7 @@ def _differences(told: Mapping[str, Block], found: Mapping[str, Block]) -> Itera
     for name in found.keys() - told.keys():
         yield f"{name}: unexpected, in the model but not in the table"
     for name in told.keys() & found.keys():
-        for key in ("role", "layer", "shape", "dtype", "part"):
+        for key in ("role", "adapts", "layer", "shape", "dtype", "part"):
             if (ours := getattr(found[name], key)) != (theirs := getattr(told[name], key)):
                 yield f"{name}: {key} is {ours}, not {theirs}"
 

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from shared.blocks import EVERYTHING, Block, Frozen, Selector
 from shared.hours import Span
+from shared.memory import available_bytes
 from shared.privacy import Budget
 from shared.wire import LARGEST_NUMBER, Label, Mirror, Task, TaskKind
 from worker.ledger import Entry, Use, exact_in
@@ -166,7 +167,10 @@ class Policy(Frozen):
     max_measurements: PositiveInt = Field(
         default=10_000, description="versions measured on one data set over all runs, from all who share runs_dir"
     )
-    max_model_bytes: PositiveInt = 64 * GIB
+    max_model_bytes: PositiveInt = Field(
+        default_factory=lambda: available_bytes() // 2,
+        description="the largest model that is built; half of the memory that the worker may have if left out",
+    )
     max_upload_bytes: PositiveInt = 16 * GIB
     max_lease_seconds: PositiveFloat = 3600.0
     max_run_upload_bytes: PositiveInt | None = Field(

@@ -35,7 +35,7 @@ from shared.update import Change, read_update
 from shared.wire import EPSILON, Difference, Evaluated, Manifest, MemoryEntry, Submission, Task, TaskKind, TaskView
 from worker.airlock import Airlock, UpdateWithheld
 from worker.audit import Action, Audit, plan_digest
-from worker.blockmap import block_table, named_tensors
+from worker.blockmap import named_tensors
 from worker.cache import BlobTensor, BlobTooLarge, Cache, Row, Source
 from worker.chain import ChainError
 from worker.contributions import Contributions
@@ -47,12 +47,13 @@ from worker.inbox import Inbox, Request
 from worker.layouts import MappingFile
 from worker.leaving import MOST_INLINE, Leaving
 from worker.ledger import LEDGER_FOLDER, Ledger, LedgerError, Use, epsilon_of, noisy_in
-from worker.models import build, write_block
+from worker.models import check_model, instantiate, write_block
 from worker.overlap import MOST_SHARED, fingerprints, share_of, sketch_of
 from worker.plainly import summary
 from worker.policy import Allowance, Policy, PolicyViolation, check_use
 from worker.renewal import Stopped
 from worker.report import Report, rounded
+from worker.sandbox import Sandbox, shared_folder
 from worker.settings import (
     Settings,
     SettingsError,
@@ -211,6 +212,8 @@ class Workbench:
     """Where updates wait for release, if the policy says that they must have it."""
     audit: Audit | None = None
     """Where it is written down what was done; nowhere if None, as for a coordinator of one's own."""
+    sandbox: Sandbox | None = None
+    """Where an untrusted model is laid out first; nowhere if None, as for a model of one's own."""
     noise_key: Callable[[Task], bytes | None] = lambda _: None
     """What the noise of a private task follows from; a secret of that task if None. Anything else protects nobody."""
 
@@ -247,6 +250,7 @@ class Workbench:
             ledger=ledger,
             contributions=contributions_of(settings),
             audit=audit,
+            sandbox=Sandbox(shared_folder()),
         ).under(settings)
 
     def under(self, settings: Settings) -> Self:
@@ -432,11 +436,19 @@ class Workbench:
         self.policy.check_model_type(str(document.config["model_type"]))
         self.policy.check_model(document.nbytes)
         fetched = {block.name for block in task.plan.fetch.resolve(document.blocks)}
-        built = self._model(task, document, whole=len(fetched) == len(document.blocks))
+        # The last round's model, if all of it is about to be overwritten: what a round leaves in blocks that the next
+        # one does not fetch must not become where the next one starts.
+        last = self.models.take(task.run, task.model)
+        if last and len(fetched) < len(document.blocks):
+            last = None
+        mapping = self.mappings.get(str(document.config["model_type"]))
+        blocks = last.blocks if last else self._checked(document, mapping, check)
         with _failing_as("invalid-version"):
             manifest = Manifest.read(document_of(task.version.digest), document_of)
-        wanted = [block for block in built.blocks if block.name in fetched]
-        bases = self._fetch(task, manifest, wanted, built, check, report)
+        wanted = [block for block in blocks if block.name in fetched]
+        bases = self._fetch(task, manifest, wanted, blocks, check, report)
+        # After the version is here, so that nobody allocates what a coordinator only claims to have.
+        built = last or self._built(task, document, blocks, mapping)
         tensors = named_tensors(built.model)
         for base in bases.values():
             check()
@@ -482,18 +494,23 @@ class Workbench:
 
         return received
 
-    def _model(self, task: Task, document: Model, *, whole: bool) -> Built:
-        """The run's model: the last round's, if all of it is about to be overwritten, else a new one.
+    def _checked(self, document: Model, mapping: MappingFile | None, check: Check) -> tuple[Block, ...]:
+        """Return our own table of the model's blocks, which is the document's. Raises as `models.build`."""
+        if self.sandbox:
+            self.sandbox.require(document, mapping, check)
+        return check_model(document, mapping)
 
-        What a round leaves in blocks that the next one does not fetch must not become where the next one starts.
-        """
-        last = self.models.take(task.run, task.model)
-        if whole and last:
-            return last
-        del last
-        mapping = self.mappings.get(str(document.config["model_type"]))
-        model = build(document, seed=task.seed, mapping=mapping).to(self.device)  # type: ignore[arg-type]
-        return Built(task.run, task.model, model, block_table(model, mapping), _structure(model))
+    def _built(self, task: Task, document: Model, blocks: tuple[Block, ...], mapping: MappingFile | None) -> Built:
+        """Build the run's model, which was checked before."""
+        model = instantiate(
+            document.config,
+            document.head,
+            seed=task.seed,
+            prompts=document.prompts,
+            lora=document.lora,
+            mapping=mapping,
+        ).to(self.device)  # type: ignore[arg-type]
+        return Built(task.run, task.model, model, blocks, _structure(model))
 
     def _check_plan(self, task: Task, ready: _Ready) -> None:
         """Judges the plan on our own block table, before any data is read."""
@@ -526,14 +543,20 @@ class Workbench:
         return found
 
     def _fetch(
-        self, task: Task, manifest: Manifest, wanted: Sequence[Block], built: Built, check: Check, report: Report
+        self,
+        task: Task,
+        manifest: Manifest,
+        wanted: Sequence[Block],
+        blocks: Sequence[Block],
+        check: Check,
+        report: Report,
     ) -> dict[str, BlobTensor]:
-        if odd := sorted(set(manifest.blocks) ^ {block.name for block in built.blocks}):
+        if odd := sorted(set(manifest.blocks) ^ {block.name for block in blocks}):
             raise TaskFailure("invalid-version", f"the version and the model differ in the blocks {odd[:8]}")
         sizes = {manifest.blocks[block.name]: block.nbytes for block in wanted}
         lacking_bytes = sum(nbytes for digest, nbytes in sizes.items() if digest not in self.shelf)
         report.begin("fetching", of_bytes=report.download_bytes + lacking_bytes)
-        self._catch_up(task, manifest, wanted, built, check, report)
+        self._catch_up(task, manifest, wanted, blocks, check, report)
         self.shelf.fetch_all(sizes, self.coordinator.copy_blobs, self._receiving(check, report))
         bases: dict[str, BlobTensor] = {}
         for block in wanted:
@@ -544,7 +567,13 @@ class Workbench:
         return bases
 
     def _catch_up(
-        self, task: Task, manifest: Manifest, wanted: Sequence[Block], built: Built, check: Check, report: Report
+        self,
+        task: Task,
+        manifest: Manifest,
+        wanted: Sequence[Block],
+        blocks: Sequence[Block],
+        check: Check,
+        report: Report,
     ) -> None:
         """Makes what is wanted out of the version of the task before, if their difference is the less to fetch. What
         cannot be made so is fetched as it is."""
@@ -569,7 +598,7 @@ class Workbench:
         with temporary_file(self.scratch) as (path, file):
             self.coordinator.copy_blob(difference.digest, file, received)
             file.flush()
-            asked = {block.name: block for block in built.blocks}
+            asked = {block.name: block for block in blocks}
             bases = {name: BlobTensor(self.shelf.path(before[name]), block) for name, block in asked.items()}
             try:
                 tensors = read_update(lambda: path.open("rb"), path.stat().st_size, asked, bases)

@@ -53,7 +53,8 @@ def list_tokens(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Cur
 def revoke_token(token_id: str, serving: Serving, caller: Admin) -> None:
     """Ends a token at once, and the claims that wait with it."""
     with serving.database.transaction() as session:
-        row = identity.revoke_token(session, serving.database.now(), caller.actor, token_id)
+        now, admins_sign_in = serving.database.now(), "admin" in serving.settings.oidc_roles.values()
+        row = identity.revoke_token(session, now, caller.actor, token_id, admins_sign_in=admins_sign_in)
         waiting = identity.workers_of(session, row.site_id)
     serving.wake(waiting)
 

@@ -14,6 +14,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import BeforeValidator
 from starlette.types import Receive, Scope, Send
 
 from coordinator.answers import Answers
@@ -34,6 +35,16 @@ DigestPath = Annotated[str, Path(pattern=r"^sha256:[0-9a-f]{64}$")]
 Holder = Annotated[Principal, Depends(allow("site", "orchestrator", "admin"))]
 """Whoever may have blobs: who only looks gets no model, and sends nothing."""
 Complete = Annotated[str, Header(alias="Upload-Complete", pattern=r"^\?[01]$")]
+
+
+def _in_digits(written: object) -> object:
+    """Refuse what Python reads as a number and RFC 9110 does not: signs, underscores, spaces."""
+    if isinstance(written, str) and not re.fullmatch(r"[0-9]{1,19}", written):
+        raise ValueError("a number of bytes is written in digits alone")
+    return written
+
+
+DIGITS = BeforeValidator(_in_digits)
 
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _REPR_DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/=]{44}):")
@@ -168,7 +179,7 @@ async def create_upload(
     serving: Serving,
     uploading: Uploading,
     caller: Holder,
-    length: Annotated[int, Header(alias="Upload-Length", ge=0)],
+    length: Annotated[int, DIGITS, Header(alias="Upload-Length", ge=0)],
     complete: Complete,
     repr_digest: Annotated[str, Header(alias="Repr-Digest", max_length=256)],
 ) -> Response:
@@ -199,7 +210,7 @@ async def append_upload(
     serving: Serving,
     uploading: Uploading,
     caller: Holder,
-    offset: Annotated[int, Header(alias="Upload-Offset", ge=0)],
+    offset: Annotated[int, DIGITS, Header(alias="Upload-Offset", ge=0)],
 ) -> Response:
     """Adds bytes to an upload, from where it stands."""
     if request.headers.get("Content-Type") != "application/partial-upload":

@@ -36,7 +36,7 @@ class EventStream(StreamingResponse):
 async def all_events(serving: Serving, caller: Viewer, shown: Shown, last_event_id: LastEvent = None) -> EventStream:
     """Every change of state as it happens, as `Happening` in an event of type `change`; without an id and of type
     `progress`, that workers were heard of."""
-    return stream(serving, None, last_event_id, lambda: admitted(serving, shown))
+    return stream(serving, None, last_event_id, caller.token_id, lambda: admitted(serving, shown))
 
 
 @router.get("/runs/{run_id}/events", operation_id="listenToRun", response_class=EventStream)
@@ -45,13 +45,15 @@ async def run_events(
 ) -> EventStream:
     """The same of one run."""
     await run_in_threadpool(require_run, serving, run_id)
-    return stream(serving, run_id, last_event_id, lambda: admitted(serving, shown))
+    return stream(serving, run_id, last_event_id, caller.token_id, lambda: admitted(serving, shown))
 
 
-def stream(serving: Services, run_id: str | None, since: int | None, still: Callable[[], bool]) -> EventStream:
-    """Raises Busy."""
-    serving.news.require_place()
-    return EventStream(serving.news.listen(run_id, since, still), headers={"Cache-Control": "no-store"})
+def stream(
+    serving: Services, run_id: str | None, since: int | None, holder: str, still: Callable[[], bool]
+) -> EventStream:
+    """Answer with events for as long as the holder of the token is `still` admitted. Raises Busy."""
+    serving.news.require_place(holder)
+    return EventStream(serving.news.listen(run_id, since, holder, still), headers={"Cache-Control": "no-store"})
 
 
 def require_run(serving: Services, run_id: str) -> None:

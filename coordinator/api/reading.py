@@ -13,11 +13,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
 from coordinator.settings import Settings
+from shared.documents import check_document
 from shared.problems import TooLarge, TooSlow
 
 
 class BoundedRequest(Request):
-    """A request whose JSON body has at most `max_body_bytes`, and no NaN, infinity or broken surrogate in it.
+    """A request whose JSON body has at most `max_body_bytes`, and no NaN, broken surrogate or name twice in it.
 
     The standard parser lets all of these through, and they fail much later: in the database or in an answer.
     """
@@ -38,7 +39,9 @@ class BoundedRequest(Request):
 
     async def json(self) -> Any:
         try:
-            return pydantic_core.from_json(await self.body(), allow_inf_nan=False, cache_strings=False)
+            value = pydantic_core.from_json(await self.body(), allow_inf_nan=False, cache_strings=False)
+            check_document(await self.body())
+            return value
         except ValueError as fault:
             error = {"type": "json_invalid", "loc": ("body",), "msg": str(fault)[:200], "input": None}
             raise RequestValidationError([error]) from None

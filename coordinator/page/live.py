@@ -23,13 +23,13 @@ KEEP = "public, max-age=31536000, immutable"
 
 @router.get("/events", response_class=EventStream)
 async def all_events(serving: Serving, who: Signed, last_event_id: LastEvent = None) -> EventStream:
-    return stream(serving, None, last_event_id, lambda: still_signed(serving, who.secret))
+    return stream(serving, None, last_event_id, who.principal.token_id, lambda: still_signed(serving, who.secret))
 
 
 @router.get("/runs/{run_id}/events", response_class=EventStream)
 async def run_events(run_id: str, serving: Serving, who: Signed, last_event_id: LastEvent = None) -> EventStream:
     await run_in_threadpool(require_run, serving, run_id)
-    return stream(serving, run_id, last_event_id, lambda: still_signed(serving, who.secret))
+    return stream(serving, run_id, last_event_id, who.principal.token_id, lambda: still_signed(serving, who.secret))
 
 
 class _Files(StaticFiles):

@@ -139,15 +139,32 @@ def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tu
     return row, secret
 
 
-def revoke_token(session: Session, now: float, actor: str, token_id: str) -> TokenRow:
-    """Raises NotFound. Revoking again changes nothing."""
+def revoke_token(
+    session: Session, now: float, actor: str, token_id: str, *, admins_sign_in: bool = False
+) -> TokenRow:
+    """Revoke a token. Revoking again changes nothing.
+
+    Raises NotFound, and Conflict for the last token of an administrator unless `admins_sign_in` elsewhere.
+    """
     row = session.get(TokenRow, token_id)
     if row is None:
         raise NotFound(f"there is no token {token_id}")
     if row.revoked_at is None:
+        if row.role == "admin" and not admins_sign_in and not _other_admin(session, now, token_id):
+            raise Conflict(
+                "this is the last token of an administrator that is valid",
+                remedy="Issue another first, with `tessera admin token issue`.",
+            )
         row.revoked_at = now
         audit.record(session, now, actor, "token.revoke", token_id)
     return row
+
+
+def _other_admin(session: Session, now: float, token_id: str) -> bool:
+    """Tell whether another token of an administrator is valid."""
+    valid = TokenRow.revoked_at.is_(None) & (TokenRow.expires_at.is_(None) | (TokenRow.expires_at > now))
+    other = (TokenRow.role == "admin") & (TokenRow.id != token_id)
+    return bool(session.scalar(select(exists().where(other, valid))))
 
 
 def rotate_token(session: Session, now: float, caller: Principal, shown: str, fresh_hash: str, grace: float) -> None:

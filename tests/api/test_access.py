@@ -32,6 +32,16 @@ def test_a_revoked_token_ends_at_once(coordinator: LiveCoordinator) -> None:
         admin.revoke_token("no-such-token")
 
 
+def test_the_last_token_of_an_administrator_is_not_revoked(coordinator: LiveCoordinator) -> None:
+    admin = coordinator.client()
+    mine = next(token for token in admin.tokens() if token.role == "admin")
+    with refusing("conflict", "last token of an administrator"):
+        admin.revoke_token(mine.id)
+    other = admin.issue_token(TokenSpec(name="second", role="admin", expires_in_days=1))
+    admin.revoke_token(mine.id)
+    assert coordinator.bare({"Authorization": f"Bearer {other.secret}"}).get("/v1/runs").status_code == 200
+
+
 def test_a_token_expires_to_the_day(tmp_path: Path) -> None:
     clock = Clock()
     with LiveCoordinator(tmp_path, clock=clock) as coordinator:

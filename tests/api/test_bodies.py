@@ -35,6 +35,7 @@ def http(standing: LiveCoordinator) -> httpx.Client:
         b'{"a":' * 201 + b"1" + b"}" * 201,
         b"[" * 100_000,
         b'{"name": "a"} trailing',
+        b'{"name": "a", "name": "b"}',
     ],
     ids=lambda body: repr(body[:24]),
 )

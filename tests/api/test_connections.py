@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from coordinator.listening import OTHER_FILES, make_room
+from coordinator.settings import Settings
 from shared.tensors import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.raw import announced, answer, connected, head, rest, trickle
@@ -35,6 +36,19 @@ def test_what_is_not_http_is_refused_as_a_problem(coordinator: LiveCoordinator) 
     with connected(coordinator) as raw:
         raw.sendall(b"\x16\x03\x01 this is TLS\r\n\r\n")
         refused(answer(raw), 400, "bad-request")
+
+
+@pytest.mark.parametrize("hosts", [0, 2])
+def test_a_request_that_does_not_name_its_host_once_is_refused(coordinator: LiveCoordinator, hosts: int) -> None:
+    with connected(coordinator) as raw:
+        raw.sendall(b"GET /version HTTP/1.1\r\n" + b"Host: test\r\n" * hosts + b"\r\n")
+        assert "Host" in refused(answer(raw), 400, "bad-request").detail
+
+
+def test_one_address_has_a_quarter_of_the_connections_unless_it_is_a_proxys() -> None:
+    assert Settings(max_connections=100).most_per_address == 25
+    assert Settings(max_connections=100, behind_proxy=True).most_per_address is None
+    assert Settings(max_connections=100, max_connections_per_address=60).most_per_address == 60
 
 
 def test_a_head_that_is_slow_in_coming_is_cut_off(tmp_path: Path) -> None:
@@ -99,7 +113,7 @@ def test_a_body_that_takes_too_long_in_all_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_connections_beyond_the_limit_are_told_to_come_later(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, max_connections=2) as live:
+    with LiveCoordinator(tmp_path, max_connections=2, max_connections_per_address=2) as live:
         with connected(live) as first, connected(live) as second, connected(live) as third:
             for raw in (first, second, third):
                 raw.sendall(VERSION)

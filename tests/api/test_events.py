@@ -260,6 +260,17 @@ def crowded(folder: Path) -> Iterator[LiveCoordinator]:
         yield coordinator
 
 
+def test_one_token_has_no_more_than_its_share_of_the_places(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, max_listeners=20) as coordinator:
+        one, other = coordinator.http("viewer"), coordinator.http("viewer")
+        # A tenth of 20.
+        for _ in range(2):
+            Listening(one, "/v1/events", None)
+        refused(one.get("/v1/events"), 503, "busy")
+        with other.stream("GET", "/v1/events") as answer:
+            assert answer.status_code == 200
+
+
 def test_no_more_listen_than_may_and_who_leaves_makes_room(tmp_path: Path) -> None:
     with crowded(tmp_path) as coordinator:
         first, second = (coordinator.http("viewer") for _ in range(2))

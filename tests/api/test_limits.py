@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from sqlalchemy import delete
 
-from coordinator.memory import Memory, groups, used_bytes
+from coordinator.memory import Memory, used_bytes
 from coordinator.rates import MOST_KEYS, Rate
 from coordinator.services import _bytes_per_day
 from coordinator.storage.room import Room, is_full
 from coordinator.storage.tables import UploadRow
+from shared.memory import groups
 from shared.problems import Busy
 from shared.tensors import digest_of
 from shared.wire import Cohort

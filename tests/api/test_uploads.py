@@ -281,6 +281,8 @@ def test_who_comes_as_another_finishes_does_not_finish_it_once_more(
     ("header", "value", "status"),
     [
         ("Upload-Length", "-1", 422),
+        ("Upload-Length", "1_0", 422),
+        ("Upload-Length", "+5", 422),
         ("Upload-Length", "many", 422),
         ("Upload-Length", str(1 << 62), 413),
         ("Upload-Complete", "yes", 422),

@@ -28,6 +28,14 @@ def exported(client: Client, run: Run) -> bytes:
     return file.getvalue()
 
 
+def test_a_lost_admin_token_is_replaced_on_the_coordinators_machine(tmp_path: Path) -> None:
+    with CoordinatorProcess(tmp_path) as coordinator:
+        code, said = ended(coordinator, "token", "--name", "anew")
+        assert code == 0, said
+        with Client(coordinator.url, said.rpartition(": ")[2].strip()) as client:
+            assert "anew" in {token.name for token in client.tokens()}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_coordinator_at_work_is_backed_up_verified_and_restored_elsewhere(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from structlog.testing import capture_logs
 
 from shared.methods import Chosen
@@ -51,6 +52,7 @@ BERT = {
     "model_type": "bert", "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
     "intermediate_size": 8, "max_position_embeddings": 8,
 }  # fmt: skip
+LEVIT = {"model_type": "levit", "image_size": 4096}
 KEEPS_HEAD = Chosen(name="fedper")
 SENDS_VALUES = Chosen(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"})
 PRIVACY = {"epsilon": 4.0, "delta": 1e-5, "clip_norm": 1.0}
@@ -125,6 +127,8 @@ class Scene:
             datasets=sets, threads=1, poll_seconds=0, held_out_key_file=key_file(folder), **site.settings,
         )  # fmt: skip
         self.agent = Agent(settings, self.stop)
+        assert self.agent._bench.sandbox
+        self.agent._bench.sandbox.memory_bytes = 128 * MIB
         model = instantiate(VIT, "image-classification", seed=1)
         self.model = Model(config=VIT, head="image-classification", blocks=block_table(model))
         start = {block.name: read_block(named_tensors(model), block) for block in self.model.blocks}
@@ -201,6 +205,13 @@ class Scene:
 
     def config(self, **changes: Any) -> dict[str, Any]:
         return self.other_model(config={**VIT, **changes})
+
+    def claimed(self, **changes: Any) -> dict[str, Any]:
+        """The task of another run, whose model is as its table says, and of whose version there is nothing."""
+        config = {**VIT, **changes}
+        with torch.device("meta"):
+            table = block_table(instantiate(config, "image-classification"))
+        return self.other_model(config=config, blocks=[block.model_dump(mode="json") for block in table])
 
     def extra_block(self, name: str) -> dict[str, Any]:
         block = {"tensor": name, "role": "other", "shape": [4], "dtype": "F32"}
@@ -318,6 +329,16 @@ CASES = [
         lambda scene: scene.other_model(
             blocks=[{"tensor": "w", "role": "mlp", "shape": [1 << 25, 1 << 25], "dtype": "F32"}]
         ),
+    ),
+    Case(
+        "a model of gigabytes of which there is no version",
+        "invalid-version: the blob of .* has not",
+        lambda scene: scene.claimed(hidden_size=8192, intermediate_size=8192),
+    ),
+    Case(
+        "a model of two loops over all pairs of places",
+        "model-refused: .*laying its model out takes more than",
+        lambda scene: scene.other_model(config=LEVIT, head="features"),
     ),
     Case(
         "a model larger than its table",

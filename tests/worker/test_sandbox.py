@@ -1,0 +1,79 @@
+"""What laying out a model from a coordinator may cost, whatever its config says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.model import Model
+from worker.blockmap import block_table
+from worker.configs import UnsafeConfig, check_config
+from worker.models import instantiate
+from worker.sandbox import Sandbox
+
+BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
+MODEL = Model(config=BERT, head="features", blocks=block_table(instantiate(BERT, "features")))
+# A table over all pairs of 65,536 places, made in main memory before there is a parameter to count.
+LEVIT = MODEL.model_copy(update={"config": {"model_type": "levit", "image_size": 4096}})
+
+
+class Ended(Exception):
+    """The task is over."""
+
+
+def test_a_config_that_fills_memory_before_its_first_parameter_is_refused_in_the_child() -> None:
+    sandbox = Sandbox(memory_bytes=128 << 20)
+    with pytest.raises(UnsafeConfig, match="more than 128 MiB of memory"):
+        sandbox.require(LEVIT, None, lambda: None)
+    # It is known by now: no second child is started, and so nothing is waited for.
+    with pytest.raises(UnsafeConfig, match="more than 128 MiB of memory"):
+        sandbox.require(LEVIT, None, pytest.fail)
+
+
+def test_a_config_that_computes_for_ever_is_refused_in_the_child() -> None:
+    with pytest.raises(UnsafeConfig, match="more than 1 s of processor time"):
+        Sandbox(memory_bytes=16 << 30, cpu_seconds=1).require(LEVIT, None, lambda: None)
+
+
+def test_a_model_within_the_limits_is_laid_out_once_for_all_workers_of_a_machine(tmp_path: Path) -> None:
+    Sandbox(tmp_path).require(MODEL, None, lambda: None)
+    assert len(list(tmp_path.iterdir())) == 1
+    Sandbox(tmp_path).require(MODEL, None, pytest.fail)
+
+
+def test_a_task_that_ends_ends_its_child(tmp_path: Path) -> None:
+    def check() -> None:
+        raise Ended
+
+    with pytest.raises(Ended):
+        Sandbox(tmp_path).require(LEVIT, None, check)
+    assert not list(tmp_path.glob("*[!k]")), "an unfinished child left a verdict"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        *((kind, {"depths": [10**8]}) for kind in ("convnext", "convnextv2", "pvt", "segformer", "swin")),
+        *((kind, {"depths": [5 * 10**6]}) for kind in ("focalnet", "poolformer", "cvt")),
+        ("cvt", {"depth": [1 << 19] * 3}),
+    ],
+)
+def test_counts_in_lists_are_bounded_as_counts_are(model_type: str, sizes: dict[str, Any]) -> None:
+    with pytest.raises(UnsafeConfig, match=r"depths?: is more than 1048576"):
+        check_config({"model_type": model_type, **sizes})
+
+
+def test_token_ids_and_rope_values_are_no_counts() -> None:
+    check_config(
+        {
+            "model_type": "whisper",
+            "suppress_tokens": [1, 2, 7, 50_257, 50_358, 50_359, 50_360, 50_361, 50_362] * 100,
+            "begin_suppress_tokens": [220, 50_257],
+            "forced_decoder_ids": [[1, 50_259], [2, 50_359], [3, 50_363]],
+            "max_source_positions": 1500,
+            "num_mel_bins": 80,
+        }
+    )
+    check_config({"model_type": "llama", "rope_theta": 500_000_000, "max_position_embeddings": 10_485_760})
