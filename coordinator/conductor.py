@@ -368,7 +368,7 @@ class Conductor:
         with self._database.snapshot() as session:
             _require(session.get_one(RoundRow, round_id).state == "merging", "the round was merged already")
             accepted = rounds.accepted_updates(session, round_id)
-        manifest, new = self._aggregation.merge(spec, base, accepted)
+        manifest, new, merged = self._aggregation.merge(spec, base, accepted)
         made = VersionRef(number=base.number + 1, digest=new[-1].digest)
         model = self._states.model(spec.model)
         state = self._states.load(model, manifest, made.number)
@@ -389,7 +389,7 @@ class Conductor:
             _require(run.version_number == base.number, "the round was merged already")
             _require(run.state in LIVE_RUN, f"the run was {run.state} meanwhile")
             round_ = session.get_one(RoundRow, round_id)
-            for warning in rounds.commit_round(session, now, run, round_, made, manifest, warnings):
+            for warning in rounds.commit_round(session, now, run, round_, made, manifest, warnings, merged):
                 log.warning("version.warning", run=run_id, number=made.number, warning=warning)
             rounds.note_scores(session, round_id, norm_scores(spec, accepted))
             # Before the next round is offered: a site measures its own model as this round left it.

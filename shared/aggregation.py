@@ -34,19 +34,35 @@ class Accepted:
     plan: Plan
 
 
+Merged = Mapping[str, tuple[str, ...]]
+"""The workers whose updates were merged, each with the blocks of its update that stayed as they were: a robust rule
+leaves a block alone that too few workers sent."""
+
+
 @dataclass(frozen=True)
 class Aggregation:
     states: States
     inspector: Inspector
 
-    def merge(self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]) -> tuple[Manifest, list[Stored]]:
-        """The next version and its new blobs, made safe; the last of them is the manifest's own."""
-        return self.states.store(self.next_state(spec, base, accepted), base.digest)
+    def merge(
+        self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]
+    ) -> tuple[Manifest, list[Stored], Merged]:
+        """The next version, its new blobs made safe (the last is the manifest's own), and what was merged."""
+        state, merged = self._merged(spec, base, accepted)
+        return *self.states.store(state, base.digest), merged
 
     def next_state(self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]) -> State:
         """The next version, nothing of it computed yet."""
+        return self._merged(spec, base, accepted)[0]
+
+    def _merged(self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]) -> tuple[State, Merged]:
         half, state, updates = self._round(spec, base, accepted)
-        return merge(half, spec.server_optimizer, state, updates)
+        after = merge(half, spec.server_optimizer, state, updates)
+        same = {name for name, tensor in after.model.items() if tensor is state.model[name]}
+        # An update of which no block was merged came to nothing. One that has none is a method's that sends none.
+        sent = {update.worker: update.blocks.keys() for update in updates}
+        merged = {worker: tuple(sorted(b & same)) for worker, b in sent.items() if not b or b - same}
+        return after, merged
 
     def scores(self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]) -> dict[str, dict[str, float]]:
         """How far each worker's update is from what the run's robust rule makes of them, by its name. Reads the

@@ -16,7 +16,7 @@ from shared.methods.contract import Participant, Plan, RunFacts, State, Unsuited
 from shared.model import Model
 from shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 from shared.robust import FEW_SENDERS
-from shared.wire import RunSpec, Task, VersionRef
+from shared.wire import Receipt, RunSpec, Task, VersionRef
 
 MAX_WARNINGS = 16
 MAX_WARNING_CHARACTERS = 500
@@ -102,6 +102,7 @@ def task_of(
     lease_seconds: float,
     inline_bytes: int = 0,
     orchestrator: str | None = None,
+    receipt: Receipt | None = None,
 ) -> Task:
     """What a worker is told: what the plan asks of it in round `number`, and what the run says for all rounds."""
     return Task(
@@ -128,6 +129,7 @@ def task_of(
         inline_bytes=inline_bytes,
         orchestrator=orchestrator,
         lease_seconds=lease_seconds,
+        receipt=receipt,
     )
 
 

@@ -93,7 +93,12 @@ LeaseSeconds = Annotated[float, Field(gt=0, le=86400)]
 TaskKind = Literal["train", "evaluate"]
 RunState = Literal["running", "paused", "completed", "failed", "cancelled"]
 RoundState = Literal["open", "merging", "committed", "abandoned"]
-TaskState = Literal["offered", "leased", "accepted", "rejected", "lapsed", "failed", "cancelled"]
+TaskState = Literal[
+    "offered", "leased", "accepted", "merged", "left_out", "rejected", "lapsed", "failed", "cancelled"
+]
+ACCEPTED: tuple[TaskState, ...] = ("accepted", "merged", "left_out")
+"""The states of a task whose report was accepted, whatever became of it afterwards."""
+
 TokenRole = Literal["admin", "orchestrator", "viewer", "site", "enrolment"]
 EnrolmentState = Literal["pending", "approved", "declined", "expired"]
 
@@ -402,6 +407,17 @@ def _or_nothing(value: object, validate: ValidatorFunctionWrapHandler) -> Progre
     return read
 
 
+class Receipt(Message):
+    """What became of an accepted update: whether it was merged, and no more. While its round is under way it is still
+    `accepted`."""
+
+    task: Identifier
+    token: int
+    state: Literal["accepted", "merged", "left_out"]
+    unmerged: tuple[Name, ...] = ()
+    """The blocks of a merged update that stayed as they were in the version."""
+
+
 class TaskView(Message):
     """A task as people see it."""
 
@@ -422,10 +438,19 @@ class TaskView(Message):
     """Of which layers the accepted update holds blocks."""
     update: str | None = None
     """The digest of the update that was handed in."""
+    unmerged: tuple[str, ...] = ()
+    """The blocks of a merged update that stayed as they were in the version."""
+    receipt: Receipt | None = None
+    """For the task's site, to which the state of an accepted task stays `accepted`."""
     audit_head: str | None = None
     """What the site's own audit had as its last entry when this left, if the worker said so."""
     created_at: datetime | None = None
     problem: ProblemDocument | None = None
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether its report was accepted, whatever became of it afterwards."""
+        return self.state in ACCEPTED
 
 
 class Round(Message):
@@ -578,6 +603,8 @@ class Task(Message):
     orchestrator: Annotated[str, Field(max_length=64)] | None = None
     """Whose token started the run, as the coordinator tells it: worth as much as the coordinator's word."""
     lease_seconds: LeaseSeconds
+    receipt: Receipt | None = None
+    """Of the last update that was accepted from this worker in this run."""
     along: Annotated[tuple[bytes, ...], Field(max_length=MOST_ALONG)] = ()
     """Blobs that need not be fetched any more: what is new in the version, where that is little. A worker goes by the
     digests of what is here, and by nothing else."""

@@ -86,6 +86,7 @@ class Coordinator(Protocol):
     def put_file(self, path: Path, progress: Progress | None = None, digest: str | None = None) -> str: ...
     def submit(self, task_id: str, submission: Submission) -> TaskView: ...
     def submit_evaluation(self, task_id: str, evaluated: Evaluated) -> TaskView: ...
+    def task(self, task_id: str) -> TaskView: ...
 
 
 class Shelf(Protocol):
@@ -467,6 +468,7 @@ class Workbench:
         )
         half = worker_half(task.method, facts)
         memory = self._memory(task, manifest, check, report)
+        self.vault.settle_run(task.run, task.receipt, self.coordinator.task)
         vault = self.vault.load(task.run)
         feedback = Feedback.of(vault, task.plan.stage, task.round)
         own = without_feedback(vault)

@@ -194,7 +194,7 @@ def show_round(
             round=view,
             attempts=attempts,
             latest=latest,
-            accepted=sum(task.state == "accepted" for task in view.tasks),
+            accepted=sum(task.is_accepted for task in view.tasks),
             judges=JUDGES,
             up=sum(task.upload_bytes for task in view.tasks),
             down=sum(task.download_bytes for task in view.tasks),

@@ -13,11 +13,12 @@ from coordinator.storage import audit
 from coordinator.storage.identity import new_id
 from coordinator.storage.snapshots import Member, invitation, sites_due
 from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
-from coordinator.storage.transitions import move_round, move_task
-from shared.aggregation import Accepted
+from coordinator.storage.transitions import move_round, move_task, move_tasks
+from shared.aggregation import Accepted, Merged
 from shared.methods.contract import Plan
 from shared.planning import evaluation_seed, training_seed
-from shared.wire import Manifest, RunSpec, VersionRef
+from shared.problems import Conflict
+from shared.wire import ACCEPTED, Manifest, RunSpec, VersionRef
 
 ACTOR = "conductor"
 
@@ -133,8 +134,10 @@ def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> 
 
 
 def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
+    """What was accepted came to nothing."""
     move_round(session, now, ACTOR, round_, "abandon", reason)
     cancel_tasks(session, now, tasks_of(session, round_.id))
+    move_tasks(session, "leave_out", TaskRow.round_id == round_.id)
 
 
 def accepted_updates(session: Session, round_id: str) -> list[Accepted]:
@@ -151,7 +154,7 @@ def _accepted(session: Session, round_id: str) -> Sequence[Row[TaskRow, str, str
         select(TaskRow, WorkerRow.name, SiteRow.name)
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .where(TaskRow.round_id == round_id, TaskRow.state == "accepted")
+        .where(TaskRow.round_id == round_id, TaskRow.state.in_(ACCEPTED))
     ).all()
 
 
@@ -159,6 +162,19 @@ def note_scores(session: Session, round_id: str, scores: Mapping[str, Mapping[st
     """Adds what was found of each worker's update in a round to its numbers."""
     for task, name, site in _accepted(session, round_id):
         task.numbers = {**task.numbers, **scores.get(f"{site}/{name}", {})}
+
+
+def _leave_out(session: Session, round_id: str, merged: Merged) -> list[str]:
+    """Enters which of the accepted updates were not merged, or not in every block; the tasks left out."""
+    left_out = []
+    for task, name, site in _accepted(session, round_id):
+        unmerged = merged.get(f"{site}/{name}")
+        if unmerged is None:
+            left_out.append(task.id)
+        elif unmerged:
+            task.unmerged = list(unmerged)
+    move_tasks(session, "leave_out", TaskRow.id.in_(left_out))
+    return sorted(left_out)
 
 
 def add_version(
@@ -191,9 +207,13 @@ def commit_round(
     version: VersionRef,
     manifest: Manifest,
     warnings: Sequence[str],
+    merged: Merged,
 ) -> list[str]:
     """The round's end and its version, in the caller's one transaction. Returns the warnings that are new."""
-    move_round(session, now, ACTOR, round_, "commit", round_.reason)
+    left_out = _leave_out(session, round_.id, merged)
+    move_round(session, now, ACTOR, round_, "commit", round_.reason, left_out=left_out)
+    if move_tasks(session, "merge", TaskRow.round_id == round_.id) != len(merged):
+        raise Conflict("other updates were accepted in the round than were merged")
     news = add_version(session, now, run.id, version, manifest, warnings)
     run.version_number = version.number
     run.revision += 1

@@ -191,6 +191,7 @@ def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
             "progress": row.progress or None,
             "layers": row.layers,
             "update": row.update_digest,
+            "unmerged": row.unmerged,
             "audit_head": row.audit_head,
             "created_at": instant(row.created_at),
             "problem": row.problem,

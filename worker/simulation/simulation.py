@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from random import Random
 
-from shared.aggregation import Aggregation, norm_scores, outlying
+from shared.aggregation import Aggregation, Merged, norm_scores, outlying
 from shared.cli.rounds import Outcome, outcomes
 from shared.cohort import dice
 from shared.fairness import scores_by_version, spreads
@@ -54,8 +54,17 @@ class Simulation:
 
         Raises Stalled, Invalid, and what a method's code raises.
         """
-        self.workers.settle()
         self.versions = self.records.committed() or [self._first()]
+        for entry in self.versions:
+            for made in entry.attempts:
+                self.coordinator.end(made)
+        self.workers.settle()
+        over = self._go_on(until, watch)
+        # No later task of this call says what became of the last updates.
+        self.workers.settle()
+        return over
+
+    def _go_on(self, until: int | None, watch: Watch) -> bool:
         self.blobs.keep_only(self._needed())
         self._measure()
         last = self.spec.rounds if until is None else min(until, self.spec.rounds)
@@ -90,12 +99,13 @@ class Simulation:
         """Commits what the last attempt came to, and returns it with the scores of its updates."""
         reports = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
         accepted = [reported.accepted(self.population.site_of(reported.view.worker)) for reported in reports]
-        manifest, new = self.aggregation.merge(self.spec, _ref(self.latest), accepted)
+        manifest, new, merged = self.aggregation.merge(self.spec, _ref(self.latest), accepted)
         state = self.states.load(self.model, manifest, self.latest.number + 1)
         found = [norm_scores(self.spec, accepted), self.aggregation.scores(self.spec, _ref(self.latest), accepted)]
-        made = _scored(attempts[-1], found)
+        made = _ended(_scored(attempts[-1], found), merged)
         aside = outlying(self.spec, accepted)
         self.versions.append(self._commit(new[-1].digest, state, [*attempts[:-1], made], aside))
+        self.coordinator.end(made)
         updates = self.records.accepted_updates()
         self.records.forget_accepted()
         self.blobs.remove(updates)
@@ -144,6 +154,8 @@ class Simulation:
             made.append(self._closed(orders, attempt, opened_at, views))
             if made[-1].state == "committed":
                 return made
+            made[-1] = _ended(made[-1], {})
+            self.coordinator.end(made[-1])
             watch(Outcome(made[-1]))
         raise Stalled(f"round {made[-1].number} was abandoned {len(made)} times. {_told(made[-1])}")
 
@@ -248,6 +260,19 @@ def _scored(made: Round, found: Sequence[Mapping[str, Mapping[str, float]]]) -> 
         for task in made.tasks
     )
     return made.model_copy(update={"tasks": tasks})
+
+
+def _ended(made: Round, merged: Merged) -> Round:
+    """The round with what became of each accepted update."""
+
+    def ended(task: TaskView) -> TaskView:
+        if task.state != "accepted":
+            return task
+        unmerged = merged.get(task.worker)
+        fate = {"state": "left_out"} if unmerged is None else {"state": "merged", "unmerged": unmerged}
+        return task.model_copy(update=fate)
+
+    return made.model_copy(update={"tasks": tuple(map(ended, made.tasks))})
 
 
 def _told(made: Round) -> str:
