@@ -33,6 +33,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunFacts:
         upload_budget=spec.upload_budget,
         upload_seconds=spec.upload_seconds,
         robust=spec.robust,
+        max_update_norm=spec.max_update_norm,
     )
 
 

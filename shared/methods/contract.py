@@ -115,6 +115,8 @@ class RunFacts:
     upload_seconds: float | None = None
     """The most that an update may take on the line that its worker declares. The same holds."""
     robust: Rule = field(default_factory=Mean)
+    max_update_norm: float | None = None
+    """The largest l2 norm of a step that may count, also where `merge` makes it longer than it was sent."""
 
 
 class CoordinatorHalf(Generic[C]):
