@@ -43,6 +43,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunFacts:
         upload_seconds=spec.upload_seconds,
         robust=spec.robust,
         workers_per_site=spec.cohort.workers_per_site,
+        max_update_norm=spec.max_update_norm,
     )
 
 

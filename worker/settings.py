@@ -86,6 +86,9 @@ class DataSource(BaseModel):
         default="train", description="whether runs train on it, or measure versions on all of it"
     )
     privacy: Allowance | None = Field(default=None, description="what runs may find out; as for all data if unset")
+    ledger: Label | None = Field(
+        default=None, description="the ledger that it shares with other names for the same examples; its own if unset"
+    )
 
     @model_validator(mode="after")
     def _trains_on_the_rest(self) -> Self:
@@ -332,7 +335,8 @@ def allowances_of(settings: Settings) -> dict[str, Allowance]:
 
 def ledger_of(settings: Settings) -> Ledger:
     """Where this worker writes down what runs spend of its data sets' privacy. Raises SettingsError."""
-    return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER, audit_key_of(settings))
+    shared = {name: source.ledger for name, source in settings.datasets.items() if source.ledger}
+    return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER, audit_key_of(settings), shared)
 
 
 def contributions_of(settings: Settings) -> Contributions:

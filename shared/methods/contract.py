@@ -123,6 +123,8 @@ class RunFacts:
     robust: Rule = field(default_factory=Mean)
     workers_per_site: int = 1
     """Workers of a site that take part in a round. Their updates reach a method as one."""
+    max_update_norm: float | None = None
+    """The largest l2 norm of a step that may count, also where `merge` makes it longer than it was sent."""
 
 
 class CoordinatorHalf(Generic[C]):
