@@ -50,7 +50,7 @@ from shared.server_optimizer import Adagrad, Adam, Momentum, Plain, Rule, Yogi, 
 from shared.states import States, settle
 from shared.tensors import CHUNK, ArrayTensor, as_bytes, lockstep, related
 from shared.update import Change, write_update
-from shared.wire import Manifest, RunSpec, VersionRef, canonical
+from shared.wire import Bounds, Manifest, RunSpec, VersionRef, canonical
 
 OPTIMIZERS: tuple[Rule, ...] = (Plain(), Momentum(learning_rate=0.5, momentum=0.9), Adam(), Yogi(), Adagrad())
 RULES: tuple[RobustRule, ...] = (Mean(), Median(), TrimmedMean(), Clipped(), MultiKrum(), GeometricMedian())
@@ -249,12 +249,15 @@ def measured(bench: Bench) -> tuple[Speed, Speed, float]:
     held, _ = memory_mib(reset=True)
 
     def summed() -> None:
-        state = aggregation.next_state(spec, base, accepted)
+        state = aggregation.next_state(spec, Bounds(), base, accepted)
         for group in related([tensor for _, tensor in sorted(state.model.items())]):
             for _ in lockstep(group):
                 pass
 
-    speeds = best(bench.gigabytes, summed), best(bench.gigabytes, lambda: aggregation.merge(spec, base, accepted))
+    speeds = (
+        best(bench.gigabytes, summed),
+        best(bench.gigabytes, lambda: aggregation.merge(spec, Bounds(), base, accepted)),
+    )
     return *speeds, memory_mib()[1] - held
 
 

@@ -35,9 +35,11 @@ from coordinator.storage.snapshots import (
     ids,
     invitation,
     live_workers,
+    remembering,
     run_snapshot,
     runs_to_decide,
     sites_due,
+    sites_of,
 )
 from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run, move_task
@@ -266,7 +268,7 @@ class Conductor:
                 invited, base = self._base(run_id)
                 self._notify(self._merge(run_id, round_id, invited, base))
                 # Beside the next round, which need not wait for it.
-                self._score(round_id, invited.spec, base)
+                self._score(run_id, round_id, invited.spec, base)
                 return
             case todo.Open(number):
                 woken = self._open(run_id, number)
@@ -308,8 +310,8 @@ class Conductor:
         _require(base.number + 1 == number, "the run has moved on")
         model = self._states.model(spec.model)
         state = self._states.load(model, self._states.manifest(base.digest), base.number)
-        willing = eligible(invited, self._live())
-        _require(len(willing) >= spec.cohort.quorum, "too few workers are live")
+        willing = self._willing(run_id, invited, self._live())
+        _require(len(sites_of(willing)) >= spec.cohort.quorum, "too few sites are live")
         plans = _planned(spec, model, state, willing)
         with self._database.transaction() as session:
             run = session.get_one(RunRow, run_id)
@@ -326,6 +328,11 @@ class Conductor:
     def _live(self) -> list[Member]:
         with self._database.snapshot() as session:
             return live_workers(session, self._database.now() - self._live_seconds)
+
+    def _willing(self, run_id: str, invited: Invitation, live: Sequence[Member]) -> list[Member]:
+        """Who could take part in a round, each with what decides who does for its site."""
+        with self._database.snapshot() as session:
+            return remembering(session, run_id, eligible(invited, live))
 
     def _base(self, run_id: str) -> tuple[Invitation, VersionRef]:
         """What a run asks for, and its latest version."""
@@ -368,16 +375,17 @@ class Conductor:
         with self._database.snapshot() as session:
             _require(session.get_one(RoundRow, round_id).state == "merging", "the round was merged already")
             accepted = rounds.accepted_updates(session, round_id)
-        manifest, new = self._aggregation.merge(spec, base, accepted)
+            bounds = rounds.bounds_in_force(session.get_one(RunRow, run_id))
+        manifest, new, merged = self._aggregation.merge(spec, bounds, base, accepted)
         made = VersionRef(number=base.number + 1, digest=new[-1].digest)
         model = self._states.model(spec.model)
         state = self._states.load(model, manifest, made.number)
-        warnings = warnings_of(spec, model, state, outlying(spec, accepted))
+        warnings = warnings_of(spec, model, state, bounds, outlying(bounds, accepted))
         live = self._live()
-        willing = eligible(invited, live)
+        willing = self._willing(run_id, invited, live)
         # If its cohort is not all here, a later look opens the next round.
         plans = None
-        if made.number < spec.rounds and len(willing) >= (spec.cohort.size or spec.cohort.quorum):
+        if made.number < spec.rounds and len(sites_of(willing)) >= (spec.cohort.size or spec.cohort.quorum):
             # A method that cannot plan fails at the next look too, which pauses the run with the reason. What was
             # merged is committed all the same.
             with suppress(Exception):
@@ -389,9 +397,9 @@ class Conductor:
             _require(run.version_number == base.number, "the round was merged already")
             _require(run.state in LIVE_RUN, f"the run was {run.state} meanwhile")
             round_ = session.get_one(RoundRow, round_id)
-            for warning in rounds.commit_round(session, now, run, round_, made, manifest, warnings):
+            for warning in rounds.commit_round(session, now, run, round_, made, manifest, warnings, merged):
                 log.warning("version.warning", run=run_id, number=made.number, warning=warning)
-            rounds.note_scores(session, round_id, norm_scores(spec, accepted))
+            rounds.note_scores(session, round_id, norm_scores(bounds, accepted))
             # Before the next round is offered: a site measures its own model as this round left it.
             woken = rounds.offer_at_sites(session, now, run, live)
             if run.state != "running" or plans is None or not self._all_live(session, plans):
@@ -399,12 +407,13 @@ class Conductor:
             with spans.span("open", parent=traceparent_of(run.id, made.number + 1)):
                 return [*woken, *self._open_in(session, run, willing, plans)]
 
-    def _score(self, round_id: str, spec: RunSpec, base: VersionRef) -> None:
+    def _score(self, run_id: str, round_id: str, spec: RunSpec, base: VersionRef) -> None:
         """Notes how far each worker's update is from what they were merged to. A process that ends before it has
         done so leaves this round without."""
         with self._database.snapshot() as session:
             accepted = rounds.accepted_updates(session, round_id)
-        if found := self._aggregation.scores(spec, base, accepted):
+            bounds = rounds.bounds_in_force(session.get_one(RunRow, run_id))
+        if found := self._aggregation.scores(spec, bounds, base, accepted):
             with self._database.transaction() as session:
                 rounds.note_scores(session, round_id, found)
 
@@ -417,9 +426,9 @@ def _planned(spec: RunSpec, model: Model, state: State, willing: Sequence[Member
     refused = {worker.name: found for worker in willing if (found := refused_model(worker.mirror, model))}
     while True:
         willing = [worker for worker in willing if worker.name not in refused]
-        if len(willing) < spec.cohort.quorum:
+        if (sites := len(sites_of(willing))) < spec.cohort.quorum:
             said = "; ".join(f"{name}: {found.rule}: {found.detail}" for name, found in sorted(refused.items())[:4])
-            raise TooFewWilling(f"{len(willing)} workers would do what the round asks: {said}")
+            raise TooFewWilling(f"{sites} sites would do what the round asks: {said}")
         plans = plan_round(spec, model, state, [worker.participant(spec.dataset) for worker in willing])
         planned = [worker for worker in willing if worker.name in plans]
         more = {w.name: found for w in planned if (found := refused_plan(w.mirror, model, plans[w.name]))}

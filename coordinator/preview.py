@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 
@@ -12,9 +13,11 @@ from shared.methods.contract import Plan, State
 from shared.model import Model
 from shared.planning import plan_round, warnings_of
 from shared.willing import Invitation, objections, refused_model, refused_plan, reservations
-from shared.wire import Ask, Mirror, Objection, Preview, Prospect
+from shared.wire import Ask, Mirror, Objection, Preview, Prospect, RunSpec
 
 AWAITING = "awaiting-approval"
+
+MOST_NAMED = 5
 
 
 def preview(
@@ -48,14 +51,26 @@ def preview(
         for ask in [asked.get(worker.name)]
     )
     invited_sites = invited.spec.cohort.sites or ()
+    sites = {worker.site for worker in known if not found[worker.name]}
     return Preview(
         quorum=invited.spec.cohort.quorum,
-        willing=sum(not said for said in found.values()),
-        awaiting=sum(bool(said) and not _but_for_approval(said) for said in found.values()),
+        willing=len(sites),
+        awaiting=len({worker.site for worker in known if not _but_for_approval(found[worker.name])} - sites),
         prospects=prospects,
         missing_sites=tuple(sorted(set(invited_sites) - {worker.site for worker in known})),
-        warnings=warnings_of(invited.spec, model, state),
+        warnings=(*_shared_data(invited.spec, known), *warnings_of(invited.spec, model, state)),
     )
+
+
+def _shared_data(spec: RunSpec, known: Sequence[Member]) -> list[str]:
+    """A warning if workers of one site hold the run's data under one name, which may be one data set twice."""
+    holding = Counter(worker.site for worker in known if worker.declared["datasets"].get(spec.dataset, 0) > 0)
+    sites = sorted(site for site, count in holding.items() if count > 1)
+    if not sites:
+        return []
+    more = f" and {len(sites) - MOST_NAMED} more" if len(sites) > MOST_NAMED else ""
+    said = f"several workers of {', '.join(sites[:MOST_NAMED])}{more} hold a data set {spec.dataset!r}"
+    return [f"{said}: if it is the same data, each keeps a privacy budget of its own for it; run one worker on it"]
 
 
 def _but_for_approval(found: Sequence[Objection]) -> list[Objection]:

@@ -26,7 +26,7 @@ class Entry:
     @classmethod
     def of(cls, outcome: Outcome, model_bytes: int) -> Entry:
         """Counts the workers whose update was accepted: what others moved was not part of an exchange."""
-        done = [task for task in outcome.round.tasks if task.state == "accepted"]
+        done = [task for task in outcome.round.tasks if task.is_accepted]
         return cls(
             number=outcome.round.number,
             stage=outcome.round.stage,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from ipaddress import IPv6Address, ip_address, ip_network
+from ipaddress import IPv6Address, IPv6Network, ip_address
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -37,7 +37,7 @@ def networks_of(address: str) -> tuple[str, ...]:
         return (str(found),)
     if found.ipv4_mapped:
         return (str(found.ipv4_mapped),)
-    return tuple(str(ip_network((int(found), length), strict=False)) for length in (64, 48))
+    return tuple(str(IPv6Network((int(found), length), strict=False)) for length in (64, 48))
 
 
 def without_password(url: str) -> str:

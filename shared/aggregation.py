@@ -2,15 +2,20 @@
 
 The updates are merged in the order of their workers' names, so the same set of updates gives the same bytes whatever
 the order in which they came (invariant I6), and memory is bounded by a few chunks per update (invariant I11).
+
+Sites count and workers do not: a site's token admits as many workers as the site likes. So the updates of one site
+are made one before anything is judged, weighed or averaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import fsum
 from typing import Any
 
 from shared.anomaly import LEFT_OUT, NORM, relative_norms, scores
+from shared.averaging import Divide, average
 from shared.blobs import Stored
 from shared.inspection import UPDATE_NORM, Inspector
 from shared.methods import coordinator_half
@@ -18,7 +23,8 @@ from shared.methods.contract import CoordinatorHalf, Plan, State, Update
 from shared.planning import run_facts
 from shared.server_optimizer import merge
 from shared.states import States
-from shared.wire import Manifest, RunSpec, VersionRef
+from shared.tensors import Tensor
+from shared.wire import Bounds, Manifest, RunSpec, VersionRef
 
 
 @dataclass(frozen=True)
@@ -34,67 +40,135 @@ class Accepted:
     plan: Plan
 
 
+Merged = Mapping[str, tuple[str, ...]]
+"""The workers whose updates were merged, each with the blocks of its update that stayed as they were: a robust rule
+leaves a block alone that too few workers sent."""
+
+
 @dataclass(frozen=True)
 class Aggregation:
     states: States
     inspector: Inspector
 
-    def merge(self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]) -> tuple[Manifest, list[Stored]]:
-        """The next version and its new blobs, made safe; the last of them is the manifest's own."""
-        return self.states.store(self.next_state(spec, base, accepted), base.digest)
+    def merge(
+        self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
+    ) -> tuple[Manifest, list[Stored], Merged]:
+        """The next version, its new blobs made safe (the last is the manifest's own), and what was merged."""
+        state, merged = self._merged(spec, bounds, base, accepted)
+        return *self.states.store(state, base.digest), merged
 
-    def next_state(self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]) -> State:
+    def next_state(self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]) -> State:
         """The next version, nothing of it computed yet."""
-        half, state, updates = self._round(spec, base, accepted)
-        return merge(half, spec.server_optimizer, state, updates)
+        return self._merged(spec, bounds, base, accepted)[0]
 
-    def scores(self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]) -> dict[str, dict[str, float]]:
-        """How far each worker's update is from what the run's robust rule makes of them, by its name. Reads the
-        updates once more; nothing for a run without such a rule."""
+    def _merged(
+        self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
+    ) -> tuple[State, Merged]:
+        half, state, updates, sent = self._round(spec, bounds, base, accepted)
+        after = merge(half, spec.server_optimizer, state, updates)
+        same = {name for name, tensor in after.model.items() if tensor is state.model[name]}
+        # An update of which no block was merged came to nothing. One that has none is a method's that sends none.
+        merged = {worker: tuple(sorted(b & same)) for worker, b in sent.items() if not b or b - same}
+        return after, merged
+
+    def scores(
+        self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
+    ) -> dict[str, dict[str, float]]:
+        """How far each site's update is from what the run's robust rule makes of them, by the names of its workers.
+        Reads the updates once more; nothing for a run without such a rule."""
         if spec.robust.neutral:
             return {}
-        half, state, updates = self._round(spec, base, accepted)
-        return scores(state.model, half.merge(state, updates).model, updates)
+        half, state, updates, _ = self._round(spec, bounds, base, accepted)
+        found = scores(state.model, half.merge(state, updates).model, updates)
+        by_site = {update.site: found[update.worker] for update in updates}
+        return {entry.worker: by_site[entry.site] for entry in accepted if entry.site in by_site}
 
     def _round(
-        self, spec: RunSpec, base: VersionRef, accepted: Sequence[Accepted]
-    ) -> tuple[CoordinatorHalf[Any], State, list[Update]]:
+        self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
+    ) -> tuple[CoordinatorHalf[Any], State, list[Update], dict[str, set[str]]]:
+        """The method's half, the version, an update of each site, and the blocks that each worker sent."""
         model = self.states.model(spec.model)
         manifest = self.states.manifest(base.digest)
-        aside = outlying(spec, accepted)
-        updates = [
-            Update(
-                worker=entry.worker,
-                examples=min(entry.examples, spec.max_examples or entry.examples),
-                blocks=self.inspector.open(entry.digest, model, manifest, entry.plan),
-                numbers=entry.numbers,
-                site=entry.site,
-                plan=entry.plan,
-            )
-            for entry in sorted(accepted, key=lambda entry: entry.worker)
-            if entry.worker not in aside
-        ]
+        state = self.states.load(model, manifest, base.number)
+        aside = set(outlying(bounds, accepted))
+        updates: list[Update] = []
+        blocks: dict[str, set[str]] = {}
+        for entries in _by_site(entry for entry in accepted if entry.worker not in aside):
+            sent = [
+                Update(
+                    worker=entry.worker,
+                    examples=entry.examples,
+                    blocks=self.inspector.open(entry.digest, model, manifest, entry.plan),
+                    numbers=entry.numbers,
+                    site=entry.site,
+                    plan=entry.plan,
+                )
+                for entry in entries
+            ]
+            blocks |= {update.worker: set(update.blocks) for update in sent}
+            update = pooled(state.model, sent, spec.divide)
+            updates.append(replace(update, examples=min(update.examples, bounds.max_examples or update.examples)))
         half = coordinator_half(spec.method, run_facts(spec, model))
-        return half, self.states.load(model, manifest, base.number), updates
+        return half, state, updates, blocks
 
 
-def norm_scores(spec: RunSpec, accepted: Sequence[Accepted]) -> dict[str, dict[str, float]]:
-    """Each worker's norm beside the others', and whether its update is left out for that."""
-    aside = outlying(spec, accepted)
+def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], divide: Divide) -> Update:
+    """The updates of one site's workers as one: the mean by their examples, which come to its weight.
+
+    A block that only some of them sent is averaged over those with `participants`. Else it counts as unchanged by the
+    others, so that averaging the sites comes to what averaging the workers would.
+    """
+    if len(updates) == 1:
+        return updates[0]
+    senders = [(float(update.examples), update.blocks) for update in updates]
+    blocks = average(model, senders, "participants" if divide == "participants" else "cohort")
+    numbers = _means([(update.examples, update.numbers) for update in updates])
+    return replace(updates[0], examples=sum(update.examples for update in updates), blocks=blocks, numbers=numbers)
+
+
+def _by_site(accepted: Iterable[Accepted]) -> list[list[Accepted]]:
+    """Each site's updates, in the order of its workers' names; sites in that of the first of them."""
+    found: dict[str, list[Accepted]] = {}
+    for entry in sorted(accepted, key=lambda entry: entry.worker):
+        found.setdefault(entry.site, []).append(entry)
+    return list(found.values())
+
+
+def _means(told: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Each number's mean by examples over those who told it."""
+    names = sorted({name for _, numbers in told for name in numbers})
+    having = {name: [(weight, numbers[name]) for weight, numbers in told if name in numbers] for name in names}
+    return {
+        name: fsum(weight * number for weight, number in those) / sum(weight for weight, _ in those)
+        for name, those in having.items()
+    }
+
+
+def norm_scores(bounds: Bounds, accepted: Sequence[Accepted]) -> dict[str, dict[str, float]]:
+    """The norm of each worker's site beside the others', and whether its update is left out for that."""
+    aside = outlying(bounds, accepted)
     return {
         worker: {NORM: ratio, **({LEFT_OUT: 1.0} if worker in aside else {})}
         for worker, ratio in _ratios(accepted).items()
     }
 
 
-def outlying(spec: RunSpec, accepted: Sequence[Accepted]) -> list[str]:
-    """The workers whose updates are larger than the run takes, beside the median of all that were accepted.
+def outlying(bounds: Bounds, accepted: Sequence[Accepted]) -> list[str]:
+    """The workers whose site's update is larger than the run takes, beside the median of all sites'.
 
     Judged when the round is over: on arrival it would depend on who came first (docs/decisions/0021).
     """
-    most = spec.max_norm_of_median
+    most = bounds.max_norm_of_median
     return sorted(worker for worker, ratio in _ratios(accepted).items() if most is not None and ratio > most)
 
 
 def _ratios(accepted: Sequence[Accepted]) -> dict[str, float]:
-    return relative_norms({one.worker: one.numbers[UPDATE_NORM] for one in accepted if UPDATE_NORM in one.numbers})
+    """Each worker's site's norm over the median of the sites'. That of several updates as one is at most the mean of
+    theirs, which is what is taken for it: nothing is read again."""
+    norms = {
+        entries[0].site: mean[UPDATE_NORM]
+        for entries in _by_site(accepted)
+        if UPDATE_NORM in (mean := _means([(entry.examples, entry.numbers) for entry in entries]))
+    }
+    ratios = relative_norms(norms)
+    return {entry.worker: ratios[entry.site] for entry in accepted if entry.site in ratios}

@@ -1,4 +1,4 @@
-"""Who takes part, and with which dice. Everything follows from the run's seed, the round and the workers' names."""
+"""Who takes part, and with which dice. Everything follows from the run's seed, the round, and names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def dice(seed: int, *names: object) -> int:
 
 
 def choose(eligible: Sequence[str], size: int | None, rng: Random) -> list[str]:
-    """`size` workers, or all of them, in the order of their names, whatever the order they are given in."""
+    """`size` sites, or all of them, in the order of their names, whatever the order they are given in."""
     names = sorted(eligible)
     return names if size is None or size >= len(names) else sorted(rng.sample(names, size))

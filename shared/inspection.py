@@ -16,12 +16,17 @@ from shared.methods.contract import Plan
 from shared.model import Model
 from shared.problems import MAX_FAULTS, Fault, InvalidUpdate
 from shared.states import States
-from shared.tensors import PIECE, Array, Tensor, squares
+from shared.tensors import PIECE, Array, Tensor, numel, squares
 from shared.update import EncodedTensor, of_whole, read_update
 from shared.wire import Manifest
 
 UPDATE_NORM = "update_norm"
 """The name of an update's l2 norm among its numbers, which the coordinator measures."""
+
+MOST_TIMES = 2.0**23
+"""How many times as far from its version a block may be as the version is from zero, with 1 added to each of its mean
+squares for blocks that begin at zero. In float32, nothing of a version is left when so much is added to it: an update
+beyond this does not train the version, it replaces it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ class Inspector:
     ) -> tuple[Mapping[str, float], Sequence[str]]:
         """The same, with the names of the update's blocks in the order of the table.
 
-        Raises InvalidUpdate naming every block that cannot be decoded or is not finite, or a norm out of bounds.
+        Raises InvalidUpdate naming every block that cannot be decoded, is not finite or is absurdly far from its
+        version, or a norm out of bounds.
         """
         blocks = self.open(digest, model, manifest, plan)
         if not blocks and plan.upload:
@@ -76,9 +82,13 @@ class NotFinite(Malformed):
     """A block holds NaN or infinity."""
 
 
+class TooFar(Malformed):
+    """A block is finite, and absurdly far from its version."""
+
+
 def step_squares(tensor: Tensor, base: Tensor) -> float:
-    """The sum of squares of the difference, infinite if it overflows. Raises NotFinite, and CodecError."""
-    total = 0.0
+    """The sum of squares of the difference, infinite if it overflows. Raises NotFinite, TooFar, and CodecError."""
+    total, before = 0.0, 0.0
     # Decoding is in here too: scales from anywhere overflow what they scale, which is then not finite.
     with np.errstate(over="ignore", invalid="ignore"):
         for chunk, start in zip(tensor.chunks(), base.chunks(), strict=True):
@@ -91,6 +101,11 @@ def step_squares(tensor: Tensor, base: Tensor) -> float:
                         raise NotFinite("not-finite", f"{wrong} or more values are NaN or infinite")
                     found = _wide_squares(values, start[at : at + PIECE])
                 total += found
+                before += squares(start[at : at + PIECE].astype(np.float32, copy=False))
+    if total > MOST_TIMES**2 * (before + numel(tensor)):
+        moved, was = sqrt(total / numel(tensor)), sqrt(before / numel(tensor))
+        detail = f"its values moved by {moved:.3g} and were {was:.3g} (root mean squares): nothing of them is left"
+        raise TooFar("too-far", detail)
     return total
 
 

@@ -69,6 +69,7 @@ ContentKind = Literal[
     "places-invalid",
     "stage-size",
     "not-finite",
+    "too-far",
     "norm-overflow",
     "norm-limit",
     "numbers-unusable",

@@ -5,8 +5,12 @@ The coordinator asks them when it opens a round in its tables, a simulation when
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
+from itertools import chain
+from operator import attrgetter
 from random import Random
+from statistics import median
 
 from pydantic import ValidationError
 
@@ -16,7 +20,12 @@ from shared.methods.contract import Participant, Plan, RunFacts, State, Unsuited
 from shared.model import Model
 from shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 from shared.robust import FEW_SENDERS
-from shared.wire import RunSpec, Task, VersionRef
+from shared.wire import Bounds, Receipt, RunSpec, Task, VersionRef
+
+MAX_WEIGHT_OF_MEDIAN = 4
+"""How many times the median site's weight a site may have, unless its run says otherwise."""
+MAX_NORM_OF_MEDIAN = 10.0
+"""How many times the median norm an update may have, unless its run says otherwise."""
 
 MAX_WARNINGS = 16
 MAX_WARNING_CHARACTERS = 500
@@ -33,6 +42,8 @@ def run_facts(spec: RunSpec, model: Model) -> RunFacts:
         upload_budget=spec.upload_budget,
         upload_seconds=spec.upload_seconds,
         robust=spec.robust,
+        workers_per_site=spec.cohort.workers_per_site,
+        max_update_norm=spec.max_update_norm,
     )
 
 
@@ -59,17 +70,56 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
 def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Participant]) -> dict[str, Plan]:
     """What the round after `state` asks of whom, by name, in that order. No plans at all end the run.
 
-    The cohort is drawn from all who are willing, in whatever order they come. Raises SelectorError for a plan that
-    selects what the model does not have, and what the method raises.
+    The cohort is drawn from all who are willing, in whatever order they come: sites first, so that no site is drawn
+    more often for having more workers, then workers of each. Raises SelectorError for a plan that selects what the
+    model does not have, and what the method raises.
     """
-    rng = Random(dice(spec.seed, "cohort", state.round + 1))  # noqa: S311 (no secret: reproducible)
-    by_name = {participant.name: participant for participant in willing}
-    cohort = [by_name[name] for name in choose(list(by_name), spec.cohort.size, rng)]
+    number = state.round + 1
+    rng = Random(dice(spec.seed, "cohort", number))  # noqa: S311 (no secret: reproducible)
+    of_sites = by_site(willing)
+    drawn = [_of_site(spec, number, of_sites[site]) for site in choose(list(of_sites), spec.cohort.size, rng)]
+    cohort = sorted(chain.from_iterable(drawn), key=attrgetter("name"))
     plans = coordinator_half(spec.method, run_facts(spec, model)).plan(state, cohort, rng)
     for plan in plans.values():
         for selector in (plan.fetch, plan.train, plan.upload):
             selector.resolve(model.blocks)
     return {participant.name: plans[participant.name] for participant in cohort if participant.name in plans}
+
+
+def by_site(willing: Iterable[Participant]) -> dict[str, list[Participant]]:
+    """The participants of each site, by the site's name."""
+    found: dict[str, list[Participant]] = {}
+    for participant in willing:
+        found.setdefault(participant.site, []).append(participant)
+    return found
+
+
+def _of_site(spec: RunSpec, number: int, workers: Sequence[Participant]) -> list[Participant]:
+    """Those of a site's workers that take part: who did so last, since a vault is its worker's own, then by dice."""
+
+    def place(worker: Participant) -> tuple[int, int]:
+        return -worker.last_round, dice(spec.seed, "worker", number, worker.name)
+
+    return sorted(workers, key=place)[: spec.cohort.workers_per_site]
+
+
+def bounds_of(spec: RunSpec, willing: Iterable[Participant]) -> Bounds:
+    """The bounds of a run whose first round opens while these are willing.
+
+    They are the run's from then on: a bound that followed each cohort would follow whoever is in it. It is a median
+    over sites, so that one which declares examples without end moves it by half a place.
+    """
+    largest = (
+        nlargest(spec.cohort.workers_per_site, (worker.examples for worker in workers))
+        for workers in by_site(willing).values()
+    )
+    examples: int | None = max(1, int(MAX_WEIGHT_OF_MEDIAN * median(map(sum, largest))))
+    norm = MAX_NORM_OF_MEDIAN if spec.robust.neutral else None
+    if spec.max_examples is not None:
+        examples = None if spec.max_examples == "unlimited" else spec.max_examples
+    if spec.max_norm_of_median is not None:
+        norm = None if spec.max_norm_of_median == "unlimited" else spec.max_norm_of_median
+    return Bounds(max_examples=examples, max_norm_of_median=norm)
 
 
 def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
@@ -102,6 +152,7 @@ def task_of(
     lease_seconds: float,
     inline_bytes: int = 0,
     orchestrator: str | None = None,
+    receipt: Receipt | None = None,
 ) -> Task:
     """What a worker is told: what the plan asks of it in round `number`, and what the run says for all rounds."""
     return Task(
@@ -128,6 +179,7 @@ def task_of(
         inline_bytes=inline_bytes,
         orchestrator=orchestrator,
         lease_seconds=lease_seconds,
+        receipt=receipt,
     )
 
 
@@ -140,10 +192,12 @@ def evaluation_seed(spec: RunSpec, version: int) -> int:
     return dice(spec.seed, "evaluate", version)
 
 
-def warnings_of(spec: RunSpec, model: Model, state: State, left_out: Sequence[str] = ()) -> tuple[str, ...]:
+def warnings_of(
+    spec: RunSpec, model: Model, state: State, bounds: Bounds | None = None, left_out: Sequence[str] = ()
+) -> tuple[str, ...]:
     """What people are told about a version, within bounds: whose updates were left out, what the run's robust rule
     could not do, and what the method has to say."""
-    larger = f"larger than {spec.max_norm_of_median} times the median" if left_out else ""
+    larger = f"larger than {bounds.max_norm_of_median} times the median" if bounds and left_out else ""
     aside = [f"the updates of {', '.join(left_out)} were left out: {larger}"] if left_out else []
     said = [*aside, *_of_rule(spec, state), *coordinator_half(spec.method, run_facts(spec, model)).warnings(state)]
     return tuple(sentence[:MAX_WARNING_CHARACTERS] for sentence in said[:MAX_WARNINGS])
@@ -153,5 +207,5 @@ def _of_rule(spec: RunSpec, state: State) -> list[str]:
     rule = spec.robust
     if rule.neutral or not state.numbers.get(FEW_SENDERS):
         return []
-    few = f"some blocks stayed as they were, sent by fewer than the {rule.least} workers that {rule.rule} takes"
+    few = f"some blocks stayed as they were, sent by fewer than the {rule.least} sites that {rule.rule} takes"
     return [f"{few}: {FEW_SENDERS} of the version says how many"]

@@ -93,7 +93,12 @@ LeaseSeconds = Annotated[float, Field(gt=0, le=86400)]
 TaskKind = Literal["train", "evaluate"]
 RunState = Literal["running", "paused", "completed", "failed", "cancelled"]
 RoundState = Literal["open", "merging", "committed", "abandoned"]
-TaskState = Literal["offered", "leased", "accepted", "rejected", "lapsed", "failed", "cancelled"]
+TaskState = Literal[
+    "offered", "leased", "accepted", "merged", "left_out", "rejected", "lapsed", "failed", "cancelled"
+]
+ACCEPTED: tuple[TaskState, ...] = ("accepted", "merged", "left_out")
+"""The states of a task whose report was accepted, whatever became of it afterwards."""
+
 TokenRole = Literal["admin", "orchestrator", "viewer", "site", "enrolment"]
 EnrolmentState = Literal["pending", "approved", "declined", "expired"]
 
@@ -207,13 +212,19 @@ class Version(VersionRef):
 
 
 class Cohort(Frozen):
-    """Who takes part in a round, and how long it may take."""
+    """Who takes part in a round, and how long it may take. What is counted are sites: a site's token admits any
+    number of workers, under names that the site chooses."""
 
     size: PositiveInt | None = Field(
-        default=None, description="workers chosen per round; all that are live if left out"
+        default=None, description="sites chosen per round; all that are live if left out"
     )
-    enough: PositiveInt | None = Field(default=None, description="updates that close a round before its deadline")
-    quorum: PositiveInt = Field(default=1, description="updates without which a round is abandoned")
+    workers_per_site: PositiveInt = Field(
+        default=1, le=1000, description="workers of a chosen site that take part; their updates count as one"
+    )
+    enough: PositiveInt | None = Field(
+        default=None, description="sites whose updates close a round before its deadline"
+    )
+    quorum: PositiveInt = Field(default=1, description="sites without whose updates a round is abandoned")
     deadline_seconds: float = Field(default=3600, gt=0, le=30 * 86400)
     tries: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")
     task_tries: PositiveInt = Field(default=3, le=100, description="leases of a task before it counts as lapsed")
@@ -246,6 +257,23 @@ class Evaluation(Frozen):
         return number % self.every == 0 or number == rounds
 
 
+Unlimited = Literal["unlimited"]
+
+
+class Bounds(Message):
+    """How much one site may count for in a round, at the most; None for no bound."""
+
+    max_examples: PositiveInt | None = None
+    max_norm_of_median: float | None = None
+
+    @property
+    def told(self) -> str:
+        """The bounds in words, for people."""
+        examples = f"at most {self.max_examples} examples" if self.max_examples else "any number of examples"
+        norm = f"{self.max_norm_of_median:g} times the median norm" if self.max_norm_of_median else "any norm"
+        return f"{examples}, {norm}"
+
+
 class RunSpec(Frozen):
     """What an orchestrator asks for. `model` and `version` are digests of blobs uploaded before."""
 
@@ -270,12 +298,16 @@ class RunSpec(Frozen):
     divide: Divide = "participants"
     robust: Robust = Mean()
     server_optimizer: ServerOptimizer = Plain()
-    max_examples: PositiveInt | None = Field(
-        default=None, description="an update of more examples weighs as this many"
+    max_examples: PositiveInt | Unlimited | None = Field(
+        default=None,
+        description="a site with more examples weighs as if it had this many; if left out, 4 times the median of "
+        "what the willing sites have when the first round opens",
     )
     max_update_norm: float | None = Field(default=None, gt=0, description="updates of a larger l2 norm are refused")
-    max_norm_of_median: float | None = Field(
-        default=None, gt=1, le=1e6, description="updates of more times the round's median l2 norm are not merged"
+    max_norm_of_median: Annotated[float, Field(gt=1, le=1e6)] | Unlimited | None = Field(
+        default=None,
+        description="updates of more times the round's median l2 norm are not merged; if left out, 10 for the mean, "
+        "and unlimited with a robust rule",
     )
 
     @field_validator("codec")
@@ -295,8 +327,8 @@ class RunSpec(Frozen):
             )
         if (reached := self.cohort.quorum) < self.robust.least:
             raise ValueError(
-                f"{self.robust.rule} takes {self.robust.least} updates a round to bear what it is told to; with a "
-                f"quorum of {reached} there may be fewer: raise cohort.quorum"
+                f"{self.robust.rule} takes updates of {self.robust.least} sites a round to bear what it is told to; "
+                f"with a quorum of {reached} there may be fewer: raise cohort.quorum"
             )
         return self
 
@@ -316,6 +348,8 @@ class Run(Message):
     state: RunState
     reason: str | None = None
     spec: RunSpec
+    bounds: Bounds | None = None
+    """In force since the run's first round opened, and the same for all its rounds; None until then."""
     version: VersionRef
     model_bytes: int
     revision: int
@@ -360,9 +394,9 @@ class Preview(Message):
 
     quorum: int
     willing: int
-    """How many would take part."""
+    """The sites that would take part."""
     awaiting: int
-    """How many more would once a person at their site has approved the run."""
+    """The sites that also would, once a person there has approved the run."""
     prospects: tuple[Prospect, ...]
     missing_sites: tuple[str, ...] = ()
     """Sites that the run invites and that no worker was ever heard of from."""
@@ -402,6 +436,17 @@ def _or_nothing(value: object, validate: ValidatorFunctionWrapHandler) -> Progre
     return read
 
 
+class Receipt(Message):
+    """What became of an accepted update: whether it was merged, and no more. While its round is under way it is still
+    `accepted`."""
+
+    task: Identifier
+    token: int
+    state: Literal["accepted", "merged", "left_out"]
+    unmerged: tuple[Name, ...] = ()
+    """The blocks of a merged update that stayed as they were in the version."""
+
+
 class TaskView(Message):
     """A task as people see it."""
 
@@ -422,10 +467,19 @@ class TaskView(Message):
     """Of which layers the accepted update holds blocks."""
     update: str | None = None
     """The digest of the update that was handed in."""
+    unmerged: tuple[str, ...] = ()
+    """The blocks of a merged update that stayed as they were in the version."""
+    receipt: Receipt | None = None
+    """For the task's site, to which the state of an accepted task stays `accepted`."""
     audit_head: str | None = None
     """What the site's own audit had as its last entry when this left, if the worker said so."""
     created_at: datetime | None = None
     problem: ProblemDocument | None = None
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether its report was accepted, whatever became of it afterwards."""
+        return self.state in ACCEPTED
 
 
 class Round(Message):
@@ -578,6 +632,8 @@ class Task(Message):
     orchestrator: Annotated[str, Field(max_length=64)] | None = None
     """Whose token started the run, as the coordinator tells it: worth as much as the coordinator's word."""
     lease_seconds: LeaseSeconds
+    receipt: Receipt | None = None
+    """Of the last update that was accepted from this worker in this run."""
     along: Annotated[tuple[bytes, ...], Field(max_length=MOST_ALONG)] = ()
     """Blobs that need not be fetched any more: what is new in the version, where that is little. A worker goes by the
     digests of what is here, and by nothing else."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import lru_cache, reduce
+from functools import lru_cache
 
 from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from dp_accounting.dp_event import ZCDpEvent
@@ -21,7 +21,7 @@ from scipy.optimize import brentq
 from shared.privacy import Budget
 from worker.ledger import Event, NoisyChoice, NoisySteps
 
-LEAST_NOISE = 0.3
+LEAST_NOISE = 0.3125
 """No target is met with a smaller noise multiplier: what it would promise is not worth the name."""
 MOST_NOISE = 1e4
 
@@ -33,6 +33,13 @@ TOLERANCE = 1.001
 LOSS_GRID = 1e-3
 """How coarsely the losses of a step are rounded, upwards, at a noise multiplier of 1. Tenfold finer changes epsilon
 by less than one in a thousand, and takes ten times as long."""
+
+GRID_BITS = 10
+"""Of the mantissas of noise and rate. They are rounded towards more epsilon, by less than 0.2 %, so that runs which
+are nearly alike are composed once; the noise that is chosen here is on this grid."""
+MOST_COMPOSED = 64
+"""Of more different mechanisms together, only the bound in Renyi differential privacy is worked out: it is never
+below the truth, and quick."""
 
 _Steps = tuple[tuple[float, float, int], ...]
 
@@ -59,21 +66,31 @@ def noise_multiplier(target: Budget, spent: Iterable[Event], sampling_rate: floa
 
     Raises Overspent if no noise does.
     """
-    return _noise_multiplier(target, *_sums(spent), sampling_rate, steps)
+    # Rounding up moves it by less than the tolerance, and no more than that is spent.
+    return _on_grid(_noise_multiplier(target, *_sums(spent), _on_grid(sampling_rate, math.ceil), steps), math.ceil)
 
 
 def _sums(events: Iterable[Event]) -> tuple[_Steps, float]:
-    """Steps by noise and rate, so that a run is composed once however many tasks it had; and the choices' zCDP."""
+    """Steps by noise and rate, so that a run is composed once however many tasks it had; and the choices' zCDP.
+
+    In the order in which they came: what is new is composed with what was there before, which is known already.
+    """
     steps: Counter[tuple[float, float]] = Counter()
     rho = 0.0
     for event in events:
         if isinstance(event, NoisySteps):
-            steps[event.noise_multiplier, event.sampling_rate] += event.steps
+            noise, rate = _on_grid(event.noise_multiplier, math.floor), _on_grid(event.sampling_rate, math.ceil)
+            steps[noise, rate] += event.steps
         elif isinstance(event, NoisyChoice):
             rho += event.rho
         else:
             raise ValueError(f"no noise covers {event.use}, so no epsilon bounds it")
-    return tuple(sorted((noise, rate, count) for (noise, rate), count in steps.items())), rho
+    return tuple((noise, rate, count) for (noise, rate), count in steps.items()), rho
+
+
+def _on_grid(value: float, rounded: Callable[[float], int]) -> float:
+    mantissa, exponent = math.frexp(value)
+    return math.ldexp(rounded(mantissa * 2**GRID_BITS), exponent - GRID_BITS)
 
 
 @lru_cache(maxsize=1024)
@@ -111,7 +128,7 @@ def _least(cost: Callable[[float], float], most: float, low: float, high: float)
 
 @lru_cache(maxsize=1024)
 def _epsilon(steps: _Steps, rho: float, delta: float) -> float:
-    if not steps:
+    if not steps or len(steps) > MOST_COMPOSED:
         return _renyi(steps, rho, delta)
     if not rho:
         return _loss(steps, delta)
@@ -125,11 +142,17 @@ def _loss(steps: _Steps, delta: float) -> float:
     noises = [noise for noise, _, _ in steps]
     finer = max(1.0, min(max(noises), 8 * min(noises)))
     grid = LOSS_GRID / 2 ** math.ceil(math.log2(finer))
-    together = reduce(PrivacyLossDistribution.compose, [_distribution(*each, grid) for each in steps])
-    return float(together.get_epsilon_for_delta(delta))
+    return float(_composed(steps, grid).get_epsilon_for_delta(delta))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MOST_COMPOSED + 8)
+def _composed(steps: _Steps, grid: float) -> PrivacyLossDistribution:
+    *before, last = steps
+    alone = _distribution(*last, grid)
+    return _composed(tuple(before), grid).compose(alone) if before else alone
+
+
+@lru_cache(maxsize=MOST_COMPOSED + 8)
 def _distribution(noise: float, rate: float, count: int, grid: float) -> PrivacyLossDistribution:
     """Of so many steps, rounded upwards to the grid."""
     if rate < 1:

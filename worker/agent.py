@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from shared.problems import (
     Invalid,
     InvalidUpdate,
     LeaseLost,
+    NotFound,
     Problem,
     RoundClosed,
     SiteSuspended,
@@ -59,6 +60,13 @@ from worker.workbench import TaskFailure, Workbench
 LONGEST_PAUSE_SECONDS = 30.0
 COMPLAINT_SECONDS = 60.0
 SHORTEST_POLL_SECONDS = 1.0
+
+REMOVAL_SECONDS = 3600.0
+"""How often a worker looks for vaults that are to be removed."""
+
+DAY_SECONDS = 86400.0
+
+ENDED = ("completed", "failed", "cancelled")
 
 CLOSED_SECONDS = 10.0
 """How often a worker whose site has it claim nothing looks whether that has changed."""
@@ -124,6 +132,7 @@ class Agent:
         self._closed: str | None = None
         self._unusable: str | None = None
         self._outage = Outage(stop)
+        self._removes_at = 0.0
         self._figures = Figures(settings.metrics_file)
         self._log = structlog.get_logger("worker").bind(worker=settings.name)
         self._claim = Claim(
@@ -186,8 +195,10 @@ class Agent:
         asked_at, began_at = time.monotonic(), time.time()
         self._figures.asking(began_at)
         try:
-            self._bench.vault.settle(self._client.task)
+            self._bench.vault.settle_unanswered(self._client.task)
             task = self._stop.interruptible(self._ask, self._give_back)
+            if task is None:
+                self._tidy()
         except Problem as problem:
             if refuses_worker(problem):
                 raise
@@ -205,6 +216,21 @@ class Agent:
             parent = traceparent_of(task.run, task.round)
             spans.past("claim", parent=parent, began_at=began_at, ended_at=time.time(), attributes=_about(task))
         return task
+
+    def _tidy(self) -> None:
+        """Settles what still waits for a receipt, as after a run's end, and removes old vaults of runs that ended."""
+        vault, days = self._bench.vault, self._settings.keep_vaults_days
+        vault.settle(self._client.task)
+        if days == "forever" or time.monotonic() < self._removes_at:
+            return
+        self._removes_at = time.monotonic() + REMOVAL_SECONDS
+        for run in vault.unused(time.time() - days * DAY_SECONDS):
+            with suppress(NotFound):
+                # The coordinator has to say so: a run that it does not know may be another coordinator's.
+                if (about := self._client.run(run)).state in ENDED:
+                    self._note("vault.remove", None, run=run, run_name=about.spec.name)
+                    vault.remove(run)
+                    self._log.info("vault-removed", run=about.spec.name, unused_days=days)
 
     def _is_closed(self) -> bool:
         """Whether the site has the worker claim nothing now; says so when that changes."""

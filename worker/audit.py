@@ -25,7 +25,7 @@ AUDIT_FILE = "audit.jsonl"
 Action = Literal[
     "worker.start", "worker.stop", "policy.change", "task.start", "task.refuse", "task.give-back", "task.fail",
     "task.drop", "run.ask", "run.approve", "run.decline", "update.hold", "update.release", "update.withhold",
-    "update.leave", "update.count", "figures.leave", "figures.count", "chain.adopt",
+    "update.leave", "update.count", "figures.leave", "figures.count", "chain.adopt", "vault.remove",
 ]  # fmt: skip
 """`leave` is entered before the first byte goes, `count` when the coordinator has said that it counts."""
 

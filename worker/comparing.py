@@ -56,7 +56,7 @@ def compare(entries: Sequence[Entry], tasks: Iterable[TaskView], worker: str | N
             )
             found.append(Difference("chain-rolled-back", task.id, task.run, task.round, detail))
             continue
-        if task.state != "accepted":
+        if not task.is_accepted:
             continue
         sent = left.get((task.id, task.token))
         began_later = not entries or (task.created_at is not None and task.created_at < entries[0].at)
@@ -97,7 +97,7 @@ def _uncounted(
     for key, sent in left.items():
         task = shown.get(key)
         under_way = task is not None and task.state == "leased"
-        if (task is not None and task.state == "accepted") or key in over or under_way:
+        if (task is not None and task.is_accepted) or key in over or under_way:
             continue
         state = f"says that its task is {task.state}" if task else "knows of no such task under this token"
         detail = f"it left here on {sent.at:%Y-%m-%d %H:%M:%S} UTC; the coordinator {state}"

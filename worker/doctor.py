@@ -202,7 +202,7 @@ def under_way(tasks: Iterable[TaskView]) -> dict[str, TaskView | None]:
     """The runs that ask for something now, each with its latest task here whose update was accepted."""
     own = list(tasks)
     live = {task.run for task in own if task.state in ("offered", "leased")}
-    accepted = {task.run: task for task in own if task.state == "accepted" and task.kind == "train"}
+    accepted = {task.run: task for task in own if task.is_accepted and task.kind == "train"}
     return {run: accepted.get(run) for run in live}
 
 

@@ -1,7 +1,7 @@
 """What lossy codecs leave out of a block stays here and is added to what the next update sends of it.
 
 So nothing is lost, only late (error feedback). The rests lie in the vault beside what the method keeps: they are new
-once the update is accepted, and as they were if it is not.
+once the update is merged, and as they were if it is not, or not in the block.
 """
 
 from __future__ import annotations

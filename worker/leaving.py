@@ -100,7 +100,7 @@ class Leaving:
             return Sent(digest, data, head)
 
     def submit(self, update: Sent, keep: Mapping[str, Array], examples: int) -> None:
-        """Hands the update in. What the site keeps is in the vault once it is accepted, and not before."""
+        """Hands the update in. What the site keeps waits beside the vault until a receipt says that it was merged."""
         bench, task = self.bench, self.task
         submission = Submission(
             token=task.token,
@@ -116,12 +116,12 @@ class Leaving:
         try:
             view = bench.coordinator.submit(task.id, submission)
         except Problem as problem:
-            # Without an answer the file stays staged, and `settle` finds out later what became of the task.
+            # Without an answer the file stays staged, and the vault asks later what became of the task.
             if not problem.retryable:
                 staged.discard()
             raise
         if view.state == "accepted":
-            staged.commit()
+            staged.accept()
             bench.note("update.count", task, update=update.digest)
         else:
             staged.discard()

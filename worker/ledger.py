@@ -78,6 +78,8 @@ class Entry(Link):
     events: tuple[Event, ...] = ()
     voids: tuple[NonNegativeInt, ...] = ()
     """The numbers of entries of which nothing left."""
+    sketch: tuple[NonNegativeInt, ...] = ()
+    """A sample of keyed hashes of all examples that were ever used under this name (`worker.overlap`)."""
 
 
 class Page:
@@ -109,6 +111,16 @@ class Page:
         """Take back entries of this task of which nothing left."""
         return self._add(task, voids=tuple(sorted(seqs)))
 
+    @property
+    def sketch(self) -> tuple[int, ...]:
+        """The latest."""
+        return _latest_sketch(self._held.entries)
+
+    def know(self, task: Task, examples: int, sketch: tuple[int, ...]) -> None:
+        """Write down which examples there are, unless that is known."""
+        if sketch != self.sketch:
+            self._add(task, examples=examples, sketch=sketch)
+
     def exact(self, task: Task, examples: int, use: Use) -> None:
         """Write down that a run uses the data without noise, unless that is known of this run."""
         event = Exact(use=use)
@@ -133,11 +145,15 @@ class Page:
 
 
 class Ledger:
-    """The ledgers of a worker's data sets, one file each in `folder`, under the site's `key`."""
+    """The ledgers of a worker's data sets, one file each in `folder`, under the site's `key`.
 
-    def __init__(self, folder: Path, key: bytes | None = None) -> None:
+    `shared` gives the name of a ledger to data sets that do not have one of their own name.
+    """
+
+    def __init__(self, folder: Path, key: bytes | None = None, shared: Mapping[str, str] | None = None) -> None:
         self._folder = folder
         self._key = key
+        self._shared = shared or {}
         self._seen: dict[str, tuple[tuple[int, int], tuple[Entry, ...]]] = {}
         self._latest: dict[str, Head] = {}
         self._expected: dict[str, Head] = {}
@@ -146,9 +162,9 @@ class Ledger:
         """Return the data set's entries that count, oldest first; none if there are none. Raises LedgerError."""
         return counting(self._judged(dataset, self._chain(dataset).read()))
 
-    def check(self, dataset: str) -> None:
-        """Raise LedgerError if nothing may be spent of the data set."""
-        self._judged(dataset, self._chain(dataset).check())
+    def check(self, dataset: str) -> tuple[Entry, ...]:
+        """Return what `read` does. Raises LedgerError if nothing may be spent of the data set."""
+        return counting(self._judged(dataset, self._chain(dataset).check()))
 
     def latest(self, dataset: str) -> tuple[Entry, ...]:
         """Return what `read` does, from memory if the file has not changed. Raises LedgerError, OSError."""
@@ -165,12 +181,28 @@ class Ledger:
         """Hold the data set's entries, to judge and add to while no other process can. Raises LedgerError."""
         with self._chain(dataset).held() as held:
             self._judged(dataset, held.entries)
-            page = Page(held, dataset)
+            page = Page(held, self.name(dataset))
             try:
                 yield page
             finally:
                 if page.head:
                     self._latest[dataset] = page.head
+
+    def name(self, dataset: str) -> str:
+        """Return what the data set's ledger is called."""
+        return self._shared.get(dataset, dataset)
+
+    # ------------------------------------------------------------ the same examples under other names
+
+    @property
+    def hash_key(self) -> bytes:
+        """The key by which examples are hashed."""
+        return derived(self._key, "examples") or b""
+
+    def sketches(self, besides: str) -> dict[str, tuple[int, ...]]:
+        """Return the sketches of all ledgers in the folder but that of the data set `besides`. Raises LedgerError."""
+        names = sorted({path.stem for path in self._folder.glob("*.jsonl")} - {self.name(besides)})
+        return {name: _latest_sketch(self._named(name).read()) for name in names}
 
     # ------------------------------------------------------------ rollback
 
@@ -196,9 +228,8 @@ class Ledger:
 
         def entry(seq: int, previous: str, adopts: str | None = None, *, lost: bool) -> Entry:
             events = (Exact(use="lost"),) if lost else ()
-            return Entry(
-                seq=seq, at=datetime.now(UTC), previous=previous, dataset=dataset, adopts=adopts, events=events
-            )
+            name = self.name(dataset)
+            return Entry(seq=seq, at=datetime.now(UTC), previous=previous, dataset=name, adopts=adopts, events=events)
 
         known = self._expected.pop(dataset, None)
         try:
@@ -217,7 +248,7 @@ class Ledger:
         return self._expected[dataset]
 
     def _judged(self, dataset: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-        if other := next((entry.dataset for entry in entries if entry.dataset != dataset), None):
+        if other := next((entry.dataset for entry in entries if entry.dataset != self.name(dataset)), None):
             raise LedgerError(f"{self._path(dataset)} is the ledger of {other!r}; give it its own name back")
         known = self._expected.get(dataset)
         if known and missing(entries, known):
@@ -229,11 +260,18 @@ class Ledger:
         return entries
 
     def _chain(self, dataset: str) -> Chain[Entry]:
-        return Chain(self._path(dataset), Entry, LedgerError, key=derived(self._key, f"ledger {dataset}"))
+        return self._named(self.name(dataset))
+
+    def _named(self, name: str) -> Chain[Entry]:
+        return Chain(self._folder / f"{name}.jsonl", Entry, LedgerError, key=derived(self._key, f"ledger {name}"))
 
     def _path(self, dataset: str) -> Path:
         # A data set's name is a label, which cannot be a path.
-        return self._folder / f"{dataset}.jsonl"
+        return self._folder / f"{self.name(dataset)}.jsonl"
+
+
+def _latest_sketch(entries: Sequence[Entry]) -> tuple[int, ...]:
+    return next((entry.sketch for entry in reversed(entries) if entry.sketch), ())
 
 
 def counting(entries: Iterable[Entry]) -> tuple[Entry, ...]:

@@ -29,6 +29,7 @@ REMEDIES = {
     "the run set `evaluation.sites`.",
     "max_measurements": "See `tessera worker check` for what was measured, and raise policy.max_measurements.",
     "privacy": "See `tessera worker ledger` for what was spent, and the data set's budget in the settings.",
+    "overlap": "Have the names share a ledger: `ledger = NAME` in datasets.<name>, the same NAME in each.",
     "acknowledge_exact": "Set acknowledge_exact = true in the data set's budget: it bounds what comes from now on.",
     "max_weekly_privacy": "It goes on as the days pass; raise policy.max_weekly_privacy, or have runs spend less.",
     "run": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",

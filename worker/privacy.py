@@ -70,9 +70,9 @@ class PrivateTask:
         self._looked = False
         self._picks_left = 0
         self._epsilon_per_pick = 0.0
-        with ledger.page(task.dataset) as page:
-            choices = [self._choice] * min(1, self._selections)
-            self._judge(page, [*choices, self._noisy_steps(page, task.training.epochs)])
+        entries = ledger.check(task.dataset)
+        choices = [self._choice] * min(1, self._selections)
+        self._judge(entries, [*choices, self._noisy_steps(entries, task.training.epochs)])
 
     # ------------------------------------------------------------ choosing blocks
 
@@ -119,8 +119,11 @@ class PrivateTask:
 
     def begin(self, epochs: int) -> None:
         """Pays for so many epochs, and makes all randomness the worker's own. Raises PolicyViolation."""
+        entries = self._ledger.check(self._task.dataset)
+        # What takes long is worked out, and remembered, before other workers have to wait for the page.
+        self._judge(entries, [self._noisy_steps(entries, epochs)])
         with self._ledger.page(self._task.dataset) as page:
-            event = self._noisy_steps(page, epochs)
+            event = self._noisy_steps(page.entries, epochs)
             self._write(page, [event])
         self._mechanism = Mechanism(self._sampling, self._privacy.clip_norm, event.noise_multiplier)
         # Dropout is off. What else a model's own code may draw must not be known either.
@@ -160,20 +163,20 @@ class PrivateTask:
 
     # ------------------------------------------------------------ spending
 
-    def _noisy_steps(self, page: Page, epochs: int) -> NoisySteps:
+    def _noisy_steps(self, entries: Sequence[Entry], epochs: int) -> NoisySteps:
         """This task's steps, with the noise that they need. Raises PolicyViolation if the site requires more."""
-        event = self._needed_steps(page, epochs)
+        event = self._needed_steps(entries, epochs)
         if self._floor:
             self._floor.check_noise(event.noise_multiplier)
         return event
 
-    def _needed_steps(self, page: Page, epochs: int) -> NoisySteps:
+    def _needed_steps(self, entries: Sequence[Entry], epochs: int) -> NoisySteps:
         """This task's steps, with noise that lets the run keep its target if the rounds to come are like this one.
 
         The same in every round, unless tasks were tried more than once, which costs anew, or rounds differ.
         """
         steps, rate, task = epochs * self._sampling.steps, self._sampling.rate, self._task
-        spent = self._of_run(page.entries)
+        spent = self._of_run(entries)
         chosen = sum(isinstance(event, NoisyChoice) for event in spent)
         ahead: list[Event] = [*spent, *[self._choice] * max(0, self._selections - chosen)]
         left = max(1, task.rounds - task.round + 1)
@@ -188,33 +191,30 @@ class PrivateTask:
             raise PolicyViolation("privacy", f"the run has spent its target on {task.dataset!r}: {fault}") from fault
 
     def _spend(self, events: Sequence[Event]) -> None:
+        self._judge(self._ledger.check(self._task.dataset), events)
         with self._ledger.page(self._task.dataset) as page:
             self._write(page, events)
 
     def _write(self, page: Page, events: Sequence[Event]) -> None:
-        self._judge(page, events)
+        self._judge(page.entries, events)
         entry = page.spend(self._task, self._sampling.examples, self._target, events)
         self._reserved.append(entry.seq)
         structlog.get_logger("worker").info(
             "privacy-spent", dataset=self._task.dataset, events=[event.model_dump() for event in events]
         )
 
-    def _judge(self, page: Page, events: Sequence[Event]) -> None:
+    def _judge(self, entries: Sequence[Entry], events: Sequence[Event]) -> None:
         """Raises PolicyViolation if the events would take the data set beyond the site's budget, or what it allows in
         a week."""
         name = self._task.dataset
         if self._budget:
-            self._budget.check_exact(name, page.entries)
-        for allowed, entries, rule, within_what in (
-            (self._budget, page.entries, "privacy", ""),
-            (
-                self._weekly,
-                _since(page.entries, datetime.now(UTC) - WEEK),
-                "max_weekly_privacy",
-                " within seven days",
-            ),
+            self._budget.check_exact(name, entries)
+        lately = _since(entries, datetime.now(UTC) - WEEK)
+        for allowed, counted, rule, within_what in (
+            (self._budget, entries, "privacy", ""),
+            (self._weekly, lately, "max_weekly_privacy", " within seven days"),
         ):
-            together = [*noisy_in(entries), *events]
+            together = [*noisy_in(counted), *events]
             if allowed and not within(together, allowed):
                 raise PolicyViolation(
                     rule,

@@ -25,7 +25,16 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as SourceError
 
@@ -77,6 +86,9 @@ class DataSource(BaseModel):
         default="train", description="whether runs train on it, or measure versions on all of it"
     )
     privacy: Allowance | None = Field(default=None, description="what runs may find out; as for all data if unset")
+    ledger: Label | None = Field(
+        default=None, description="the ledger that it shares with other names for the same examples; its own if unset"
+    )
 
     @model_validator(mode="after")
     def _trains_on_the_rest(self) -> Self:
@@ -143,6 +155,10 @@ class Settings(DataSettings):
     kinds: tuple[TaskKind, ...] = Field(default=("train", "evaluate"), min_length=1)
     threads: PositiveInt | None = Field(default=None, description="threads of one operation; torch's choice if unset")
     cache_bytes: PositiveInt = 20 * GIB
+    keep_vaults_days: PositiveFloat | Literal["forever"] = Field(
+        default=30.0,
+        description="how long to keep what a method keeps here of a run that has ended, since its last use",
+    )
     poll_seconds: int = Field(default=25, ge=0, le=50, description="how long to let the coordinator think")
     mappings: tuple[Path, ...] = Field(default=(), description="files that describe attention not known here")
     resources: Resources = Field(default={}, description="what a task may spend, for methods that ask less of some")
@@ -319,7 +335,8 @@ def allowances_of(settings: Settings) -> dict[str, Allowance]:
 
 def ledger_of(settings: Settings) -> Ledger:
     """Where this worker writes down what runs spend of its data sets' privacy. Raises SettingsError."""
-    return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER, audit_key_of(settings))
+    shared = {name: source.ledger for name, source in settings.datasets.items() if source.ledger}
+    return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER, audit_key_of(settings), shared)
 
 
 def contributions_of(settings: Settings) -> Contributions:

@@ -1,14 +1,16 @@
 """Tensors that never leave the site, kept between the rounds of a run.
 
-What a task wants kept is staged before its update is submitted, and becomes current only once the update is known to
-be accepted. So the vault never runs ahead of the server, and a crash between acceptance and rename loses nothing:
-`settle` asks what became of each staged file.
+What a task wants kept is staged before its update is submitted, is set aside as accepted when the coordinator has
+accepted the update, and becomes current only when a receipt shows that the round was committed with the update. What
+came of an abandoned attempt, or of an update that was left out, is discarded. So the vault never runs ahead of the
+server. Each step is one rename, and may be repeated after a crash: `settle` asks what became of each file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +20,13 @@ from shared.blocks import NUMPY_DTYPES
 from shared.container import read_header, write
 from shared.problems import NotFound
 from shared.tensors import Array, as_bytes
-from shared.wire import TaskView
+from shared.wire import Receipt, TaskView
 from worker.files import replace, sweep, written_whole
 
 # Identifiers come from the coordinator: only what cannot be anything else becomes part of a path.
 IDENTIFIER = re.compile(r"[A-Za-z0-9-]{1,64}")
-STAGED = re.compile(r"staged-([A-Za-z0-9-]{1,64})-([0-9]{1,18})\.safetensors")
+STAGED, ACCEPTED = "staged", "accepted"
+PENDING = re.compile(r"(?:staged|accepted)-(?P<task>[A-Za-z0-9-]{1,64})-(?P<token>[0-9]{1,18})\.safetensors")
 CURRENT = "current.safetensors"
 
 _DTYPES: dict[str, np.dtype] = {
@@ -38,16 +41,35 @@ _DTYPES: dict[str, np.dtype] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+Ask = Callable[[str], TaskView | Receipt]
+"""Tells what became of a task. Raises Problem."""
+
+
 @dataclass(frozen=True)
 class Staged:
-    """What a task wants kept, on disk but not current yet."""
+    """What a task wants kept, on disk but not current yet. What is renamed survives a power cut if it is durable."""
 
     path: Path
     durable: bool
 
-    def commit(self) -> None:
-        """Makes it current, to survive a power cut when it returns if that is wanted of the vault."""
-        replace(self.path, self.path.with_name(CURRENT), durable=self.durable)
+    def accept(self) -> Staged:
+        """Notes that its update was accepted: from here on it waits for the round's end. Returns it as it is then."""
+        if self.path.name.startswith(STAGED):
+            accepted = self.path.with_name(ACCEPTED + self.path.name.removeprefix(STAGED))
+            replace(self.path, accepted, durable=self.durable)
+            return Staged(accepted, self.durable)
+        return self
+
+    def commit(self, unmerged: Collection[str] = ()) -> None:
+        """Makes it current. What belongs to a block that was not merged stays as it was."""
+        current = self.path.with_name(CURRENT)
+        if unmerged:
+            before, after = (_read(path) if path.exists() else {} for path in (current, self.path))
+            blocks = frozenset(unmerged)
+            kept = {name: values for name, values in before.items() if _of_blocks(name, blocks)}
+            kept |= {name: values for name, values in after.items() if not _of_blocks(name, blocks)}
+            _write(self.path, kept, durable=self.durable)
+        replace(self.path, current, durable=self.durable)
 
     def discard(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -66,60 +88,108 @@ class Vault:
         self._durable = durable
 
     def load(self, run: str) -> dict[str, Array]:
-        """What the last accepted update of this run kept, by name; empty the first time.
+        """What the last merged update of this run kept, by name; empty the first time.
 
         Raises ValueError for a run id that could be a path, and ContainerError for a spoilt file.
         """
         path = self._of_run(run) / CURRENT
-        if not path.exists():
-            return {}
-        with path.open("rb") as file:
-            header = read_header(file, path.stat().st_size)
-            kept = {}
-            for name, entry in header.entries.items():
-                file.seek(header.data_start + entry.start)
-                flat = np.frombuffer(bytearray(file.read(entry.nbytes)), dtype=_DTYPES[entry.dtype])
-                kept[name] = flat.reshape(entry.shape)
-        return kept
+        return _read(path) if path.exists() else {}
 
     def stage(self, run: str, task: str, token: int, keep: Mapping[str, Array]) -> Staged:
-        """Writes what the task wants kept, to be committed or discarded. Overwrites an earlier try at the same lease.
+        """Writes what the task wants kept, to be accepted or discarded. Overwrites an earlier try at the same lease.
 
         Raises ValueError for an id that could be a path, or an array of a kind that cannot be stored.
         """
-        path = self._of_run(run) / f"staged-{_checked(task)}-{token}.safetensors"
-        layout = [(name, _dtype_name(name, values), values.shape) for name, values in keep.items()]
-        with written_whole(path, durable=self._durable) as file:
-            write(file, layout, (as_bytes(values) if values.size else b"" for values in keep.values()))
+        path = self._of_run(run) / f"{STAGED}-{_checked(task)}-{token}.safetensors"
+        _write(path, keep, durable=self._durable)
         return Staged(path, self._durable)
 
-    def settle(self, ask: Callable[[str], TaskView]) -> None:
-        """Commits or discards what earlier submissions left staged; `ask` tells what became of a task.
+    def settle(self, ask: Ask) -> None:
+        """Settles what every run has pending. Raises what `ask` raises."""
+        for folder in self._folder.glob("*/"):
+            self._settle(folder, "*", ask)
 
-        A task that is still leased under the same token is left staged: its submission may be on its way. Raises
-        what `ask` raises, except that a task which the coordinator itself does not know is one that was not accepted.
+    def settle_unanswered(self, ask: Ask) -> None:
+        """Settles those submissions that had no answer. Raises what `ask` raises."""
+        for folder in self._folder.glob("*/"):
+            self._settle(folder, f"{STAGED}-*", ask)
+
+    def settle_run(self, run: str, receipt: Receipt | None, ask: Ask) -> None:
+        """Settles what a run has pending, before a task of it begins; `ask` is asked for what is not in the receipt.
+
+        Raises what `ask` raises.
         """
-        for staged, task, token in list(self._staged()):
-            try:
-                view = ask(task)
-            except NotFound as problem:
-                # A proxy's page says nothing of the task, and what is kept cannot be had again.
-                if not problem.from_document:
-                    raise
+        self._settle(self._of_run(run), "*", lambda task: receipt if receipt and receipt.task == task else ask(task))
+
+    def _settle(self, folder: Path, pattern: str, ask: Ask) -> None:
+        """Does with each pending file, oldest first, what its task has come to."""
+        waiting: list[Staged] = []
+        for path in sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns):
+            match = PENDING.fullmatch(path.name)
+            if match is None:
+                continue
+            staged, fate = Staged(path, self._durable), _fate_of(match["task"], ask)
+            if fate is None or fate.token != int(match["token"]):
                 staged.discard()
                 continue
-            if view.token == token and view.state == "accepted":
-                staged.commit()
-            elif view.token != token or view.state != "leased":
+            if fate.state == "accepted":
+                waiting.append(staged.accept())
+            elif fate.state == "merged":
+                staged.commit(fate.unmerged)
+            elif fate.state != "leased":
+                # A task that is still leased may have its submission on its way.
                 staged.discard()
+            if fate.state in ("merged", "left_out"):
+                # Rounds end one after the other, so an update before this one is not merged any more. A coordinator
+                # of the version before says of such a one for ever that it is accepted.
+                while waiting:
+                    waiting.pop().discard()
 
-    def _staged(self) -> Iterator[tuple[Staged, str, int]]:
-        for path in sorted(self._folder.glob("*/staged-*"), key=lambda path: path.stat().st_mtime_ns):
-            if match := STAGED.fullmatch(path.name):
-                yield Staged(path, self._durable), match[1], int(match[2])
+    def unused(self, since: float) -> list[str]:
+        """The runs for which nothing was kept or settled since then, in seconds since 1970."""
+        return sorted(folder.name for folder in self._folder.glob("*/") if folder.stat().st_mtime < since)
+
+    def remove(self, run: str) -> None:
+        """Removes all that is kept of a run."""
+        shutil.rmtree(self._of_run(run))
 
     def _of_run(self, run: str) -> Path:
         return self._folder / _checked(run)
+
+
+def _read(path: Path) -> dict[str, Array]:
+    with path.open("rb") as file:
+        header = read_header(file, path.stat().st_size)
+        kept = {}
+        for name, entry in header.entries.items():
+            file.seek(header.data_start + entry.start)
+            flat = np.frombuffer(bytearray(file.read(entry.nbytes)), dtype=_DTYPES[entry.dtype])
+            kept[name] = flat.reshape(entry.shape)
+    return kept
+
+
+def _write(path: Path, keep: Mapping[str, Array], *, durable: bool) -> None:
+    layout = [(name, _dtype_name(name, values), values.shape) for name, values in keep.items()]
+    with written_whole(path, durable=durable) as file:
+        write(file, layout, (as_bytes(values) if values.size else b"" for values in keep.values()))
+
+
+def _of_blocks(name: str, blocks: frozenset[str]) -> bool:
+    """Whether what is kept under a name belongs to one of these blocks: as `own/` and the block's name."""
+    parts = name.split("/")
+    return any("/".join(parts[first:]) in blocks for first in range(len(parts)))
+
+
+def _fate_of(task: str, ask: Ask) -> TaskView | Receipt | None:
+    """What became of a task; None if the coordinator itself does not know it, and so has not accepted its update."""
+    try:
+        told = ask(task)
+    except NotFound as problem:
+        # A proxy's page says nothing of the task, and what is kept cannot be had again.
+        if not problem.from_document:
+            raise
+        return None
+    return (told.receipt if isinstance(told, TaskView) else None) or told
 
 
 def _checked(identifier: str) -> str:

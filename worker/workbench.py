@@ -48,6 +48,7 @@ from worker.layouts import MappingFile
 from worker.leaving import MOST_INLINE, Leaving
 from worker.ledger import LEDGER_FOLDER, Ledger, LedgerError, Use, epsilon_of, noisy_in
 from worker.models import check_model, instantiate, write_block
+from worker.overlap import MOST_SHARED, fingerprints, share_of, sketch_of
 from worker.plainly import summary
 from worker.policy import Allowance, Policy, PolicyViolation, check_use
 from worker.renewal import Stopped
@@ -85,6 +86,7 @@ class Coordinator(Protocol):
     def put_file(self, path: Path, progress: Progress | None = None, digest: str | None = None) -> str: ...
     def submit(self, task_id: str, submission: Submission) -> TaskView: ...
     def submit_evaluation(self, task_id: str, evaluated: Evaluated) -> TaskView: ...
+    def task(self, task_id: str) -> TaskView: ...
 
 
 class Shelf(Protocol):
@@ -193,6 +195,8 @@ class Workbench:
     """By run, the scale of float16's loss, which is found by trying and kept for the next round."""
     for_evaluation: frozenset[str] = frozenset()
     """The data sets that nothing trains on."""
+    fingerprints: dict[str, Array] = field(default_factory=dict)
+    """By data set, hashes of its examples."""
     divided: frozenset[str] = frozenset()
     """The data sets that are a part of what settings divide among sites, for trials."""
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
@@ -306,6 +310,7 @@ class Workbench:
             self._require_approval(self.inbox, task, dataset, check, report)
         if allowance := self.allowances.get(task.dataset):
             allowance.check(task)
+        self._check_overlap(task, dataset)
         private = self._private(task, dataset) if task.kind == "train" else None
         report.begin("fetching")
         with self.shelf.pinning(), _settling(private):
@@ -331,6 +336,34 @@ class Workbench:
                 page.exact(task, examples, use)
 
     # ------------------------------------------------------------ before training
+
+    def _check_overlap(self, task: Task, dataset: Dataset) -> None:
+        """Raises PolicyViolation if one of two data sets that have the same examples has a budget, and each a ledger
+        of its own: what is spent under one name would not count under the other."""
+        if self.ledger is None:
+            return
+        prints = self._fingerprints(task.dataset, self.ledger)
+        with self.ledger.page(task.dataset) as page:
+            sketch = sketch_of(prints, page.sketch)
+            page.know(task, dataset.examples, sketch)
+        limited = {self.ledger.name(name) for name in self.allowances}
+        for other, theirs in self.ledger.sketches(besides=task.dataset).items():
+            if not limited & {other, self.ledger.name(task.dataset)}:
+                continue
+            loaded = [name for name in self.datasets if self.ledger.name(name) == other]
+            shares = [share_of(theirs, prints)]
+            shares += [share_of(sketch, self._fingerprints(name, self.ledger)) for name in loaded]
+            if max(shares) > MOST_SHARED:
+                raise PolicyViolation(
+                    "overlap",
+                    f"about {max(shares):.0%} of the examples of {task.dataset!r} and {other!r} are the same, and a "
+                    "budget of one does not see what is spent of the other",
+                )
+
+    def _fingerprints(self, dataset: str, ledger: Ledger) -> Array:
+        if dataset not in self.fingerprints:
+            self.fingerprints[dataset] = fingerprints(self.datasets[dataset], ledger.hash_key)
+        return self.fingerprints[dataset]
 
     def _require_approval(self, inbox: Inbox, task: Task, dataset: Dataset, check: Check, report: Report) -> None:
         """Raises Unapproved. The first task of a run is what a person is shown of it."""
@@ -435,6 +468,7 @@ class Workbench:
         )
         half = worker_half(task.method, facts)
         memory = self._memory(task, manifest, check, report)
+        self.vault.settle_run(task.run, task.receipt, self.coordinator.task)
         vault = self.vault.load(task.run)
         feedback = Feedback.of(vault, task.plan.stage, task.round)
         own = without_feedback(vault)

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -49,6 +49,7 @@ from shared.wire import (
     Heartbeat,
     Lease,
     Page,
+    Receipt,
     Submission,
     Task,
     TaskView,
@@ -222,8 +223,20 @@ def _shown(session: Session, caller: Principal, task_id: str) -> TaskView:
     entry = tasks.held(session, task_id, caller.site_id)
     name = views.worker_name(session, entry.task.worker_id)
     view = views.task_view(entry.task, name, entry.round.number if entry.round else entry.task.version_number)
-    # How to stay below notice is nothing to tell a site, and what it was told once stays the same.
-    return view if caller.site_id is None else view.model_copy(update={"numbers": without_scores(view.numbers)})
+    return view if caller.site_id is None else _for_site(view)
+
+
+def _for_site(view: TaskView) -> TaskView:
+    """A task as its site sees it."""
+    # How to stay below notice is nothing to tell a site, and what it was told once stays the same: a repeated report
+    # gets the first answer, and a worker of the version before knows no other state of what was accepted.
+    told: dict[str, Any] = {"numbers": without_scores(view.numbers)}
+    if view.is_accepted:
+        told |= {"state": "accepted", "unmerged": ()}
+    if view.is_accepted and view.kind == "train":
+        about = {"task": view.id, "token": view.token, "state": view.state, "unmerged": view.unmerged}
+        told["receipt"] = Receipt.model_validate(about)
+    return view.model_copy(update=told)
 
 
 @router.post("/{task_id}/heartbeat", operation_id="renewLease")

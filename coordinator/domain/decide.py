@@ -130,18 +130,20 @@ def _round(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Acti
     if round_.state == "merging":
         yield Merge(round_.id)
         return
-    accepted = sum(task.state == "accepted" for task in round_.tasks)
-    waiting = sum(_may_come(task, run.cohort.task_tries) for task in round_.tasks)
+    # A site counts once, and as soon as one of its workers' updates is accepted.
+    came = {task.site for task in round_.tasks if task.state == "accepted"}
+    waiting = {task.site for task in round_.tasks if _may_come(task, run.cohort.task_tries)}
     quorum = run.cohort.quorum
-    if run.cohort.enough and accepted >= max(run.cohort.enough, quorum):
-        yield Close(round_.id, f"{accepted} updates are enough")
-    elif waiting and accepted + waiting >= quorum and now < round_.deadline_at:
+    if run.cohort.enough and len(came) >= max(run.cohort.enough, quorum):
+        yield Close(round_.id, f"{len(came)} updates are enough")
+    elif waiting and len(came | waiting) >= quorum and now < round_.deadline_at:
         return
-    elif accepted >= quorum:
+    elif len(came) >= quorum:
         yield Close(round_.id, "the deadline came" if waiting else "all tasks ended")
     else:
         cause = "by the deadline" if now >= round_.deadline_at else "and no more can come"
-        yield Abandon(round_.id, f"{accepted} of {len(round_.tasks)} updates came {cause}; the quorum is {quorum}")
+        asked = len({task.site for task in round_.tasks})
+        yield Abandon(round_.id, f"{len(came)} of {asked} updates came {cause}; the quorum is {quorum}")
 
 
 def _may_come(task: TaskSnapshot, tries: int) -> bool:

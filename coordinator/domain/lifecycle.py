@@ -37,6 +37,8 @@ TASK: Lifecycle = {
     "lapse": Move(("leased",), "lapsed"),
     "offer": Move(("lapsed",), "offered"),
     "accept": Move(("leased",), "accepted"),
+    "merge": Move(("accepted",), "merged"),
+    "leave_out": Move(("accepted",), "left_out"),
     "reject": Move(("leased",), "rejected"),
     "fail": Move(("leased",), "failed"),
     "withhold": Move(("offered", "leased"), "cancelled"),

@@ -10,6 +10,8 @@ from shared.wire import Cohort
 @dataclass(frozen=True)
 class TaskSnapshot:
     id: str
+    site: str
+    """Whichever way of naming it: sites are counted."""
     state: str
     token: int
     leases: int
@@ -50,7 +52,7 @@ class RunSnapshot:
     abandoned: int
     """Attempts at the next round that were abandoned since the run was last resumed."""
     eligible: int
-    """Live workers that could take part in a round."""
+    """Sites with live workers that could take part in a round."""
     idle_since: float
     """When the run was last changed: created, resumed, or its last round ended."""
     evaluations: tuple[TaskSnapshot, ...]

@@ -17,7 +17,7 @@ from coordinator.page.charts import Band
 from coordinator.storage import views
 from coordinator.storage.tables import AuditRow, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from shared.planning import dataset_of
-from shared.wire import EPSILON, Measurement, Round, Run, RunSpec, TaskView
+from shared.wire import ACCEPTED, EPSILON, Measurement, Round, Run, RunSpec, TaskView
 
 MOST_POINTS = 60
 """Of a chart along versions: of longer runs every n-th version is shown."""
@@ -58,7 +58,7 @@ def moved_by_run(session: Session, run_id: str | None = None) -> dict[str, Moved
             func.sum(TaskRow.download_bytes).label("down"),
         )
         .join(RunRow, RunRow.id == TaskRow.run_id)
-        .where(of_these, TaskRow.kind == "train", TaskRow.state == "accepted")
+        .where(of_these, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
         .group_by(TaskRow.run_id, RunRow.model_bytes)
     )
     return {
@@ -100,7 +100,7 @@ def round_sums(session: Session, run_id: str, most: int, before: int | None = No
     if before is not None:
         latest = latest.where(RoundRow.number < before)
     rounds = session.scalars(latest.order_by(RoundRow.number.desc(), RoundRow.attempt.desc()).limit(most)).all()
-    accepted = TaskRow.state == "accepted"
+    accepted = TaskRow.state.in_(ACCEPTED)
     sums = session.execute(
         select(
             TaskRow.round_id,
@@ -205,7 +205,7 @@ def epsilon_by_worker(session: Session, run: Run) -> dict[str, dict[int, float]]
         select(SiteRow.name, WorkerRow.name, made, TaskRow.numbers)
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .where(TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.state == "accepted")
+        .where(TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
         .where((made % step == 0) | (made >= run.version.number))
     )
     found: dict[str, dict[int, float]] = {}
@@ -222,7 +222,7 @@ def layers_by_site(session: Session, run_id: str) -> tuple[dict[str, list[float]
         select(SiteRow.name, written, func.count())
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state == "accepted")
+        .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
         .group_by(SiteRow.name, written)
         .order_by(SiteRow.name)
     )

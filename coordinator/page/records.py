@@ -33,7 +33,7 @@ from coordinator.storage.tables import (
     WorkerRow,
 )
 from shared.anomaly import ABSENT, DISTANCE, NORM
-from shared.wire import Site, TaskView, WorkerView
+from shared.wire import ACCEPTED, Site, TaskView, WorkerView
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
@@ -111,7 +111,7 @@ def _blocks(session: Session, sites: Sequence[SiteRow], since: float) -> list[Si
             WorkerLine(
                 views.worker_view(row, by_id[row.site_id], since),
                 at.get(row.id),
-                ends.get("accepted", 0),
+                sum(ends.get(state, 0) for state in ACCEPTED),
                 ends.get("failed", 0) + ends.get("rejected", 0) + ends.get("lapsed", 0),
                 scores.get(row.id, {}),
             )
@@ -135,14 +135,14 @@ def _latest_numbers(session: Session, worker_ids: Sequence[str]) -> dict[str, Ma
     """What was measured of each worker's latest update."""
     newest = (
         select(TaskRow.worker_id, func.max(TaskRow.created_at).label("at"))
-        .where(TaskRow.worker_id.in_(worker_ids), TaskRow.state == "accepted", TaskRow.kind == "train")
+        .where(TaskRow.worker_id.in_(worker_ids), TaskRow.state.in_(ACCEPTED), TaskRow.kind == "train")
         .group_by(TaskRow.worker_id)
         .subquery()
     )
     rows = session.execute(
         select(TaskRow.worker_id, TaskRow.numbers)
         .join(newest, (newest.c.worker_id == TaskRow.worker_id) & (newest.c.at == TaskRow.created_at))
-        .where(TaskRow.state == "accepted", TaskRow.kind == "train")
+        .where(TaskRow.state.in_(ACCEPTED), TaskRow.kind == "train")
     )
     return {worker_id: numbers for worker_id, numbers in rows}  # noqa: C416 (a row is no pair)
 

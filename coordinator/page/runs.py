@@ -39,7 +39,7 @@ from coordinator.page.rendering import NOTHING, number, percent, plural, render,
 from coordinator.page.visitors import PageRoute, Signed, Visitor
 from coordinator.services import Services
 from coordinator.storage import views
-from coordinator.storage.snapshots import eligible, invitation, live_workers
+from coordinator.storage.snapshots import eligible, invitation, live_workers, sites_of
 from coordinator.storage.tables import RoundRow, RunRow, VersionRow
 from shared.anomaly import DISTANCE, JUDGES, NORM
 from shared.fairness import BETTER_LOW, PERSONAL, scores_by_version, spreads
@@ -145,7 +145,10 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
             charts=made,
             absent=list(_absent(run, measurements, {chart.ident for chart in made})),
             rounds=sums[:SHOWN_ROUNDS],
-            facts=facts_of(run.spec, run.model_bytes),
+            facts=[
+                *facts_of(run.spec, run.model_bytes),
+                *([("A site counts", run.bounds.told)] if run.bounds else []),
+            ],
         )
 
 
@@ -194,7 +197,7 @@ def show_round(
             round=view,
             attempts=attempts,
             latest=latest,
-            accepted=sum(task.state == "accepted" for task in view.tasks),
+            accepted=sum(task.is_accepted for task in view.tasks),
             judges=JUDGES,
             up=sum(task.upload_bytes for task in view.tasks),
             down=sum(task.download_bytes for task in view.tasks),
@@ -234,10 +237,10 @@ def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> 
 
 def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> str:
     live = live_workers(session, now - serving.settings.live_seconds)
-    able = len(eligible(invitation(session, session.get_one(RunRow, run.id)), live))
+    able = len(sites_of(eligible(invitation(session, session.get_one(RunRow, run.id)), live)))
     quorum = run.spec.cohort.quorum
     if able < quorum:
-        return f"{able} of the {quorum} workers that it needs are live."
+        return f"{able} of the {quorum} sites that it needs are live."
     return (
         "the next one is about to open." if run.version.number < run.spec.rounds else "its last version is measured."
     )
@@ -252,7 +255,7 @@ def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
         ("Method", spec.method.name + (f" ({settings})" if settings else "")),
         *([("Model", size(model_bytes))] if model_bytes is not None else []),
         ("Data set", spec.dataset),
-        ("Cohort", f"{cohort.size or 'all live workers'}, quorum {cohort.quorum}"),
+        ("Cohort", f"{plural(cohort.size, 'site') if cohort.size else 'all live sites'}, quorum {cohort.quorum}"),
         ("Training", f"{plural(training.epochs, 'epoch')}, batches of {batches}"),
         ("Optimizer", f"{training.optimizer}, learning rate {training.learning_rate:g}"),
         ("Codec", spec.codec),

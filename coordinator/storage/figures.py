@@ -17,7 +17,7 @@ from coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from coordinator.storage.tables import AuditRow, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow
 from coordinator.storage.views import measurement_view
 from shared.fairness import PERSONAL, spreads
-from shared.wire import RunSpec
+from shared.wire import ACCEPTED, RunSpec
 
 MOST_RUNS = 100
 """Live runs that are told of one by one, the latest first: what watches keeps a series of figures for each."""
@@ -85,7 +85,7 @@ def run_figures(session: Session) -> list[RunFigures]:
 def _figures(session: Session, run: RunRow) -> RunFigures:
     spec = RunSpec.model_validate(run.spec)
     last = (RoundRow.run_id == run.id) & (RoundRow.number == run.version_number) & (RoundRow.state == "committed")
-    accepted = func.count().filter(TaskRow.state == "accepted")
+    accepted = func.count().filter(TaskRow.state.in_(ACCEPTED))
     up, down = func.sum(TaskRow.upload_bytes), func.sum(TaskRow.download_bytes)
     of_round = select(func.count(), accepted, up, down).join(RoundRow, RoundRow.id == TaskRow.round_id).where(last)
     cohort, updates, upload_bytes, download_bytes = session.execute(of_round).one()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
@@ -13,11 +14,12 @@ from coordinator.storage import audit
 from coordinator.storage.identity import new_id
 from coordinator.storage.snapshots import Member, invitation, sites_due
 from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
-from coordinator.storage.transitions import move_round, move_task
-from shared.aggregation import Accepted
+from coordinator.storage.transitions import move_round, move_task, move_tasks
+from shared.aggregation import Accepted, Merged
 from shared.methods.contract import Plan
-from shared.planning import evaluation_seed, training_seed
-from shared.wire import Manifest, RunSpec, VersionRef
+from shared.planning import bounds_of, evaluation_seed, training_seed
+from shared.problems import Conflict
+from shared.wire import ACCEPTED, Bounds, Manifest, RunSpec, VersionRef
 
 ACTOR = "conductor"
 
@@ -25,7 +27,10 @@ ACTOR = "conductor"
 def open_round(
     session: Session, now: float, run: RunRow, willing: Sequence[Member], plans: Mapping[str, Plan]
 ) -> list[str]:
-    """Opens the run's next round with one task for each planned worker; returns the workers' ids."""
+    """Opens the run's next round with one task for each planned worker; returns the workers' ids.
+
+    The first one to open fixes the run's bounds, by all who were willing to take part.
+    """
     spec = RunSpec.model_validate(run.spec)
     number = run.version_number + 1
     same = (RoundRow.run_id == run.id) & (RoundRow.number == number)
@@ -47,8 +52,11 @@ def open_round(
     for worker in planned:
         seed = training_seed(spec, number, worker.name)
         session.add(_task(now, run.id, "train", worker.id, run.version_number, seed, plans[worker.name], round_.id))
-    names = [worker.name for worker in planned]
-    audit.record(session, now, ACTOR, "round.open", round_.id, run_id=run.id, number=number, cohort=names)
+    about: dict[str, Any] = {"number": number, "cohort": [worker.name for worker in planned]}
+    if run.bounds is None and run.version_number == 0:
+        bounds = bounds_of(spec, [worker.participant(spec.dataset) for worker in willing])
+        run.bounds = about["bounds"] = bounds.model_dump()
+    audit.record(session, now, ACTOR, "round.open", round_.id, run_id=run.id, **about)
     return [worker.id for worker in planned]
 
 
@@ -133,8 +141,19 @@ def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> 
 
 
 def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
+    """What was accepted came to nothing."""
     move_round(session, now, ACTOR, round_, "abandon", reason)
     cancel_tasks(session, now, tasks_of(session, round_.id))
+    move_tasks(session, "leave_out", TaskRow.round_id == round_.id)
+
+
+def bounds_in_force(run: RunRow) -> Bounds:
+    """What was fixed when the run's first round opened; the numbers in its spec if it began before any was."""
+    if run.bounds is not None:
+        return Bounds.model_validate(run.bounds)
+    said = (run.spec.get("max_examples"), run.spec.get("max_norm_of_median"))
+    examples, norm = (None if bound == "unlimited" else bound for bound in said)
+    return Bounds(max_examples=examples, max_norm_of_median=norm)
 
 
 def accepted_updates(session: Session, round_id: str) -> list[Accepted]:
@@ -151,7 +170,7 @@ def _accepted(session: Session, round_id: str) -> Sequence[Row[TaskRow, str, str
         select(TaskRow, WorkerRow.name, SiteRow.name)
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .where(TaskRow.round_id == round_id, TaskRow.state == "accepted")
+        .where(TaskRow.round_id == round_id, TaskRow.state.in_(ACCEPTED))
     ).all()
 
 
@@ -159,6 +178,19 @@ def note_scores(session: Session, round_id: str, scores: Mapping[str, Mapping[st
     """Adds what was found of each worker's update in a round to its numbers."""
     for task, name, site in _accepted(session, round_id):
         task.numbers = {**task.numbers, **scores.get(f"{site}/{name}", {})}
+
+
+def _leave_out(session: Session, round_id: str, merged: Merged) -> list[str]:
+    """Enters which of the accepted updates were not merged, or not in every block; the tasks left out."""
+    left_out = []
+    for task, name, site in _accepted(session, round_id):
+        unmerged = merged.get(f"{site}/{name}")
+        if unmerged is None:
+            left_out.append(task.id)
+        elif unmerged:
+            task.unmerged = list(unmerged)
+    move_tasks(session, "leave_out", TaskRow.id.in_(left_out))
+    return sorted(left_out)
 
 
 def add_version(
@@ -191,9 +223,13 @@ def commit_round(
     version: VersionRef,
     manifest: Manifest,
     warnings: Sequence[str],
+    merged: Merged,
 ) -> list[str]:
     """The round's end and its version, in the caller's one transaction. Returns the warnings that are new."""
-    move_round(session, now, ACTOR, round_, "commit", round_.reason)
+    left_out = _leave_out(session, round_.id, merged)
+    move_round(session, now, ACTOR, round_, "commit", round_.reason, left_out=left_out)
+    if move_tasks(session, "merge", TaskRow.round_id == round_.id) != len(merged):
+        raise Conflict("other updates were accepted in the round than were merged")
     news = add_version(session, now, run.id, version, manifest, warnings)
     run.version_number = version.number
     run.revision += 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, select
+from sqlalchemy import ColumnElement, Row, func, select
 from sqlalchemy.orm import Session
 
 from coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
@@ -16,7 +17,7 @@ from coordinator.storage.declarations import Declarations
 from coordinator.storage.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from shared.methods.contract import Participant
 from shared.willing import Invitation, mirror_of, objections
-from shared.wire import Mirror, RunSpec
+from shared.wire import ACCEPTED, Mirror, RunSpec
 
 MAX_UNEVALUATED = 16
 
@@ -35,6 +36,8 @@ class Member:
     name: str
     site: str
     declared: dict[str, Any]
+    last_round: int = 0
+    """As `Participant.last_round`, where `remembering` looked it up."""
 
     @property
     def mirror(self) -> Mirror | None:
@@ -42,7 +45,8 @@ class Member:
 
     def participant(self, dataset: str) -> Participant:
         examples = self.declared["datasets"].get(dataset, 0)
-        return Participant(self.name, examples, self.declared.get("resources", {}), self.site)
+        resources = self.declared.get("resources", {})
+        return Participant(self.name, examples, resources, self.site, self.last_round)
 
 
 def ids(workers: Sequence[Member]) -> set[str]:
@@ -67,6 +71,28 @@ def invitation(session: Session, run: RunRow) -> Invitation:
 def eligible(invited: Invitation, live: Sequence[Member]) -> list[Member]:
     """Who could train in a round of this run: allowed, willing, with the data and the method."""
     return [worker for worker in live if not objections(invited, worker.site, worker.declared)]
+
+
+def sites_of(workers: Iterable[Member]) -> set[str]:
+    return {worker.site for worker in workers}
+
+
+def remembering(session: Session, run_id: str, willing: Sequence[Member]) -> list[Member]:
+    """The same workers with the round that each last did, where its site has several to choose from."""
+    counts = Counter(worker.site for worker in willing)
+    crowded = [site for site, count in counts.items() if count > 1]
+    if not crowded:
+        return list(willing)
+    rows: Iterable[Row[str, int]] = session.execute(
+        select(TaskRow.worker_id, func.max(TaskRow.version_number))
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
+        .where(SiteRow.name.in_(crowded))
+        .group_by(TaskRow.worker_id)
+    )
+    rounds = {worker_id: version + 1 for worker_id, version in rows}
+    return [replace(worker, last_round=rounds.get(worker.id, 0)) for worker in willing]
 
 
 def evaluators(invited: Invitation, live: Sequence[Member]) -> list[Member]:
@@ -127,7 +153,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[Member], *, absen
         cohort=spec.cohort,
         round=_round_snapshot(session, round_, here) if round_ else None,
         abandoned=_abandoned(session, run),
-        eligible=len(eligible(invited, live)),
+        eligible=len(sites_of(eligible(invited, live))),
         idle_since=_idle_since(session, run),
         evaluations=_task_snapshots(session, pending, here),
         unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),
@@ -144,13 +170,22 @@ def _round_snapshot(session: Session, row: RoundRow, here: set[str] | None) -> R
 def _task_snapshots(session: Session, which: ColumnElement[bool], here: set[str] | None) -> tuple[TaskSnapshot, ...]:
     # These columns alone: this is read at every look at a run, and a task's plan takes long to decode.
     rows = session.execute(
-        select(TaskRow.id, TaskRow.state, TaskRow.token, TaskRow.leases, TaskRow.lease_expires_at, TaskRow.worker_id)
+        select(
+            TaskRow.id,
+            TaskRow.state,
+            TaskRow.token,
+            TaskRow.leases,
+            TaskRow.lease_expires_at,
+            TaskRow.worker_id,
+            WorkerRow.site_id,
+        )
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .where(which)
         .order_by(TaskRow.id)
     )
     return tuple(
-        TaskSnapshot(id_, state, token, leases, expires_at, here is None or worker_id in here)
-        for id_, state, token, leases, expires_at, worker_id in rows
+        TaskSnapshot(id_, site, state, token, leases, expires_at, here is None or worker_id in here)
+        for id_, state, token, leases, expires_at, worker_id, site in rows
     )
 
 

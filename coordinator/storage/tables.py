@@ -173,6 +173,9 @@ class RunRow(Table):
     updated_at: Mapped[float]
     # Who created it, and so may steer it. Runs from before this was noted have none.
     owner: Mapped[str | None]
+    # How much one site may count for, fixed when the first round opened. Runs that began before this was noted have
+    # none, and keep to the numbers in their spec.
+    bounds: Mapped[dict[str, Any] | None]
 
 
 class VersionRow(Table):
@@ -250,6 +253,8 @@ class TaskRow(Table):
         ),
         Index("ix_tasks_claim", "worker_id", "state", "kind", "created_at"),
         Index("ix_tasks_run_id_kind", "run_id", "kind"),
+        # From the end, where a worker's last accepted update of a run is.
+        Index("ix_tasks_receipt", "worker_id", "run_id", "created_at"),
         # What is looked at again and again while people watch: who is at work, what failed, what was moved.
         Index(
             "ix_tasks_leased",
@@ -295,6 +300,8 @@ class TaskRow(Table):
     progress: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     # Of which layers the update that was accepted holds blocks.
     layers: Mapped[list[str]] = mapped_column(server_default="[]")
+    # The blocks of the merged update that stayed as they were in the version.
+    unmerged: Mapped[list[str]] = mapped_column(server_default="[]")
     problem: Mapped[dict[str, Any] | None]
 
 

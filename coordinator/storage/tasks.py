@@ -15,7 +15,7 @@ from coordinator.storage.transitions import move_task
 from shared.methods.contract import Plan
 from shared.planning import dataset_of, task_of
 from shared.problems import NotFound, Problem, Withheld, problem_from
-from shared.wire import MOST_WITHHELD, Evaluated, Progress, RunSpec, Submission, Task, VersionRef
+from shared.wire import ACCEPTED, MOST_WITHHELD, Evaluated, Progress, Receipt, RunSpec, Submission, Task, VersionRef
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def has_begun_another(session: Session, task: TaskRow) -> bool:
     """Whether the worker was given another task on the same version, and so has what it needs of it."""
     made = session.get_one(VersionRow, (task.run_id, task.version_number)).created_at
     # Along an index, and not through all that the worker ever did.
-    lately = TaskRow.state.in_(("leased", "accepted")) & TaskRow.kind.in_(("train", "evaluate"))
+    lately = TaskRow.state.in_(("leased", *ACCEPTED)) & TaskRow.kind.in_(("train", "evaluate"))
     of_worker = (TaskRow.worker_id == task.worker_id) & lately & (TaskRow.created_at >= made)
     same = (TaskRow.run_id == task.run_id) & (TaskRow.version_number == task.version_number) & (TaskRow.id != task.id)
     return session.scalars(select(TaskRow.id).where(of_worker, same).limit(1)).first() is not None
@@ -198,7 +198,20 @@ def rejection(entry: Held, report: Submission) -> Problem | None:
 def was_accepted(entry: Held, report: Submission | Evaluated) -> bool:
     """Whether this very report was accepted before, and only the answer was lost."""
     same_update = not isinstance(report, Submission) or entry.task.update_digest == report.update
-    return entry.task.state == "accepted" and entry.task.token == report.token and same_update
+    return entry.task.state in ACCEPTED and entry.task.token == report.token and same_update
+
+
+def last_receipt(session: Session, task: TaskRow) -> Receipt | None:
+    """What became of the last update of this run that was accepted from the task's worker.
+
+    One is enough: a worker settles it before it trains for the run again.
+    """
+    own = (TaskRow.worker_id == task.worker_id) & (TaskRow.run_id == task.run_id)
+    accepted = own & (TaskRow.kind == "train") & TaskRow.state.in_(ACCEPTED)
+    columns = select(TaskRow.id.label("task"), TaskRow.token, TaskRow.state, TaskRow.unmerged)
+    latest = columns.where(accepted).order_by(TaskRow.created_at.desc(), TaskRow.id.desc()).limit(1)
+    row = session.execute(latest).first()
+    return Receipt.model_validate(dict(row._mapping)) if row else None  # noqa: SLF001 (SQLAlchemy's public name)
 
 
 def task_message(session: Session, entry: Held, lease_seconds: float, inline_bytes: int) -> Task:
@@ -218,4 +231,5 @@ def task_message(session: Session, entry: Held, lease_seconds: float, inline_byt
         lease_seconds=lease_seconds,
         inline_bytes=inline_bytes,
         orchestrator=audit.creator_of(session, task.run_id),
+        receipt=last_receipt(session, task),
     )

@@ -22,15 +22,16 @@ def move_run(session: Session, now: float, actor: str, run_id: str, event: str, 
     audit.record(session, now, actor, f"run.{event}", run_id, run_id=run_id, reason=reason)
 
 
-def move_round(session: Session, now: float, actor: str, round_: RoundRow, event: str, reason: str | None) -> None:
-    """Raises Conflict if the round is in no state from which `event` starts."""
+def move_round(
+    session: Session, now: float, actor: str, round_: RoundRow, event: str, reason: str | None, **detail: Any
+) -> None:
+    """Raises Conflict if the round is in no state from which `event` starts. The audit has `detail` too."""
     values: dict[str, Any] = {"reason": reason}
     if event != "close":
         values["closed_at"] = now
     _move(session, RoundRow, ROUND, event, RoundRow.id == round_.id, values)
-    audit.record(
-        session, now, actor, f"round.{event}", round_.id, run_id=round_.run_id, number=round_.number, reason=reason
-    )
+    about = {"number": round_.number, "reason": reason, **detail}
+    audit.record(session, now, actor, f"round.{event}", round_.id, run_id=round_.run_id, **about)
 
 
 def move_task(
@@ -59,6 +60,17 @@ def move_task(
         update=(values or {}).get("update_digest"),
         **({"audit_head": head} if (head := (values or {}).get("audit_head")) else {}),
     )
+
+
+def move_tasks(session: Session, event: str, which: ColumnElement[bool]) -> int:
+    """Moves all of these tasks that are in a state from which `event` starts, and returns how many there were.
+
+    For what follows from the end of their round, whose entry in the audit says so.
+    """
+    move = TASK[event]
+    statement = update(TaskRow).where(which, TaskRow.state.in_(move.sources)).values(state=move.target)
+    moved: int = session.execute(statement.execution_options(synchronize_session=False)).rowcount  # type: ignore[attr-defined]
+    return moved
 
 
 def _move(

@@ -125,6 +125,7 @@ def run_view(session: Session, row: RunRow) -> Run:
             "state": row.state,
             "reason": row.reason,
             "spec": row.spec,
+            "bounds": row.bounds,
             "version": VersionRef(number=version.number, digest=version.digest),
             "model_bytes": row.model_bytes,
             "revision": row.revision,
@@ -135,11 +136,11 @@ def run_view(session: Session, row: RunRow) -> Run:
 
 
 def for_site(run: Run, site: str) -> Run:
-    """What a site is told of a run that it takes part in: nothing that names another."""
+    """What a site is told of a run that it takes part in: nothing that names another, or tells how much it has."""
     cohort = run.spec.cohort
     own = cohort.model_copy(update={"sites": None if cohort.sites is None else (site,)})
     spec = run.spec.model_copy(update={"cohort": own})
-    return run.model_copy(update={"reason": None, "spec": spec})
+    return run.model_copy(update={"reason": None, "spec": spec, "bounds": None})
 
 
 def find_run(session: Session, run_id: str) -> RunRow:
@@ -191,6 +192,7 @@ def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
             "progress": row.progress or None,
             "layers": row.layers,
             "update": row.update_digest,
+            "unmerged": row.unmerged,
             "audit_head": row.audit_head,
             "created_at": instant(row.created_at),
             "problem": row.problem,

@@ -32,7 +32,7 @@ class Outcome:
 
     @property
     def accepted(self) -> int:
-        return sum(task.state == "accepted" for task in self.round.tasks)
+        return sum(task.is_accepted for task in self.round.tasks)
 
     @property
     def asked(self) -> int:
@@ -192,5 +192,5 @@ def _settled(round_: Round, run: Run, found: Iterable[Measurement], last: Round 
     # Which sites will measure a version nobody knows; those that trained it may.
     held_out = [one.held_out for one in found if one.version == round_.version]
     central = evaluation.dataset is None or not all(held_out)
-    sites = not evaluation.sites or sum(held_out) >= sum(task.state == "accepted" for task in round_.tasks)
+    sites = not evaluation.sites or sum(held_out) >= sum(task.is_accepted for task in round_.tasks)
     return central and sites

@@ -50,7 +50,7 @@ def epsilon_table(rounds: Iterable[Round]) -> Table:
         task.worker: (task.worker, f"{task.numbers[EPSILON]:.4g}", round_.number)
         for round_ in rounds
         for task in round_.tasks
-        if task.state == "accepted" and EPSILON in task.numbers
+        if task.is_accepted and EPSILON in task.numbers
     }
     rows = [spent[worker] for worker in sorted(spent)]
     return output.table(("worker", "epsilon", "round"), rows, right=("epsilon", "round"))
@@ -68,7 +68,7 @@ def score_table(rounds: Iterable[Round]) -> Table:
         for round_ in rounds
         if round_.state == "committed"
         for task in round_.tasks
-        if task.state == "accepted"
+        if task.is_accepted
     ]
     made = output.table(SCORE_COLUMNS, rows, right=("round", "norm", "distance", "cosine"))
     if any(None in row for row in rows):

@@ -79,6 +79,8 @@ class Participant:
     site: str = ""
     """The admitted site whose token it shows. A worker chooses its name and never its site, so whatever counts
     participants counts sites. One made without a site is a site of its own, under its own name."""
+    last_round: int = 0
+    """The latest round of the run that it sent an accepted update for: what it keeps of the run is as of then."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "site", self.site or self.name)
@@ -86,7 +88,11 @@ class Participant:
 
 @dataclass(frozen=True)
 class Update:
-    """An accepted update. `blocks` has what was sent and nothing else: absent means no change."""
+    """A site's accepted update. `blocks` has what was sent and nothing else: absent means no change.
+
+    Where several workers of a site take part, it is what they sent together (`shared.aggregation.pooled`), under the
+    name of the first of them.
+    """
 
     worker: str
     examples: int
@@ -115,6 +121,10 @@ class RunFacts:
     upload_seconds: float | None = None
     """The most that an update may take on the line that its worker declares. The same holds."""
     robust: Rule = field(default_factory=Mean)
+    workers_per_site: int = 1
+    """Workers of a site that take part in a round. Their updates reach a method as one."""
+    max_update_norm: float | None = None
+    """The largest l2 norm of a step that may count, also where `merge` makes it longer than it was sent."""
 
 
 class CoordinatorHalf(Generic[C]):

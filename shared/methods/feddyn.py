@@ -63,6 +63,14 @@ class FedDynSettings(MethodSettings):
 
 
 class FedDynCoordinator(CoordinatorHalf[FedDynSettings]):
+    def start(self, state: State) -> State:
+        if self.run.workers_per_site > 1:
+            raise Unsuited(
+                "feddyn keeps a gradient for each site, at the one worker that takes part for it: set "
+                "cohort.workers_per_site to 1"
+            )
+        return state
+
     def plan(self, state: State, cohort: Sequence[Participant], rng: Random) -> Mapping[str, Plan]:
         if self.settings.weigh == "examples":
             return super().plan(state, cohort, rng)

@@ -7,7 +7,8 @@ examples, d_k the update and a_k the l1 norm of its accumulation vector:
 
 Plain SGD has a_k = steps. With momentum rho the counter c = rho c + 1 is added up over the steps. AdamW has no such
 vector: steps stand for it, which keeps the idea and loses the proof. If all a_k are equal it is FedAvg, bit for bit.
-Blocks that only some workers sent are averaged as the run's `divide` says, each worker's step scaled all the same.
+Blocks that only some workers sent are averaged as the run's `divide` says, each worker's step scaled all the same. No
+step is stretched to more than the run's `max_update_norm`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from math import fsum
 from statistics import median
 
 from shared.blocks import Selector
+from shared.inspection import UPDATE_NORM
 from shared.methods.contract import (
     CoordinatorHalf,
     Harvest,
@@ -74,16 +76,23 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
             mean = fsum(update.examples * steps[update.worker] for update in updates) / fsum(weights)
         else:
             mean = median(steps.values())
-        return super().merge(state, [_normalized(state, update, mean / steps[update.worker]) for update in updates])
+        return super().merge(
+            state, [self._stretched(state, update, mean / steps[update.worker]) for update in updates]
+        )
+
+    def _stretched(self, state: State, update: Update, factor: float) -> Update:
+        """Return the update with its steps times `factor`, or as far as the run's largest norm allows.
+
+        What was sent was judged by that norm, but who makes few steps is stretched many times.
+        """
+        most, norm = self.run.max_update_norm, update.numbers.get(UPDATE_NORM)
+        if most is not None and norm:
+            factor = min(factor, most / norm)
+        blocks = {name: Stretched(state.model[name], tensor, factor) for name, tensor in update.blocks.items()}
+        return replace(update, blocks=blocks)
 
     def guard(self) -> None:
         """tau_eff, which follows from what workers say of themselves, is then their median."""
-
-
-def _normalized(state: State, update: Update, factor: float) -> Update:
-    return replace(
-        update, blocks={n: Stretched(state.model[n], tensor, factor) for n, tensor in update.blocks.items()}
-    )
 
 
 class FedNovaWorker(WorkerHalf[MethodSettings]):

@@ -63,6 +63,11 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
                 f"scaffold reads gradients off plain SGD's steps, and the run trains with {training.optimizer} and "
                 f"momentum {training.momentum:g}: set training.optimizer to 'sgd' and training.momentum to 0"
             )
+        if self.run.workers_per_site > 1:
+            raise Unsuited(
+                "scaffold keeps a control for each site, at the one worker that takes part for it: set "
+                "cohort.workers_per_site to 1"
+            )
         return state
 
     def plan_for(self, state: State, worker: Participant) -> Plan:

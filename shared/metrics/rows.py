@@ -57,7 +57,7 @@ def _round(run: Run, round_: Round) -> Iterator[Row]:
             yield Row(*where, site, worker, name, value)
     totals = {
         "asked": float(len(round_.tasks)),
-        "accepted": float(sum(task.state == "accepted" for task in round_.tasks)),
+        "accepted": float(sum(task.is_accepted for task in round_.tasks)),
         "upload_bytes": float(sum(task.upload_bytes for task in round_.tasks)),
         "download_bytes": float(sum(task.download_bytes for task in round_.tasks)),
     }
@@ -69,7 +69,7 @@ def _round(run: Run, round_: Round) -> Iterator[Row]:
 
 def _task(task: TaskView) -> dict[str, float]:
     """What an accepted update came to, and what it cost; nothing is known of one that was not accepted."""
-    if task.state != "accepted":
+    if not task.is_accepted:
         return {}
     cost = {"upload_bytes": float(task.upload_bytes), "download_bytes": float(task.download_bytes)}
     return {**task.numbers, "examples": float(task.examples or 0), **cost}

@@ -56,7 +56,7 @@ def test_a_worker_of_then_finds_all_that_it_read_in_the_answers_of_now(
         missed += replay.step(exchange)
     assert missed == []
     states = [task.state for round_ in coordinator.client().rounds(_only_run(coordinator)) for task in round_.tasks]
-    assert states[:2] == ["accepted", "accepted"]
+    assert states[:2] == ["merged", "merged"]
     assert "failed" in states
 
 

@@ -150,7 +150,7 @@ def test_a_task_has_so_many_tries_and_then_the_round_goes_on_without_it(live: Li
     lost.take()
     clock.advance(60)
     until(lambda: client.run(run.id).state == "completed")
-    assert [t.state for t in client.round(run.id, 1).tasks] == ["cancelled", "accepted"]
+    assert [t.state for t in client.round(run.id, 1).tasks] == ["cancelled", "merged"]
     np.testing.assert_allclose(head_of(client, run), START["head.weight"] + 1, rtol=1e-6)
 
 

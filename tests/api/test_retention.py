@@ -206,7 +206,7 @@ def test_an_update_that_is_handed_in_late_is_kept_as_long_as_any(live: LiveCoord
     digest = worker.upload(task, {"head.weight": START["head.weight"] + 5})
     clock.advance(40)
     worker.submit(task, digest)
-    until(lambda: client.task(task.id).state == "accepted")
+    until(lambda: client.task(task.id).is_accepted)
     clock.advance(HOUR - 20)
     retention(live).collect()
     with live.services.database.snapshot() as session:

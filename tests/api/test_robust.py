@@ -79,8 +79,8 @@ def test_a_site_does_not_see_its_scores_and_cannot_say_what_they_are(standing: L
     for worker, other in taken[1:]:
         worker.train(other)
     shown = committed(client, run).tasks[0].numbers
-    # A run without a rule has norms only.
-    assert set(shown) == {"anomaly.norm", "mine", "update_norm"}
+    # A run without a rule has norms only, and leaves out what is far larger than the others.
+    assert set(shown) == {"anomaly.left_out", "anomaly.norm", "mine", "update_norm"}
     assert shown["anomaly.norm"] > 10
     assert set(lying.client.task(task.id).numbers) == {"mine", "update_norm"}
 
@@ -97,7 +97,7 @@ def test_an_update_far_larger_than_the_round_s_median_is_left_out(
         worker.train(task, steps[place])
     made = committed(client, run)
     np.testing.assert_allclose(head_of(client, run), HEAD + 2, rtol=1e-6)
-    assert [task.state for task in made.tasks] == ["accepted"] * 4
+    assert [task.state for task in made.tasks] == ["left_out", "merged", "merged", "merged"]
     assert {task.worker[0] for task in made.tasks if task.numbers.get("anomaly.left_out")} == {"a"}
     (warning,) = list(client.versions(run.id))[-1].warnings
     assert warning == f"the updates of {made.tasks[0].worker} were left out: larger than 3.0 times the median"

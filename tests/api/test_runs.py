@@ -276,7 +276,7 @@ def test_a_round_shows_what_each_worker_did(coordinator: LiveCoordinator) -> Non
     shown = client.round(run.id, 1)
     assert (shown.state, shown.version, shown.attempt, shown.reason) == ("committed", 1, 1, "all tasks ended")
     assert [(t.worker, t.state, t.examples) for t in shown.tasks] == [
-        ("a/w", "accepted", 10),
+        ("a/w", "merged", 10),
         ("b/w", "failed", None),
     ]
     assert shown.tasks[0].upload_bytes > 0

@@ -177,8 +177,8 @@ class Api(RuleBasedStateMachine):
             workers = [task.worker for task in round_.tasks]
             assert len(set(workers)) == len(workers)
             if round_.state == "committed":
-                assert sum(task.state == "accepted" for task in round_.tasks) >= self.run.spec.cohort.quorum
-        kept = {task.id for round_ in rounds for task in round_.tasks if task.state == "accepted"}
+                assert sum(task.state == "merged" for task in round_.tasks) >= self.run.spec.cohort.quorum
+        kept = {task.id for round_ in rounds for task in round_.tasks if task.is_accepted}
         assert self.accepted <= kept
 
     def _task(self, task: Task) -> dict[str, Any]:

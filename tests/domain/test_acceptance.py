@@ -23,6 +23,8 @@ def test_the_holder_of_a_leased_task_is_heard(round_state: str | None) -> None:
         ("offered", "open", "lease-lost"),
         ("lapsed", "open", "lease-lost"),
         ("accepted", "open", "lease-lost"),
+        ("merged", "committed", "lease-lost"),
+        ("left_out", "abandoned", "lease-lost"),
         ("rejected", "open", "lease-lost"),
         ("failed", "open", "lease-lost"),
         ("cancelled", "merging", "round-closed"),

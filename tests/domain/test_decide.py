@@ -31,8 +31,11 @@ NOW = 1000.0
 PATIENCE = Patience(gather_seconds=30, evaluation_seconds=600)
 
 
-def task(state: str, name: str = "t", *, leases: int = 1, expires_at: float | None = NOW + 60) -> TaskSnapshot:
-    return TaskSnapshot(name, state, token=leases, leases=leases, lease_expires_at=expires_at)
+def task(
+    state: str, name: str = "t", *, leases: int = 1, expires_at: float | None = NOW + 60, site: str | None = None
+) -> TaskSnapshot:
+    """A task of a worker that is a site's only one, unless `site` says whose else it is."""
+    return TaskSnapshot(name, site or name, state, token=leases, leases=leases, lease_expires_at=expires_at)
 
 
 def a_round(*states: str, state: str = "open", deadline_at: float = NOW + 100) -> RoundSnapshot:
@@ -67,7 +70,9 @@ def decided(snapshot: RunSnapshot, now: float = NOW) -> list[object]:
 
 
 def test_a_lease_lapses_at_the_moment_it_expires_and_not_before() -> None:
-    live = replace(a_round("leased", "leased"), tasks=(task("leased", "t", leases=2, expires_at=NOW), task("leased")))
+    live = replace(
+        a_round("leased", "leased"), tasks=(task("leased", "t", leases=2, expires_at=NOW), task("leased", "u"))
+    )
     assert decided(run(round=live)) == [Lapse("t", token=2)]
     assert decided(run(round=live), NOW - 0.001) == []
 
@@ -112,6 +117,32 @@ def test_a_round_closes_early_once_enough_updates_are_in() -> None:
     assert decided(run(cohort=cohort, round=a_round("accepted", "leased", "leased", "leased"))) == []
     closed = decided(run(cohort=cohort, round=a_round("accepted", "accepted", "leased", "offered")))
     assert closed == [Close("r", "2 updates are enough")]
+
+
+def of_sites(*tasks: tuple[str, str]) -> RoundSnapshot:
+    """A round of workers given by their sites and how far they are."""
+    return replace(a_round(), tasks=tuple(task(s, f"t{i}", site=site) for i, (site, s) in enumerate(tasks)))
+
+
+def test_many_updates_of_one_site_are_no_quorum() -> None:
+    live = of_sites(("a", "accepted"), ("a", "accepted"), ("a", "accepted"), ("b", "failed"))
+    assert decided(run(round=live)) == [Abandon("r", "1 of 2 updates came and no more can come; the quorum is 2")]
+    # Nor can those of it that may yet come make one.
+    live = of_sites(("a", "accepted"), ("a", "leased"), ("b", "failed"))
+    assert decided(run(round=live)) == [Abandon("r", "1 of 2 updates came and no more can come; the quorum is 2")]
+
+
+def test_many_updates_of_one_site_are_not_enough() -> None:
+    cohort = Cohort(quorum=1, enough=2)
+    assert decided(run(cohort=cohort, round=of_sites(("a", "accepted"), ("a", "accepted"), ("b", "leased")))) == []
+
+
+def test_a_site_counts_once_one_of_its_workers_has_delivered_and_its_others_are_awaited() -> None:
+    live = of_sites(("a", "accepted"), ("a", "leased"), ("b", "accepted"))
+    assert decided(run(round=live)) == []
+    assert Close("r", "the deadline came") in decided(run(round=live), NOW + 100)
+    live = of_sites(("a", "accepted"), ("a", "failed"), ("b", "accepted"))
+    assert decided(run(round=live)) == [Close("r", "all tasks ended")]
 
 
 def test_enough_never_undercuts_the_quorum() -> None:
@@ -280,6 +311,7 @@ INSTANTS = st.floats(0, 2 * NOW)
 TASKS = st.builds(
     TaskSnapshot,
     st.uuids().map(str),
+    st.sampled_from("abc"),
     st.sampled_from(get_args(TaskState)),
     st.integers(0, 5),
     st.integers(0, 5),

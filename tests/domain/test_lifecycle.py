@@ -17,7 +17,7 @@ STATES = {
 ENDS = {
     "run": {"completed", "failed", "cancelled"},
     "round": {"committed", "abandoned"},
-    "task": {"accepted", "rejected", "failed", "cancelled"},
+    "task": {"merged", "left_out", "rejected", "failed", "cancelled"},
 }
 
 

@@ -78,7 +78,7 @@ def test_a_worker_that_missed_rounds_takes_part_again(method: str) -> None:
     result = run(method, b=(2, 3))
     took_part = {attempt.number: {task.worker for task in attempt.tasks} for attempt in result.rounds}
     assert [("b/worker" in took_part[number]) for number in (1, 2, 3, 4)] == [True, False, False, True]
-    assert all(task.state == "accepted" for attempt in result.rounds for task in attempt.tasks)
+    assert all(task.state == "merged" for attempt in result.rounds for task in attempt.tasks)
     assert len(result.versions) == ROUNDS + 1
 
 
@@ -86,4 +86,4 @@ def test_a_worker_that_missed_rounds_takes_part_again(method: str) -> None:
 def test_a_federation_of_one_goes_through_all_its_rounds(method: str) -> None:
     result = run(method, sites=1)
     assert len(result.versions) == ROUNDS + 1
-    assert all(task.state == "accepted" for attempt in result.rounds for task in attempt.tasks)
+    assert all(task.state == "merged" for attempt in result.rounds for task in attempt.tasks)

@@ -70,6 +70,22 @@ def test_fednova_is_fedavg_to_the_bit_if_all_worked_alike() -> None:
     assert one.tobytes() == other.tobytes()
 
 
+def test_who_makes_few_steps_is_stretched_no_further_than_the_run_s_largest_norm() -> None:
+    # Seven make 55 steps and stay where they were; one makes a single step.
+    honest = [update(f"{letter}/w", 55, 0.0, effective_steps=55.0, update_norm=0.0) for letter in "abcdefg"]
+    lone = update("x/w", 55, 0.5, effective_steps=1.0, update_norm=0.5 * 2**0.5)
+    state = State(0, {"w": full(0.0)})
+
+    def pull(most: float | None) -> float:
+        facts = RunFacts((), 9, training=Training.model_validate(SGD), max_update_norm=most)
+        merged = coordinator_half(Chosen(name="fednova"), facts).merge(state, [*honest, lone])
+        return float(np.linalg.norm(to_array(merged.model["w"])))
+
+    # tau_eff = (7 * 55 + 1) / 8 = 48.25, which is 48.25 / 8 of its norm
+    assert pull(None) == pytest.approx(48.25 / 8 * 0.5 * 2**0.5)
+    assert pull(1.0) == pytest.approx(1.0 / 8)
+
+
 @pytest.mark.parametrize(
     ("training", "expected"),
     [

@@ -36,6 +36,7 @@ from shared.wire import (
     RunSpec,
     Submission,
     Task,
+    TaskView,
     canonical,
 )
 from tests.simulation.replicas import World, driven
@@ -131,7 +132,7 @@ class Worker:
         dice = schedule.dice
         while True:
             try:
-                vault.settle(lambda task: self._patiently("task", lambda s: tasks_api.get_task(task, s, self._me)))
+                vault.settle(self._fate)
                 break
             except Problem:
                 schedule.sleep(POLL_SECONDS)
@@ -172,6 +173,10 @@ class Worker:
                 if not problem.retryable or schedule.at > give_up_at:
                     raise
                 schedule.sleep(schedule.dice.uniform(0.1, 5))
+
+    def _fate(self, task: str) -> TaskView:
+        view: TaskView = self._patiently("task", lambda serving: tasks_api.get_task(task, serving, self._me))
+        return view
 
     def _claim(self, instance: str) -> Task | None:
         body = Claim(
@@ -232,6 +237,7 @@ class Worker:
         spoilt = dice.random() < manners.spoils
         data = written(task, base, spoilt=spoilt)
         digest = digest_of(data)
+        vault.settle_run(task.run, task.receipt, self._fate)
         staged = vault.stage(task.run, task.id, task.token, kept_of(task.id, task.token))
         sent = bytearray(data)
         if dice.random() < manners.garbles:
@@ -257,7 +263,7 @@ class Worker:
                 staged.discard()
             raise
         self.world.schedule.point("vault")
-        staged.commit()
+        staged.accept()
 
     def _report(self, task: Task, did: str, request: Callable[[Services], Any], **about: object) -> None:
         facts = {"task": task.id, "token": task.token, "run": task.run, "round": task.round, **about}

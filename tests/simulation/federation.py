@@ -262,7 +262,7 @@ class Federation:
             return
         task, token = kept["task"].tobytes().decode(), int(kept["token"][0])
         row = self.watch.rows("tasks")[task]
-        if (row["state"], row["token"]) != ("accepted", token):
+        if (row["state"], row["token"]) != ("merged", token):
             state = f"{row['state']} under token {row['token']}"
             raise Violated(
                 f"vault: {worker.name} keeps what came of task {task} under token {token}, which is {state}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,11 +45,14 @@ LEGAL = {
         "lapse": {"leased": "lapsed"},
         "offer": {"lapsed": "offered"},
         "accept": {"leased": "accepted"},
+        "merge": {"accepted": "merged"},
+        "leave_out": {"accepted": "left_out"},
         "reject": {"leased": "rejected"},
         "fail": {"leased": "failed"},
         "cancel": {"offered": "cancelled", "leased": "cancelled", "lapsed": "cancelled"},
     },
 }
+ACCEPTED = ("accepted", "merged", "left_out")
 FIRST = {"run.create": "running", "round.open": "open", "task.evaluate": "offered"}
 
 Rows = dict[str, sqlite3.Row]
@@ -169,6 +172,7 @@ class Watch:
             at = self._states.get(subject, "nowhere")
             _hold(at in LEGAL[kind][event], "states", f"{action} of {subject}, which was {at}")
             self._states[subject] = LEGAL[kind][event][at]
+            self._receipts(action, subject, entry["detail"].get("left_out", ()), now)
         token = entry["detail"].get("token")
         if action == "task.lease":
             _hold(
@@ -191,13 +195,22 @@ class Watch:
                 f"task {subject} lapsed {expires_at - entry['at']:.3f} s too early",
             )
 
+    def _receipts(self, action: str, round_id: str, left_out: Sequence[str], now: dict[str, Rows]) -> None:
+        """What the end of a round makes of its accepted updates."""
+        if action not in ("round.commit", "round.abandon"):
+            return
+        for key, task in now["tasks"].items():
+            if task["round_id"] == round_id and self._states[key] == "accepted":
+                merged = action == "round.commit" and key not in left_out
+                self._states[key] = "merged" if merged else "left_out"
+
     def _rounds(self, now: dict[str, Rows], before: dict[str, Rows]) -> None:
         live: dict[str, str] = {}
         for key, row in now["rounds"].items():
             run = now["runs"][row["run_id"]]
             spec = json.loads(run["spec"])
             tasks = [task for task in now["tasks"].values() if task["round_id"] == key]
-            accepted = [task for task in tasks if task["state"] == "accepted"]
+            accepted = [task for task in tasks if task["state"] in ACCEPTED]
             if row["state"] in ("open", "merging"):
                 _hold(
                     row["run_id"] not in live,
@@ -213,6 +226,9 @@ class Watch:
             if row["state"] != "open":
                 waiting = [task["state"] for task in tasks if task["state"] in ("offered", "leased", "lapsed")]
                 _hold(not waiting, "states", f"round {key} is {row['state']}, and has tasks that are {waiting}")
+            if row["state"] in ("committed", "abandoned"):
+                waiting = [task["id"] for task in tasks if task["state"] == "accepted"]
+                _hold(not waiting, "receipts", f"round {key} is {row['state']}; tasks {waiting} are not told")
             if row["state"] in ("merging", "committed"):
                 quorum = spec["cohort"]["quorum"]
                 _hold(
@@ -237,9 +253,12 @@ class Watch:
             new = now["tasks"][key]
             if new == old:
                 continue
-            if old["state"] in ("accepted", "rejected", "failed", "cancelled"):
+            if old["state"] in (*ACCEPTED, "rejected", "failed", "cancelled"):
                 # How an update compares with the others of its round is noted when they are all there.
                 if _unscored(new) == _unscored(old):
+                    continue
+                # What became of an accepted update, with the end of its round.
+                if _unscored(new) == {**_unscored(old), "state": new["state"]} and old["state"] == "accepted":
                     continue
                 _hold(False, "states", f"task {key}, which was {old['state']}, changed")
             if new["state"] == "accepted" and new["round_id"]:
@@ -281,7 +300,7 @@ class Watch:
             detail = misfit(session, self._store, round_id)
         _hold(detail is None, "I6", str(detail))
         round_ = now["rounds"][round_id]
-        tasks = [t for t in now["tasks"].values() if t["round_id"] == round_id and t["state"] == "accepted"]
+        tasks = [t for t in now["tasks"].values() if t["round_id"] == round_id and t["state"] == "merged"]
         if json.loads(now["runs"][round_["run_id"]]["spec"])["server_optimizer"]["kind"] != "none":
             return
         weight = float(sum(task["examples"] for task in tasks))
@@ -351,7 +370,8 @@ class Watch:
     def _kept(self, now: dict[str, Rows], task: str, token: int, update: str | None) -> None:
         row = now["tasks"][task]
         found = (row["state"], row["token"], row["update_digest"])
-        _hold(found == ("accepted", token, update), "I5", f"the report on {task} was accepted, and is {found}")
+        kept = row["state"] in ACCEPTED and found[1:] == (token, update)
+        _hold(kept, "I5", f"the report on {task} was accepted, and is {found}")
 
     # ------------------------------------------------------------ in time
 

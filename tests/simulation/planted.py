@@ -110,7 +110,7 @@ def taken_as_they_are(self: Any, upload: Any, data: bytes) -> None:
 
 def in_two_transactions(session: Any, now: float, run: Any, round_: Any, version: Any, *rest: Any) -> Any:
     """The version, and then the round's end and the run's number."""
-    news = rounds.add_version(session, now, run.id, version, *rest)
+    news = rounds.add_version(session, now, run.id, version, *rest[:-1])
     session.flush()
     session.connection().exec_driver_sql("COMMIT")
     session.connection().exec_driver_sql("BEGIN IMMEDIATE")
@@ -119,6 +119,7 @@ def in_two_transactions(session: Any, now: float, run: Any, round_: Any, version
         schedule.kill(schedule.current.process)
         raise Crash
     rounds.move_round(session, now, rounds.ACTOR, round_, "commit", round_.reason)
+    rounds.move_tasks(session, "merge", TaskRow.round_id == round_.id)
     run.version_number, run.revision, run.updated_at = version.number, run.revision + 1, now
     session.flush()
     return news
@@ -172,9 +173,14 @@ def kept_at_once(self: Any, *arguments: Any) -> Any:
     staged.commit()
 
     class Done:
-        commit = discard = staticmethod(lambda: None)
+        accept = discard = staticmethod(lambda: None)
 
     return Done()
+
+
+def kept_when_accepted(self: Any) -> Any:
+    self.commit()
+    return self
 
 
 def unaudited(session: Any, now: float, actor: str, action: str, subject: str, **detail: Any) -> None:
@@ -254,6 +260,7 @@ FAULTS: dict[str, Fault] = {
         ((uploads.Uploads, "_finish", unverified), (uploads.Uploads, "keep", taken_as_they_are))
     ),
     "the vault keeps before the submission is accepted": Fault(((vault.Vault, "stage", kept_at_once),)),
+    "the vault keeps before the update is merged": Fault(((vault.Staged, "accept", kept_when_accepted),)),
     "whoever was ever here is present": Fault(
         ((conductor, "live_workers", lambda session, since: LIVE(session, 0)),)
     ),

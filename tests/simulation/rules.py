@@ -17,7 +17,7 @@ from coordinator.domain.decide import Patience, decide
 from coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN, ROUND, RUN, TASK, Lifecycle
 from coordinator.domain.records import RoundSnapshot, RunSnapshot, TaskSnapshot
 from shared.cohort import choose, dice
-from shared.wire import Cohort
+from shared.wire import ACCEPTED, Cohort
 from tests.simulation.invariants import LEGAL, Violated
 
 LEASE = 30.0
@@ -171,7 +171,8 @@ class Rules:
         ended = max((one.closed_at for one in run.attempts), default=0.0)
         here = {worker for worker, at in self.seen.items() if at >= self.now - LIVE}
         tasks = () if live is None else tuple(
-            TaskSnapshot(t.id, t.state, t.token, t.leases, t.expires_at, t.worker in here) for t in live.tasks
+            TaskSnapshot(t.id, t.worker, t.state, t.token, t.leases, t.expires_at, t.worker in here)
+            for t in live.tasks
         )  # fmt: skip
         snapshot = RunSnapshot(
             id="run",
@@ -234,6 +235,9 @@ class Rules:
         move(round_, ROUND, "round", "commit")
         round_.closed_at = self.now
         reports = frozenset((task.worker, task.round) for task in round_.tasks if task.state == "accepted")
+        for task in round_.tasks:
+            if task.state == "accepted":
+                move(task, TASK, "task", "merge")
         run.versions.append(reports)
         if len(reports) < run.cohort.quorum:
             raise Violated(f"quorum: {len(reports)} of {run.cohort.quorum} updates were merged")
@@ -255,6 +259,8 @@ class Rules:
         for task in round_.tasks:
             if task.state in TASK["cancel"].sources:
                 move(task, TASK, "task", "cancel")
+            if event == "abandon" and task.state == "accepted":
+                move(task, TASK, "task", "leave_out")
 
     # ------------------------------------------------------------ workers and people
 
@@ -285,7 +291,7 @@ class Rules:
         if round_ is None:
             return
         self.seen[task.worker] = self.now
-        if event == "accept" and task.state == "accepted" and task.token == token:
+        if event == "accept" and task.state in ACCEPTED and task.token == token:
             return
         before = (task.state, task.token, task.leases, task.expires_at)
         if refusal(task.state, round_.state, token, task.token):
@@ -332,7 +338,8 @@ class Rules:
         # Only the last attempt can have changed; those before it ended, and were looked at then.
         for one in run.attempts[-2:]:
             for task in one.tasks:
-                if task.accepted_token is not None and (task.state, task.token) != ("accepted", task.accepted_token):
+                kept = task.state in ACCEPTED and task.token == task.accepted_token
+                if task.accepted_token is not None and not kept:
                     raise Violated(f"I5: the report on {task.id} was accepted, and is {task.state}")
                 if one.state != "open" and task.state in ("offered", "leased", "lapsed"):
                     raise Violated(f"states: task {task.id} is {task.state} in a round that is {one.state}")

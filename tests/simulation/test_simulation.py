@@ -70,6 +70,7 @@ QUICK = [
     "a repeated report is not recognised",
     "a repeated creation creates again",
     "the vault keeps before the submission is accepted",
+    "the vault keeps before the update is merged",
     "a lapse is not audited",
     "the tasks of a closed round live on",
     "a site reaches the tasks of others",

@@ -42,6 +42,8 @@ from shared.wire import Claim, Evaluated, Failure, Run, RunSpec, RunState, Submi
 # What is to be found wrong must not judge itself: simulations plant faults in the code that merges.
 NEXT_STATE = Aggregation.next_state
 ACCEPTED = rounds.accepted_updates
+STATES = ("accepted", "merged", "left_out")
+"""Of a task whose report was accepted."""
 
 TOLD = ("id", "state", "token", "version", "run", "round")
 """What is kept of an answer, as far as it has it."""
@@ -238,11 +240,8 @@ def _kept(session: Session, question: Mapping[str, Any]) -> Iterator[Finding]:
     """Whether an acknowledged report is there, and where it belongs."""
     row = session.get(TaskRow, question["task"])
     shown = f"{question['did']} of task {question['task']} under token {question['token']}"
-    if row is None or (row.state, row.token, row.update_digest) != (
-        "accepted",
-        question["token"],
-        question.get("update"),
-    ):
+    report = (question["token"], question.get("update"))
+    if row is None or row.state not in STATES or (row.token, row.update_digest) != report:
         found = f"{row.state} under token {row.token} with {row.update_digest}" if row else "not there"
         yield Finding("lost", f"{shown} was accepted; the task is {found}")
         return
@@ -261,7 +260,7 @@ def _counted(
 ) -> Iterator[Finding]:
     sent = {(q["task"], q["token"], q["update"]) for q in asked.values() if q["did"] == "submit"}
     seen: dict[tuple[str, str], str] = {}
-    rows = session.scalars(select(TaskRow).where(TaskRow.state == "accepted", TaskRow.kind == "train"))
+    rows = session.scalars(select(TaskRow).where(TaskRow.state.in_(STATES), TaskRow.kind == "train"))
     for task in rows:
         place = (task.round_id or "", task.worker_id)
         if place in seen:
@@ -290,7 +289,7 @@ def misfit(session: Session, blobs: Blobs, round_id: str) -> str | None:
     states = States(blobs)
     aggregation = Aggregation(states, Inspector(blobs, states))
     ref = VersionRef(number=base.number, digest=base.digest)
-    wanted = NEXT_STATE(aggregation, spec, ref, accepted)
+    wanted = NEXT_STATE(aggregation, spec, rounds.bounds_in_force(run), ref, accepted)
     found = states.manifest(made.digest).blocks
     wrong = [
         name

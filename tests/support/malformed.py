@@ -173,10 +173,11 @@ CORPUS: dict[str, tuple[bytes, Kind]] = {
     "a place beyond the end": (coded("delta+topk=0.25", topk(0, 8)), "places-invalid"),
     "a place twice": (coded("delta+topk=0.25", topk(3, 3)), "places-invalid"),
     "NaN": (with_value(np.nan), "not-finite"),
+    "the largest number": (with_value(np.finfo(np.float32).max), "too-far"),
     "infinity": (with_value(-np.inf), "not-finite"),
     "a scale of infinity": (coded("delta+int8", int8(np.inf)), "not-finite"),
     "a scale of NaN": (coded("delta+int8", int8(np.nan)), "not-finite"),
-    "a difference that overflows": (coded("delta", np.full(8, 3e38, "<f4").tobytes() * 1), "norm-limit"),
+    "a difference that overflows": (coded("delta", np.full(8, 3e38, "<f4").tobytes() * 1), "too-far"),
     "larger than the run takes": (update_file({NAME: (HEAD + 1e3).astype("<f4").tobytes()}), "norm-limit"),
 }
 MAX_NORM = 100.0

@@ -10,7 +10,17 @@ import pytest
 from opacus.accountants import PRVAccountant, RDPAccountant
 
 from shared.privacy import Budget, about_together, rho_of
-from worker.accounting import LEAST_NOISE, Overspent, epsilon, noise_multiplier, within
+from worker.accounting import (
+    LEAST_NOISE,
+    MOST_COMPOSED,
+    Overspent,
+    _composed,
+    _distribution,
+    _loss,
+    epsilon,
+    noise_multiplier,
+    within,
+)
 from worker.ledger import NoisyChoice, NoisySteps
 
 DELTA = 1e-5
@@ -108,3 +118,33 @@ def test_choices_and_steps_together_cost_more_than_either_and_no_more_than_both(
     both = epsilon([*choices, *trained], DELTA)
     assert max(epsilon(choices, DELTA), epsilon(trained, DELTA)) < both
     assert both <= epsilon(choices, DELTA / 2) + epsilon(trained, DELTA / 2)
+
+
+def test_a_round_more_is_composed_alone_and_what_was_there_before_is_known() -> None:
+    before = [steps(1.0 + number / 10, 0.1, 20) for number in range(12)]
+    epsilon([*before, steps(3.0, 0.1, 20)], DELTA)
+    known = _distribution.cache_info().misses, _composed.cache_info().misses
+    epsilon([*before, steps(3.0, 0.1, 40)], DELTA)
+    assert (_distribution.cache_info().misses, _composed.cache_info().misses) == (known[0] + 1, known[1] + 1)
+
+
+def test_mechanisms_that_are_nearly_alike_are_composed_as_one_that_costs_no_less() -> None:
+    alike = [steps(1.3 + number / 10_000, 0.1 - number / 100_000, 20) for number in range(3)]
+    misses = _distribution.cache_info().misses
+    together = epsilon(alike, DELTA)
+    assert _distribution.cache_info().misses - misses <= 2
+    assert together >= _loss(((1.3, 0.1, 60),), DELTA) * (1 - 1e-3)
+    assert together <= _loss(((1.3, 0.1, 60),), DELTA) * 1.005
+
+
+def test_of_very_many_different_mechanisms_a_quick_bound_is_taken_that_is_not_below() -> None:
+    many = [steps(2.0 + number / 50, 0.1, 5) for number in range(MOST_COMPOSED + 1)]
+    misses = _distribution.cache_info().misses
+    bound = epsilon(many, DELTA)
+    assert _distribution.cache_info().misses == misses
+    assert bound > epsilon([steps(3.3, 0.1, 5 * len(many))], DELTA)
+
+
+def test_the_noise_for_a_target_is_on_the_grid_so_that_none_of_it_is_lost() -> None:
+    noise = noise_multiplier(Budget(epsilon=3.0, delta=DELTA), [], 0.1, 200)
+    assert (noise * 2**10 / 2 ** math.ceil(math.log2(noise))).is_integer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -128,17 +129,22 @@ def begin(client: Client, **spec: Any) -> Run:
     return start_run(client, document, start, **wanted)
 
 
-@contextmanager
-def working(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> Iterator[Stop]:
-    """An agent of site a, at work in a thread. Fails the test if it ends otherwise than by being stopped."""
+def settings_of(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> Settings:
+    """Those of a worker of site a."""
     digits = {"kind": "digits", "part": {"scheme": "iid", "count": 8, "index": 0}}
     given = {
         "url": coordinator.url, "token": coordinator.token("site", "a"), "name": "w", "state_dir": folder / "state",
         "datasets": {"digits": digits, "held-out": {"kind": "digits", "split": "test", "use": "evaluate"}},
         "threads": 1,
     }  # fmt: skip
+    return Settings(**{**given, **settings})
+
+
+@contextmanager
+def working(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> Iterator[Stop]:
+    """An agent of site a, at work in a thread. Fails the test if it ends otherwise than by being stopped."""
     stop = Stop()
-    agent = Agent(Settings(**{**given, **settings}), stop)
+    agent = Agent(settings_of(coordinator, folder, **settings), stop)
     ended: list[str] = []
 
     def work() -> None:
@@ -222,10 +228,39 @@ def test_what_is_kept_comes_back_in_the_next_round_and_never_travels(
     run = begin(client, method=Chosen(name="personal"), rounds=3)
     with working(coordinator, tmp_path):
         until(lambda: client.run(run.id).state == "completed")
+        # No task comes any more: the worker asks what became of its last update.
+        kept = tmp_path / "state" / "vault" / run.id
+        until(lambda: [path.name for path in kept.iterdir()] == ["current.safetensors"])
     assert [made.tasks[0].numbers["rounds_before"] for made in client.rounds(run.id)] == [0.0, 1.0, 2.0]
     first, *_, last = (client.manifest(version.digest).blocks for version in client.versions(run.id))
     assert {name for name in first if first[name] == last[name]} == {HEAD}
-    assert [path.name for path in (tmp_path / "state" / "vault" / run.id).iterdir()] == ["current.safetensors"]
+
+
+def test_vaults_of_ended_runs_are_removed_by_the_site_s_rule_and_those_of_live_runs_never(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client, vault = coordinator.client(), tmp_path / "state" / "vault"
+    ended, live = (begin(client, method=Chosen(name="personal"), rounds=rounds) for rounds in (1, 1000))
+    with working(coordinator, tmp_path):
+        until(lambda: client.run(ended.id).state == "completed")
+        until((vault / live.id / "current.safetensors").exists)
+    (vault / "of-another-coordinator").mkdir()
+
+    def left(**settings: Any) -> set[str]:
+        """The vaults that are there once a worker with these settings has tidied up."""
+        agent = Agent(settings_of(coordinator, tmp_path, **settings), Stop())
+        agent._tidy()
+        agent._client.close()
+        return {folder.name for folder in vault.iterdir()}
+
+    every = {ended.id, live.id, "of-another-coordinator"}
+    # What is pending is settled first, which is a use.
+    until(lambda: left() == every and not list(vault.glob("*/accepted-*")))
+    forty_days_ago = time.time() - 40 * 86400
+    for folder in vault.iterdir():
+        os.utime(folder, (forty_days_ago, forty_days_ago))
+    assert left(keep_vaults_days=50) == left(keep_vaults_days="forever") == every
+    assert left() == {live.id, "of-another-coordinator"}
 
 
 def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:

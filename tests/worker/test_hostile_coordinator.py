@@ -150,14 +150,19 @@ class Scene:
             self.agent._do(task)
 
     def does_an_honest_task(self) -> None:
-        accepted = len(self.tasks("accepted"))
+        accepted = self.accepted()
 
         def one_more() -> bool:
             self.does()
-            return len(self.tasks("accepted")) > accepted
+            return self.accepted() > accepted
 
         until(one_more)
         until(lambda: self.client.run(self.run.id).version.number == accepted + 1)
+        # Else the next task would begin by settling what came of this one.
+        self.agent._bench.vault.settle(self.agent._client.task)
+
+    def accepted(self) -> int:
+        return sum(task.is_accepted for made in self.client.rounds(self.run.id) for task in made.tasks)
 
     def tasks(self, state: str) -> list[TaskView]:
         return [task for made in self.client.rounds(self.run.id) for task in made.tasks if task.state == state]

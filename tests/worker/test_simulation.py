@@ -160,7 +160,7 @@ def test_workers_that_fall_silent_are_done_without_and_a_round_without_quorum_is
     assert "abandoned" in states
     assert [outcome.round for outcome in told] == list(result.rounds)
     ended = {task.state for made in result.rounds for task in made.tasks}
-    assert ended == {"accepted", "lapsed"}
+    assert ended == {"left_out", "lapsed", "merged"}
     # Of what was accepted in vain nothing is left either.
     assert (
         len(list((result.folder / "blobs").glob("??/*")))
@@ -171,7 +171,7 @@ def test_workers_that_fall_silent_are_done_without_and_a_round_without_quorum_is
 def test_the_first_updates_are_enough_if_the_run_says_so(model: Weights) -> None:
     result = simulate(spec(rounds=5, cohort={"enough": 2}), model, SITES)
     for made in result.rounds:
-        assert sorted(task.state for task in made.tasks) == ["accepted", "accepted", "cancelled", "cancelled"]
+        assert sorted(task.state for task in made.tasks) == ["cancelled", "cancelled", "merged", "merged"]
     assert len({tuple(task.state for task in made.tasks) for made in result.rounds}) > 1
 
 
@@ -189,7 +189,7 @@ def test_an_update_out_of_bounds_is_refused_and_the_round_goes_on(model: Weights
     free = simulate(spec(rounds=1), model, SITES).rounds[0].tasks
     norms = sorted(task.numbers["update_norm"] for task in free)
     result = simulate(spec(rounds=1, max_update_norm=(norms[1] + norms[2]) / 2), model, SITES)
-    assert sorted(task.state for task in result.rounds[0].tasks) == ["accepted", "accepted", "rejected", "rejected"]
+    assert sorted(task.state for task in result.rounds[0].tasks) == ["merged", "merged", "rejected", "rejected"]
     refused = next(task for task in result.rounds[0].tasks if task.state == "rejected")
     assert refused.problem is not None
     assert "l2 norm" in refused.problem.detail

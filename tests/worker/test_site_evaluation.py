@@ -162,7 +162,8 @@ def test_measuring_changes_no_bit_of_what_is_trained(
         run = begin(client, method, evaluation)
         with working(settings(coordinator, state)):
             until(lambda run=run: client.run(run.id).state == "completed")
-        kept = state / "vault" / run.id / "current.safetensors"
+            kept = state / "vault" / run.id / "current.safetensors"
+            until(lambda kept=kept: list(kept.parent.iterdir()) == [kept])
         made.append((client.run(run.id).version.digest, kept.read_bytes()))
     assert made[0] == made[1]
 

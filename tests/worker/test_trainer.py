@@ -19,7 +19,7 @@ from worker.data import Dataset
 from worker.evaluator import evaluate
 from worker.models import instantiate
 from worker.renewal import Stop, Stopped
-from worker.report import Report
+from worker.report import Report, rounded
 from worker.trainer import Batches, Trainer, TrainingDiverged, gradient_scaler, seed_everything
 from worker.work import LocalWork
 
@@ -276,7 +276,7 @@ def test_each_step_is_told_with_the_mean_loss_of_the_epoch_so_far() -> None:
     tally = train(work, check=lambda: seen.append(report.progress()), report=report, epochs=2)
     assert [(told.step, told.steps) for told in seen] == [(step, 6) for step in range(6)]
     last = report.progress()
-    assert (last.phase, last.step, last.steps, last.loss) == ("training", 6, 6, tally.loss)
+    assert (last.phase, last.step, last.steps, last.loss) == ("training", 6, 6, rounded(tally.loss))
 
 
 def test_a_mean_of_fewer_examples_than_the_site_tells_figures_of_is_not_told() -> None:

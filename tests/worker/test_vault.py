@@ -1,7 +1,8 @@
-"""The vault: what is kept becomes current with the acceptance of the update that it belongs to, and not before."""
+"""The vault: what is kept becomes current with the merge of the update that it belongs to, and not before."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import ml_dtypes
@@ -11,7 +12,7 @@ import pytest
 from shared.client import Client
 from shared.container import ContainerError
 from shared.problems import MEDIA_TYPE, NotFound, Problem, Unavailable
-from shared.wire import TaskView
+from shared.wire import Receipt, TaskView
 from tests.support.scripted import Answer, answering
 from worker.vault import Vault
 
@@ -70,8 +71,10 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("view", "value", "left"),
     [
-        (answer("accepted"), 2.0, 1),  # the crash came between acceptance and rename
-        (answer("accepted", token=4), 1.0, 1),  # another lease of this task was accepted, with other results
+        (answer("accepted"), 1.0, 2),  # the round is under way
+        (answer("merged"), 2.0, 1),
+        (answer("left_out"), 1.0, 1),  # the attempt was abandoned, or the update too large
+        (answer("merged", token=4), 1.0, 1),  # another lease of this task was accepted, with other results
         (answer("leased"), 1.0, 2),  # the submission may still be on its way
         (answer("leased", token=4), 1.0, 1),
         (answer("lapsed"), 1.0, 1),
@@ -79,7 +82,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
         (answer("offered"), 1.0, 1),
     ],
 )
-def test_settling_commits_only_what_was_accepted_under_the_same_token(
+def test_settling_commits_only_what_was_merged_under_the_same_token(
     tmp_path: Path, view: TaskView, value: float, left: int
 ) -> None:
     Vault(tmp_path).stage(RUN, "task-0", 1, kept(1.0)).commit()
@@ -90,6 +93,96 @@ def test_settling_commits_only_what_was_accepted_under_the_same_token(
     assert asked == [TASK]
     assert value_in(vault) == value
     assert len(files(tmp_path)) == left
+
+
+def nobody(task: str) -> TaskView:
+    raise AssertionError(f"the coordinator was asked about {task}")
+
+
+def killed(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def receipt(state: str, task: str = TASK, token: int = 3, **given: object) -> Receipt:
+    return Receipt.model_validate({"task": task, "token": token, "state": state, **given})
+
+
+def test_an_accepted_update_waits_for_its_receipt_which_needs_no_request(tmp_path: Path) -> None:
+    vault = Vault(tmp_path)
+    vault.stage(RUN, TASK, 3, kept(1.0)).accept()
+    vault.settle_unanswered(nobody)
+    vault.settle_run(RUN, receipt("accepted"), nobody)
+    assert files(tmp_path) == [f"accepted-{TASK}-3.safetensors"]
+    assert value_in(vault) is None
+    vault.settle_run(RUN, receipt("merged"), nobody)
+    assert (files(tmp_path), value_in(vault)) == (["current.safetensors"], 1.0)
+
+
+def test_what_the_receipt_is_not_about_is_asked_for(tmp_path: Path) -> None:
+    vault = Vault(tmp_path)
+    vault.stage(RUN, TASK, 3, kept(1.0)).accept()
+    vault.stage("run-2", TASK, 3, kept(1.0)).accept()
+    # As a site is answered: the state stays, and the receipt says what became of it.
+    shown = answer("accepted").model_copy(update={"receipt": receipt("left_out")})
+    vault.settle_run(RUN, receipt("merged", task="task-9"), lambda _: shown)
+    assert value_in(vault) is None
+    # What another run has pending is no concern of this run's task.
+    assert files(tmp_path) == [f"accepted-{TASK}-3.safetensors"]
+
+
+def test_a_worker_that_lost_its_state_has_nothing_to_settle(tmp_path: Path) -> None:
+    vault = Vault(tmp_path)
+    vault.settle_run(RUN, receipt("merged"), nobody)
+    assert vault.load(RUN) == {}
+
+
+def test_settling_again_after_a_crash_between_receipt_and_rename_changes_nothing(tmp_path: Path) -> None:
+    vault = Vault(tmp_path)
+    vault.stage(RUN, "task-0", 1, {"own/a": np.zeros(2), "own/b": np.zeros(2)}).commit()
+    vault.stage(RUN, TASK, 3, {"own/a": np.ones(2), "own/b": np.ones(2)}).accept()
+    told = receipt("merged", unmerged=("b",))
+    with pytest.MonkeyPatch.context() as patched:
+        # The file is rewritten without what was not merged, and the process dies before it is renamed.
+        patched.setattr("worker.vault.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            vault.settle_run(RUN, told, nobody)
+    again = Vault(tmp_path)
+    again.settle_run(RUN, told, nobody)
+    assert {name: values.tolist() for name, values in again.load(RUN).items()} == {"own/a": [1, 1], "own/b": [0, 0]}
+
+
+def test_a_block_that_was_not_merged_keeps_what_belonged_to_it(tmp_path: Path) -> None:
+    names = ("control/a", "feedback/rest/a", "feedback/round/a", "control/b", "head")
+    vault = Vault(tmp_path)
+    vault.stage(RUN, "task-0", 1, dict.fromkeys(names, np.zeros(1))).commit()
+    vault.stage(RUN, TASK, 3, {**dict.fromkeys(names, np.ones(1)), "control/new": np.ones(1)}).accept()
+    vault.settle_run(RUN, receipt("merged", unmerged=("a", "new")), nobody)
+    # Of `new` nothing was kept before.
+    assert {name: values[0] for name, values in vault.load(RUN).items()} == {
+        **dict.fromkeys(names[:3], 0),
+        **dict.fromkeys(names[3:], 1),
+    }
+
+
+@pytest.mark.parametrize(("state", "value"), [("merged", 3.0), ("left_out", 1.0)])
+def test_an_update_before_one_that_is_over_is_over_too(tmp_path: Path, state: str, value: float) -> None:
+    vault = Vault(tmp_path)
+    vault.stage(RUN, "task-0", 1, kept(1.0)).commit()
+    vault.stage(RUN, "task-1", 3, kept(2.0)).accept()
+    vault.stage(RUN, "task-2", 3, kept(3.0)).accept()
+    vault.settle(lambda task: answer("accepted" if task == "task-1" else state))
+    assert (files(tmp_path), value_in(vault)) == (["current.safetensors"], value)
+
+
+def test_which_runs_have_not_used_their_vault_for_long_is_told_by_their_last_change(tmp_path: Path) -> None:
+    vault = Vault(tmp_path)
+    for run in ("old", "new"):
+        vault.stage(run, TASK, 3, kept(1.0)).commit()
+    os.utime(tmp_path / "old", (1000, 1000))
+    assert vault.unused(1000) == []
+    assert vault.unused(1001) == ["old"]
+    vault.remove("old")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
 def settled(vault: Vault, answer: Answer) -> None:

@@ -25,6 +25,8 @@ from shared.wire import (
     Difference,
     Evaluated,
     Measurement,
+    Receipt,
+    Round,
     RunSpec,
     Submission,
     Task,
@@ -71,6 +73,18 @@ class LocalCoordinator:
         self._records = records
         self._orders: dict[str, Order] = {}
         self._measured: dict[str, Measurement] = {}
+        self._over: dict[str, TaskView] = {}
+        """The accepted tasks of rounds that are over."""
+        self._receipts: dict[str, Receipt] = {}
+        """The last of them, by worker."""
+
+    def end(self, made: Round) -> None:
+        """Notes what became of the accepted updates of an attempt that is over."""
+        for view in made.tasks:
+            if view.is_accepted:
+                self._over[view.id] = view
+                about = view.model_dump(include={"token", "state", "unmerged"})
+                self._receipts[view.worker] = Receipt.model_validate({"task": view.id, **about})
 
     def give(self, order: Order) -> Task:
         """The order as its worker gets it."""
@@ -91,6 +105,7 @@ class LocalCoordinator:
                 if trains
                 else evaluation_seed(self._spec, order.number),
                 lease_seconds=LEASE_SECONDS,
+                receipt=self._receipts.get(order.worker),
             )
         )
 
@@ -177,7 +192,9 @@ class LocalCoordinator:
         return self.view(order, "accepted")
 
     def task(self, task_id: str) -> TaskView:
-        """What became of a task, for vaults that have something staged. Raises NotFound."""
+        """What became of a task, for vaults that have something pending. Raises NotFound."""
+        if over := self._over.get(task_id):
+            return over
         if found := self._records.accepted(task_id):
             return found.view
         problem = NotFound(f"no update of task {task_id} was accepted")

@@ -18,7 +18,7 @@ from shared.metrics.rows import rows_of
 from shared.model import Model
 from shared.states import States
 from shared.tensors import Array, to_array
-from shared.wire import Measurement, Round, Run, RunSpec, Version, VersionRef
+from shared.wire import Bounds, Measurement, Round, Run, RunSpec, Version, VersionRef
 from worker.simulation.local import RUN
 from worker.simulation.records import Committed
 from worker.vault import Vault
@@ -29,6 +29,8 @@ class Result:
     """A run as far as it has come. Its tensors lie in `folder`."""
 
     spec: RunSpec
+    bounds: Bounds | None
+    """As a run has them; None before its first round."""
     model: Model
     committed: tuple[Committed, ...]
     measurements: tuple[Measurement, ...]
@@ -55,6 +57,7 @@ class Result:
             id=f"{self.spec.name}-{self.spec.seed}",
             state="completed" if self.over else "paused",
             spec=self.spec,
+            bounds=self.bounds,
             version=VersionRef(number=last.number, digest=last.digest),
             model_bytes=self.model.nbytes,
             revision=1,

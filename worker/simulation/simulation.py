@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 from random import Random
 
-from shared.aggregation import Aggregation, norm_scores, outlying
+from shared.aggregation import Aggregation, Merged, norm_scores, outlying
 from shared.cli.rounds import Outcome, outcomes
 from shared.cohort import dice
 from shared.fairness import scores_by_version, spreads
 from shared.methods.contract import Plan, State
 from shared.model import Model
-from shared.planning import begun, plan_round, warnings_of
+from shared.planning import begun, bounds_of, plan_round, warnings_of
 from shared.states import States
-from shared.wire import Manifest, Measurement, Round, RunSpec, TaskView, Version, VersionRef
+from shared.wire import Bounds, Manifest, Measurement, Round, RunSpec, TaskView, Version, VersionRef
 from worker.simulation.conditions import Conditions
 from worker.simulation.local import RUN, LocalCoordinator, Order
 from worker.simulation.records import Committed, Records
@@ -54,8 +55,17 @@ class Simulation:
 
         Raises Stalled, Invalid, and what a method's code raises.
         """
-        self.workers.settle()
         self.versions = self.records.committed() or [self._first()]
+        for entry in self.versions:
+            for made in entry.attempts:
+                self.coordinator.end(made)
+        self.workers.settle()
+        over = self._go_on(until, watch)
+        # No later task of this call says what became of the last updates.
+        self.workers.settle()
+        return over
+
+    def _go_on(self, until: int | None, watch: Watch) -> bool:
         self.blobs.keep_only(self._needed())
         self._measure()
         last = self.spec.rounds if until is None else min(until, self.spec.rounds)
@@ -72,7 +82,8 @@ class Simulation:
         """What it has come to."""
         measured = (self.records.measured(entry.version.number) or () for entry in self.versions)
         measurements = tuple(measurement for found in measured for measurement in found)
-        return Result(self.spec, self.model, tuple(self.versions), measurements, over, self.states, folder)
+        bounds = self.bounds if self.latest.number else None
+        return Result(self.spec, bounds, self.model, tuple(self.versions), measurements, over, self.states, folder)
 
     @property
     def latest(self) -> Version:
@@ -90,12 +101,14 @@ class Simulation:
         """Commits what the last attempt came to, and returns it with the scores of its updates."""
         reports = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
         accepted = [reported.accepted(self.population.site_of(reported.view.worker)) for reported in reports]
-        manifest, new = self.aggregation.merge(self.spec, _ref(self.latest), accepted)
+        manifest, new, merged = self.aggregation.merge(self.spec, self.bounds, _ref(self.latest), accepted)
         state = self.states.load(self.model, manifest, self.latest.number + 1)
-        found = [norm_scores(self.spec, accepted), self.aggregation.scores(self.spec, _ref(self.latest), accepted)]
-        made = _scored(attempts[-1], found)
-        aside = outlying(self.spec, accepted)
+        scores = self.aggregation.scores(self.spec, self.bounds, _ref(self.latest), accepted)
+        found = [norm_scores(self.bounds, accepted), scores]
+        made = _ended(_scored(attempts[-1], found), merged)
+        aside = outlying(self.bounds, accepted)
         self.versions.append(self._commit(new[-1].digest, state, [*attempts[:-1], made], aside))
+        self.coordinator.end(made)
         updates = self.records.accepted_updates()
         self.records.forget_accepted()
         self.blobs.remove(updates)
@@ -112,7 +125,7 @@ class Simulation:
             digest=digest,
             created_at=datetime.now(UTC),
             numbers=dict(state.numbers),
-            warnings=warnings_of(self.spec, self.model, state, left_out),
+            warnings=warnings_of(self.spec, self.model, state, self.bounds if left_out else None, left_out),
         )
         entry = Committed(version=version, attempts=tuple(attempts))
         self.records.commit(entry)
@@ -144,18 +157,28 @@ class Simulation:
             made.append(self._closed(orders, attempt, opened_at, views))
             if made[-1].state == "committed":
                 return made
+            made[-1] = _ended(made[-1], {})
+            self.coordinator.end(made[-1])
             watch(Outcome(made[-1]))
         raise Stalled(f"round {made[-1].number} was abandoned {len(made)} times. {_told(made[-1])}")
 
     def _orders(self, attempt: int) -> list[Order]:
         number = self.latest.number + 1
-        there = [site for site in self.population.holdings if self._may_be_asked(site, number)]
+        there = self._there(number)
         quorum = self.spec.cohort.quorum
         if len(there) < quorum:
             raise Stalled(f"round {number} cannot open: {len(there)} sites are there, and the quorum is {quorum}")
         state = self.states.load(self.model, self._manifest, self.latest.number)
         plans = plan_round(self.spec, self.model, state, [self.population.participant(site) for site in there])
         return [self._order(number, attempt, worker, plan) for worker, plan in plans.items()]
+
+    def _there(self, number: int) -> list[str]:
+        return [site for site in self.population.holdings if self._may_be_asked(site, number)]
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        """As a coordinator fixes them when the first round opens: it follows from the settings who is there then."""
+        return bounds_of(self.spec, map(self.population.participant, self._there(1)))
 
     def _may_be_asked(self, site: str, number: int) -> bool:
         allowed = self.spec.cohort.sites
@@ -248,6 +271,19 @@ def _scored(made: Round, found: Sequence[Mapping[str, Mapping[str, float]]]) -> 
         for task in made.tasks
     )
     return made.model_copy(update={"tasks": tasks})
+
+
+def _ended(made: Round, merged: Merged) -> Round:
+    """The round with what became of each accepted update."""
+
+    def ended(task: TaskView) -> TaskView:
+        if task.state != "accepted":
+            return task
+        unmerged = merged.get(task.worker)
+        fate = {"state": "left_out"} if unmerged is None else {"state": "merged", "unmerged": unmerged}
+        return task.model_copy(update=fate)
+
+    return made.model_copy(update={"tasks": tuple(map(ended, made.tasks))})
 
 
 def _told(made: Round) -> str:

@@ -43,7 +43,7 @@ class Workers:
     models: Models = field(default_factory=Models)
 
     def settle(self) -> None:
-        """Commits or discards what a killed process left staged in the vaults."""
+        """Commits or discards what the vaults have pending of rounds that are over."""
         for site in self.population.holdings:
             if (home := self._home(site)).exists():
                 sweep(home)

@@ -1,0 +1,200 @@
+"""What one site may do to a run with default settings, over HTTP: it counts once, and for no more than others."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from shared.client import Client
+from shared.wire import Cohort, Run, Task
+from tests.support.cli import tessera
+from tests.support.coordinator import LiveCoordinator, refusing, until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+
+MODEL = small_model()
+START = values(MODEL)
+HEAD = START["head.weight"]
+HONEST = "abcd"
+_names = itertools.count()
+
+Taken = list[tuple[ScriptedWorker, Task]]
+
+
+def begun(live: LiveCoordinator, examples: Sequence[tuple[str, int]], **spec: Any) -> tuple[Client, Run, Taken]:
+    """A run among workers that are given by their sites' names and by what they declare, and the tasks of those that
+    got one. A site's workers share its token."""
+    client, dataset = live.client(), f"data{next(_names)}"
+    sites = {site: live.client("site", site) for site, _ in examples}
+    workers = [
+        ScriptedWorker(sites[site], name=f"{dataset}-{place}", datasets={dataset: count})
+        for place, (site, count) in enumerate(examples)
+    ]
+    for worker in workers:
+        worker.enrol()
+    run = start_run(client, MODEL, START, **{"dataset": dataset, **spec})
+    until(lambda: list(client.rounds(run.id)))
+    return client, run, [(worker, task) for worker in workers if (task := worker.claim(0))]
+
+
+def moved(client: Client, run: Run) -> np.ndarray:
+    """How far the first version's head is from where it began."""
+    until(lambda: client.run(run.id).version.number == 1)
+    file = io.BytesIO()
+    client.export(run.id, file)
+    step: np.ndarray = load(file.getvalue())["head.weight"] - HEAD
+    return step
+
+
+def site_of(client: Client, run: Run) -> list[str]:
+    """The sites of a run's first round, a worker each."""
+    return [task.worker.partition("/")[0] for task in client.round(run.id, 1).tasks]
+
+
+def test_a_site_that_declares_examples_without_end_does_not_have_the_model(standing: LiveCoordinator) -> None:
+    client, run, taken = begun(standing, [*((site, 1000) for site in HONEST), ("x", (1 << 40) - 1)])
+    for worker, task in taken:
+        worker.train(task, -0.04 if worker.client is taken[-1][0].client else 0.01)
+    # Four honest sites of 1,000 examples, and one that weighs as 4 x 1,000: (4 x 0.01 - 4 x 0.04) / 8.
+    np.testing.assert_allclose(moved(client, run), -0.015, rtol=1e-4)
+    bounds = client.run(run.id).bounds
+    assert bounds is not None
+    assert bounds.max_examples == 4000
+
+
+def test_an_update_far_larger_than_the_others_is_left_out_by_default(standing: LiveCoordinator) -> None:
+    client, run, taken = begun(standing, [*((site, 1000) for site in HONEST), ("x", (1 << 40) - 1)])
+    for worker, task in taken[:-1]:
+        worker.train(task, 0.01)
+    taken[-1][0].train(taken[-1][1], -5.0)
+    np.testing.assert_allclose(moved(client, run), 0.01, rtol=1e-4)
+    (warning,) = list(client.versions(run.id))[-1].warnings
+    assert "larger than 10.0 times the median" in warning
+
+
+def test_sixteen_workers_of_one_token_are_one_in_a_cohort(standing: LiveCoordinator) -> None:
+    client, run, taken = begun(standing, [*((site, 1000) for site in HONEST), *[("x", 1000)] * 16], max_examples=1000)
+    assert sorted(site_of(client, run)) == [*HONEST, "x"]
+    for worker, task in taken:
+        worker.train(task, -0.04 if worker is taken[-1][0] else 0.01)
+    np.testing.assert_allclose(moved(client, run), 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("workers_per_site", [1, 6])
+def test_six_workers_of_one_token_are_one_for_a_robust_rule(standing: LiveCoordinator, workers_per_site: int) -> None:
+    cohort = Cohort(quorum=3, workers_per_site=workers_per_site)
+    robust = {"rule": "median", "attackers": 1}
+    client, run, taken = begun(standing, [*((s, 10) for s in HONEST), *[("x", 10)] * 6], cohort=cohort, robust=robust)
+    assert len(taken) == len(HONEST) + workers_per_site
+    for place, (worker, task) in enumerate(taken):
+        worker.train(task, 0.01 if place < len(HONEST) else -5.0)
+    # Of five sites, one is hostile.
+    np.testing.assert_allclose(moved(client, run), 0.01, rtol=1e-4)
+
+
+def test_many_workers_of_one_site_are_no_quorum(standing: LiveCoordinator) -> None:
+    cohort = Cohort(quorum=2, workers_per_site=8)
+    client, dataset = standing.client(), f"data{next(_names)}"
+    site = standing.client("site", "a")
+    for place in range(3):
+        ScriptedWorker(site, name=f"{dataset}-{place}", datasets={dataset: 10}).enrol()
+    run = start_run(client, MODEL, START, dataset=dataset, cohort=cohort)
+    found = client.preview_run(run.spec)
+    assert (found.willing, found.quorum) == (1, 2)
+    assert list(client.rounds(run.id)) == []
+    ScriptedWorker(standing.client("site", "b"), name=dataset, datasets={dataset: 10}).enrol()
+    until(lambda: list(client.rounds(run.id)))
+    assert sorted(site_of(client, run)) == ["a", "a", "a", "b"]
+
+
+def test_the_updates_of_one_site_are_averaged_by_their_examples_and_then_are_one(standing: LiveCoordinator) -> None:
+    cohort = Cohort(quorum=2, workers_per_site=2)
+    client, run, taken = begun(standing, [("a", 10), ("a", 30), ("b", 40)], cohort=cohort, max_examples=20)
+    for (worker, task), step in zip(taken, (1.0, 3.0, -1.0), strict=True):
+        worker.train(task, step)
+    # (10 x 1 + 30 x 3) / 40 is 2.5, of a site that weighs 20 as the other does: (2.5 - 1) / 2.
+    np.testing.assert_allclose(moved(client, run), 0.75, rtol=1e-5)
+
+
+def test_a_site_s_larger_update_does_not_hide_among_its_smaller_ones(standing: LiveCoordinator) -> None:
+    cohort = Cohort(quorum=4, workers_per_site=3)
+    client, run, taken = begun(standing, [("a", 10), ("b", 10), ("c", 10), *[("x", 10)] * 3], cohort=cohort)
+    for (worker, task), step in zip(taken, (1.0, 1.0, 1.0, 0.01, 0.01, -100.0), strict=True):
+        worker.train(task, step)
+    np.testing.assert_allclose(moved(client, run), 1.0, rtol=1e-5)
+    left_out = [task.numbers.get("anomaly.left_out") for task in client.round(run.id, 1).tasks]
+    assert left_out.count(1.0) == 3
+
+
+def test_the_worker_that_did_the_last_round_does_the_next_while_it_is_live(standing: LiveCoordinator) -> None:
+    client, run, taken = begun(standing, [("a", 10), ("a", 10), ("a", 10), ("b", 10)], rounds=4)
+    workers = {worker.name: worker for worker, _ in taken}
+    (first,) = [worker for worker, _ in taken if worker.client is not taken[-1][0].client]
+    for number in range(1, 5):
+        asked = until(lambda: [r for r in client.rounds(run.id) if r.number == number])[0].tasks  # noqa: B023
+        assert sorted(task.worker for task in asked) == sorted([f"a/{first.name}", f"b/{taken[-1][0].name}"])
+        for worker in workers.values():
+            worker.train(worker.take())
+        until(lambda: client.run(run.id).version.number == number)  # noqa: B023
+
+
+def test_bounds_are_those_of_the_first_round_whoever_comes_later(standing: LiveCoordinator) -> None:
+    client, run, taken = begun(standing, [("a", 10), ("b", 20), ("c", 30)], rounds=2)
+    for worker, task in taken:
+        worker.train(task)
+    until(lambda: client.run(run.id).version.number == 1)
+    dataset = run.spec.dataset
+    for site in "defg":
+        ScriptedWorker(standing.client("site", site), name=dataset, datasets={dataset: 1_000_000}).enrol()
+    bounds = client.run(run.id).bounds
+    assert bounds is not None
+    assert (bounds.max_examples, bounds.max_norm_of_median) == (80, 10.0)
+    told = [one.detail.get("bounds") for one in client.audit() if (one.action, one.run) == ("round.open", run.id)]
+    assert told == [{"max_examples": 80, "max_norm_of_median": 10.0}, None]
+    settings = {"TESSERA_URL": standing.url, "TESSERA_TOKEN": standing.token("admin"), "COLUMNS": "160"}
+    assert "at most 80 examples, 10 times the median norm" in tessera("run", "show", run.id, **settings).stdout
+
+
+def test_an_orchestrator_sets_the_bounds_or_switches_them_off(standing: LiveCoordinator) -> None:
+    unlimited = {"max_examples": "unlimited", "max_norm_of_median": "unlimited"}
+    client, run, taken = begun(standing, [("a", 10), ("b", 10), ("c", 1000)], **unlimited)
+    for (worker, task), step in zip(taken, (1.0, 1.0, 40.0), strict=True):
+        worker.train(task, step)
+    np.testing.assert_allclose(moved(client, run), (20 + 40_000) / 1020, rtol=1e-5)
+    bounds = client.run(run.id).bounds
+    assert bounds is not None
+    assert (bounds.max_examples, bounds.max_norm_of_median) == (None, None)
+
+
+def test_a_site_is_not_told_the_bounds_which_tell_of_other_sites(standing: LiveCoordinator) -> None:
+    _, run, taken = begun(standing, [("a", 10), ("b", 20), ("c", 30)])
+    assert taken[0][0].client.run(run.id).bounds is None
+
+
+@pytest.mark.parametrize("sites", ["a", "ab", "abcd"])
+def test_values_as_large_as_a_float_can_be_are_refused(standing: LiveCoordinator, sites: str) -> None:
+    client, run, taken = begun(standing, [(site, 10) for site in sites])
+    (worker, task), *others = taken
+    absurd = worker.upload(task, {"head.weight": np.full_like(HEAD, 3.4e38)})
+    with refusing("invalid-update") as caught:
+        worker.submit(task, absurd)
+    (fault,) = caught.value.errors
+    assert (fault.pointer, fault.code) == ("head.weight", "too-far")
+    for other, theirs in others:
+        other.train(theirs, 1.0)
+    if others:
+        np.testing.assert_allclose(moved(client, run), 1.0, rtol=1e-5)
+    else:
+        client.set_run_state(run.id, "cancelled")
+        assert client.run(run.id).version.number == 0
+
+
+def test_one_is_warned_of_workers_of_a_site_that_hold_the_same_data(standing: LiveCoordinator) -> None:
+    client, run, _ = begun(standing, [("a", 10), ("a", 10), ("b", 10)])
+    (warning,) = client.preview_run(run.spec).warnings
+    assert warning.startswith(f"several workers of a hold a data set '{run.spec.dataset}'")

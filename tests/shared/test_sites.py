@@ -1,0 +1,140 @@
+"""What is drawn, weighed and averaged are sites, however many workers each has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from shared.aggregation import pooled
+from shared.averaging import Divide, average
+from shared.methods import Chosen
+from shared.methods.contract import Participant, State, Update
+from shared.planning import begun, bounds_of, plan_round
+from shared.problems import Invalid
+from shared.tensors import ArrayTensor, Tensor, to_array
+from shared.training import Training
+from shared.wire import Cohort, RunSpec
+from tests.support.federation import small_model
+
+MODEL = small_model()
+NONE = State(0, {})
+
+
+def spec(**settings: object) -> RunSpec:
+    digest = f"sha256:{'0' * 64}"
+    plain = {"name": "r", "method": Chosen(name="fedavg"), "model": digest, "version": digest, "dataset": "d"}
+    return RunSpec.model_validate({**plain, "rounds": 1000, **settings})
+
+
+def workers(*of: tuple[str, int, int]) -> list[Participant]:
+    """Workers by site: how many, and how many examples each has."""
+    return [
+        Participant(f"{site}/{place:02}", examples, site=site)
+        for site, count, examples in of
+        for place in range(count)
+    ]
+
+
+def drawn(willing: Sequence[Participant], number: int, **cohort: object) -> list[str]:
+    return list(plan_round(spec(cohort=Cohort.model_validate(cohort)), MODEL, State(number - 1, {}), willing))
+
+
+def test_a_site_with_many_workers_is_drawn_as_often_as_one_with_few() -> None:
+    willing = workers(("a", 1, 10), ("b", 1, 10), ("c", 1, 10), ("x", 97, 10))
+    seen = Counter(name[0] for number in range(1, 401) for name in drawn(willing, number, size=2))
+    # Two of four sites: each is expected in 200 of 400 rounds.
+    assert all(150 < seen[site] < 250 for site in "abcx"), seen
+
+
+def test_the_draw_does_not_depend_on_the_order_in_which_workers_come() -> None:
+    willing = workers(("a", 3, 10), ("b", 1, 10), ("c", 5, 10))
+    for number in range(1, 20):
+        once = drawn(willing, number, size=2, workers_per_site=2)
+        assert once == drawn(willing[::-1], number, size=2, workers_per_site=2) == sorted(once)
+        assert max(Counter(name[0] for name in once).values()) <= 2
+
+
+def test_a_site_stays_with_the_worker_that_took_part_last() -> None:
+    willing = workers(("a", 4, 10))
+    before = Participant("a/02", 10, site="a", last_round=3)
+    for number in range(4, 24):
+        assert drawn([*willing[:2], before, willing[3]], number) == ["a/02"]
+    # Without it, the dice choose, and not always the same.
+    assert len({drawn(willing, number)[0] for number in range(4, 24)}) > 1
+
+
+def test_a_site_that_declares_without_end_hardly_moves_the_bound_on_weights() -> None:
+    honest = workers(("a", 1, 1000), ("b", 1, 1000), ("c", 1, 1000), ("d", 1, 1000))
+    liar = Participant("x/w", (1 << 40) - 1, site="x")
+    assert bounds_of(spec(), [*honest, liar]).max_examples == 4000
+    # Nor does it with names without end: it is one site, that has what its one worker of a round has.
+    many = [Participant(f"x/{place}", (1 << 40) - 1, site="x") for place in range(50)]
+    assert bounds_of(spec(), [*honest, *many]).max_examples == 4000
+
+
+def test_a_site_s_examples_are_those_of_as_many_workers_as_take_part() -> None:
+    willing = workers(("a", 3, 10), ("b", 3, 20), ("c", 3, 30))
+    assert bounds_of(spec(), willing).max_examples == 4 * 20
+    assert bounds_of(spec(cohort=Cohort(workers_per_site=2)), willing).max_examples == 4 * 40
+
+
+@pytest.mark.parametrize(
+    ("settings", "examples", "norm"),
+    [
+        ({}, 40, 10.0),
+        ({"max_examples": 7, "max_norm_of_median": 3.0}, 7, 3.0),
+        ({"max_examples": "unlimited", "max_norm_of_median": "unlimited"}, None, None),
+        # A robust rule judges by itself what is far off.
+        ({"robust": {"rule": "median"}, "cohort": {"quorum": 3}}, 40, None),
+    ],
+)
+def test_bounds_are_what_the_run_says_or_else_by_the_median(
+    settings: dict[str, object], examples: int | None, norm: float | None
+) -> None:
+    bounds = bounds_of(spec(**settings), workers(("a", 1, 10)))
+    assert (bounds.max_examples, bounds.max_norm_of_median) == (examples, norm)
+
+
+def tensor(*values: float) -> ArrayTensor:
+    return ArrayTensor(np.array(values, "f4"))
+
+
+def update(worker: str, examples: int, **blocks: Tensor) -> Update:
+    return Update(worker, examples, blocks, {"told": float(examples)}, site=worker[0])
+
+
+@pytest.mark.parametrize("divide", ["cohort", "inverse-probability"])
+def test_averaging_what_sites_sent_together_is_averaging_what_their_workers_sent(divide: Divide) -> None:
+    model = {"u": tensor(1.0, 2.0), "v": tensor(0.0, 0.0)}
+    # Of the site x, one worker sent both blocks and the other only one.
+    of_x = [update("x/1", 10, u=tensor(2, 3), v=tensor(8, 8)), update("x/2", 30, u=tensor(4, 5))]
+    other = update("y/1", 40, u=tensor(0, 0), v=tensor(1, 1))
+    as_one = pooled(model, of_x, divide)
+    assert (as_one.examples, as_one.site, as_one.numbers) == (40, "x", {"told": 25.0})
+    by_workers = average(model, [(float(u.examples), u.blocks) for u in [*of_x, other]], divide, lambda _: 0.5)
+    by_sites = average(model, [(float(u.examples), u.blocks) for u in [as_one, other]], divide, lambda _: 0.5)
+    for name in model:
+        np.testing.assert_allclose(to_array(by_sites[name]), to_array(by_workers[name]), rtol=1e-6)
+
+
+def test_a_block_that_one_worker_of_a_site_sent_is_whole_where_senders_divide() -> None:
+    model = {"v": tensor(0.0)}
+    as_one = pooled(model, [update("x/1", 10, v=tensor(8)), update("x/2", 30)], "participants")
+    assert to_array(as_one.blocks["v"]) == [8.0]
+
+
+def test_the_only_update_of_a_site_is_taken_as_it_is() -> None:
+    alone = update("x/1", 10, v=tensor(8))
+    assert pooled({"v": tensor(0.0)}, [alone], "participants") is alone
+
+
+@pytest.mark.parametrize("method", ["scaffold", "feddyn"])
+def test_methods_that_remember_something_for_each_site_take_one_worker_of_it(method: str) -> None:
+    training = Training(optimizer="sgd", learning_rate=0.1)
+    several = spec(method=Chosen(name=method), training=training, cohort=Cohort(workers_per_site=2))
+    with pytest.raises(Invalid) as refusal:
+        begun(several, MODEL, NONE)
+    assert "workers_per_site" in (refusal.value.errors or ())[0].detail

@@ -1,0 +1,43 @@
+"""How many examples two data sets share, by keyed hashes of them.
+
+Of each data set the ledger keeps the smallest hashes, which are a uniform sample of its examples (a bottom-k sketch:
+Cohen and Kaplan 2007, "Summarizing data using bottom-k sketches"). The share of them that another data set has is the
+estimate.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from shared.tensors import Array
+from worker.data import Dataset
+
+KEPT = 1024
+"""Hashes of a sketch. Of a data set with no more examples they are all there is."""
+
+MOST_SHARED = 0.01
+"""The share of either data set that may be in the other."""
+
+HASH_BYTES = 6
+
+
+def fingerprints(dataset: Dataset, key: bytes) -> Array:
+    """Return a hash of each different example, what is held out included: uint64 [examples], sorted."""
+    identities = chain(dataset.identities(), dataset.held_out.identities() if dataset.held_out else ())
+    hashes = (int.from_bytes(hmac.digest(key, identity, "sha256")[:HASH_BYTES], "big") for identity in identities)
+    return np.unique(np.fromiter(hashes, np.uint64))
+
+
+def sketch_of(prints: Array, known: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the sketch of these examples and of those that a sketch is `known` of."""
+    together = np.union1d(prints[:KEPT], np.array(known, np.uint64))
+    return tuple(int(value) for value in together[:KEPT])
+
+
+def share_of(sketch: Sequence[int], prints: Array) -> float:
+    """Return the estimated share of the examples behind the sketch that is among `prints`."""
+    return float(np.isin(np.array(sketch, np.uint64), prints).mean()) if sketch else 0.0
