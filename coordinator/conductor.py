@@ -44,7 +44,7 @@ from coordinator.storage.snapshots import (
 from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run, move_task
 from shared import spans
-from shared.aggregation import Aggregation, norm_scores, outlying
+from shared.aggregation import Aggregation, norm_scores, observed, outlying
 from shared.methods.contract import Plan, State
 from shared.model import Model
 from shared.planning import plan_round, warnings_of
@@ -402,6 +402,8 @@ class Conductor:
             for warning in rounds.commit_round(session, now, run, round_, made, manifest, warnings, merged):
                 log.warning("version.warning", run=run_id, number=made.number, warning=warning)
             rounds.note_scores(session, round_id, norm_scores(bounds, accepted))
+            if run.bounds is not None:
+                run.bounds = observed(bounds, accepted).model_dump()
             # Before the next round is offered: a site measures its own model as this round left it.
             woken = rounds.offer_at_sites(session, now, run, live)
             if run.state != "running" or plans is None or not self._all_live(session, plans):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import fsum
 from typing import Any
 
-from shared.anomaly import LEFT_OUT, NORM, relative_norms, scores
+from shared.anomaly import LEFT_OUT, NORM, median_norm, relative_norms, scores
 from shared.averaging import Divide, average
 from shared.blobs import Stored
 from shared.inspection import UPDATE_NORM, Inspector
@@ -154,21 +154,34 @@ def norm_scores(bounds: Bounds, accepted: Sequence[Accepted]) -> dict[str, dict[
 
 
 def outlying(bounds: Bounds, accepted: Sequence[Accepted]) -> list[str]:
-    """The workers whose site's update is larger than the run takes, beside the median of all sites'.
+    """The workers whose site's update is larger than the run takes, beside the largest median of any round so far.
 
     Judged when the round is over: on arrival it would depend on who came first (docs/decisions/0021).
     """
-    most = bounds.max_norm_of_median
-    return sorted(worker for worker, ratio in _ratios(accepted).items() if most is not None and ratio > most)
+    most, norms = bounds.max_norm_of_median, _norms(accepted)
+    middle = median_norm(norms)
+    if most is None or middle == 0:
+        return []
+    limit = most * max(middle, bounds.median_norm)
+    return sorted(entry.worker for entry in accepted if norms.get(entry.site, 0.0) > limit)
+
+
+def observed(bounds: Bounds, accepted: Sequence[Accepted]) -> Bounds:
+    """Return the bounds of the rounds after the one that these updates made."""
+    return bounds.model_copy(update={"median_norm": max(bounds.median_norm, median_norm(_norms(accepted)))})
 
 
 def _ratios(accepted: Sequence[Accepted]) -> dict[str, float]:
-    """Each worker's site's norm over the median of the sites'. That of several updates as one is at most the mean of
-    theirs, which is what is taken for it: nothing is read again."""
-    norms = {
+    """Each worker's site's norm over the median of the sites'."""
+    ratios = relative_norms(_norms(accepted))
+    return {entry.worker: ratios[entry.site] for entry in accepted if entry.site in ratios}
+
+
+def _norms(accepted: Sequence[Accepted]) -> dict[str, float]:
+    """The norm of each site's update. That of several updates as one is at most the mean of theirs, which is what is
+    taken for it: nothing is read again."""
+    return {
         entries[0].site: mean[UPDATE_NORM]
         for entries in _by_site(accepted)
         if UPDATE_NORM in (mean := _means([(entry.examples, entry.numbers) for entry in entries]))
     }
-    ratios = relative_norms(norms)
-    return {entry.worker: ratios[entry.site] for entry in accepted if entry.site in ratios}

@@ -33,9 +33,14 @@ ABSENT = f"A dash: norms are compared from {JUDGES} updates of a round on; dista
 """Why an update has no score, for whoever looks for one."""
 
 
+def median_norm(norms: Mapping[str, float]) -> float:
+    """Return the median of the norms; 0 if they are fewer than `JUDGES`."""
+    return median(norms.values()) if len(norms) >= JUDGES else 0.0
+
+
 def relative_norms(norms: Mapping[str, float]) -> dict[str, float]:
     """Each worker's norm over the median of all; empty where that is zero or the workers are fewer than `JUDGES`."""
-    middle = median(norms.values()) if len(norms) >= JUDGES else 0.0
+    middle = median_norm(norms)
     return {worker: norm / middle for worker, norm in norms.items()} if middle > 0 else {}
 
 

@@ -265,6 +265,9 @@ class Bounds(Message):
 
     max_examples: PositiveInt | None = None
     max_norm_of_median: float | None = None
+    median_norm: float = 0.0
+    """The largest median norm of any round so far: where a run converges, a site that returns may move further than
+    the others without being an attacker."""
 
     @property
     def told(self) -> str:

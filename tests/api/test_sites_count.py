@@ -74,7 +74,7 @@ def test_an_update_far_larger_than_the_others_is_left_out_by_default(standing: L
     taken[-1][0].train(taken[-1][1], -5.0)
     np.testing.assert_allclose(moved(client, run), 0.01, rtol=1e-4)
     (warning,) = list(client.versions(run.id))[-1].warnings
-    assert "larger than 10.0 times the median" in warning
+    assert "larger than 10.0 times the largest median" in warning
 
 
 def test_sixteen_workers_of_one_token_are_one_in_a_cohort(standing: LiveCoordinator) -> None:

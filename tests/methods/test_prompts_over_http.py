@@ -102,7 +102,11 @@ class Site:
         return task
 
     def kept(self, run: Run) -> dict[str, Array]:
-        return Vault(self.folder / "vault").load(run.id)
+        """What it keeps, once it has asked what became of its updates."""
+        vault = Vault(self.folder / "vault")
+        with Client(self._settings.url, self._settings.token) as client:
+            vault.settle(client.task)
+        return vault.load(run.id)
 
 
 Sites = Callable[[str], Site]
@@ -300,6 +304,7 @@ def test_the_same_holds_for_a_site_that_has_something_to_lose(coordinator: LiveC
     with Tap(coordinator.url) as tap, asking(plan, honest_rounds=1):
         run = begin(client, "pfeddc")
         until(site.does)
+        until(lambda: client.run(run.id).version.number == 1)
         before = site.kept(run)
         site.through(tap)
         until(site.does)

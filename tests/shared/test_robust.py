@@ -352,7 +352,7 @@ def test_blocks_with_too_few_senders_are_counted_and_warned_of() -> None:
     assert after.numbers == {FEW_SENDERS: 2}
     assert all(after.model[name] is state.model[name] for name in names[4:])
     (warning,) = warnings_of(asked, model, after)
-    assert warning.startswith("some blocks stayed as they were, sent by fewer than the 3 workers that median takes")
+    assert warning.startswith("some blocks stayed as they were, sent by fewer than the 3 sites that median takes")
     assert warnings_of(asked, model, half.merge(state, updates[:1] * 3)) == ()
 
 
@@ -420,7 +420,7 @@ def test_stretched_steps_are_ruled_as_they_are_stretched() -> None:
     ("change", "says"),
     [
         ({"robust": {"rule": "median"}, "divide": "inverse-probability", "cohort": {"quorum": 3}}, "divide by"),
-        ({"robust": {"rule": "median", "attackers": 2}, "cohort": {"quorum": 4}}, "takes 5 updates a round"),
+        ({"robust": {"rule": "median", "attackers": 2}, "cohort": {"quorum": 4}}, "takes updates of 5 sites a round"),
         ({"robust": {"rule": "multi-krum"}, "cohort": {"quorum": 4}}, "raise cohort.quorum"),
         ({"robust": {"rule": "median", "trim": 1}}, "trim"),
         ({"robust": {"rule": "mode"}}, "does not match any of the expected tags"),

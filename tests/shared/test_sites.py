@@ -8,15 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from shared.aggregation import pooled
+from shared.aggregation import Accepted, observed, outlying, pooled
 from shared.averaging import Divide, average
+from shared.inspection import UPDATE_NORM
 from shared.methods import Chosen
-from shared.methods.contract import Participant, State, Update
+from shared.methods.contract import Participant, Plan, State, Update
 from shared.planning import begun, bounds_of, plan_round
 from shared.problems import Invalid
 from shared.tensors import ArrayTensor, Tensor, to_array
 from shared.training import Training
-from shared.wire import Cohort, RunSpec
+from shared.wire import Bounds, Cohort, RunSpec
 from tests.support.federation import small_model
 
 MODEL = small_model()
@@ -138,3 +139,19 @@ def test_methods_that_remember_something_for_each_site_take_one_worker_of_it(met
     with pytest.raises(Invalid) as refusal:
         begun(several, MODEL, NONE)
     assert "workers_per_site" in (refusal.value.errors or ())[0].detail
+
+
+def reported(*norms: float) -> list[Accepted]:
+    """An update of each of so many sites, of these norms."""
+    return [Accepted(f"s{n}", f"s{n}/w", "", 1, {UPDATE_NORM: norm}, Plan()) for n, norm in enumerate(norms)]
+
+
+def test_a_site_that_returns_to_a_run_that_has_nearly_converged_is_not_left_out() -> None:
+    bounds = Bounds(max_norm_of_median=10)
+    later = observed(bounds, reported(1.0, 2.0, 3.0))
+    assert later.median_norm == 2.0
+    # Beside the round's own median of 0.01 the third is 500 times as large; beside the first round's, 2.5 times.
+    assert outlying(bounds, reported(0.01, 0.01, 5.0)) == ["s2/w"]
+    assert outlying(later, reported(0.01, 0.01, 5.0)) == []
+    assert outlying(later, reported(0.01, 0.01, 21.0)) == ["s2/w"]
+    assert observed(later, reported(0.01, 0.01, 5.0)).median_norm == 2.0

@@ -137,7 +137,7 @@ def test_a_run_is_done_once_a_person_has_approved_it(coordinator: LiveCoordinato
     given_back, done = tasks(client, run)
     assert given_back.problem
     assert given_back.problem.code == "withheld"
-    assert done.state == "accepted"
+    assert done.state == "merged"
     order = ["task.start", "run.ask", "task.give-back", "run.approve", "task.start", "update.leave", "update.count"]
     assert desk.audit() == order
 
@@ -176,7 +176,7 @@ def test_an_update_waits_for_its_release_and_is_told_in_the_chain(
         desk.say("release", "--all")
         until(lambda: client.run(run.id).state == "completed")
     (task,) = tasks(client, run)
-    assert (task.state, task.upload_bytes) == ("accepted", held["nbytes"])
+    assert (task.state, task.upload_bytes) == ("merged", held["nbytes"])
     # The coordinator measured the same norm of what it was sent.
     assert task.numbers["update_norm"] == pytest.approx(held["norm"], rel=1e-5)
     assert desk.audit() == ["task.start", "update.hold", "update.release", "update.leave", "update.count"]

@@ -10,9 +10,11 @@ from pathlib import Path
 from random import Random
 
 from shared.aggregation import Aggregation, Merged, norm_scores, outlying
+from shared.anomaly import median_norm
 from shared.cli.rounds import Outcome, outcomes
 from shared.cohort import dice
 from shared.fairness import scores_by_version, spreads
+from shared.inspection import UPDATE_NORM
 from shared.methods.contract import Plan, State
 from shared.model import Model
 from shared.planning import begun, bounds_of, plan_round, warnings_of
@@ -101,12 +103,13 @@ class Simulation:
         """Commits what the last attempt came to, and returns it with the scores of its updates."""
         reports = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
         accepted = [reported.accepted(self.population.site_of(reported.view.worker)) for reported in reports]
-        manifest, new, merged = self.aggregation.merge(self.spec, self.bounds, _ref(self.latest), accepted)
+        bounds = self.bounds
+        manifest, new, merged = self.aggregation.merge(self.spec, bounds, _ref(self.latest), accepted)
         state = self.states.load(self.model, manifest, self.latest.number + 1)
-        scores = self.aggregation.scores(self.spec, self.bounds, _ref(self.latest), accepted)
-        found = [norm_scores(self.bounds, accepted), scores]
+        scores = self.aggregation.scores(self.spec, bounds, _ref(self.latest), accepted)
+        found = [norm_scores(bounds, accepted), scores]
         made = _ended(_scored(attempts[-1], found), merged)
-        aside = outlying(self.bounds, accepted)
+        aside = outlying(bounds, accepted)
         self.versions.append(self._commit(new[-1].digest, state, [*attempts[:-1], made], aside))
         self.coordinator.end(made)
         updates = self.records.accepted_updates()
@@ -175,8 +178,15 @@ class Simulation:
     def _there(self, number: int) -> list[str]:
         return [site for site in self.population.holdings if self._may_be_asked(site, number)]
 
-    @cached_property
+    @property
     def bounds(self) -> Bounds:
+        """The bounds of the next round, as a coordinator has them."""
+        rounds = (entry.attempts[-1] for entry in self.versions if entry.attempts)
+        largest = max((median_norm(_norms_in(made)) for made in rounds), default=0.0)
+        return self._fixed_bounds.model_copy(update={"median_norm": largest})
+
+    @cached_property
+    def _fixed_bounds(self) -> Bounds:
         """As a coordinator fixes them when the first round opens: it follows from the settings who is there then."""
         return bounds_of(self.spec, map(self.population.participant, self._there(1)))
 
@@ -271,6 +281,15 @@ def _scored(made: Round, found: Sequence[Mapping[str, Mapping[str, float]]]) -> 
         for task in made.tasks
     )
     return made.model_copy(update={"tasks": tasks})
+
+
+def _norms_in(made: Round) -> dict[str, float]:
+    """The norm of each update of a committed round: a site has one worker here."""
+    return {
+        task.worker: task.numbers[UPDATE_NORM]
+        for task in made.tasks
+        if task.state in ("merged", "left_out") and UPDATE_NORM in task.numbers
+    }
 
 
 def _ended(made: Round, merged: Merged) -> Round:
