@@ -653,7 +653,7 @@ class Workbench:
         if private:
             dataset = dataset.padded()
             work.choosing = private.choose
-            made_up = {**dataset.placeholder(1), **dataset.common}
+            made_up = {**work.made_up(dataset, 1), **dataset.common}
             work.placeholder = {name: tensor.to(self.device) for name, tensor in made_up.items()}
         batches = Batches(dataset, task.training.batch_size, self.device)
         selected = half.select(work, private.watched(batches) if private else batches)
