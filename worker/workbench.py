@@ -656,7 +656,7 @@ class Workbench:
         if private:
             dataset = dataset.padded()
             work.choosing = private.choose
-            made_up = {**dataset.placeholder(1), **dataset.common}
+            made_up = {**work.made_up(dataset, 1), **dataset.common}
             work.placeholder = {name: tensor.to(self.device) for name, tensor in made_up.items()}
         else:
             # Not when the update leaves: a heartbeat may tell the loss of the first batches, and a failure of the

@@ -128,8 +128,11 @@ class Dataset:
         tensors = {n: self.padding.fill(n, t) if n in self.padding.values else t for n, t in self.tensors.items()}
         return Dataset(tensors, self.common, self.held_out, self.domains, self.sources, groups=self.groups)
 
-    def placeholder(self, examples: int) -> dict[str, Tensor]:
-        """Made-up examples of the shapes and types of these ones, the same whatever these are."""
+    def placeholder(self, examples: int, end: int | None = None) -> dict[str, Tensor]:
+        """Made-up examples of the shapes and types of these ones, the same whatever these are.
+
+        Each text has the token `end` once, at its end: some classifiers read what they answer there.
+        """
         generator = torch.Generator().manual_seed(0)
         made = {}
         for name, tensor in sorted(self.tensors.items()):
@@ -137,7 +140,11 @@ class Dataset:
             if tensor.is_floating_point() and name != LABELS:
                 made[name] = torch.randn(shape, generator=generator).to(tensor.dtype)
             elif name == "input_ids":
-                made[name] = torch.randint(0, 2, shape, generator=generator).to(tensor.dtype)
+                words = torch.randint(0, 2, shape, generator=generator)
+                if end is not None:
+                    words[words == end] = int(end == 0)
+                    words[..., -1] = end
+                made[name] = words.to(tensor.dtype)
             else:
                 # All of it is there, and of no size 0.
                 made[name] = torch.full(shape, "mask" in name or "shape" in name).to(tensor.dtype)
