@@ -197,11 +197,7 @@ def warnings_of(
 ) -> tuple[str, ...]:
     """What people are told about a version, within bounds: whose updates were left out, what the run's robust rule
     could not do, and what the method has to say."""
-    larger = (
-        f"larger than {bounds.max_norm_of_median} times the largest median norm of a round"
-        if bounds and left_out
-        else ""
-    )
+    larger = f"larger than {bounds.max_norm_of_median} times the largest median norm" if bounds and left_out else ""
     aside = [f"the updates of {', '.join(left_out)} were left out: {larger}"] if left_out else []
     said = [*aside, *_of_rule(spec, state), *coordinator_half(spec.method, run_facts(spec, model)).warnings(state)]
     return tuple(sentence[:MAX_WARNING_CHARACTERS] for sentence in said[:MAX_WARNINGS])

@@ -155,7 +155,7 @@ def test_bounds_are_those_of_the_first_round_whoever_comes_later(standing: LiveC
     assert bounds is not None
     assert (bounds.max_examples, bounds.max_norm_of_median) == (80, 10.0)
     told = [one.detail.get("bounds") for one in client.audit() if (one.action, one.run) == ("round.open", run.id)]
-    assert told == [{"max_examples": 80, "max_norm_of_median": 10.0}, None]
+    assert told == [{"max_examples": 80, "max_norm_of_median": 10.0, "median_norm": 0.0}, None]
     settings = {"TESSERA_URL": standing.url, "TESSERA_TOKEN": standing.token("admin"), "COLUMNS": "160"}
     assert "at most 80 examples, 10 times the median norm" in tessera("run", "show", run.id, **settings).stdout
 

@@ -38,7 +38,7 @@ from worker.agent import Agent
 from worker.blockmap import block_table, named_tensors
 from worker.models import instantiate, read_block
 from worker.renewal import Stop
-from worker.settings import Settings
+from worker.settings import Settings, token_of
 from worker.vault import Vault
 
 BOTH = Prompts(vision=4, text=4)
@@ -104,7 +104,7 @@ class Site:
     def kept(self, run: Run) -> dict[str, Array]:
         """What it keeps, once it has asked what became of its updates."""
         vault = Vault(self.folder / "vault")
-        with Client(self._settings.url, self._settings.token) as client:
+        with Client(self._settings.url, token_of(self._settings)) as client:
             vault.settle(client.task)
         return vault.load(run.id)
 
