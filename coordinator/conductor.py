@@ -139,10 +139,12 @@ class Conductor:
             run_ids = runs_to_decide(session)
         acted = False
         for run_id in run_ids:
+            # Before the look: an update that came between the two would be late by a deadline that it met.
+            now = self._database.now()
             snapshot = self._look(run_id, live)
             if snapshot is None:
                 continue
-            for action in decide(snapshot, self._database.now(), self._patience):
+            for action in decide(snapshot, now, self._patience):
                 # What failed is tried again when the run was resumed, not at every tick.
                 if self._failed.get((run_id, action)) == snapshot.idle_since:
                     continue

@@ -57,6 +57,9 @@ STATUS = struct.Struct(">q")
 OUTSIDE = 3
 """A child's exit status where the memory did not suffice and Python could still say so."""
 
+UNBOUNDED = 4
+"""The same where the limits could not be set."""
+
 HERE = Path(__file__).parent
 
 
@@ -95,11 +98,13 @@ class Sandbox:
                 check()
                 time.sleep(LOOK_SECONDS)
             within = self.folder / key
-            if not within.exists():
-                self._ask(key, question, check)
-                within.touch(mode=0o600)
-            # Those who wait have it open, and find the verdict.
-            Path(lock.name).unlink(missing_ok=True)
+            try:
+                if not within.exists():
+                    self._ask(key, question, check)
+                    within.touch(mode=0o600)
+            finally:
+                # Those who wait have it open, and find the verdict.
+                Path(lock.name).unlink(missing_ok=True)
 
     def _ask(self, key: str, question: bytes, check: Callable[[], None]) -> None:
         refusal = self._laid_out(question, check)
@@ -114,9 +119,12 @@ class Sandbox:
             return f"laying its model out did not end within {WALL_SECONDS:.0f} s"
         if status == 0:
             return None
-        # The kernel ends a process at the limit of its processor time with one of these two.
-        if -status in (signal.SIGXCPU, signal.SIGKILL):
+        if status == -signal.SIGXCPU:
             return f"laying its model out takes more than {self.cpu_seconds} s of processor time"
+        if status in (-signal.SIGKILL, UNBOUNDED):
+            # No verdict on the model, which may be laid out at the next try.
+            ended = "was killed, perhaps for want of memory" if status < 0 else "could not set its limits"
+            raise RuntimeError(f"the process that lays models out {ended}: look at the machine's own log")
         return f"laying its model out takes more than {self.memory_bytes >> 20} MiB of memory, or ends the process"
 
 
@@ -233,17 +241,21 @@ def _code() -> bytes:
 
 
 def _limit(memory_bytes: int, cpu_seconds: int) -> None:
-    """Bound what this process may take beyond what it has taken already."""
+    """Bound what this process may take beyond what it has taken already; limits that are there are only lowered."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = int(used.ru_utime + used.ru_stime) + cpu_seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    _lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + cpu_seconds)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     status = Path("/proc/self/status")
     if status.exists():
         kib = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData:"))
-        most = (kib << 10) + memory_bytes
         # What may be written to, and not the address space, of which torch reserves far more than it uses.
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        _lower(resource.RLIMIT_DATA, (kib << 10) + memory_bytes)
+
+
+def _lower(which: int, most: int) -> None:
+    _, hard = resource.getrlimit(which)
+    # The soft limit of processor time ends a process by a signal of its own, which tells it from being killed.
+    resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _serve() -> None:
@@ -276,7 +288,10 @@ def _status(
     lay_out: Callable[[Model, MappingFile | None], object], raw: bytes, memory_bytes: int, cpu_seconds: int
 ) -> int:
     question = Question.model_validate_json(raw)
-    _limit(memory_bytes, cpu_seconds)
+    try:
+        _limit(memory_bytes, cpu_seconds)
+    except (OSError, ValueError):
+        return UNBOUNDED
     try:
         lay_out(question.model, question.mapping)
     except Exception as fault:  # noqa: BLE001  (what else is wrong with the model, the parent finds for itself)
@@ -286,7 +301,7 @@ def _status(
 
 def _ran_out(error: BaseException | None) -> bool:
     while error is not None:
-        if isinstance(error, MemoryError) or "memory" in str(error).lower():
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from shared.model import Model
 from worker.blockmap import block_table
 from worker.configs import UnsafeConfig, check_config
 from worker.models import instantiate
-from worker.sandbox import Sandbox
+from worker.sandbox import FORKS, Sandbox
 
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
 MODEL = Model(config=BERT, head="features", blocks=block_table(instantiate(BERT, "features")))
@@ -41,6 +44,28 @@ def test_a_model_within_the_limits_is_laid_out_once_for_all_workers_of_a_machine
     Sandbox(tmp_path).require(MODEL, None, lambda: None)
     assert len(list(tmp_path.iterdir())) == 1
     Sandbox(tmp_path).require(MODEL, None, pytest.fail)
+
+
+def test_a_limit_that_the_machine_sets_already_is_no_fault_of_the_model() -> None:
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (50, 50));"
+        "from worker.sandbox import Sandbox; from shared.model import Model;"
+        f"model = Model.model_validate_json({MODEL.model_dump_json()!r});"
+        "Sandbox(cpu_seconds=600).require(model, None, lambda: None)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+
+
+def test_being_killed_is_no_verdict_on_a_model() -> None:
+    sandbox = Sandbox()
+
+    def kill() -> None:
+        for child in psutil.Process(FORKS._process.pid).children() if FORKS._process else ():
+            child.kill()
+
+    with pytest.raises(RuntimeError, match="was killed"):
+        sandbox.require(LEVIT, None, kill)
+    sandbox.require(MODEL, None, lambda: None)
 
 
 def test_a_task_that_ends_ends_its_child(tmp_path: Path) -> None:
