@@ -52,9 +52,9 @@ class Rate:
 class AddressRate:
     """A rate for each address: for each /64 of IPv6, and ten times as much for each /48."""
 
-    def __init__(self, per_minute: int) -> None:
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         wider = WIDER * per_minute
-        self._rates = Rate(per_minute / 60, per_minute), Rate(wider / 60, wider)
+        self._rates = Rate(per_minute / 60, per_minute, clock), Rate(wider / 60, wider, clock)
 
     def take(self, address: str) -> float:
         """As `Rate.take`."""
@@ -74,12 +74,13 @@ class Admission:
         failures_per_minute: int,
         enrolments_per_minute: int,
         declarations_per_hour: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tokens = Rate(per_second, burst)
-        self._declarations = Rate(declarations_per_hour / 3600, declarations_per_hour)
-        self._failures = AddressRate(failures_per_minute)
-        self._strangers = AddressRate(STRANGERS * failures_per_minute)
-        self._enrolments = AddressRate(enrolments_per_minute)
+        self._tokens = Rate(per_second, burst, clock)
+        self._declarations = Rate(declarations_per_hour / 3600, declarations_per_hour, clock)
+        self._failures = AddressRate(failures_per_minute, clock)
+        self._strangers = AddressRate(STRANGERS * failures_per_minute, clock)
+        self._enrolments = AddressRate(enrolments_per_minute, clock)
 
     def asked(self, token_id: str) -> None:
         """Raises TooManyRequests."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -131,6 +132,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
             settings.failures_per_minute,
             settings.enrolments_per_minute,
             settings.declarations_per_hour,
+            clock or time.monotonic,
         ),
         answers=Answers(settings.answer_bytes_per_token),
         blobs=blobs,

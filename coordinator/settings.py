@@ -130,7 +130,7 @@ class Settings(BaseSettings):
     rotation_grace_seconds: NonNegativeFloat = Field(
         default=600.0, le=86_400, description="how long the secret before is admitted after a token was given another"
     )
-    workers_per_site: PositiveInt = Field(
+    max_workers_per_site: PositiveInt = Field(
         default=1_000, description="the most names of workers of a site that were heard of within 30 days"
     )
     declarations_per_hour: PositiveInt = Field(

@@ -175,7 +175,7 @@ class NoisyGradients:
                 return losses(work.forward(batch), work.head, batch["labels"])
 
         plain = type(half).loss is WorkerHalf.loss
-        sample = {name: tensor.to(trainer.device) for name, tensor in dataset.placeholder(2).items()}
+        sample = {name: tensor.to(trainer.device) for name, tensor in trainer.work.made_up(dataset, 2).items()}
         exact = trainer.training.precision == "float32" and all(p.dtype.itemsize >= 4 for p in freeze.parameters)
         tolerance = EXACT if exact else ROUGH
         self._clip_norm = mechanism.clip_norm * (1 - ROUNDING[tolerance])

@@ -199,10 +199,18 @@ class Ledger:
         """The key by which examples are hashed."""
         return derived(self._key, "examples") or b""
 
-    def sketches(self, besides: str) -> dict[str, tuple[int, ...]]:
-        """Return the sketches of all ledgers in the folder but that of the data set `besides`. Raises LedgerError."""
-        names = sorted({path.stem for path in self._folder.glob("*.jsonl")} - {self.name(besides)})
+    def besides(self, datasets: Iterable[str]) -> list[str]:
+        """Return the names of the ledgers in the folder that are of none of these data sets."""
+        return sorted({path.stem for path in self._folder.glob("*.jsonl")} - set(map(self.name, datasets)))
+
+    def sketches(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Return the sketches of the ledgers of these names. Raises LedgerError."""
         return {name: _latest_sketch(self._named(name).read()) for name in names}
+
+    @property
+    def by_name(self) -> Ledger:
+        """The same ledgers, each under its own name alone: those that no data set here has."""
+        return Ledger(self._folder, self._key)
 
     # ------------------------------------------------------------ rollback
 

@@ -8,13 +8,14 @@ estimate.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
 from shared.tensors import Array
 from worker.data import Dataset
+from worker.trainer import Check
 
 KEPT = 1024
 """Hashes of a sketch. Of a data set with no more examples they are all there is."""
@@ -24,12 +25,24 @@ MOST_SHARED = 0.01
 
 HASH_BYTES = 6
 
+CHECKED = 1000
+"""Examples between two checks of whether to go on."""
 
-def fingerprints(dataset: Dataset, key: bytes) -> Array:
-    """Return a hash of each different example, what is held out included: uint64 [examples], sorted."""
-    identities = chain(dataset.identities(), dataset.held_out.identities() if dataset.held_out else ())
-    hashes = (int.from_bytes(hmac.digest(key, identity, "sha256")[:HASH_BYTES], "big") for identity in identities)
-    return np.unique(np.fromiter(hashes, np.uint64))
+
+def fingerprints(dataset: Dataset, key: bytes, check: Check = lambda: None) -> Array:
+    """Return a hash of each different example, what is held out included: uint64 [examples], sorted.
+
+    Neither its group nor the type of its numbers tells an example from another. Raises what `check` does.
+    """
+
+    def hashes() -> Iterator[int]:
+        for part in filter(None, (dataset, dataset.held_out)):
+            for place, identity in enumerate(part.identities(torch.float64)):
+                if place % CHECKED == 0:
+                    check()
+                yield int.from_bytes(hmac.digest(key, identity, "sha256")[:HASH_BYTES], "big")
+
+    return np.unique(np.fromiter(hashes(), np.uint64))
 
 
 def sketch_of(prints: Array, known: Sequence[int] = ()) -> tuple[int, ...]:

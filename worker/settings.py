@@ -361,7 +361,6 @@ def audit_of(settings: Settings) -> Audit:
 
 def audit_key_of(settings: Settings) -> bytes:
     """Return the key that protects audit and ledgers. Its file is made if there is none. Raises SettingsError."""
-    path = settings.audit_key_file or settings.state_dir.with_name(f"{settings.state_dir.name}.key")
     if settings.audit_key is not None:
         with suppress(ValueError):
             if len(key := bytes.fromhex(settings.audit_key.get_secret_value())) == KEY_BYTES:
@@ -369,8 +368,20 @@ def audit_key_of(settings: Settings) -> bytes:
         raise SettingsError(
             f"audit_key: is not {2 * KEY_BYTES} hexadecimal digits; `openssl rand -hex 32` makes them"
         )
-    protected = (settings.state_dir, settings.ledger_dir, settings.audit_dir)
-    if any(folder and path.resolve().is_relative_to(folder.resolve()) for folder in protected):
+    state = settings.state_dir.resolve()
+    if not state.name:
+        raise SettingsError(
+            f"state_dir: beside {state} there is no place for a key; name a folder of the worker's own"
+        )
+    shared = {"ledger_dir": settings.ledger_dir, "audit_dir": settings.audit_dir}
+    elsewhere = [name for name, folder in shared.items() if folder and not folder.resolve().is_relative_to(state)]
+    if settings.audit_key_file is None and elsewhere:
+        raise SettingsError(
+            f"{elsewhere[0]}: lies outside of state_dir, where other workers may share it, and all of them need the "
+            f"same key: name its file in audit_key_file, such as {state}.key, or set {ENVIRONMENT_PREFIX}AUDIT_KEY"
+        )
+    path = settings.audit_key_file or state.with_name(f"{state.name}.key")
+    if any(folder and path.resolve().is_relative_to(folder.resolve()) for folder in (state, *shared.values())):
         raise SettingsError(
             f"audit_key_file: {path} lies in a folder that it protects; put it outside of state_dir, ledger_dir and "
             "audit_dir"

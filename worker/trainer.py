@@ -113,7 +113,7 @@ class Trainer:
     def _rehearse(self, dataset: Dataset) -> None:
         """Compute one loss on no example of the data set. Raises Unsuited for a model that does not fit the data set,
         before anything is paid for and whatever the examples are; afterwards a private task does not fail by them."""
-        batch = {**dataset.placeholder(1), **dataset.common}
+        batch = {**self.work.made_up(dataset, 1), **dataset.common}
         try:
             with measuring(self.work.model), torch.no_grad(), autocast(self.training, self.device):
                 self.half.loss(self.work, {name: tensor.to(self.device) for name, tensor in batch.items()})
@@ -122,8 +122,8 @@ class Trainer:
         except (IndexError, RuntimeError, TypeError, ValueError) as fault:
             shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(batch.items()))
             raise Unsuited(
-                f"the model gives no loss for an example of this data set ({shapes}): {type(fault).__name__}. A "
-                "private run pads texts to the data set's max_length, which the model must take."
+                f"the model gives no loss for a made-up example of this data set ({shapes}): {type(fault).__name__}: "
+                f"{fault}. A private run pads texts to the data set's max_length, which the model must take."
             ) from fault
 
     def _train_privately(self, private: PrivateTask, epoch: _Epoch, epochs: int, dataset: Dataset) -> None:

@@ -19,6 +19,7 @@ from shared.tensors import Array
 from worker.attention import attention_profile, isolated_profile
 from worker.blockmap import DTYPES, named_tensors
 from worker.configs import ConfigError
+from worker.data import Dataset
 from worker.forward import IGNORED, forward
 from worker.models import read_block, write_block
 from worker.prompts import REMEDY, PromptError, fused_prompts, prompts_of
@@ -52,6 +53,12 @@ class LocalWork:
 
     def write(self, block: Block, values: Array) -> None:
         write_block(self._tensor(block), block, values)
+
+    def made_up(self, dataset: Dataset, examples: int) -> dict[str, Tensor]:
+        """Return made-up examples of a data set, whose texts end as the model's configuration says."""
+        end, words = (getattr(self.model.config, name, None) for name in ("eos_token_id", "vocab_size"))
+        known = isinstance(end, int) and isinstance(words, int) and 0 <= end < words
+        return dataset.placeholder(examples, end if known else None)
 
     def _tensor(self, block: Block) -> dict[str, Tensor]:
         """The tensor of a block by its name, looked up alone: going through all of them takes long."""

@@ -230,6 +230,8 @@ class Workbench:
             ledger.expect(audit.ledger_heads(audit.check()))
             for name in settings.datasets:
                 ledger.check(name)
+            for name in ledger.besides(settings.datasets):
+                ledger.by_name.check(name)
         except ChainError as fault:
             raise SettingsError(str(fault)) from fault
         except OSError as fault:
@@ -310,7 +312,7 @@ class Workbench:
             self._require_approval(self.inbox, task, dataset, check, report)
         if allowance := self.allowances.get(task.dataset):
             allowance.check(task)
-        self._check_overlap(task, dataset)
+        self._check_overlap(task, dataset, check)
         private = self._private(task, dataset) if task.kind == "train" else None
         report.begin("fetching")
         with self.shelf.pinning(), _settling(private):
@@ -337,22 +339,23 @@ class Workbench:
 
     # ------------------------------------------------------------ before training
 
-    def _check_overlap(self, task: Task, dataset: Dataset) -> None:
+    def _check_overlap(self, task: Task, dataset: Dataset, check: Check) -> None:
         """Raises PolicyViolation if one of two data sets that have the same examples has a budget, and each a ledger
         of its own: what is spent under one name would not count under the other."""
         if self.ledger is None:
             return
-        prints = self._fingerprints(task.dataset, self.ledger)
+        prints = self._fingerprints(task.dataset, self.ledger, check)
         with self.ledger.page(task.dataset) as page:
             sketch = sketch_of(prints, page.sketch)
             page.know(task, dataset.examples, sketch)
         limited = {self.ledger.name(name) for name in self.allowances}
-        for other, theirs in self.ledger.sketches(besides=task.dataset).items():
-            if not limited & {other, self.ledger.name(task.dataset)}:
-                continue
+        others = self.ledger.besides([task.dataset])
+        if self.ledger.name(task.dataset) not in limited:
+            others = [name for name in others if name in limited]
+        for other, theirs in self.ledger.sketches(others).items():
             loaded = [name for name in self.datasets if self.ledger.name(name) == other]
             shares = [share_of(theirs, prints)]
-            shares += [share_of(sketch, self._fingerprints(name, self.ledger)) for name in loaded]
+            shares += [share_of(sketch, self._fingerprints(name, self.ledger, check)) for name in loaded]
             if max(shares) > MOST_SHARED:
                 raise PolicyViolation(
                     "overlap",
@@ -360,9 +363,9 @@ class Workbench:
                     "budget of one does not see what is spent of the other",
                 )
 
-    def _fingerprints(self, dataset: str, ledger: Ledger) -> Array:
+    def _fingerprints(self, dataset: str, ledger: Ledger, check: Check) -> Array:
         if dataset not in self.fingerprints:
-            self.fingerprints[dataset] = fingerprints(self.datasets[dataset], ledger.hash_key)
+            self.fingerprints[dataset] = fingerprints(self.datasets[dataset], ledger.hash_key, check)
         return self.fingerprints[dataset]
 
     def _require_approval(self, inbox: Inbox, task: Task, dataset: Dataset, check: Check, report: Report) -> None:
@@ -656,17 +659,18 @@ class Workbench:
         if private:
             dataset = dataset.padded()
             work.choosing = private.choose
-            made_up = {**dataset.placeholder(1), **dataset.common}
+            made_up = {**work.made_up(dataset, 1), **dataset.common}
             work.placeholder = {name: tensor.to(self.device) for name, tensor in made_up.items()}
+        else:
+            # Not when the update leaves: a heartbeat may tell the loss of the first batches, and a failure of the
+            # choice is told too.
+            self.note_exact(task, dataset.examples, "training")
         batches = Batches(dataset, task.training.batch_size, self.device)
         selected = half.select(work, private.watched(batches) if private else batches)
         if private:
             private.check_choice()
         phases = half.phases(work, selected)
         self.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
-        if private is None:
-            # Not when the update leaves: a heartbeat may tell the loss of the first batches.
-            self.note_exact(task, dataset.examples, "training")
         least = self.policy.min_measured
         scaler = self._scaler(task)
         trainer = Trainer(half, work, task.training, self.device, check, private, report, least, scaler)

@@ -135,9 +135,9 @@ def _enrol(serving: Services, caller: Principal, body: Claim) -> str:
     if worker_id is None:
         serving.admission.declares(site_id)
         with serving.database.transaction() as session:
-            worker_id, nbytes = identity.enrol(session, now, site_id, body, serving.settings.workers_per_site)
+            worker_id, nbytes = identity.enrol(session, now, site_id, body, serving.settings.max_workers_per_site)
             serving.room.require(nbytes)
-            serving.quota.spend_bytes(session, now, site_id, nbytes)
+            serving.quota.note_bytes(session, now, site_id, nbytes)
             tasks.withhold(session, now, caller.actor, worker_id, body.withheld)
         serving.call()
     serving.presence.note(worker_id, now)

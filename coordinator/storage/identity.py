@@ -261,7 +261,7 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers
     if row is None and names >= most_workers:
         raise QuotaExceeded(
             f"{names} workers of this site were heard of within {FORGOTTEN_SECONDS / 86400:g} days "
-            "(setting workers_per_site)",
+            "(setting max_workers_per_site)",
             remedy="Use the names of workers that there are, or have an administrator allow more.",
             retry_after_seconds=TOO_MANY_SECONDS,
         )
@@ -269,7 +269,7 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers
     if declared + length > (most := max(most_workers * DECLARED_SHARE, MOST_CLAIM_BYTES)):
         raise QuotaExceeded(
             f"the workers of this site declare {declared} bytes, and {length} more would be over {most} "
-            f"({DECLARED_SHARE} for each of workers_per_site)",
+            f"({DECLARED_SHARE} for each of max_workers_per_site)",
             remedy="Shorten what their policies list.",
             retry_after_seconds=TOO_MANY_SECONDS,
         )

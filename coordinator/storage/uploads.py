@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy import ColumnElement, delete, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.storage.blobs import Blobs
@@ -54,31 +54,27 @@ class Quota:
     unfinished: int
 
     def spend(self, session: Session, now: float, site_id: str, unfinished: int, more_bytes: int) -> None:
-        """Enters what a new upload, or the new length of one, adds to those that are unfinished. Raises
+        """Enters what a new upload, or the new length of one, adds to what the site has announced. Raises
         QuotaExceeded."""
         if unfinished >= self.unfinished:
             raise QuotaExceeded(
                 f"{unfinished} uploads of this site are unfinished (setting site_unfinished_uploads)",
                 retry_after_seconds=FINISHING_SECONDS,
             )
-        self.spend_bytes(session, now, site_id, more_bytes)
-
-    def spend_bytes(self, session: Session, now: float, site_id: str, more: int) -> None:
-        """Enters what a site is about to send, or writes into the tables. Raises QuotaExceeded."""
         if self.bytes_per_day is not None:
             rows = self._of_the_day(session, now, site_id)
             total = sum(row.bytes for row in rows)
-            if total + more > self.bytes_per_day:
+            if total + more_bytes > self.bytes_per_day:
                 oldest = min((row.hour for row in rows), default=int(now // 3600))
                 raise QuotaExceeded(
-                    f"this site has announced {total} bytes within a day; {more} more would be over "
+                    f"this site has announced {total} bytes within a day; {more_bytes} more would be over "
                     f"{self.bytes_per_day} (setting site_bytes_per_day)",
                     retry_after_seconds=(oldest + 24) * 3600 - now,
                 )
-        self.note_bytes(session, now, site_id, more)
+        self.note_bytes(session, now, site_id, more_bytes)
 
     def note_bytes(self, session: Session, now: float, site_id: str, more: int) -> None:
-        """The same for what is not refused any more."""
+        """Enters what a site writes into the tables, which other limits bound: it takes from what it may announce."""
         if self.bytes_per_day is None:
             return
         hour = int(now // 3600)
@@ -136,13 +132,12 @@ class Uploads:
             # Two announcements of one site at once would each not see the other.
             session.get_one(SiteRow, site_id, with_for_update=True)
         others = (UploadRow.owner == row.owner) & (UploadRow.id != row.id) & ~UploadRow.complete
-        counted = select(func.count(), func.coalesce(func.sum(UploadRow.length), 0)).where(others)
-        unfinished, announced = session.execute(counted).one()
+        unfinished = session.scalars(select(UploadRow).where(others)).all()
         # What this owner has announced and not sent yet needs room too. That of others takes none from it: they may
-        # never send it.
-        self.room.require(int(announced) + row.length)
+        # never send it. What has come is no longer among what is free.
+        self.room.require(sum(each.length - self.offset(_record(each)) for each in (*unfinished, row)))
         if site_id is not None:
-            self.quota.spend(session, self.database.now(), site_id, unfinished, more_bytes)
+            self.quota.spend(session, self.database.now(), site_id, len(unfinished), more_bytes)
 
     def find(self, upload_id: str, owner: str) -> Upload:
         """Raises NotFound if there is no such upload of this owner."""

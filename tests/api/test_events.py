@@ -186,9 +186,11 @@ def much_happening(coordinator: LiveCoordinator) -> Iterator[None]:
 
     busy = threading.Thread(target=record)
     busy.start()
-    yield
-    over.set()
-    busy.join()
+    try:
+        yield
+    finally:
+        over.set()
+        busy.join()
 
 
 def end_tokens(coordinator: LiveCoordinator) -> None:

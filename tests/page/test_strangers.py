@@ -15,7 +15,7 @@ from coordinator.rates import STRANGERS
 from tests.api.test_routes import ROUTES
 from tests.page.conftest import SAME_ORIGIN
 from tests.page.test_signing import paths
-from tests.support.coordinator import LiveCoordinator
+from tests.support.coordinator import Clock, LiveCoordinator
 
 ODD = [
     "//[",
@@ -118,7 +118,7 @@ def test_any_text_leads_somewhere_within_the_page(wanted: str) -> None:
 
 
 def test_whoever_shows_no_session_is_refused_only_so_often(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, failures_per_minute=1) as live:
+    with LiveCoordinator(tmp_path, clock=Clock(), failures_per_minute=1) as live:
         stranger = live.bare()
         # A form from elsewhere, and pages that only who is signed in sees.
         assert sent(stranger, "POST", "/page/theme", headers={"Origin": "http://["}) == 403

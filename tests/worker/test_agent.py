@@ -50,12 +50,13 @@ from tests.support.tapping import Tap
 from worker.agent import TELLABLE, Agent, told
 from worker.blockmap import block_table, named_tensors
 from worker.joining import rotate
+from worker.ledger import Exact
 from worker.models import instantiate, read_block
 from worker.opening import local_time
 from worker.policy import Policy
 from worker.probabilities import UnknownAttention
 from worker.renewal import Stop
-from worker.settings import Settings, audit_of
+from worker.settings import Settings, audit_of, ledger_of
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
@@ -304,6 +305,17 @@ def test_what_may_not_be_done_fails_the_task_and_sends_nothing(
     assert SECRET not in task.problem.detail
     assert uploads(coordinator) == uploads_before
     assert list((tmp_path / "state").glob("*.tmp")) == []
+
+
+def test_a_choice_that_fails_without_privacy_is_written_down_for_it_is_told(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    run = begin(client, method=Chosen(name="talkative"))
+    with working(coordinator, tmp_path):
+        task_of(client, run, 1, failed)
+    (entry,) = ledger_of(settings_of(coordinator, tmp_path)).read("digits")
+    assert entry.events == (Exact(use="training"),)
 
 
 def test_an_agent_goes_on_after_a_task_that_failed(coordinator: LiveCoordinator, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.worker.test_ledger import task
 from worker.agent import Agent
 from worker.cli.audit import app
 from worker.cli.worker import app as worker_app
+from worker.ledger import Ledger
 from worker.renewal import Stop
 from worker.settings import SettingsError, audit_of, ledger_of, read_settings
 
@@ -181,6 +182,22 @@ def test_a_ledger_that_is_behind_the_audit_is_found_and_adopted_as_lost(site: Si
     assert site.say("verify").exit_code == 0
     shown = CliRunner().invoke(worker_app, ["ledger", "--config", str(site.config), "--json"])
     assert list(json.loads(shown.stdout)["digits"]["exact"]) == ["lost"]
+
+
+def test_a_removed_data_set_s_ledger_under_a_lost_key_is_found_at_the_start_and_adopted(site: Site) -> None:
+    # Also where the name is a data set's again, whose ledger is another now.
+    with site.config.open("a") as file:
+        file.write('ledger = "people"\n')
+    for name in ("digits", "old"):
+        with Ledger(site.file.parents[1] / "ledger", b"lost" * 8).page(name) as page:
+            page.exact(task(dataset=name), 10, "training")
+    with pytest.raises(SettingsError, match=r"digits\.jsonl.*tessera worker adopt"):
+        Agent(read_settings(site.config), Stop())
+    assert site.say("verify").exit_code == 1
+    adopted = CliRunner().invoke(worker_app, ["adopt", "--config", str(site.config), "--json"])
+    assert json.loads(adopted.stdout) == {"audit": False, "ledgers": ["digits", "old"]}
+    assert site.say("verify").exit_code == 0
+    Agent(read_settings(site.config), Stop())
 
 
 def test_a_site_reads_its_own_tasks_only(coordinator: LiveCoordinator) -> None:

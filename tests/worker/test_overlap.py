@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.worker.test_privacy import task as task_of
 from worker.cache import Cache
-from worker.data import Dataset
-from worker.ledger import Ledger
-from worker.overlap import KEPT, fingerprints, share_of, sketch_of
+from worker.data import Dataset, load
+from worker.ledger import Ledger, LedgerError
+from worker.overlap import CHECKED, KEPT, fingerprints, share_of, sketch_of
 from worker.policy import Allowance, PolicyViolation
+from worker.renewal import Stopped
 from worker.settings import Settings, ledger_of
 from worker.vault import Vault
 from worker.workbench import Workbench
@@ -54,6 +57,38 @@ def test_neither_the_label_nor_what_is_held_out_hides_an_example() -> None:
     assert not set(fingerprints(other, b"o" * 32)) & set(prints(range(50)))
 
 
+def of_file(file: Path, first: int, dtype: torch.dtype = torch.int64, group: bool = True) -> np.ndarray:
+    """Of 40 texts whose tokens are numbers from `first` on, of 20 patients."""
+    made = {"input_ids": torch.arange(first, first + 40, dtype=dtype)[:, None], "labels": torch.zeros(40)}
+    save_file({**made, "group": torch.arange(40) // 2} if group else made, file)
+    return fingerprints(load("arrays", {"file": str(file)}, held_out=0.5, key=KEY), KEY)
+
+
+def test_a_group_number_is_not_taken_for_an_example(tmp_path: Path) -> None:
+    file = tmp_path / "notes.safetensors"
+    assert share_of(sketch_of(of_file(file, 0)), of_file(file, 40)) == 0.0
+    assert len(of_file(file, 0)) == 40
+
+
+@pytest.mark.parametrize("hidden", [{"group": True}, {"dtype": torch.int32}, {"dtype": torch.float32}])
+def test_neither_a_group_nor_another_type_of_number_hides_an_example(tmp_path: Path, hidden: Any) -> None:
+    file = tmp_path / "notes.safetensors"
+    plain, other = of_file(file, 0, group=False), of_file(file, 0, **{"group": False, **hidden})
+    assert share_of(sketch_of(plain), other) == 1.0
+
+
+def test_a_stop_need_not_wait_for_all_examples_to_be_hashed() -> None:
+    checks = iter(range(CHECKED))
+
+    def check() -> None:
+        if next(checks) == 1:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        fingerprints(images(range(2 * CHECKED)), KEY, check)
+    assert next(checks) == 2
+
+
 def bench(folder: Path, shared: dict[str, str] | None = None) -> Workbench:
     data = {"wards": images(range(200)), "again": images(range(190, 400)), "others": images(range(1000, 1200))}
     return Workbench(
@@ -65,7 +100,7 @@ def bench(folder: Path, shared: dict[str, str] | None = None) -> Workbench:
 
 
 def uses(made: Workbench, dataset: str) -> None:
-    made._check_overlap(task_of(dataset=dataset), made.datasets[dataset])
+    made._check_overlap(task_of(dataset=dataset), made.datasets[dataset], lambda: None)
 
 
 @pytest.mark.parametrize("order", [("wards", "again"), ("again", "wards")])
@@ -113,3 +148,13 @@ def test_which_examples_there_are_is_written_once_and_spends_nothing(tmp_path: P
     assert len((tmp_path / "ledger" / "wards.jsonl").read_bytes().splitlines()) == 1
     assert made.ledger
     assert made.ledger.read("wards") == ()
+
+
+def test_a_ledger_that_cannot_be_relied_on_stops_no_task_without_a_budget(tmp_path: Path) -> None:
+    uses(bench(tmp_path), "wards")
+    (tmp_path / "ledger" / "wards.jsonl").rename(tmp_path / "ledger" / "old.jsonl")
+    made = bench(tmp_path)
+    # Neither "others" nor "old" has a budget.
+    uses(made, "others")
+    with pytest.raises(LedgerError, match=r"old\.jsonl"):
+        uses(made, "wards")

@@ -209,6 +209,36 @@ def test_a_model_that_does_not_fit_the_data_set_is_refused_before_anything_is_pa
     assert Ledger(tmp_path).read("wards") == ()
 
 
+SMALL = {"vocab_size": 128, "d_model": 16, "num_labels": 2}
+ENDED = [
+    pytest.param({
+        **SMALL, "model_type": model_type, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": TOKENS,
+        "dropout": 0.0, "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2,
+    }, id=model_type)
+    for model_type in ("bart", "mbart")
+] + [
+    pytest.param({
+        **SMALL, "model_type": "t5", "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0,
+        "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+    }, id="t5")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ENDED)
+def test_a_classifier_that_answers_at_the_end_of_a_text_trains_privately(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    model, data = instantiate(config, "text-classification", seed=1), texts(present=False)
+    data.tensors["input_ids"][data.tensors["input_ids"] == 2] = 3
+    data.tensors["input_ids"][:, -1] = config["eos_token_id"]
+    work = LocalWork(model, "text-classification", Plan(), block_table(model))
+    before = {block.name: work.read(block).copy() for block in work.blocks}
+    train(tmp_path, work, data, "a key", 1.0, named(["classi*"]))
+    assert any(not np.array_equal(work.read(block), before[block.name]) for block in work.blocks)
+    assert len(Ledger(tmp_path).read("wards")) == 1
+
+
 @pytest.mark.parametrize("fatal", FATAL)
 def test_an_example_whose_attention_cannot_be_measured_counts_as_zero(fatal: dict[str, Any]) -> None:
     work, data = version(**fatal), texts(present=True)

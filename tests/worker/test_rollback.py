@@ -15,7 +15,7 @@ from tests.worker.test_ledger import STEPS, TARGET, task
 from worker.audit import Audit
 from worker.chain import BEGINNING, ChainError, Head
 from worker.ledger import Exact, Ledger, LedgerError, NoisySteps
-from worker.settings import Settings, SettingsError, audit_key_of
+from worker.settings import Settings, SettingsError, audit_key_of, ledger_of
 
 KEY = b"k" * 64
 Line = dict[str, Any]
@@ -254,6 +254,9 @@ def test_a_key_is_made_once_outside_of_what_it_protects_for_its_owner_alone(tmp_
         ({"audit_key_file": "{}/audit/key", "audit_dir": "{}/audit"}, "lies in a folder that it protects"),
         ({"audit_key": "short"}, "is not 64 hexadecimal digits"),
         ({"audit_key_file": "{}/file/key"}, "can be neither read nor made"),
+        ({"state_dir": "/"}, "name a folder of the worker's own"),
+        ({"ledger_dir": "{}/shared"}, "ledger_dir: lies outside of state_dir, .* audit_key_file, such as"),
+        ({"audit_dir": "{}/shared"}, "audit_dir: lies outside of state_dir, .* TESSERA_WORKER_AUDIT_KEY"),
     ],
 )
 def test_a_key_that_would_protect_nothing_is_refused(tmp_path: Path, given: dict[str, str], said: str) -> None:
@@ -261,6 +264,23 @@ def test_a_key_that_would_protect_nothing_is_refused(tmp_path: Path, given: dict
     filled = {name: value.format(tmp_path) for name, value in given.items()}
     with pytest.raises(SettingsError, match=said):
         audit_key_of(settings(tmp_path, **filled))
+
+
+def test_workers_that_share_ledgers_name_one_key(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        given = {"state_dir": tmp_path / name, "ledger_dir": tmp_path / "shared", "audit_key_file": tmp_path / "key"}
+        spend(ledger_of(settings(tmp_path, **given)))
+    # What lies within state_dir is this worker's alone, and needs no key to be named.
+    audit_key_of(settings(tmp_path, ledger_dir=tmp_path / "state" / "other"))
+
+
+def test_the_key_of_a_state_folder_given_as_a_dot_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "state").mkdir()
+    monkeypatch.chdir(tmp_path / "state")
+    audit_key_of(settings(tmp_path, state_dir="."))
+    assert (tmp_path / "state.key").is_file()
 
 
 def test_a_digest_under_the_key_tells_nothing_of_the_entry(tmp_path: Path) -> None:

@@ -68,15 +68,18 @@ def adopt(
         ledger.expect(audit.ledger_heads(audit.check()))
         heads = {name: ledger.adopt(name) for name in settings.datasets}
         told: dict[str, JsonValue] = {name: head.model_dump() for name, head in heads.items() if head}
-        if told:
-            audit.record("chain.adopt", None, **{LEDGER_HEAD: told})
+        # A removed data set's, or another worker's: no head of theirs is expected, yet tasks read them.
+        others = [name for name in ledger.besides(settings.datasets) if ledger.by_name.adopt(name)]
+        if told or others:
+            detail: dict[str, JsonValue] = {LEDGER_HEAD: told, "others": [*others]}
+            audit.record("chain.adopt", None, **detail)
     except (ChainError, OSError) as fault:
         complain(str(fault))
         raise typer.Exit(1) from fault
     if as_json:
-        print_json({"audit": adopted is not None, "ledgers": sorted(told)})
+        print_json({"audit": adopted is not None, "ledgers": sorted({*told, *others})})
         return
-    taken = [*(["the audit"] if adopted else []), *(f"the ledger of {name}" for name in sorted(told))]
+    taken = [*(["the audit"] if adopted else []), *(f"the ledger of {name}" for name in sorted({*told, *others}))]
     note(f"taken as they are: {', '.join(taken)}" if taken else "all were in order, and nothing was changed")
 
 

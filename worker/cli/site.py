@@ -46,9 +46,11 @@ class Site:
         ledger = ledger_of(self.settings)
         ledger.expect(audit_of(self.settings).ledger_heads(entries))
         found = []
-        for name in self.settings.datasets:
+        all_of_them = [(ledger, name) for name in self.settings.datasets]
+        all_of_them += [(ledger.by_name, name) for name in ledger.besides(self.settings.datasets)]
+        for each, name in all_of_them:
             try:
-                ledger.check(name)
+                each.check(name)
             except ChainError as fault:
                 found.append(str(fault))
         return found

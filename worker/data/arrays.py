@@ -25,7 +25,7 @@ class ArraysOptions(Options):
 
 def arrays(options: ArraysOptions) -> Dataset:
     """The file's tensors under their own names and dtypes, each [examples, ...]; `domain` as domains, `group` as
-    sources.
+    groups.
 
     Labels that are integers become int64, the only ones that torch takes for classes.
     """
@@ -34,14 +34,14 @@ def arrays(options: ArraysOptions) -> Dataset:
         domains, groups = tensors.pop(DOMAIN, None), tensors.pop(GROUP, None)
         if LABELS in tensors and not tensors[LABELS].is_floating_point():
             tensors[LABELS] = tensors[LABELS].long()
-        return Dataset(tensors, domains=domains, sources=None if groups is None else _sources(groups))
+        return Dataset(tensors, domains=domains, groups=None if groups is None else _groups(groups))
     except (OSError, SafetensorError) as fault:
         raise DataError(f"file: {options.file} cannot be read as safetensors: {fault}") from fault
     except DataError as fault:
         raise DataError(f"file: {options.file}: {fault}") from fault
 
 
-def _sources(groups: Tensor) -> list[bytes]:
+def _groups(groups: Tensor) -> list[bytes]:
     if groups.ndim != 1 or groups.is_floating_point():
         raise DataError(f"group: {groups.dtype} {list(groups.shape)} is not one integer for each example")
     return [str(group).encode() for group in groups.tolist()]

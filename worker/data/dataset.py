@@ -43,12 +43,12 @@ class Dataset:
 
     `common` goes with every batch as it is: the texts that name the classes of a contrastive model, `input_ids`
     [classes, tokens]. `domains`, int64 [examples], says where each example comes from, and no model sees it.
-    `held_out` are examples of the same kind that nothing trains on. `sources` are what each example was made from, or
-    the group that it belongs to, where its tensors depend on other examples too: texts are padded to the longest.
-    `padding` says how long they may be.
+    `held_out` are examples of the same kind that nothing trains on. `sources` are what each example was made from,
+    where its tensors depend on other examples too: texts are padded to the longest. `groups` say which examples are
+    held out together. `padding` says how long texts may be.
 
     Raises DataError if the tensors differ in their number of examples, have none, `labels` is not among them, a name
-    stands for two tensors, or domains or sources are not one for each example.
+    stands for two tensors, or domains, sources or groups are not one for each example.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Dataset:
         domains: Tensor | None = None,
         sources: Sequence[bytes] | None = None,
         padding: Padding | None = None,
+        groups: Sequence[bytes] | None = None,
     ) -> None:
         if LABELS not in tensors:
             raise DataError(f"there is no tensor {LABELS!r} among {', '.join(sorted(tensors)) or 'none at all'}")
@@ -77,10 +78,12 @@ class Dataset:
         self.held_out = held_out
         self.domains = domains
         self.sources = sources
+        self.groups = groups
         self.padding = padding
         self.examples = sizes[LABELS]
-        if sources is not None and len(sources) != self.examples:
-            raise DataError(f"sources: {len(sources)} for {self.examples} examples")
+        for what, given in (("sources", sources), ("groups", groups)):
+            if given is not None and len(given) != self.examples:
+                raise DataError(f"{what}: {len(given)} for {self.examples} examples")
 
     @property
     def classes(self) -> Tensor | None:
@@ -88,9 +91,13 @@ class Dataset:
         labels = self.tensors[LABELS]
         return None if labels.ndim != 1 or labels.is_floating_point() else labels.long()
 
-    def identities(self) -> Iterator[bytes]:
+    def sides(self) -> Iterator[bytes]:
+        """Yield by what each example is held out or not: its group, or else its identity."""
+        return self.identities() if self.groups is None else iter(self.groups)
+
+    def identities(self, dtype: torch.dtype | None = None) -> Iterator[bytes]:
         """Yield what tells each example from any other, whatever the label and whatever the other examples are: its
-        source, or else the bytes of its tensors."""
+        source, or else the bytes of its tensors, as they are or as `dtype`."""
         if self.sources is not None:
             yield from self.sources
             return
@@ -98,7 +105,7 @@ class Dataset:
         for place in range(self.examples):
             found = hashlib.sha256()
             for name, tensor in inputs:
-                row = tensor[place].contiguous()
+                row = tensor[place].to(dtype).contiguous()
                 found.update(f"{name} {row.dtype} {list(row.shape)};".encode())
                 found.update(row.flatten().view(torch.uint8).numpy().tobytes())
             yield found.digest()
@@ -111,6 +118,7 @@ class Dataset:
             domains=None if self.domains is None else self.domains[index],
             sources=None if self.sources is None else [self.sources[place] for place in index.tolist()],
             padding=self.padding,
+            groups=None if self.groups is None else [self.groups[place] for place in index.tolist()],
         )
 
     def padded(self) -> Dataset:
@@ -118,10 +126,13 @@ class Dataset:
         if self.padding is None:
             return self
         tensors = {n: self.padding.fill(n, t) if n in self.padding.values else t for n, t in self.tensors.items()}
-        return Dataset(tensors, self.common, self.held_out, self.domains, self.sources)
+        return Dataset(tensors, self.common, self.held_out, self.domains, self.sources, groups=self.groups)
 
-    def placeholder(self, examples: int) -> dict[str, Tensor]:
-        """Made-up examples of the shapes and types of these ones, the same whatever these are."""
+    def placeholder(self, examples: int, end: int | None = None) -> dict[str, Tensor]:
+        """Made-up examples of the shapes and types of these ones, the same whatever these are.
+
+        Each text has the token `end` once, at its end: some classifiers read what they answer there.
+        """
         generator = torch.Generator().manual_seed(0)
         made = {}
         for name, tensor in sorted(self.tensors.items()):
@@ -129,7 +140,11 @@ class Dataset:
             if tensor.is_floating_point() and name != LABELS:
                 made[name] = torch.randn(shape, generator=generator).to(tensor.dtype)
             elif name == "input_ids":
-                made[name] = torch.randint(0, 2, shape, generator=generator).to(tensor.dtype)
+                words = torch.randint(0, 2, shape, generator=generator)
+                if end is not None:
+                    words[words == end] = int(end == 0)
+                    words[..., -1] = end
+                made[name] = words.to(tensor.dtype)
             else:
                 # All of it is there, and of no size 0.
                 made[name] = torch.full(shape, "mask" in name or "shape" in name).to(tensor.dtype)

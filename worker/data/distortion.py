@@ -46,7 +46,7 @@ def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Datase
         drawn = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(seed))
         pixels = pixels + how.noise * drawn.to(pixels.dtype)
     tensors = {**part.tensors, PIXELS: pixels.contiguous()}
-    return Dataset(tensors, part.common, domains=part.domains, sources=part.sources)
+    return Dataset(tensors, part.common, domains=part.domains, sources=part.sources, groups=part.groups)
 
 
 def _range_sum(pixels: Tensor) -> Tensor:

@@ -19,11 +19,11 @@ from worker.data.dataset import DataError, Dataset
 def hold_out(dataset: Dataset, share: float, key: bytes) -> Dataset:
     """Return the data set without a share of its examples, which are its `held_out`.
 
-    Each example is held out with probability `share`, by a keyed hash of its identity: examples of the same identity
-    are on the same side. Raises DataError if either side is empty.
+    Each example is held out with probability `share`, by a keyed hash of its group, or else its identity: examples of
+    the same are on the same side. Raises DataError if either side is empty.
     """
     most = share * (1 << 64)
-    digests = (hmac.digest(key, identity, "sha256") for identity in dataset.identities())
+    digests = (hmac.digest(key, identity, "sha256") for identity in dataset.sides())
     held = torch.tensor([int.from_bytes(digest[:8], "big") < most for digest in digests])
     if bool(held.all()) or not bool(held.any()):
         empty = "trained on" if bool(held.all()) else "held out"
@@ -32,7 +32,7 @@ def hold_out(dataset: Dataset, share: float, key: bytes) -> Dataset:
             "secret key decides for each. Change held_out, bring more examples, or leave held_out out"
         )
     kept, out = (dataset.rows(chosen.nonzero().flatten()) for chosen in (~held, held))
-    return Dataset(kept.tensors, kept.common, out, kept.domains, kept.sources, kept.padding)
+    return Dataset(kept.tensors, kept.common, out, kept.domains, kept.sources, kept.padding, kept.groups)
 
 
 def key_of_seed(seed: int) -> bytes:

@@ -57,15 +57,15 @@ class Found:
     groups: list[bytes] | None = None
 
     def sources(self) -> list[bytes]:
-        """Each picture's group, or else a digest of its file, whatever a processor makes of it."""
-        return self.groups or [_digest(picture) for picture in self.pictures]
+        """A digest of each picture's file, whatever a processor makes of it."""
+        return [_digest(picture) for picture in self.pictures]
 
 
 def images(options: ImagesOptions) -> Dataset:
     """`pixel_values` float32 [n, channels, height, width], what else a processor gives, and `labels` int64 [n]."""
     found = find(options)
     tensors = {**inputs_of(found.pictures, options), "labels": torch.tensor(found.labels)}
-    return Dataset(tensors, domains=found.domains, sources=found.sources())
+    return Dataset(tensors, domains=found.domains, sources=found.sources(), groups=found.groups)
 
 
 def find(options: ImagesOptions) -> Found:

@@ -50,7 +50,7 @@ def imagetext(options: ImageTextOptions) -> Dataset:
     found = find(options)
     texts = _texts(options)
     tensors = {**inputs_of(found.pictures, options), "labels": torch.tensor(found.labels)}
-    return Dataset(tensors, common=texts.inputs, domains=found.domains, sources=found.sources())
+    return Dataset(tensors, common=texts.inputs, domains=found.domains, sources=found.sources(), groups=found.groups)
 
 
 def _texts(options: ImageTextOptions) -> Encoded:

@@ -152,7 +152,7 @@ class Table:
         return [str(value) for value in values]
 
     def groups(self, option: str, name: str) -> list[bytes]:
-        """A column's values as the sources of the rows: rows of one group have the same."""
+        """A column's values as the groups of the rows."""
         return [value.encode() for value in self.texts(option, name)]
 
     def domains(self, option: str, name: str) -> Tensor:

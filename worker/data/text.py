@@ -63,15 +63,15 @@ def text(options: TextOptions) -> Dataset:
     padding = encoded.padding
     if labels.ndim > 1:
         padding = replace(padding, values={**padding.values, LABELS: IGNORED})
+    groups = None if options.group is None else table.groups("group", options.group)
+    sources = _sources(options, table)
     return Dataset(
-        {**encoded.inputs, LABELS: labels}, domains=domains, sources=_sources(options, table), padding=padding
+        {**encoded.inputs, LABELS: labels}, domains=domains, sources=sources, padding=padding, groups=groups
     )
 
 
 def _sources(options: TextOptions, table: Table) -> list[bytes]:
-    """Each row's group, or else a digest of its texts as they are in the file, without padding or tokenizer."""
-    if options.group is not None:
-        return table.groups("group", options.group)
+    """A digest of each row's texts as they are in the file, without padding or tokenizer."""
     names = [name for name in (options.text, options.second_text) if name is not None]
     rows = zip(*(table.column("text", name) for name in names), strict=True)
     return [hashlib.sha256(json.dumps(row, default=str).encode()).digest() for row in rows]
