@@ -29,8 +29,8 @@ from coordinator.storage.room import Room, is_full
 from coordinator.storage.rounds import ACTOR
 from coordinator.storage.snapshots import (
     Member,
+    candidates,
     central_due,
-    eligible,
     evaluators,
     ids,
     invitation,
@@ -334,7 +334,7 @@ class Conductor:
     def _willing(self, run_id: str, invited: Invitation, live: Sequence[Member]) -> list[Member]:
         """Who could take part in a round, each with what decides who does for its site."""
         with self._database.snapshot() as session:
-            return remembering(session, run_id, eligible(invited, live))
+            return remembering(session, run_id, candidates(session, invited, live))
 
     def _base(self, run_id: str) -> tuple[Invitation, VersionRef]:
         """What a run asks for, and its latest version."""

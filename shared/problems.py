@@ -337,6 +337,7 @@ OF_WORKERS: Mapping[str, str] = {
     "model-mismatch": _MISFIT,
     "invalid-model": _MISFIT,
     "invalid-version": _MISFIT,
+    "no-receipt": "Upgrade the coordinator, or all of them, before the workers.",
     "invalid-plan": _PLAN,
     "invalid-harvest": _PLAN,
     "invalid-method": _PLAN,

@@ -41,6 +41,10 @@ _DTYPES: dict[str, np.dtype] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+class NoReceipt(ValueError):
+    """The coordinator does not tell whether an accepted update was merged."""
+
+
 Ask = Callable[[str], TaskView | Receipt]
 """Tells what became of a task. Raises Problem."""
 
@@ -117,13 +121,25 @@ class Vault:
     def settle_run(self, run: str, receipt: Receipt | None, ask: Ask) -> None:
         """Settles what a run has pending, before a task of it begins; `ask` is asked for what is not in the receipt.
 
-        Raises what `ask` raises.
+        Raises what `ask` raises, and NoReceipt where the task would begin from what is kept without knowing whether
+        the update before was merged.
         """
-        self._settle(self._of_run(run), "*", lambda task: receipt if receipt and receipt.task == task else ask(task))
+        told = self._settle(
+            self._of_run(run), "*", lambda task: receipt if receipt and receipt.task == task else ask(task)
+        )
+        if not told:
+            raise NoReceipt(
+                "the coordinator sends no receipts, so that a worker cannot tell whether what it keeps of the run "
+                "was merged: upgrade the coordinator first. What is kept waits until then"
+            )
 
-    def _settle(self, folder: Path, pattern: str, ask: Ask) -> None:
-        """Does with each pending file, oldest first, what its task has come to."""
+    def _settle(self, folder: Path, pattern: str, ask: Ask) -> bool:
+        """Does with each pending file, oldest first, what its task has come to.
+
+        Returns whether the coordinator told: one of before receipts says of an update for ever that it is accepted.
+        """
         waiting: list[Staged] = []
+        told = True
         for path in sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns):
             match = PENDING.fullmatch(path.name)
             if match is None:
@@ -133,17 +149,23 @@ class Vault:
                 staged.discard()
                 continue
             if fate.state == "accepted":
+                if isinstance(fate, TaskView) and not _read(path):
+                    # No receipt will come, and nothing is kept that could wait for it.
+                    staged.discard()
+                    continue
                 waiting.append(staged.accept())
+                told = isinstance(fate, Receipt)
             elif fate.state == "merged":
                 staged.commit(fate.unmerged)
             elif fate.state != "leased":
                 # A task that is still leased may have its submission on its way.
                 staged.discard()
             if fate.state in ("merged", "left_out"):
-                # Rounds end one after the other, so an update before this one is not merged any more. A coordinator
-                # of the version before says of such a one for ever that it is accepted.
+                # Rounds end one after the other, so an update before this one is not merged any more.
                 while waiting:
                     waiting.pop().discard()
+                told = True
+        return told
 
     def unused(self, since: float) -> list[str]:
         """The runs for which nothing was kept or settled since then, in seconds since 1970."""

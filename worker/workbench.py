@@ -68,7 +68,7 @@ from worker.settings import (
     mappings_of,
 )
 from worker.trainer import Batches, Check, Trainer, epochs_of, gradient_scaler, seed_everything, steps_in
-from worker.vault import Vault
+from worker.vault import NoReceipt, Vault
 from worker.work import LocalWork
 
 if TYPE_CHECKING:
@@ -471,7 +471,10 @@ class Workbench:
         )
         half = worker_half(task.method, facts)
         memory = self._memory(task, manifest, check, report)
-        self.vault.settle_run(task.run, task.receipt, self.coordinator.task)
+        try:
+            self.vault.settle_run(task.run, task.receipt, self.coordinator.task)
+        except NoReceipt as fault:
+            raise TaskFailure("no-receipt", str(fault)) from None
         vault = self.vault.load(task.run)
         feedback = Feedback.of(vault, task.plan.stage, task.round)
         own = without_feedback(vault)

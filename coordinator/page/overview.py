@@ -19,7 +19,7 @@ from coordinator.page.rendering import plural, render, size
 from coordinator.page.visitors import PageRoute, Signed
 from coordinator.services import Services
 from coordinator.storage import views
-from coordinator.storage.snapshots import eligible, invitation, live_workers, sites_of
+from coordinator.storage.snapshots import candidates, invitation, live_workers, sites_of
 from coordinator.storage.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from shared.fairness import scores_by_version
 from shared.wire import Round, Run, TaskView
@@ -151,7 +151,7 @@ def _concerns(session: Session, serving: Services, now: float) -> Iterator[Conce
     live = live_workers(session, now - serving.settings.live_seconds)
     for run in session.scalars(newest.where(RunRow.state == "running")):
         view = views.run_view(session, run)
-        able, quorum = len(sites_of(eligible(invitation(session, run), live))), view.spec.cohort.quorum
+        able, quorum = len(sites_of(candidates(session, invitation(session, run), live))), view.spec.cohort.quorum
         if able < quorum:
             detail = f"{plural(able, 'live site')} could train on {view.spec.dataset}; its quorum is {quorum}."
             yield Concern(

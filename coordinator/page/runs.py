@@ -39,7 +39,7 @@ from coordinator.page.rendering import NOTHING, number, percent, plural, render,
 from coordinator.page.visitors import PageRoute, Signed, Visitor
 from coordinator.services import Services
 from coordinator.storage import views
-from coordinator.storage.snapshots import eligible, invitation, live_workers, sites_of
+from coordinator.storage.snapshots import candidates, invitation, live_workers, sites_of
 from coordinator.storage.tables import RoundRow, RunRow, VersionRow
 from shared.anomaly import DISTANCE, JUDGES, NORM
 from shared.fairness import BETTER_LOW, PERSONAL, scores_by_version, spreads
@@ -237,7 +237,7 @@ def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> 
 
 def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> str:
     live = live_workers(session, now - serving.settings.live_seconds)
-    able = len(sites_of(eligible(invitation(session, session.get_one(RunRow, run.id)), live)))
+    able = len(sites_of(candidates(session, invitation(session, session.get_one(RunRow, run.id)), live)))
     quorum = run.spec.cohort.quorum
     if able < quorum:
         return f"{able} of the {quorum} sites that it needs are live."

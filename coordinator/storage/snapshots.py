@@ -15,6 +15,7 @@ from coordinator.domain.records import Due, RoundSnapshot, RunSnapshot, TaskSnap
 from coordinator.storage import audit
 from coordinator.storage.declarations import Declarations
 from coordinator.storage.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from shared.methods import sticky
 from shared.methods.contract import Participant
 from shared.willing import Invitation, mirror_of, objections
 from shared.wire import ACCEPTED, Mirror, RunSpec
@@ -71,6 +72,28 @@ def invitation(session: Session, run: RunRow) -> Invitation:
 def eligible(invited: Invitation, live: Sequence[Member]) -> list[Member]:
     """Who could train in a round of this run: allowed, willing, with the data and the method."""
     return [worker for worker in live if not objections(invited, worker.site, worker.declared)]
+
+
+def candidates(session: Session, invited: Invitation, live: Sequence[Member]) -> list[Member]:
+    """Who of them may be asked in the run's next round: where the method is sticky, nobody in another's place."""
+    able = eligible(invited, live)
+    if not sticky(invited.spec.method):
+        return able
+    # A site with one worker has nobody else.
+    several = select(WorkerRow.site_id).group_by(WorkerRow.site_id).having(func.count() > 1)
+    latest = func.max(TaskRow.version_number)
+    rows: Iterable[Row[str, str]] = session.execute(
+        select(SiteRow.name, TaskRow.worker_id)
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        # What is accepted may be merged yet.
+        .where(TaskRow.run_id == invited.run, TaskRow.kind == "train", TaskRow.state.in_(("accepted", "merged")))
+        .where(WorkerRow.site_id.in_(several))
+        .group_by(SiteRow.name, TaskRow.worker_id)
+        .order_by(latest)
+    )
+    took_part = {row.name: row.worker_id for row in rows}
+    return [worker for worker in able if took_part.get(worker.site, worker.id) == worker.id]
 
 
 def sites_of(workers: Iterable[Member]) -> set[str]:
@@ -153,7 +176,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[Member], *, absen
         cohort=spec.cohort,
         round=_round_snapshot(session, round_, here) if round_ else None,
         abandoned=_abandoned(session, run),
-        eligible=len(sites_of(eligible(invited, live))),
+        eligible=len(sites_of(candidates(session, invited, live))),
         idle_since=_idle_since(session, run),
         evaluations=_task_snapshots(session, pending, here),
         unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),

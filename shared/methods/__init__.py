@@ -82,6 +82,12 @@ def check(chosen: Chosen) -> None:
     _method(chosen)
 
 
+def sticky(chosen: Chosen) -> bool:
+    """Whether a site stays with one worker (`CoordinatorHalf.sticky`); False for a method that is not installed."""
+    method = methods().get(chosen.name)
+    return method is not None and method.coordinator.sticky
+
+
 def coordinator_half(chosen: Chosen, run: RunFacts) -> CoordinatorHalf[Any]:
     method, settings = _method(chosen)
     return method.coordinator(settings, run)

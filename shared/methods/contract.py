@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import Field
 
@@ -129,6 +129,10 @@ class RunFacts:
 
 class CoordinatorHalf(Generic[C]):
     """Runs on the coordinator: numpy only; no clock, no network, no files."""
+
+    sticky: ClassVar[bool] = False
+    """Whether the server's memory counts what each site keeps. A site that took part then stays with the worker whose
+    update was merged, since what that one keeps is its own; while it is away, so is the site."""
 
     def __init__(self, settings: C, run: RunFacts) -> None:
         self.settings = settings

@@ -63,6 +63,8 @@ class FedDynSettings(MethodSettings):
 
 
 class FedDynCoordinator(CoordinatorHalf[FedDynSettings]):
+    sticky = True
+
     def start(self, state: State) -> State:
         if self.run.workers_per_site > 1:
             raise Unsuited(

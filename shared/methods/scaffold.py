@@ -56,6 +56,8 @@ class ScaffoldSettings(MethodSettings):
 
 
 class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
+    sticky = True
+
     def start(self, state: State) -> State:
         training = self.run.training
         if self.settings.strength and (training.optimizer != "sgd" or training.momentum):

@@ -15,7 +15,7 @@ from shared.methods import Chosen
 from shared.model import Model
 from shared.tensors import from_bytes
 from shared.training import Training
-from shared.wire import Cohort, Evaluation, Run, Submission, Task
+from shared.wire import Cohort, Evaluation, Run, Submission, Task, TaskView
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.tasks import VIT, images
@@ -25,7 +25,7 @@ from worker.data import Dataset
 from worker.models import instantiate, read_block
 from worker.report import Report
 from worker.vault import Vault
-from worker.workbench import Workbench
+from worker.workbench import TaskFailure, Workbench
 
 MODEL = small_model()
 START = values(MODEL)
@@ -195,6 +195,41 @@ def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure
         mean = sum(vault.get(entry_name, np.zeros_like(server)) for vault in vaults) / len(vaults)
         largest, furthest = max(largest, np.abs(server).max()), max(furthest, np.abs(server - mean).max())
     assert 0 <= furthest < 1e-5 * largest
+
+
+class WithoutReceipts(Client):
+    """A client of a coordinator from before receipts."""
+
+    def task(self, task_id: str) -> TaskView:
+        return super().task(task_id).model_copy(update={"receipt": None})
+
+
+@pytest.mark.parametrize(("method", "trains"), [("scaffold", False), ("fedavg", True)])
+def test_a_coordinator_without_receipts_gets_no_update_that_follows_from_what_the_site_keeps(
+    standing: LiveCoordinator, tmp_path: Path, method: str, trains: bool
+) -> None:
+    model = instantiate(VIT, "image-classification", seed=1)
+    document = Model(config=VIT, head="image-classification", blocks=block_table(model))
+    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    name = f"receipts{next(_names)}"
+    older = WithoutReceipts(standing.url, standing.token("site", "a"), verify=False)
+    with older:
+        worker = ScriptedWorker(older, name=name, datasets={name: 12}, methods=(method,))
+        own = bench(tmp_path, worker, labelled(0))
+        worker.enrol()
+        training = Training(optimizer="sgd", momentum=0, learning_rate=0.05, batch_size=4)
+        start_run(
+            standing.client(), document, start, dataset=name, rounds=2, method=Chosen(name=method), training=training
+        )
+        own.do(worker.take(), lambda: None, Report())
+        second = worker.take().model_copy(update={"receipt": None})
+        if trains:
+            own.do(second, lambda: None, Report())
+            return
+        with pytest.raises(TaskFailure, match="upgrade the coordinator first") as failure:
+            own.do(second, lambda: None, Report())
+        assert failure.value.code == "no-receipt"
+        assert [path.name[:9] for path in own.vault._of_run(second.run).iterdir()] == ["accepted-"]
 
 
 def bench(folder: Path, worker: ScriptedWorker, data: Dataset) -> Workbench:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from coordinator.storage.snapshots import live_workers, run_snapshot
 from shared.client import Client
-from shared.wire import Cohort, Run, Task
+from shared.methods import Chosen
+from shared.wire import Cohort, Run, Task, Training
 from tests.support.cli import tessera
-from tests.support.coordinator import LiveCoordinator, refusing, until
+from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
 MODEL = small_model()
@@ -141,6 +144,37 @@ def test_the_worker_that_did_the_last_round_does_the_next_while_it_is_live(stand
         for worker in workers.values():
             worker.train(worker.take())
         until(lambda: client.run(run.id).version.number == number)  # noqa: B023
+
+
+@pytest.mark.parametrize(("method", "others"), [("scaffold", False), ("feddyn", False), ("fedavg", True)])
+def test_no_other_worker_takes_the_place_of_one_whose_kept_state_the_server_counts(
+    tmp_path: Path, method: str, others: bool
+) -> None:
+    clock = Clock()
+    training = Training(optimizer="sgd", learning_rate=0.1)
+    with LiveCoordinator(tmp_path, clock=clock) as live:
+        client, site = live.client(), live.client("site", "a")
+        first, second = (ScriptedWorker(site, name=name, methods=(method,)) for name in ("first", "second"))
+        first.enrol()
+        run = start_run(client, MODEL, START, rounds=3, method=Chosen(name=method), training=training)
+        task = first.take()
+        # So that no round opens before the second worker is the only one there.
+        client.set_run_state(run.id, "paused")
+        first.train(task, 0.01, steps=1)
+        until(lambda: client.run(run.id).version.number == 1)
+        clock.advance(live.settings.live_seconds + 1)
+        second.enrol()
+        with live.services.database.snapshot() as session:
+            there = live_workers(session, clock() - live.settings.live_seconds)
+            assert [worker.name for worker in there] == ["a/second"]
+            # Counted as absent, so that a quorum is not met by it.
+            assert run_snapshot(session, run.id, there, absent_are_gone=True).eligible == others
+        client.set_run_state(run.id, "running")
+        if others:
+            assert second.take().round == 2
+        else:
+            assert first.take().round == 2
+            assert [task.worker for task in client.round(run.id, 2).tasks] == ["a/first"]
 
 
 def test_bounds_are_those_of_the_first_round_whoever_comes_later(standing: LiveCoordinator) -> None:

@@ -14,7 +14,7 @@ from shared.container import ContainerError
 from shared.problems import MEDIA_TYPE, NotFound, Problem, Unavailable
 from shared.wire import Receipt, TaskView
 from tests.support.scripted import Answer, answering
-from worker.vault import Vault
+from worker.vault import NoReceipt, Vault
 
 RUN, TASK = "run-1", "task-1"
 
@@ -172,6 +172,28 @@ def test_an_update_before_one_that_is_over_is_over_too(tmp_path: Path, state: st
     vault.stage(RUN, "task-2", 3, kept(3.0)).accept()
     vault.settle(lambda task: answer("accepted" if task == "task-1" else state))
     assert (files(tmp_path), value_in(vault)) == (["current.safetensors"], value)
+
+
+def test_a_coordinator_without_receipts_is_given_no_round_from_what_may_be_out_of_date(tmp_path: Path) -> None:
+    vault = Vault(tmp_path)
+    vault.stage(RUN, TASK, 3, kept(1.0)).accept()
+    for _ in range(2):
+        with pytest.raises(NoReceipt, match="upgrade the coordinator first"):
+            vault.settle_run(RUN, None, lambda _: answer("accepted"))
+    # A worker that has nothing to do asks too, and drops nothing either.
+    vault.settle(lambda _: answer("accepted"))
+    assert files(tmp_path) == [f"accepted-{TASK}-3.safetensors"]
+    # Once it is upgraded, the next task tells.
+    vault.settle_run(RUN, receipt("merged"), nobody)
+    assert (files(tmp_path), value_in(vault)) == (["current.safetensors"], 1.0)
+
+
+def test_what_keeps_nothing_needs_no_receipt_and_is_asked_about_once(tmp_path: Path) -> None:
+    vault = Vault(tmp_path)
+    vault.stage(RUN, TASK, 3, {}).accept()
+    vault.settle_run(RUN, None, lambda _: answer("accepted"))
+    vault.settle_run(RUN, None, nobody)
+    assert files(tmp_path) == []
 
 
 def test_which_runs_have_not_used_their_vault_for_long_is_told_by_their_last_change(tmp_path: Path) -> None:
