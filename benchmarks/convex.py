@@ -273,7 +273,7 @@ def scenarios(arm: Arm, rounds: int) -> dict[str, Scenario]:
     }
     if arm.keeps:
         abandoned = Scenario({"cohort": {"quorum": len(SIZES), "tries": 100}}, Conditions(dropout=0.1))
-        return {**every, "attempts abandoned": abandoned, "left out by norm": Scenario({"max_norm_of_median": 1.4})}
+        return {**every, "attempts abandoned": abandoned, "left out by norm": Scenario({"max_norm_of_median": 1.01})}
     # From 5 to 50 steps a round, by size.
     return {**every, "batches of 8": Scenario(training={"batch_size": 8, "learning_rate": RATE / 10})}
 
