@@ -76,7 +76,8 @@ def peak_bytes(pid: int) -> int:
 
 def _peak(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
+    # A process that has ended and was not waited for yet holds no memory, and its status has no such line.
+    return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), 0) * 1024
 
 
 @dataclass

@@ -23,6 +23,7 @@ FIRST = {
     "a folder is not flushed after a rename": 1,
     "a blob is in the table before it has its name": 1,
     "an update leaks into the next attempt": 35,
+    "the vault keeps before the update is merged": 10,
     "digests are not verified": 13,
     "whoever was ever here is present": 7,
     "a round never reaches its deadline": 5,
