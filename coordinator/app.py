@@ -62,7 +62,8 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     app.add_middleware(Timing)
     app.add_middleware(Tracing)
     routers = (module.router for module in (runs, events, tasks, blobs, sites, enrolments, admin, health))
-    for router in (*routers, blobs.listed):
+    # Before the other blobs, to whose path its own is like a digest.
+    for router in (blobs.listed, *routers):
         app.include_router(router, responses=REFUSALS)
     page.install(app)
     # FastAPI makes its routes when they are first asked for: here, and not while somebody waits for the first answer.
@@ -73,7 +74,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
 
 
 class _Api(FastAPI):
-    """FastAPI describes every answer as JSON or as text; this names the media types that are sent."""
+    """The description of the API as FastAPI makes it, made true of media types, parameters and names."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -82,13 +83,36 @@ class _Api(FastAPI):
                 for operation in operations.values():
                     for answer in operation["responses"].values():
                         _name_media_types(answer.get("content", {}))
+                    for parameter in operation.get("parameters", ()):
+                        _take_null_out(parameter["schema"])
+            _refuse_other_names(description["components"])
         return super().openapi()
 
 
 def _name_media_types(content: dict[str, Any]) -> None:
-    schema = content.get("application/json", {}).get("schema", {})
-    if schema.get("$ref") == "#/components/schemas/ProblemDocument":
-        content[MEDIA_TYPE] = content.pop("application/json")
-    if EVENT_STREAM in content:
-        # No schema of OpenAPI 3.1 describes a stream of events.
-        content[EVENT_STREAM] = {}
+    """FastAPI describes every answer of an operation in the media type of its first."""
+    for media_type, described in tuple(content.items()):
+        if described.get("schema", {}).get("$ref") == "#/components/schemas/ProblemDocument":
+            del content[media_type]
+            content[MEDIA_TYPE] = described
+        elif media_type == EVENT_STREAM:
+            # No schema of OpenAPI 3.1 describes a stream of events.
+            content[EVENT_STREAM] = {}
+
+
+def _take_null_out(schema: dict[str, Any]) -> None:
+    """A parameter that is optional is left out; there is no null in a header or a query."""
+    if {"type": "null"} in schema.get("anyOf", ()):
+        [schema_of_value] = [each for each in schema.pop("anyOf") if each != {"type": "null"}]
+        schema |= schema_of_value
+
+
+def _refuse_other_names(schema: object) -> None:
+    """Pydantic refuses a name that breaks its pattern, and leaves that out."""
+    if isinstance(schema, dict):
+        if "patternProperties" in schema:
+            schema.setdefault("additionalProperties", False)
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for each in schema:
+            _refuse_other_names(each)

@@ -42,7 +42,9 @@ def _checked(text: str) -> str:
     return text
 
 
-Span = Annotated[str, Field(max_length=32), AfterValidator(_checked)]
+Span = Annotated[
+    str, Field(max_length=32, json_schema_extra={"pattern": f"^{_SPAN.pattern}$"}), AfterValidator(_checked)
+]
 
 
 def is_open(hours: Iterable[Span], local: datetime) -> bool:

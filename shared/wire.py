@@ -181,7 +181,7 @@ class VersionRef(Message):
 class Wanted(Message):
     """Blobs to be read one behind the other, each once, from byte `start` of them all on."""
 
-    digests: tuple[Digest, ...] = Field(min_length=1, max_length=MOST_WANTED)
+    digests: tuple[Digest, ...] = Field(min_length=1, max_length=MOST_WANTED, json_schema_extra={"uniqueItems": True})
     start: NonNegativeInt = Field(default=0, lt=1 << 53)
 
     @field_validator("digests")

@@ -10,7 +10,7 @@ import base64
 import binascii
 import re
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Request, Response
 from fastapi.responses import StreamingResponse
@@ -45,9 +45,24 @@ def _in_digits(written: object) -> object:
 
 
 DIGITS = BeforeValidator(_in_digits)
+MOST_BYTES = 10**19 - 1
+"""What so many digits can say."""
+
+PARTIAL_UPLOAD = "application/partial-upload"
 
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
-_REPR_DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/=]{44}):")
+_REPR_DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
+
+ReprDigest = Annotated[
+    str, Header(alias="Repr-Digest", max_length=256, json_schema_extra={"pattern": f"^{_REPR_DIGEST.pattern}$"})
+]
+"""Described by its pattern and judged by `_digest`, whose refusal says more."""
+
+
+def _bytes_of(media_type: str, *, required: bool) -> dict[str, Any]:
+    """Describe a body that a handler reads piece by piece, of which FastAPI knows nothing."""
+    # Bytes have no schema in OpenAPI 3.1.
+    return {"requestBody": {"content": {media_type: {}}, "required": required}}
 
 
 def uploads(serving: Serving) -> Uploads:
@@ -68,8 +83,14 @@ Uploading = Annotated[Uploads, Depends(uploads)]
 # ---------------------------------------------------------------- down
 
 
-@router.get("/blobs/{digest}", operation_id="getBlob", response_class=StreamingResponse)
-@router.head("/blobs/{digest}", operation_id="headBlob")
+_PARTS: dict[int | str, dict[str, Any]] = {
+    206: {"description": "the bytes that `Range` asks for"},
+    304: {"description": "`If-None-Match` names it: the caller has it"},
+}
+
+
+@router.get("/blobs/{digest}", operation_id="getBlob", response_class=StreamingResponse, responses=_PARTS)
+@router.head("/blobs/{digest}", operation_id="headBlob", response_class=StreamingResponse, responses=_PARTS)
 def get_blob(
     digest: DigestPath,
     request: Request,
@@ -173,15 +194,21 @@ def _span(header: str, size: int) -> tuple[int, int] | None:
 # ---------------------------------------------------------------- up
 
 
-@router.post("/uploads", status_code=201, operation_id="createUpload")
+@router.post(
+    "/uploads",
+    status_code=201,
+    operation_id="createUpload",
+    response_class=Response,
+    openapi_extra=_bytes_of("application/octet-stream", required=False),
+)
 async def create_upload(
     request: Request,
     serving: Serving,
     uploading: Uploading,
     caller: Holder,
-    length: Annotated[int, DIGITS, Header(alias="Upload-Length", ge=0)],
+    length: Annotated[int, DIGITS, Header(alias="Upload-Length", ge=0, le=MOST_BYTES)],
     complete: Complete,
-    repr_digest: Annotated[str, Header(alias="Repr-Digest", max_length=256)],
+    repr_digest: ReprDigest,
 ) -> Response:
     """Announces a blob by its digest and length. With `Upload-Complete: ?1` its bytes are the body."""
     if length > serving.settings.max_upload_bytes:
@@ -203,18 +230,23 @@ def head_upload(upload_id: str, uploading: Uploading, caller: Holder) -> Respons
     return Response(status_code=204, headers={**headers, "Cache-Control": "no-store"})
 
 
-@router.patch("/uploads/{upload_id}", status_code=204, operation_id="appendUpload")
+@router.patch(
+    "/uploads/{upload_id}",
+    status_code=204,
+    operation_id="appendUpload",
+    openapi_extra=_bytes_of(PARTIAL_UPLOAD, required=True),
+)
 async def append_upload(
     upload_id: str,
     request: Request,
     serving: Serving,
     uploading: Uploading,
     caller: Holder,
-    offset: Annotated[int, DIGITS, Header(alias="Upload-Offset", ge=0)],
+    offset: Annotated[int, DIGITS, Header(alias="Upload-Offset", ge=0, le=MOST_BYTES)],
 ) -> Response:
     """Adds bytes to an upload, from where it stands."""
-    if request.headers.get("Content-Type") != "application/partial-upload":
-        raise BadRequest("the body of a PATCH to an upload has Content-Type application/partial-upload")
+    if request.headers.get("Content-Type") != PARTIAL_UPLOAD:
+        raise BadRequest(f"the body of a PATCH to an upload has Content-Type {PARTIAL_UPLOAD}")
     serving.memory.require()
     owner = caller.owner
     upload = await serving.uploading.run(owner, uploading.find, upload_id, owner)

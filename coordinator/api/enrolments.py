@@ -21,7 +21,8 @@ router = APIRouter(prefix="/v1", tags=["enrolments"], route_class=BoundedRoute)
 Shown = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 
-@router.post("/enrolments", status_code=201, operation_id="createEnrolment")
+# Without a token too, which a dependency on one does not say.
+@router.post("/enrolments", status_code=201, operation_id="createEnrolment", openapi_extra={"security": [{}]})
 def create_enrolment(spec: EnrolmentSpec, request: Request, serving: Serving, shown: Shown) -> Enrolment:
     """Asks for a worker to be admitted: by an administrator, or at once for one that shows an enrolment token. Only
     the hash of its secret is sent. The same hash again is the same wish."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http
 import math
+from collections.abc import Iterable, Iterator
 
 import structlog
 from fastapi import FastAPI, Request
@@ -13,6 +14,7 @@ from pydantic import JsonValue
 from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import BaseRoute, Route
 
 from coordinator.metrics import PROBLEMS_TOTAL
 from coordinator.storage.database import DATABASE_AWAY
@@ -87,9 +89,27 @@ def _http(request: Request, refusal: Exception) -> Response:
     assert isinstance(refusal, HTTPException)  # noqa: S101 (registered for it)
     phrase = http.HTTPStatus(refusal.status_code).phrase
     kind: type[Problem] = NotFound if refusal.status_code == 404 else BadRequest
-    problem = kind(f"{request.method} {request.scope['path']}: {phrase}", headers=dict(refusal.headers or {}))
+    headers = dict(refusal.headers or {})
+    if refusal.status_code == 405 and (methods := _methods_of(request)):
+        headers["Allow"] = ", ".join(sorted(methods))
+    problem = kind(f"{request.method} {request.scope['path']}: {phrase}", headers=headers)
     document = problem.json() | {"status": refusal.status_code}
     return _written(document, problem, refusal.status_code, problem.headers)
+
+
+def _methods_of(request: Request) -> set[str]:
+    """Return every method of the path. Each has a route of its own, and the one that refuses names its own alone."""
+    path = getattr(request.scope.get("route"), "path", None)
+    same = (route for route in _routes(request.app.router.routes) if route.path == path)
+    return {method for route in same for method in route.methods or ()}
+
+
+def _routes(routes: Iterable[BaseRoute]) -> Iterator[Route]:
+    for route in routes:
+        if within := getattr(route, "original_router", None):
+            yield from _routes(within.routes)
+        elif isinstance(route, Route):
+            yield route
 
 
 def _gone(request: Request, fault: Exception) -> Response:

@@ -138,8 +138,19 @@ def test_a_path_that_leads_nowhere_is_a_problem_too(http: httpx.Client, method: 
     refused(answer, status, code)
 
 
-def test_a_wrong_method_names_the_right_ones(http: httpx.Client) -> None:
-    assert http.put("/v1/admin/status").headers["Allow"] == "GET"
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/admin/status", "GET"),
+        ("/v1/runs", "GET, POST"),
+        ("/v1/runs/x", "GET, PATCH"),
+        ("/v1/runs/preview", "POST"),
+        ("/v1/blobs/read", "POST"),
+        ("/v1/blobs/x", "GET, HEAD"),
+    ],
+)
+def test_a_wrong_method_names_all_the_right_ones(http: httpx.Client, path: str, methods: str) -> None:
+    assert http.put(path).headers["Allow"] == methods
 
 
 @pytest.mark.parametrize("code", PROBLEMS)
