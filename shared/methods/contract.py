@@ -156,9 +156,9 @@ class CoordinatorHalf(Generic[C]):
         """Judges what a worker reports beside its blocks. Raises ValueError, which refuses the update."""
 
     def stretch(self, numbers: Mapping[str, float]) -> float:
-        """Return the factor by which `merge` lengthens the step of an update with these numbers, but for a factor that
-        all updates of a round have in common. Norms are compared after it (`max_norm_of_median`), within a round and
-        over rounds, so it depends on nothing but these numbers."""
+        """Return by how much `merge` lengthens the step of an update with these numbers, but for a factor that all
+        updates of a round have in common. Norms are compared after it (`max_norm_of_median`), within a round and over
+        rounds, so it depends on nothing but these numbers."""
         return 1.0
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
