@@ -52,13 +52,13 @@ class Overspent(ValueError):
 
 
 def epsilon(events: Iterable[Event], delta: float) -> float:
-    """What all of the events together cost, at this delta."""
+    """Return what all of the events together cost at this delta, if their settings were fixed beforehand."""
     steps, rho = _sums(events)
     return _epsilon(steps, rho, delta)
 
 
 def within(events: Iterable[Event], budget: Budget) -> bool:
-    """Whether all of the events together fit into the budget."""
+    """Return whether all of the events together fit into a run's target, if their settings were fixed beforehand."""
     steps, rho = _sums(events)
     # The quick bound decides most cases.
     return _renyi(steps, rho, budget.delta) <= budget.epsilon or _epsilon(steps, rho, budget.delta) <= budget.epsilon
