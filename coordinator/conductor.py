@@ -45,9 +45,10 @@ from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow
 from coordinator.storage.transitions import move_run, move_task
 from shared import spans
 from shared.aggregation import Aggregation, norm_scores, observed, outlying
+from shared.methods import coordinator_half
 from shared.methods.contract import Plan, State
 from shared.model import Model
-from shared.planning import plan_round, warnings_of
+from shared.planning import plan_round, run_facts, warnings_of
 from shared.problems import Conflict, StoreAway, StoreFull
 from shared.states import States
 from shared.tracing import trace_of, traceparent_of
@@ -382,7 +383,8 @@ class Conductor:
         made = VersionRef(number=base.number + 1, digest=new[-1].digest)
         model = self._states.model(spec.model)
         state = self._states.load(model, manifest, made.number)
-        warnings = warnings_of(spec, model, state, bounds, outlying(bounds, accepted))
+        half = coordinator_half(spec.method, run_facts(spec, model))
+        warnings = warnings_of(spec, model, state, bounds, outlying(half, bounds, accepted))
         live = self._live()
         willing = self._willing(run_id, invited, live)
         # If its cohort is not all here, a later look opens the next round.
@@ -401,9 +403,9 @@ class Conductor:
             round_ = session.get_one(RoundRow, round_id)
             for warning in rounds.commit_round(session, now, run, round_, made, manifest, warnings, merged):
                 log.warning("version.warning", run=run_id, number=made.number, warning=warning)
-            rounds.note_scores(session, round_id, norm_scores(bounds, accepted))
+            rounds.note_scores(session, round_id, norm_scores(half, bounds, accepted))
             if run.bounds is not None:
-                run.bounds = observed(bounds, accepted).model_dump()
+                run.bounds = observed(half, bounds, accepted).model_dump()
             # Before the next round is offered: a site measures its own model as this round left it.
             woken = rounds.offer_at_sites(session, now, run, live)
             if run.state != "running" or plans is None or not self._all_live(session, plans):

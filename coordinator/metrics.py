@@ -158,9 +158,9 @@ def _of_runs(session: Session) -> Iterator[Metric]:
 PER_RUN = {
     "version": "The latest version of a live run, which is the number of rounds that it has committed",
     "rounds": "Rounds that a live run is to have",
-    "cohort": "Workers asked in a live run's last committed round",
-    "updates": "Updates accepted in it",
-    "upload_bytes": "Bytes of these updates",
+    "cohort": "Sites asked in a live run's last committed round",
+    "updates": "Sites of which an update was accepted in it",
+    "upload_bytes": "Bytes of these sites' updates",
     "download_bytes": "Bytes that their workers had fetched for it",
 }
 MEASURED = "What the latest measured version of a live run came to, at the central worker or as a mean over sites"

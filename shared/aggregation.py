@@ -90,7 +90,8 @@ class Aggregation:
         model = self.states.model(spec.model)
         manifest = self.states.manifest(base.digest)
         state = self.states.load(model, manifest, base.number)
-        aside = set(outlying(bounds, accepted))
+        half = coordinator_half(spec.method, run_facts(spec, model))
+        aside = set(outlying(half, bounds, accepted))
         updates: list[Update] = []
         blocks: dict[str, set[str]] = {}
         for entries in _by_site(entry for entry in accepted if entry.worker not in aside):
@@ -108,7 +109,6 @@ class Aggregation:
             blocks |= {update.worker: set(update.blocks) for update in sent}
             update = pooled(state.model, sent, spec.divide)
             updates.append(replace(update, examples=min(update.examples, bounds.max_examples or update.examples)))
-        half = coordinator_half(spec.method, run_facts(spec, model))
         return half, state, updates, blocks
 
 
@@ -144,21 +144,23 @@ def _means(told: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     }
 
 
-def norm_scores(bounds: Bounds, accepted: Sequence[Accepted]) -> dict[str, dict[str, float]]:
+def norm_scores(
+    half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Accepted]
+) -> dict[str, dict[str, float]]:
     """The norm of each worker's site beside the others', and whether its update is left out for that."""
-    aside = outlying(bounds, accepted)
+    aside = outlying(half, bounds, accepted)
     return {
         worker: {NORM: ratio, **({LEFT_OUT: 1.0} if worker in aside else {})}
-        for worker, ratio in _ratios(accepted).items()
+        for worker, ratio in _ratios(half, accepted).items()
     }
 
 
-def outlying(bounds: Bounds, accepted: Sequence[Accepted]) -> list[str]:
+def outlying(half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Accepted]) -> list[str]:
     """The workers whose site's update is larger than the run takes, beside the largest median of any round so far.
 
     Judged when the round is over: on arrival it would depend on who came first (docs/decisions/0021).
     """
-    most, norms = bounds.max_norm_of_median, _norms(accepted)
+    most, norms = bounds.max_norm_of_median, _norms(half, accepted)
     middle = median_norm(norms)
     if most is None or middle == 0:
         return []
@@ -166,22 +168,30 @@ def outlying(bounds: Bounds, accepted: Sequence[Accepted]) -> list[str]:
     return sorted(entry.worker for entry in accepted if norms.get(entry.site, 0.0) > limit)
 
 
-def observed(bounds: Bounds, accepted: Sequence[Accepted]) -> Bounds:
+def observed(half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Accepted]) -> Bounds:
     """Return the bounds of the rounds after the one that these updates made."""
-    return bounds.model_copy(update={"median_norm": max(bounds.median_norm, median_norm(_norms(accepted)))})
+    return bounds.model_copy(update={"median_norm": max(bounds.median_norm, median_norm(_norms(half, accepted)))})
 
 
-def _ratios(accepted: Sequence[Accepted]) -> dict[str, float]:
+def _ratios(half: CoordinatorHalf[Any], accepted: Sequence[Accepted]) -> dict[str, float]:
     """Each worker's site's norm over the median of the sites'."""
-    ratios = relative_norms(_norms(accepted))
+    ratios = relative_norms(_norms(half, accepted))
     return {entry.worker: ratios[entry.site] for entry in accepted if entry.site in ratios}
 
 
-def _norms(accepted: Sequence[Accepted]) -> dict[str, float]:
+def stretched_norm(half: CoordinatorHalf[Any], numbers: Mapping[str, float]) -> float | None:
+    """Return the norm of an update's step as the method merges it, in a unit that is the same in every round.
+
+    None for an update that was not measured.
+    """
+    return numbers[UPDATE_NORM] * half.stretch(numbers) if UPDATE_NORM in numbers else None
+
+
+def _norms(half: CoordinatorHalf[Any], accepted: Sequence[Accepted]) -> dict[str, float]:
     """The norm of each site's update. That of several updates as one is at most the mean of theirs, which is what is
     taken for it: nothing is read again."""
-    return {
-        entries[0].site: mean[UPDATE_NORM]
+    means = {
+        entries[0].site: _means([(entry.examples, entry.numbers) for entry in entries])
         for entries in _by_site(accepted)
-        if UPDATE_NORM in (mean := _means([(entry.examples, entry.numbers) for entry in entries]))
     }
+    return {site: norm for site, mean in means.items() if (norm := stretched_norm(half, mean)) is not None}

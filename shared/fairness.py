@@ -84,6 +84,19 @@ def _by_name(names: Mapping[str, Mapping[str, list[Score]]]) -> dict[str, Spread
     }
 
 
+def scores_by_site(measurements: Iterable[Measurement], name: str) -> dict[str, dict[int, float]]:
+    """Return one number that sites measured on what they hold out, by site and version.
+
+    The workers of a site count as one, each in proportion to its examples.
+    """
+    found: dict[str, dict[int, list[Score]]] = {}
+    for one in measurements:
+        if one.held_out and name in one.numbers:
+            scores = found.setdefault(one.site, {}).setdefault(one.version, [])
+            scores.append(Score(one.site, one.examples, one.numbers[name]))
+    return {site: {v: _joined(scores).value for v, scores in of_site.items()} for site, of_site in found.items()}
+
+
 def _joined(scores: list[Score]) -> Score:
     examples = [score.examples for score in scores]
     return Score(scores[0].site, sum(examples), fmean([score.value for score in scores], examples))

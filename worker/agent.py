@@ -218,12 +218,17 @@ class Agent:
         return task
 
     def _tidy(self) -> None:
-        """Settles what still waits for a receipt, as after a run's end, and removes old vaults of runs that ended."""
+        """Settles what still waits for a receipt, as after a run's end, and removes old vaults of runs that ended and
+        old verdicts on models."""
         vault, days = self._bench.vault, self._settings.keep_vaults_days
         vault.settle(self._client.task)
-        if days == "forever" or time.monotonic() < self._removes_at:
+        if time.monotonic() < self._removes_at:
             return
         self._removes_at = time.monotonic() + REMOVAL_SECONDS
+        if self._bench.sandbox:
+            self._bench.sandbox.sweep(time.time())
+        if days == "forever":
+            return
         for run in vault.unused(time.time() - days * DAY_SECONDS):
             with suppress(NotFound):
                 # The coordinator has to say so: a run that it does not know may be another coordinator's.

@@ -50,6 +50,9 @@ WALL_SECONDS = 1800.0
 LOOK_SECONDS = 0.1
 IDLE_SECONDS = 60.0
 
+KEEP_DAYS = 30
+"""For how long a verdict is kept that nobody asks for."""
+
 HEADER = struct.Struct(">QQQ")
 """Of a question: its bytes, which follow, and the limits."""
 STATUS = struct.Struct(">q")
@@ -101,10 +104,19 @@ class Sandbox:
             try:
                 if not within.exists():
                     self._ask(key, question, check)
-                    within.touch(mode=0o600)
+                # Its time is that of its last use.
+                within.touch(mode=0o600)
             finally:
                 # Those who wait have it open, and find the verdict.
                 Path(lock.name).unlink(missing_ok=True)
+
+    def sweep(self, now: float) -> None:
+        """Remove the verdicts that were last used more than `KEEP_DAYS` before `now`, in Unix seconds."""
+        for path in self.folder.glob("*") if self.folder else ():
+            # Another worker may have removed it meanwhile.
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < now - KEEP_DAYS * 86400:
+                    path.unlink()
 
     def _ask(self, key: str, question: bytes, check: Callable[[], None]) -> None:
         refusal = self._laid_out(question, check)

@@ -42,7 +42,7 @@ from coordinator.storage import views
 from coordinator.storage.snapshots import candidates, invitation, live_workers, sites_of
 from coordinator.storage.tables import RoundRow, RunRow, VersionRow
 from shared.anomaly import DISTANCE, JUDGES, NORM
-from shared.fairness import BETTER_LOW, PERSONAL, scores_by_version, spreads
+from shared.fairness import BETTER_LOW, PERSONAL, scores_by_site, scores_by_version, spreads
 from shared.methods.fedfrozen import PERSISTENCE, SIGNAL, TO_WIN
 from shared.privacy import Privacy
 from shared.problems import NotFound
@@ -330,15 +330,12 @@ def _metric(
     own = {v: s[PERSONAL + name].mean for v, s in spreads(told).items()} if told else {}
     if own:
         lines.append(Series("sites' own models, mean", own, main=True))
-    by_site: dict[str, dict[int, float]] = {}
-    for one in measurements:
-        if one.held_out and name in one.numbers:
-            by_site.setdefault(one.site, {})[one.version] = one.numbers[name]
+    sites = scores_by_site(measurements, name)
     room = MOST_LINES - len(lines)
-    if len(by_site) > room:
-        note = f"{note} Of {len(by_site)} sites, those that fared worst when they were last measured.".strip()
-    worst = sorted(by_site, key=lambda site: _last(by_site[site]), reverse=name in BETTER_LOW)[:room]
-    lines += [Series(site, by_site[site]) for site in sorted(worst)]
+    if len(sites) > room:
+        note = f"{note} Of {len(sites)} sites, those that fared worst when they were last measured.".strip()
+    worst = sorted(sites, key=lambda site: _last(sites[site]), reverse=name in BETTER_LOW)[:room]
+    lines += [Series(site, sites[site]) for site in sorted(worst)]
     return _along(name, name.replace("_", " ").capitalize(), [line for line in lines if line.points], bands, note)
 
 

@@ -42,8 +42,9 @@ class RunFigures(NamedTuple):
     version: int
     rounds: int
     cohort: int
+    """Sites that were asked."""
     updates: int
-    """Accepted ones of the cohort's."""
+    """Those of which an update was accepted: the updates of one site's workers count as one."""
     upload_bytes: int
     download_bytes: int
     measured: dict[tuple[Place, str], float]
@@ -85,10 +86,16 @@ def run_figures(session: Session) -> list[RunFigures]:
 def _figures(session: Session, run: RunRow) -> RunFigures:
     spec = RunSpec.model_validate(run.spec)
     last = (RoundRow.run_id == run.id) & (RoundRow.number == run.version_number) & (RoundRow.state == "committed")
-    accepted = func.count().filter(TaskRow.state.in_(ACCEPTED))
+    # A site's token admits as many workers as the site likes.
+    sites = WorkerRow.site_id.distinct()
+    accepted = func.count(sites).filter(TaskRow.state.in_(ACCEPTED))
     up, down = func.sum(TaskRow.upload_bytes), func.sum(TaskRow.download_bytes)
-    of_round = select(func.count(), accepted, up, down).join(RoundRow, RoundRow.id == TaskRow.round_id).where(last)
-    cohort, updates, upload_bytes, download_bytes = session.execute(of_round).one()
+    of_round = (
+        select(func.count(sites), accepted, up, down)
+        .join(RoundRow, RoundRow.id == TaskRow.round_id)
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+    )
+    cohort, updates, upload_bytes, download_bytes = session.execute(of_round.where(last)).one()
     return RunFigures(
         run=run.id,
         name=spec.name,

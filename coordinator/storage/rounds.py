@@ -81,7 +81,7 @@ def offer_evaluation(session: Session, now: float, run: RunRow, due: Due, worker
 
 
 def offer_at_sites(session: Session, now: float, run: RunRow, live: Sequence[Member]) -> list[str]:
-    """Offers the run's latest due version to each site that lacks it; returns the workers' ids."""
+    """Offers the run's latest due version to each worker at a site that lacks it; returns their ids."""
     due = sites_due(session, run, invitation(session, run), live)
     by_id = {worker.id: worker for worker in live}
     asked = [(one, by_id[one.worker]) for one in due if one.worker]

@@ -270,9 +270,10 @@ def _latest_due(run: RunRow, spec: RunSpec) -> int:
 
 
 def sites_due(session: Session, run: RunRow, invited: Invitation, live: Sequence[Member]) -> list[Due]:
-    """The latest version that is due, for each live site that has not measured it, nor been asked to too often.
+    """The latest version that is due, for each live worker that has not measured it on what it holds out, nor been
+    asked to too often. All workers of a site are asked, and are one site in every figure (`shared.fairness`).
 
-    What a site missed of earlier versions is not made up for: what it keeps of the run has moved on.
+    What a worker missed of earlier versions is not made up for: what it keeps of the run has moved on.
     """
     able, spec = site_evaluators(invited, live), invited.spec
     if not able:

@@ -190,7 +190,8 @@ def _settled(round_: Round, run: Run, found: Iterable[Measurement], last: Round 
     if not evaluation.due(round_.number, run.spec.rounds) or latest > round_.number:
         return True
     # Which sites will measure a version nobody knows; those that trained it may.
-    held_out = [one.held_out for one in found if one.version == round_.version]
-    central = evaluation.dataset is None or not all(held_out)
-    sites = not evaluation.sites or sum(held_out) >= sum(task.is_accepted for task in round_.tasks)
-    return central and sites
+    of_version = [one for one in found if one.version == round_.version]
+    central = evaluation.dataset is None or not all(one.held_out for one in of_version)
+    measured = {one.site for one in of_version if one.held_out}
+    trained = {task.worker.partition("/")[0] for task in round_.tasks if task.is_accepted}
+    return central and (not evaluation.sites or len(measured) >= len(trained))

@@ -155,6 +155,12 @@ class CoordinatorHalf(Generic[C]):
     def check(self, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
         """Judges what a worker reports beside its blocks. Raises ValueError, which refuses the update."""
 
+    def stretch(self, numbers: Mapping[str, float]) -> float:
+        """Return by how much `merge` lengthens the step of an update with these numbers, but for a factor that all
+        updates of a round have in common. Norms are compared after it (`max_norm_of_median`), within a round and over
+        rounds, so it depends on nothing but these numbers."""
+        return 1.0
+
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         """The next state. `updates` come sorted by worker; tensors are lazy and are read block by block."""
         if not self.run.robust.neutral:

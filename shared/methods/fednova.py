@@ -8,7 +8,8 @@ examples, d_k the update and a_k the l1 norm of its accumulation vector:
 Plain SGD has a_k = steps. With momentum rho the counter c = rho c + 1 is added up over the steps. AdamW has no such
 vector: steps stand for it, which keeps the idea and loses the proof. If all a_k are equal it is FedAvg, bit for bit.
 Blocks that only some workers sent are averaged as the run's `divide` says, each worker's step scaled all the same. No
-step is stretched to more than the run's `max_update_norm`.
+step is stretched to more than the run's `max_update_norm`. A site whose weight is capped by the run's `max_examples`
+counts in tau_eff with the a_k of that many examples.
 """
 
 from __future__ import annotations
@@ -67,18 +68,30 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
                 f"{EFFECTIVE_STEPS} is {numbers.get(EFFECTIVE_STEPS)}; {examples} examples make it {made:g}"
             )
 
+    def stretch(self, numbers: Mapping[str, float]) -> float:
+        # tau_eff is common to a round and follows from who is in it: without it, rounds can be compared.
+        return 1 / numbers[EFFECTIVE_STEPS]
+
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         steps = {update.worker: update.numbers[EFFECTIVE_STEPS] for update in updates}
         if len(set(steps.values())) <= 1:
             return super().merge(state, updates)
         if self.run.robust.neutral:
             weights = [update.examples for update in updates]
-            mean = fsum(update.examples * steps[update.worker] for update in updates) / fsum(weights)
+            mean = fsum(update.examples * self._counted(update) for update in updates) / fsum(weights)
         else:
             mean = median(steps.values())
         return super().merge(
             state, [self._stretched(state, update, mean / steps[update.worker]) for update in updates]
         )
+
+    def _counted(self, update: Update) -> float:
+        """Return the a_k of the update in tau_eff: at most what the examples make that it may weigh.
+
+        Everybody's step is multiplied by tau_eff, so a site that claims work without end must not lengthen it.
+        """
+        most = effective_steps(local_steps(self.run.training, update.examples), self.run.training)
+        return min(update.numbers[EFFECTIVE_STEPS], most)
 
     def _stretched(self, state: State, update: Update, factor: float) -> Update:
         """Return the update with its steps times `factor`, or as far as the run's largest norm allows.

@@ -98,6 +98,28 @@ def test_a_committed_round_is_told_of_with_its_bytes_and_measurements(coordinato
     assert 0 <= value(families["tessera_site_silent_seconds"], site="a") < 60
 
 
+def test_the_cohort_of_a_round_is_as_many_sites_however_many_workers_each_has(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    names = {"a": ("1", "2", "3"), "b": ("1",), "c": ("1",)}
+    workers = [ScriptedWorker(coordinator.client("site", site), name=name) for site in names for name in names[site]]
+    for worker in workers:
+        worker.enrol()
+    cohort = Cohort(size=3, quorum=2, workers_per_site=3)
+    run = start_run(client, model, values(model), name="cats", rounds=2, cohort=cohort)
+    *trained, last = [(worker, worker.take()) for worker in workers]
+    for worker, task in trained:
+        worker.train(task)
+    last[0].fail(last[1])
+    until(lambda: client.run(run.id).version.number == 1)
+    families = told(coordinator)
+    # Five workers of three sites were asked, and four of two sent something.
+    assert value(families["tessera_run_cohort"], run=run.id) == 3
+    assert value(families["tessera_run_updates"], run=run.id) == 2
+    assert value(families["tessera_run_upload_bytes"], run=run.id) == sum(
+        task.upload_bytes for task in client.round(run.id, 1).tasks
+    )
+
+
 def test_tasks_are_told_by_kind_and_state_while_their_round_is_open(coordinator: LiveCoordinator) -> None:
     client, model = coordinator.client(), small_model()
     run = start_run(client, model, values(model), cohort=Cohort(size=1))

@@ -21,6 +21,7 @@ MODEL = small_model()
 START = values(MODEL)
 HEAD = START["head.weight"]
 MEDIAN = {"rule": "median"}
+METHODS = ("fedavg", "fednova")
 _names = itertools.count()
 
 Taken = list[tuple[ScriptedWorker, Task]]
@@ -28,7 +29,9 @@ Taken = list[tuple[ScriptedWorker, Task]]
 
 def begun(live: LiveCoordinator, sites: str, **spec: object) -> tuple[Client, Run, Taken]:
     client, name = live.client(), f"robust{next(_names)}"
-    workers = [ScriptedWorker(live.client("site", site), name=name, datasets={name: 10}) for site in sites]
+    workers = [
+        ScriptedWorker(live.client("site", site), name=name, datasets={name: 10}, methods=METHODS) for site in sites
+    ]
     for worker in workers:
         worker.enrol()
     cohort = Cohort(size=len(sites), quorum=3)
@@ -102,6 +105,27 @@ def test_an_update_far_larger_than_the_round_s_median_is_left_out(
     (warning,) = list(client.versions(run.id))[-1].warnings
     left_out = f"the updates of {made.tasks[0].worker} were left out"
     assert warning == f"{left_out}: larger than 3.0 times the largest median norm"
+
+
+def test_a_site_that_claims_few_steps_is_left_out_where_the_method_would_stretch_its_update(
+    standing: LiveCoordinator,
+) -> None:
+    spec = {"method": Chosen(name="fednova"), "training": {"batch_size": 1}, "max_norm_of_median": 3.0}
+    client, run, taken = begun(standing, "abcd", **spec)
+    lying, task = taken[0]
+    # It moves no further than the others, but 3 in one step beside 1 2 3 in ten.
+    lying.submit(task, lying.upload(task, {"head.weight": HEAD + np.float32(3)}), examples=1, effective_steps=1.0)
+    for (worker, other), step in zip(taken[1:], (1.0, 2.0, 3.0), strict=True):
+        digest = worker.upload(other, {"head.weight": HEAD + np.float32(step)})
+        worker.submit(other, digest, effective_steps=10.0)
+    made = committed(client, run)
+    assert [task.state for task in made.tasks] == ["left_out", "merged", "merged", "merged"]
+    np.testing.assert_allclose(head_of(client, run), HEAD + 2, rtol=1e-6)
+    # The median of 3 and 0.1 0.2 0.3 is 0.25.
+    assert made.tasks[0].numbers["anomaly.norm"] == pytest.approx(12)
+    bounds = client.run(run.id).bounds
+    assert bounds is not None
+    assert bounds.median_norm == pytest.approx(made.tasks[0].numbers["update_norm"] / 12)
 
 
 def test_the_command_line_shows_the_scores(standing: LiveCoordinator) -> None:

@@ -54,9 +54,19 @@ def first(tensor: Tensor) -> float:
 
 def test_fednova_divides_each_step_by_the_work_behind_it() -> None:
     state = State(0, {"w": full(1.0)})
-    updates = [update("a/w", 10, 2.0, effective_steps=1.0), update("b/w", 30, 5.0, effective_steps=4.0)]
-    # p = 1/4, 3/4; tau_eff = 1/4 * 1 + 3/4 * 4 = 3.25; d = 3.25 * (1/4 * 1 / 1 + 3/4 * 4 / 4) = 3.25
-    assert first(half_of("fednova").merge(state, updates).model["w"]) == 4.25
+    updates = [update("a/w", 10, 2.0, effective_steps=2.0), update("b/w", 30, 5.0, effective_steps=6.0)]
+    # p = 1/4, 3/4; tau_eff = 1/4 * 2 + 3/4 * 6 = 5; d = 5 * (1/4 * 1 / 2 + 3/4 * 4 / 6) = 3.125
+    assert first(half_of("fednova", batch_size=5).merge(state, updates).model["w"]) == 4.125
+
+
+def test_a_site_that_claims_work_without_end_does_not_lengthen_the_steps_of_the_others() -> None:
+    state = State(0, {"w": full(0.0)})
+    honest = [update(f"{letter}/w", 10, 1.0, effective_steps=10.0) for letter in "abc"]
+    # What it claims makes 2^40 steps, and its weight is capped at 40 examples, which make 40.
+    liar = update("x/w", 40, 0.0, effective_steps=2.0**40)
+    # p = 1/7, 1/7, 1/7, 4/7; tau_eff = 3 / 7 * 10 + 4 / 7 * 40 = 190 / 7; d = 190 / 7 * (3 / 7 * 1 / 10)
+    merged = half_of("fednova", batch_size=1).merge(state, [*honest, liar])
+    assert first(merged.model["w"]) == pytest.approx(190 / 7 * 3 / 70)
 
 
 def test_fednova_is_fedavg_to_the_bit_if_all_worked_alike() -> None:
@@ -77,7 +87,7 @@ def test_who_makes_few_steps_is_stretched_no_further_than_the_run_s_largest_norm
     state = State(0, {"w": full(0.0)})
 
     def pull(most: float | None) -> float:
-        facts = RunFacts((), 9, training=Training.model_validate(SGD), max_update_norm=most)
+        facts = RunFacts((), 9, training=Training.model_validate({**SGD, "batch_size": 1}), max_update_norm=most)
         merged = coordinator_half(Chosen(name="fednova"), facts).merge(state, [*honest, lone])
         return float(np.linalg.norm(to_array(merged.model["w"])))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.fairness import Score, spread, spreads
+from shared.fairness import Score, scores_by_site, spread, spreads
 from shared.wire import LARGEST_NUMBER, Measurement
 
 
@@ -58,6 +58,19 @@ def test_the_workers_of_a_site_count_as_one_site() -> None:
     assert (accuracy.sites, accuracy.worst_site) == (2, "b")
     assert accuracy.mean == pytest.approx((0.8 + 0.6) / 2)
     assert accuracy.weighted_mean == pytest.approx((40 * 0.8 + 10 * 0.6) / 50)
+
+
+def test_a_site_s_line_is_that_of_all_its_workers() -> None:
+    found = [
+        measured("a/1", 10, accuracy=0.5),
+        measured("a/2", 30, accuracy=0.9),
+        measured("b/1", 10, accuracy=0.6),
+        measured("b/1", 10, version=2, loss=1.0),
+        measured("c/1", 10, held_out=False, accuracy=0.1),
+    ]
+    # Site a: (10 * .5 + 30 * .9) / 40 = .8, whichever of its workers was first.
+    assert scores_by_site(found, "accuracy") == {"a": {1: pytest.approx(0.8)}, "b": {1: 0.6}}
+    assert scores_by_site(found[::-1], "accuracy") == scores_by_site(found, "accuracy")
 
 
 def test_what_is_measured_centrally_is_no_site_s() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from shared.aggregation import Accepted, observed, outlying, pooled
+from shared.aggregation import Accepted, norm_scores, observed, outlying, pooled
 from shared.averaging import Divide, average
 from shared.inspection import UPDATE_NORM
-from shared.methods import Chosen
-from shared.methods.contract import Participant, Plan, State, Update
+from shared.methods import Chosen, coordinator_half
+from shared.methods.contract import Participant, Plan, RunFacts, State, Update
 from shared.planning import begun, bounds_of, plan_round
 from shared.problems import Invalid
 from shared.tensors import ArrayTensor, Tensor, to_array
@@ -22,6 +23,7 @@ from tests.support.federation import small_model
 
 MODEL = small_model()
 NONE = State(0, {})
+FEDAVG, FEDNOVA = (coordinator_half(Chosen(name=name), RunFacts((), 9)) for name in ("fedavg", "fednova"))
 
 
 def spec(**settings: object) -> RunSpec:
@@ -148,10 +150,48 @@ def reported(*norms: float) -> list[Accepted]:
 
 def test_a_site_that_returns_to_a_run_that_has_nearly_converged_is_not_left_out() -> None:
     bounds = Bounds(max_norm_of_median=10)
-    later = observed(bounds, reported(1.0, 2.0, 3.0))
+    later = observed(FEDAVG, bounds, reported(1.0, 2.0, 3.0))
     assert later.median_norm == 2.0
     # Beside the round's own median of 0.01 the third is 500 times as large; beside the first round's, 2.5 times.
-    assert outlying(bounds, reported(0.01, 0.01, 5.0)) == ["s2/w"]
-    assert outlying(later, reported(0.01, 0.01, 5.0)) == []
-    assert outlying(later, reported(0.01, 0.01, 21.0)) == ["s2/w"]
-    assert observed(later, reported(0.01, 0.01, 5.0)).median_norm == 2.0
+    assert outlying(FEDAVG, bounds, reported(0.01, 0.01, 5.0)) == ["s2/w"]
+    assert outlying(FEDAVG, later, reported(0.01, 0.01, 5.0)) == []
+    assert outlying(FEDAVG, later, reported(0.01, 0.01, 21.0)) == ["s2/w"]
+    assert observed(FEDAVG, later, reported(0.01, 0.01, 5.0)).median_norm == 2.0
+
+
+def worked(steps: float, *norms: float, liar: float | None = None) -> list[Accepted]:
+    """Updates of these norms, each of so many effective steps but for the last, which may claim others."""
+    told = [{**entry.numbers, "effective_steps": steps} for entry in reported(*norms)]
+    told[-1]["effective_steps"] = liar or steps
+    return [replace(entry, numbers=numbers) for entry, numbers in zip(reported(*norms), told, strict=True)]
+
+
+def test_a_liar_who_claims_few_effective_steps_is_left_out_for_the_norm_that_would_be_merged() -> None:
+    bounds = Bounds(max_norm_of_median=10)
+    liars = worked(50, 1.0, 2.0, 3.0, 4.0, liar=1)
+    # Per step: 0.02 0.04 0.06 4, the median of which is 0.05, and 80 times that is claimed.
+    assert outlying(FEDNOVA, bounds, liars) == ["s3/w"]
+    assert outlying(FEDAVG, bounds, liars) == []
+    assert norm_scores(FEDNOVA, bounds, liars)["s3/w"] == {"anomaly.norm": pytest.approx(80), "anomaly.left_out": 1}
+
+
+def test_norms_of_rounds_of_few_and_of_many_effective_steps_are_compared_per_step() -> None:
+    later = observed(FEDNOVA, Bounds(max_norm_of_median=10), worked(2, 1.0, 2.0, 3.0))
+    assert later.median_norm == 1.0
+    # A hundred times the steps, a hundred times the norms: nobody moves further per step than before.
+    more = worked(200, 1.0, 2.0, 900.0)
+    assert outlying(FEDNOVA, later, more) == []
+    assert observed(FEDNOVA, later, more).median_norm == 1.0
+    assert outlying(FEDNOVA, later, worked(200, 1.0, 2.0, 2100.0)) == ["s2/w"]
+
+
+def test_workers_of_one_site_are_stretched_as_they_are_merged() -> None:
+    one, two, *others = worked(10, 10.0, 30.0, 20.0, 20.0, 20.0)
+    # Of 15 and 5 steps and as many examples each, which makes 10 as the others have; their norm of 20 likewise.
+    told = [(one, "x/1", 15.0), (two, "x/2", 5.0)]
+    pair = [
+        replace(entry, site="x", worker=name, numbers={**entry.numbers, "effective_steps": steps})
+        for entry, name, steps in told
+    ]
+    found = norm_scores(FEDNOVA, Bounds(max_norm_of_median=1.01), [*pair, *others])
+    assert found == {name: {"anomaly.norm": 1.0} for name in ("s2/w", "s3/w", "s4/w", "x/1", "x/2")}

@@ -264,6 +264,22 @@ def test_vaults_of_ended_runs_are_removed_by_the_site_s_rule_and_those_of_live_r
     assert left() == {live.id, "of-another-coordinator"}
 
 
+@pytest.mark.parametrize("keep", [30, "forever"])
+def test_a_worker_removes_verdicts_on_models_that_were_not_used_for_long(
+    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "home" / "tessera" / "models"
+    folder.mkdir(parents=True)
+    for name, days in (("old", 31), ("recent", 29)):
+        (folder / name).touch()
+        os.utime(folder / name, (time.time() - days * 86400,) * 2)
+    agent = Agent(settings_of(coordinator, tmp_path, keep_vaults_days=keep), Stop())
+    agent._tidy()
+    agent._client.close()
+    assert [path.name for path in folder.iterdir()] == ["recent"]
+
+
 def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
     failures = (Path(__file__).parents[2] / "worker" / "workbench.py").read_text()
     codes = {*TELLABLE.values(), *re.findall(r"(?:TaskFailure|_failing_as)\(\s*\"([a-z-]+)\"", failures)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,24 @@ def test_a_model_within_the_limits_is_laid_out_once_for_all_workers_of_a_machine
     Sandbox(tmp_path).require(MODEL, None, lambda: None)
     assert len(list(tmp_path.iterdir())) == 1
     Sandbox(tmp_path).require(MODEL, None, pytest.fail)
+
+
+def test_verdicts_that_nobody_used_for_thirty_days_are_removed(tmp_path: Path) -> None:
+    now, day = time.time(), 86400
+    Sandbox(tmp_path).require(MODEL, None, lambda: None)
+    (used,) = tmp_path.iterdir()
+    old, recent, abandoned = (tmp_path / name for name in ("old", "recent", "old.lock"))
+    for path, age in ((used, 31), (old, 31), (recent, 29), (abandoned, 31)):
+        path.touch()
+        os.utime(path, (now - age * day, now - age * day))
+    # To be asked for is a use, without another child.
+    Sandbox(tmp_path).require(MODEL, None, pytest.fail)
+    Sandbox(tmp_path).sweep(now)
+    assert {*tmp_path.iterdir()} == {used, recent}
+    Sandbox(tmp_path).sweep(now + 31 * day)
+    assert not [*tmp_path.iterdir()]
+    Sandbox(None).sweep(now)
+    Sandbox(tmp_path / "never-made").sweep(now)
 
 
 def test_a_limit_that_the_machine_sets_already_is_no_fault_of_the_model() -> None:

@@ -198,12 +198,26 @@ def test_check_tries_the_token(
     assert token not in result.output
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("", "removed 30 days after their last use"),
+        ("keep_vaults_days = 1.5\n", "removed 1.5 days after their last use"),
+        ('keep_vaults_days = "forever"\n', "kept for ever"),
+    ],
+)
+def test_check_shows_the_rule_for_vaults_of_ended_runs(tmp_path: Path, setting: str, said: str) -> None:
+    result = CliRunner().invoke(app, ["check", "--config", str(written(tmp_path, setting + GOOD))])
+    assert f"those of ended runs are {said}" in result.output
+
+
 def test_check_tells_the_same_as_json(tmp_path: Path) -> None:
     text = GOOD + "[policy]\ndatasets = ['held-out']\n"
     result = CliRunner().invoke(app, ["check", "--json", "--config", str(written(tmp_path, text))])
     told = json.loads(result.stdout)
     assert result.exit_code == 1
     assert told["datasets"] == {"digits": None, "held-out": 360}
+    assert told["keep_vaults_days"] == 30
     assert (told["coordinator"]["version"], told["coordinator"]["problem"]["code"]) == (None, "unavailable")
 
 

@@ -6,6 +6,7 @@ import gc
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -183,6 +184,18 @@ def test_a_run_that_cannot_reach_its_quorum_stops_and_says_why(model: Weights) -
             {"a": images(0), "b": images(1)},
             conditions=Conditions(away={"a": (2,)}),
         )
+
+
+def test_the_bound_on_norms_is_kept_as_the_method_stretches_them(model: Weights) -> None:
+    # Of 1, 2 and 3 batches.
+    sites = {name: images(count, count) for name, count in (("a", 8), ("b", 16), ("c", 24))}
+    result = simulate(spec("fednova", rounds=2), model, sites)
+    per_step = [
+        median(task.numbers["update_norm"] / task.numbers["effective_steps"] for task in made.tasks)
+        for made in result.rounds
+    ]
+    assert result.bounds is not None
+    assert result.bounds.median_norm == pytest.approx(max(per_step))
 
 
 def test_an_update_out_of_bounds_is_refused_and_the_round_goes_on(model: Weights) -> None:

@@ -124,11 +124,22 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         problem = refusal
     if as_json:
         coordinator = {"url": _place(settings), "version": version, "problem": problem.json() if problem else None}
-        print_json({"device": device, "datasets": examples, "measured": measured, "coordinator": coordinator})
+        print_json(
+            {
+                "device": device,
+                "datasets": examples,
+                "measured": measured,
+                "keep_vaults_days": settings.keep_vaults_days,
+                "coordinator": coordinator,
+            }
+        )
     else:
         _tell(device, examples, _place(settings), version)
         for name, times in measured.items():
             typer.echo(f"measured     {name}: {times} versions, of at most {settings.policy.max_measurements}")
+        days = settings.keep_vaults_days
+        kept = "kept for ever" if days == "forever" else f"removed {days:g} days after their last use"
+        typer.echo(f"vaults       those of ended runs are {kept}")
     if isinstance(problem, Unauthenticated | Forbidden):
         typer.echo(f"error: {_place(settings)} does not admit the token: {problem}", err=True)
         raise typer.Exit(NOT_ADMITTED)

@@ -8,16 +8,17 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from random import Random
+from typing import Any
 
-from shared.aggregation import Aggregation, Merged, norm_scores, outlying
+from shared.aggregation import Aggregation, Merged, norm_scores, outlying, stretched_norm
 from shared.anomaly import median_norm
 from shared.cli.rounds import Outcome, outcomes
 from shared.cohort import dice
 from shared.fairness import scores_by_version, spreads
-from shared.inspection import UPDATE_NORM
-from shared.methods.contract import Plan, State
+from shared.methods import coordinator_half
+from shared.methods.contract import CoordinatorHalf, Plan, State
 from shared.model import Model
-from shared.planning import begun, bounds_of, plan_round, warnings_of
+from shared.planning import begun, bounds_of, plan_round, run_facts, warnings_of
 from shared.states import States
 from shared.wire import Bounds, Manifest, Measurement, Round, RunSpec, TaskView, Version, VersionRef
 from worker.simulation.conditions import Conditions
@@ -107,9 +108,9 @@ class Simulation:
         manifest, new, merged = self.aggregation.merge(self.spec, bounds, _ref(self.latest), accepted)
         state = self.states.load(self.model, manifest, self.latest.number + 1)
         scores = self.aggregation.scores(self.spec, bounds, _ref(self.latest), accepted)
-        found = [norm_scores(bounds, accepted), scores]
+        found = [norm_scores(self._half, bounds, accepted), scores]
         made = _ended(_scored(attempts[-1], found), merged)
-        aside = outlying(bounds, accepted)
+        aside = outlying(self._half, bounds, accepted)
         self.versions.append(self._commit(new[-1].digest, state, [*attempts[:-1], made], aside))
         self.coordinator.end(made)
         updates = self.records.accepted_updates()
@@ -182,8 +183,20 @@ class Simulation:
     def bounds(self) -> Bounds:
         """The bounds of the next round, as a coordinator has them."""
         rounds = (entry.attempts[-1] for entry in self.versions if entry.attempts)
-        largest = max((median_norm(_norms_in(made)) for made in rounds), default=0.0)
+        largest = max((median_norm(self._norms_in(made)) for made in rounds), default=0.0)
         return self._fixed_bounds.model_copy(update={"median_norm": largest})
+
+    def _norms_in(self, made: Round) -> dict[str, float]:
+        """The norm of each update of a committed round, as they are compared: a site has one worker here."""
+        return {
+            task.worker: norm
+            for task in made.tasks
+            if task.state in ("merged", "left_out") and (norm := stretched_norm(self._half, task.numbers)) is not None
+        }
+
+    @cached_property
+    def _half(self) -> CoordinatorHalf[Any]:
+        return coordinator_half(self.spec.method, run_facts(self.spec, self.model))
 
     @cached_property
     def _fixed_bounds(self) -> Bounds:
@@ -281,15 +294,6 @@ def _scored(made: Round, found: Sequence[Mapping[str, Mapping[str, float]]]) -> 
         for task in made.tasks
     )
     return made.model_copy(update={"tasks": tasks})
-
-
-def _norms_in(made: Round) -> dict[str, float]:
-    """The norm of each update of a committed round: a site has one worker here."""
-    return {
-        task.worker: task.numbers[UPDATE_NORM]
-        for task in made.tasks
-        if task.state in ("merged", "left_out") and UPDATE_NORM in task.numbers
-    }
 
 
 def _ended(made: Round, merged: Merged) -> Round:
