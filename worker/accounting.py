@@ -147,9 +147,10 @@ def _admits(steps: _Steps, rho: float, budget: Budget) -> bool:
     # Half of delta for each of two kinds of histories. In one nothing ever changed but the number of steps: each is
     # the beginning of a composition that was fixed beforehand. All others keep to the Renyi filter.
     half = Budget(epsilon=budget.epsilon, delta=budget.delta / 2)
-    if len(steps) == 1 and not rho and _epsilon(steps, rho, half.delta) <= half.epsilon:
+    # The filter is the quicker one.
+    if _renyi(steps, rho, half.delta, (_filter_order(half),)) <= half.epsilon:
         return True
-    return _renyi(steps, rho, half.delta, (_filter_order(half),)) <= half.epsilon
+    return len(steps) == 1 and not rho and _epsilon(steps, rho, half.delta) <= half.epsilon
 
 
 def _filter_order(budget: Budget) -> int:
