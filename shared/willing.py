@@ -112,8 +112,10 @@ def _reservations(spec: RunSpec, mirror: Mirror, upload_bytes: int) -> Iterator[
     budget, privacy = mirror.budgets.get(spec.dataset), spec.privacy
     if budget and privacy:
         spent = mirror.spent.get(spec.dataset)
-        runs = [privacy, *([Budget(epsilon=spent, delta=budget.delta)] if spent else [])]
-        if (total := about_together(runs, budget.delta)) > budget.epsilon:
+        # A site's budget is judged at half of its delta (`worker.accounting`).
+        half = budget.delta / 2
+        runs = [privacy, *([Budget(epsilon=spent, delta=half)] if spent else [])]
+        if (total := about_together(runs, half)) > budget.epsilon:
             before = f"with the {spent:.3g} of runs before, " if spent else ""
             told = f"{before}the run would come to an epsilon of about {total:.3g}"
             yield "privacy", f"{told}, and its site allows {budget.epsilon:g}"

@@ -542,7 +542,7 @@ class Mirror(Message):
     budgets: dict[Label, Budget] = Field(default={}, max_length=256)
     """What all runs together may find out, by data set."""
     spent: dict[Label, PositiveFloat] = Field(default={}, max_length=256)
-    """What they have found out so far of those data sets: the epsilon at the budget's delta."""
+    """The least budget, at the same delta, that holds what they have found out so far of those data sets."""
     approve_runs: bool = False
     airlock: bool = False
 

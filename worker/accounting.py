@@ -3,6 +3,9 @@
 Of two neighbouring data sets one has nothing in the place of one example of the other. Noisy steps are composed by
 their privacy loss distributions (Koskela et al. 2020, arXiv 1906.03049; Doroshenko et al. 2022, arXiv 2207.04380),
 which dp-accounting rounds towards more epsilon; noisy choices, which have none, in Renyi differential privacy.
+
+That holds for settings that were fixed beforehand, as within a run. Over runs people choose settings by what earlier
+ones told, so a site's budget is a filter (`admits`; docs/decisions/0040-a-budget-is-a-filter.md).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ LEAST_NOISE = 0.3125
 MOST_NOISE = 1e4
 
 # Fractional orders are dropped, with a warning, wherever their series does not converge.
-ORDERS = (*range(2, 33), *range(36, 65, 4), 80, 96, 128, 192, 256, 512)
+ORDERS: tuple[int, ...] = (*range(2, 33), *range(36, 65, 4), 80, 96, 128, 192, 256, 512)
 
 TOLERANCE = 1.001
 """How far above the least noise that a target needs ours may be, as a factor."""
@@ -49,16 +52,29 @@ class Overspent(ValueError):
 
 
 def epsilon(events: Iterable[Event], delta: float) -> float:
-    """What all of the events together cost, at this delta."""
+    """Return what all of the events together cost at this delta, if their settings were fixed beforehand."""
     steps, rho = _sums(events)
     return _epsilon(steps, rho, delta)
 
 
 def within(events: Iterable[Event], budget: Budget) -> bool:
-    """Whether all of the events together fit into the budget."""
+    """Return whether all of the events together fit into a run's target, if their settings were fixed beforehand."""
     steps, rho = _sums(events)
     # The quick bound decides most cases.
     return _renyi(steps, rho, budget.delta) <= budget.epsilon or _epsilon(steps, rho, budget.delta) <= budget.epsilon
+
+
+def admits(events: Iterable[Event], budget: Budget) -> bool:
+    """Return whether a site's budget holds the events, even if each was chosen by what those before told."""
+    return _admits(*_sums(events), budget)
+
+
+def least_budget(events: Iterable[Event], delta: float) -> float:
+    """Return the least epsilon of a budget at `delta` that admits the events, within TOLERANCE and never below it.
+
+    Infinite if no budget does.
+    """
+    return _least_budget(*_sums(events), delta)
 
 
 def noise_multiplier(target: Budget, spent: Iterable[Event], sampling_rate: float, steps: int) -> float:
@@ -127,6 +143,47 @@ def _least(cost: Callable[[float], float], most: float, low: float, high: float)
 
 
 @lru_cache(maxsize=1024)
+def _admits(steps: _Steps, rho: float, budget: Budget) -> bool:
+    # Half of delta for each of two kinds of histories. In one nothing ever changed but the number of steps: each is
+    # the beginning of a composition that was fixed beforehand. All others keep to the Renyi filter.
+    half = Budget(epsilon=budget.epsilon, delta=budget.delta / 2)
+    # The filter is the quicker one.
+    if _renyi(steps, rho, half.delta, (_filter_order(half),)) <= half.epsilon:
+        return True
+    return len(steps) == 1 and not rho and _epsilon(steps, rho, half.delta) <= half.epsilon
+
+
+def _filter_order(budget: Budget) -> int:
+    """Return the one order in which a budget's filter counts.
+
+    A filter is proven for an order that is fixed beforehand (Feldman and Zrnic 2021, arXiv 2008.11193), so the order
+    follows from the budget alone: the one that admits the most Gaussian noise without sampling.
+    """
+
+    def most(order: int) -> float:
+        # The Renyi divergence that still is (epsilon, delta): Canonne, Kamath and Steinke 2020, arXiv 2004.00010,
+        # proposition 12, solved for it.
+        log = math.log(budget.delta * order)
+        return budget.epsilon - math.log1p(-1 / order) + log / (order - 1)
+
+    return max(ORDERS, key=lambda order: most(order) / order)
+
+
+@lru_cache(maxsize=1024)
+def _least_budget(steps: _Steps, rho: float, delta: float) -> float:
+    low, high = 1e-3, 1e3
+    if not _admits(steps, rho, Budget(epsilon=high, delta=delta)):
+        return math.inf
+    while high > low * TOLERANCE:
+        middle = math.sqrt(low * high)
+        if _admits(steps, rho, Budget(epsilon=middle, delta=delta)):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+@lru_cache(maxsize=1024)
 def _epsilon(steps: _Steps, rho: float, delta: float) -> float:
     if not steps or len(steps) > MOST_COMPOSED:
         return _renyi(steps, rho, delta)
@@ -163,8 +220,8 @@ def _distribution(noise: float, rate: float, count: int, grid: float) -> Privacy
 
 
 @lru_cache(maxsize=1024)
-def _renyi(steps: _Steps, rho: float, delta: float) -> float:
-    accountant = RdpAccountant(ORDERS)
+def _renyi(steps: _Steps, rho: float, delta: float, orders: tuple[int, ...] = ORDERS) -> float:
+    accountant = RdpAccountant(orders)
     accountant.compose(ComposedDpEvent([*(_event(*each) for each in steps), ZCDpEvent(rho=rho)]))
     return float(accountant.get_epsilon(delta))
 

@@ -6,6 +6,7 @@ Everything is reserved before it is done, so that no crash forgets it, and taken
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -16,7 +17,7 @@ import structlog
 from shared.privacy import Budget, Privacy, rho_of
 from shared.tensors import Array
 from shared.wire import Task
-from worker.accounting import Overspent, epsilon, noise_multiplier, within
+from worker.accounting import Overspent, admits, epsilon, least_budget, noise_multiplier, within
 from worker.data import Dataset
 from worker.dice import Dice, secret_key
 from worker.dpsgd import Mechanism, NoisyGradients, sampling
@@ -72,7 +73,15 @@ class PrivateTask:
         self._epsilon_per_pick = 0.0
         entries = ledger.check(task.dataset)
         choices = [self._choice] * min(1, self._selections)
-        self._judge(entries, [*choices, self._noisy_steps(entries, task.training.epochs)])
+        planned = self._noisy_steps(entries, task.training.epochs)
+        of_run = self._of_run(entries)
+        self._ahead = [
+            *self._choices_left(of_run),
+            _noisy(planned.noise_multiplier, planned.sampling_rate, planned.steps * self._rounds_left),
+        ]
+        self._judge(entries, [*choices, planned])
+        if not of_run:
+            self._warn_of_budget(entries)
 
     # ------------------------------------------------------------ choosing blocks
 
@@ -177,18 +186,25 @@ class PrivateTask:
         """
         steps, rate, task = epochs * self._sampling.steps, self._sampling.rate, self._task
         spent = self._of_run(entries)
-        chosen = sum(isinstance(event, NoisyChoice) for event in spent)
-        ahead: list[Event] = [*spent, *[self._choice] * max(0, self._selections - chosen)]
-        left = max(1, task.rounds - task.round + 1)
+        ahead = [*spent, *self._choices_left(spent)]
         noises = [event.noise_multiplier for event in spent if isinstance(event, NoisySteps)]
         try:
             planned = noise_multiplier(self._target, [self._choice] * self._selections, rate, task.rounds * steps)
             for noise in (planned, *noises[-1:]):
-                if within([*ahead, _noisy(noise, rate, steps * left)], self._target):
+                if within([*ahead, _noisy(noise, rate, steps * self._rounds_left)], self._target):
                     return _noisy(noise, rate, steps)
-            return _noisy(noise_multiplier(self._target, ahead, rate, steps * left), rate, steps)
+            return _noisy(noise_multiplier(self._target, ahead, rate, steps * self._rounds_left), rate, steps)
         except Overspent as fault:
             raise PolicyViolation("privacy", f"the run has spent its target on {task.dataset!r}: {fault}") from fault
+
+    @property
+    def _rounds_left(self) -> int:
+        """With this one."""
+        return max(1, self._task.rounds - self._task.round + 1)
+
+    def _choices_left(self, spent: Sequence[Event]) -> list[Event]:
+        chosen = sum(isinstance(event, NoisyChoice) for event in spent)
+        return [self._choice] * max(0, self._selections - chosen)
 
     def _spend(self, events: Sequence[Event]) -> None:
         self._judge(self._ledger.check(self._task.dataset), events)
@@ -215,16 +231,39 @@ class PrivateTask:
             (self._weekly, lately, "max_weekly_privacy", " within seven days"),
         ):
             together = [*noisy_in(counted), *events]
-            if allowed and not within(together, allowed):
+            if allowed and not admits(together, allowed):
+                needed = least_budget(together, allowed.delta)
                 raise PolicyViolation(
                     rule,
                     f"this task would bring what is told of {name!r}{within_what} to an epsilon of "
-                    f"{epsilon(together, allowed.delta):.3g} at delta {allowed.delta:g}, and the site allows "
-                    f"{allowed.epsilon:g}",
+                    f"{_up(needed)} at delta {allowed.delta:g}, and the site allows {allowed.epsilon:g}"
+                    + (self._to_the_end(allowed, counted, needed) if rule == "privacy" else ""),
                 )
+
+    def _to_the_end(self, budget: Budget, entries: Sequence[Entry], least: float = 0.0) -> str:
+        """What budget would hold the run to its end, if the rounds to come are as this one."""
+        needed = max(least, least_budget([*noisy_in(entries), *self._ahead], budget.delta))
+        return f"; all rounds of the run need a budget of {_up(needed)}"
+
+    def _warn_of_budget(self, entries: Sequence[Entry]) -> None:
+        """Say at the first task of a run if the budget does not hold all of its rounds. The site may not take part in
+        each, so this is no reason to refuse."""
+        if self._budget and not admits([*noisy_in(entries), *self._ahead], self._budget):
+            structlog.get_logger("worker").warning(
+                "budget-below-run",
+                dataset=self._task.dataset,
+                run=self._task.run,
+                detail=f"the site allows {self._budget.epsilon:g}{self._to_the_end(self._budget, entries)}",
+                remedy="raise the budget, or have the run spend less: its last rounds are refused otherwise",
+            )
 
     def _of_run(self, entries: Iterable[Entry]) -> list[Event]:
         return noisy_in(entry for entry in entries if entry.run == self._task.run)
+
+
+def _up(value: float) -> str:
+    """As a budget that is set to it holds: never rounded down."""
+    return f"{math.ceil(value * 100) / 100:g}" if math.isfinite(value) else "more than 1000"
 
 
 def _since(entries: Iterable[Entry], at: datetime) -> list[Entry]:

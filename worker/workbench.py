@@ -46,7 +46,7 @@ from worker.files import sweep, temporary_file
 from worker.inbox import Inbox, Request
 from worker.layouts import MappingFile
 from worker.leaving import MOST_INLINE, Leaving
-from worker.ledger import LEDGER_FOLDER, Ledger, LedgerError, Use, epsilon_of, noisy_in
+from worker.ledger import LEDGER_FOLDER, Ledger, LedgerError, Use, least_budget_of, noisy_in
 from worker.models import check_model, instantiate, write_block
 from worker.overlap import MOST_SHARED, fingerprints, share_of, sketch_of
 from worker.plainly import summary
@@ -267,13 +267,13 @@ class Workbench:
         )
 
     def spent(self) -> dict[str, float]:
-        """What runs have spent of each data set that has a privacy budget, at the budget's delta."""
+        """Return what runs have spent of each data set that has a privacy budget: the least budget that admits it."""
         found = {}
         for name, most in self.allowances.items():
             # What cannot be read or added up here refuses the tasks themselves, and says why.
             with suppress(LedgerError, OSError, ImportError):
                 entries = self.ledger.latest(name) if self.ledger else ()
-                found[name] = math.inf if most.uncovered(entries) else epsilon_of(noisy_in(entries), most.delta)
+                found[name] = math.inf if most.uncovered(entries) else least_budget_of(noisy_in(entries), most.delta)
         return found
 
     def may_measure(self, dataset: str, examples: int) -> bool:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+import random
 import warnings
 from itertools import pairwise
 
 import pytest
 from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants.analysis.rdp import compute_rdp
 
 from shared.privacy import Budget, about_together, rho_of
 from worker.accounting import (
     LEAST_NOISE,
     MOST_COMPOSED,
+    TOLERANCE,
     Overspent,
     _composed,
     _distribution,
+    _filter_order,
     _loss,
+    admits,
     epsilon,
+    least_budget,
     noise_multiplier,
     within,
 )
@@ -148,3 +154,83 @@ def test_of_very_many_different_mechanisms_a_quick_bound_is_taken_that_is_not_be
 def test_the_noise_for_a_target_is_on_the_grid_so_that_none_of_it_is_lost() -> None:
     noise = noise_multiplier(Budget(epsilon=3.0, delta=DELTA), [], 0.1, 200)
     assert (noise * 2**10 / 2 ** math.ceil(math.log2(noise))).is_integer()
+
+
+# ---------------------------------------------------------------- a site's budget
+
+
+def converted(divergence: float, order: int, delta: float) -> float:
+    """Canonne, Kamath and Steinke 2020, arXiv 2004.00010, proposition 12."""
+    return divergence + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
+
+
+def test_of_gaussian_noise_a_budget_admits_what_can_be_written_out() -> None:
+    # At epsilon 4.5 and half of delta 1e-5 the order is 6. One step without sampling adds 6 / (2 noise^2).
+    # 50 of noise 10 and 9 of noise 5 are 1.5 + 1.08 = 2.58, hence 2.58 - 0.182 + 10.414 / 5 = 4.48.
+    assert _filter_order(Budget(epsilon=4.5, delta=DELTA / 2)) == 6
+    assert least_budget([steps(10.0, 1.0, 50), steps(5.0, 1.0, 9)], DELTA) == pytest.approx(4.48, rel=2e-3)
+
+
+def test_one_run_alone_costs_a_few_percent_more_than_its_target() -> None:
+    for noise, rate, count in SETTINGS:
+        alone = [steps(noise, rate, count)]
+        assert epsilon(alone, DELTA) < least_budget(alone, DELTA) <= TOLERANCE * epsilon(alone, DELTA / 2)
+
+
+def test_an_adversary_that_picks_each_setting_by_the_last_answer_stays_within_the_budget() -> None:
+    budget, dice = Budget(epsilon=6.0, delta=DELTA), random.Random(1)
+    order = _filter_order(Budget(epsilon=6.0, delta=DELTA / 2))
+    choices = [(1.5, 0.05, 40), (2.0, 0.2, 10), (6.0, 1.0, 2), (1.0, 0.02, 60)]
+    for _ in range(10):
+        history: list[NoisySteps] = []
+        open_to = list(choices)
+        while open_to:
+            event = steps(*dice.choice(open_to))
+            if admits([*history, event], budget):
+                history.append(event)
+            else:
+                open_to.remove((event.noise_multiplier, event.sampling_rate, event.steps))
+        # By the other library, and in the one order that has nothing to do with the history.
+        divergence = sum(
+            compute_rdp(q=one.sampling_rate, noise_multiplier=one.noise_multiplier, steps=one.steps, orders=[order])[
+                0
+            ]
+            for one in history
+        )
+        assert 0.8 * budget.epsilon < converted(divergence, order, DELTA / 2) <= budget.epsilon
+
+
+def test_after_a_history_of_one_setting_the_filter_judges_all_of_it() -> None:
+    before = [steps(2.0, 0.05, 1000)]
+    budget = Budget(epsilon=least_budget(before, DELTA), delta=DELTA)
+    assert admits(before, budget)
+    # While nothing changed, the exact composition held. Now the filter would have to: of nothing else even a little.
+    assert not admits([*before, steps(50.0, 0.05, 1)], budget)
+    assert not admits([*before, NoisyChoice(rho=1e-6)], budget)
+    assert admits([steps(2.0, 0.05, 800), steps(50.0, 0.05, 1), NoisyChoice(rho=1e-6)], budget)
+
+
+def test_what_a_larger_budget_admits_includes_what_a_smaller_one_does() -> None:
+    events = [steps(1.0, 0.02, 60), steps(2.0, 0.2, 10), NoisyChoice(rho=0.01)]
+    least = least_budget(events, DELTA)
+    budgets = [Budget(epsilon=least * 1.02**power, delta=DELTA) for power in range(-20, 200)]
+    assert [admits(events, budget) for budget in budgets] == [False] * 20 + [True] * 200
+    assert least_budget([], DELTA) < 0.01
+    assert least_budget([steps(0.3125, 1.0, 5000), NoisyChoice(rho=1.0)], DELTA) == math.inf
+
+
+def test_a_filter_that_goes_on_while_any_order_has_room_would_let_an_adversary_exceed_delta() -> None:
+    """Why the order is fixed beforehand: of two orders, an adversary takes the one that its first answer favours."""
+    target, low, high = 8.0, 3, 8
+    first = 0.1  # times its order, a Gaussian's divergence; its loss is normal with this mean and twice this variance
+    total, width = 0.0, 0.01
+    for number in range(-300, 400):
+        loss = number * width
+        order = high if loss > (low + high - 1) * first else low
+        room = target - converted(0.0, order, DELTA) - order * first
+        # The second answer tells with this chance, by as much as hurts most, and has the divergence that is left.
+        tells = target - loss + math.log(order / (order - 1))
+        chance = math.expm1((order - 1) * room) * math.exp(-(order - 1) * tells)
+        density = math.exp(-((loss - first) ** 2) / (4 * first)) / math.sqrt(4 * math.pi * first)
+        total += width * density * chance / order if chance < 0.9 else 0.0
+    assert total > 1.6 * DELTA

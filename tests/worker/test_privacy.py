@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -515,6 +516,45 @@ def test_a_task_beyond_the_sites_budget_is_refused_before_it_spends_anything(tmp
         private_task(tmp_path, budget, run="another")
     assert refusal.value.rule == "privacy"
     assert spent(tmp_path) == before
+
+
+def test_a_run_that_was_chosen_by_the_answers_of_another_needs_the_budget_of_the_filter(tmp_path: Path) -> None:
+    # Lines of a worker from before budgets were filters count like any other, and stay as they are.
+    with Ledger(tmp_path).page("wards") as page:
+        page.spend(task(run="old"), 40, PRIVACY, [NoisySteps(noise_multiplier=2.0, sampling_rate=0.4, steps=20)])
+    lines = (tmp_path / "wards.jsonl").read_bytes()
+    private_task(tmp_path / "alone").begin(epochs=1)
+    together = [*spent(tmp_path), *spent(tmp_path / "alone")]
+    # Had both settings been fixed beforehand, the budget would hold a twentieth more than this.
+    budget = Allowance(epsilon=1.05 * epsilon(together, 1e-5), delta=1e-5)
+    with pytest.raises(
+        PolicyViolation, match=r"to an epsilon of \d\.\d+ at delta 1e-05, and the site allows 5"
+    ) as refused:
+        private_task(tmp_path, budget)
+    assert (tmp_path / "wards.jsonl").read_bytes() == lines
+    least, to_the_end = map(float, re.findall(r"(?:epsilon|budget) of (\d+\.?\d*)", refused.value.detail))
+    assert budget.epsilon < least < to_the_end
+    private_task(tmp_path, Allowance(epsilon=least, delta=1e-5))
+    for number in range(1, 5):
+        private_task(tmp_path, Allowance(epsilon=to_the_end, delta=1e-5), round=number).begin(epochs=1)
+
+
+def test_a_budget_that_equals_the_runs_target_is_warned_of_at_the_runs_first_task(tmp_path: Path) -> None:
+    with capture_logs() as told:
+        for number in range(1, 4):
+            private_task(tmp_path, Allowance(epsilon=3.0, delta=1e-5), round=number).begin(epochs=1)
+    (warning,) = [line for line in told if line["event"] == "budget-below-run"]
+    with pytest.raises(PolicyViolation, match="all rounds of the run need a budget of") as refused:
+        private_task(tmp_path, Allowance(epsilon=3.0, delta=1e-5), round=4)
+    # The first task knows what the last one does.
+    enough = warning["detail"].split()[-1]
+    assert refused.value.detail.split()[-1] == enough
+    with capture_logs() as told:
+        for number in range(1, 5):
+            private_task(tmp_path / "more", Allowance(epsilon=float(enough), delta=1e-5), round=number).begin(
+                epochs=1
+            )
+    assert "budget-below-run" not in [line["event"] for line in told]
 
 
 # 200^-1.1 is 0.00294, and 1 in 200 is 0.005.

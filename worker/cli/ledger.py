@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from shared.cli.output import AsJson, complain, note, out, print_json, table
 from worker.audit import LEDGER_HEAD
 from worker.chain import ChainError
-from worker.ledger import Entry, LedgerError, epsilon_of, exact_in, noisy_in
+from worker.ledger import Entry, LedgerError, epsilon_of, exact_in, least_budget_of, noisy_in
 from worker.policy import Allowance
 from worker.settings import Settings, SettingsError, allowances_of, audit_of, ledger_of, read_settings
 
@@ -84,7 +84,7 @@ def adopt(
 
 
 def _spending(settings: Settings, dataset: str) -> dict[str, Any]:
-    """What a data set's ledger comes to: as a whole at the budget's delta, and run by run at theirs."""
+    """What a data set's ledger comes to: as a whole the least budget that admits it, and run by run their epsilon."""
     entries = ledger_of(settings).read(dataset)
     allowance: Allowance | None = allowances_of(settings).get(dataset)
     runs: dict[str, list[Entry]] = {}
@@ -95,7 +95,7 @@ def _spending(settings: Settings, dataset: str) -> dict[str, Any]:
         allowance.delta if allowance else min((entry.target.delta for entry in entries if entry.target), default=None)
     )
     return {
-        "epsilon": epsilon_of(noisy_in(entries), delta) if delta else 0.0,
+        "epsilon": least_budget_of(noisy_in(entries), delta) if delta else 0.0,
         "delta": delta,
         "budget": allowance.epsilon if allowance else None,
         "exact": _exact(entries),

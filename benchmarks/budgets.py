@@ -1,0 +1,45 @@
+"""What budget a site needs for runs that were chosen one after the other, beside their epsilon if fixed beforehand.
+
+`python -m benchmarks.budgets`: exact figures, the same on each machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shared.privacy import Budget
+from worker.accounting import epsilon, least_budget, noise_multiplier
+from worker.ledger import NoisySteps
+
+DELTA = 1e-5
+
+RUNS = {
+    "A: epsilon 3, a tenth of the examples in each of 200 steps": (3.0, 0.1, 200),
+    "B: epsilon 3, a sixtieth in each of 3,750 steps": (3.0, 1 / 60, 3750),
+    "C: epsilon 1, a quarter in each of 40 steps": (1.0, 0.25, 40),
+    "D: epsilon 3, a fiftieth in each of 100 steps": (3.0, 0.02, 100),
+}
+
+
+def run(target: float, rate: float, steps: int) -> NoisySteps:
+    """Return what the run spends, with the least noise that keeps its target."""
+    noise = noise_multiplier(Budget(epsilon=target, delta=DELTA), [], rate, steps)
+    return NoisySteps(noise_multiplier=noise, sampling_rate=rate, steps=steps)
+
+
+def main() -> None:
+    runs = {name: run(*settings) for name, settings in RUNS.items()}
+    a, b, c, d = runs.values()
+    together = {"A twice": (a, a), "A and B": (a, b), "A and C": (a, c), "A and D": (a, d), "A, B and C": (a, b, c)}
+    rows: dict[str, Sequence[NoisySteps]] = {**{name: (one,) for name, one in runs.items()}, **together}
+    print(
+        f"at delta {DELTA:g}\n\n| runs | noise | epsilon, fixed beforehand | budget | more |\n|---|---|---|---|---|"
+    )
+    for name, events in rows.items():
+        fixed, budget = epsilon(events, DELTA), least_budget(events, DELTA)
+        noise = ", ".join(f"{event.noise_multiplier:.2f}" for event in events)
+        print(f"| {name} | {noise} | {fixed:.2f} | {budget:.2f} | {budget / fixed - 1:.0%} |")
+
+
+if __name__ == "__main__":
+    main()
