@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from worker.data import Dataset
+from tessera.worker.data.registry import Dataset
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.privacy import Budget
-from worker.accounting import epsilon, least_budget, noise_multiplier
-from worker.ledger import NoisySteps
+from tessera.shared.run_settings.privacy import Budget
+from tessera.worker.privacy.accountant import epsilon, least_budget, noise_multiplier
+from tessera.worker.state.privacy_ledger import NoisySteps
 
 DELTA = 1e-5
 

@@ -22,14 +22,14 @@ import numpy as np
 import torch
 
 from benchmarks.measuring import OUT, Results
-from shared.anomaly import LEFT_OUT
-from shared.blocks import roles
-from shared.methods import methods
-from shared.methods.contract import CoordinatorHalf, Method, Participant, Plan, State
-from shared.tensors import Array, to_array
-from worker.data import Dataset
-from worker.models import instantiate
-from worker.simulation import Conditions, Result, Weights, simulate
+from tessera.shared.methods.base import CoordinatorHalf, Method, Participant, Plan, State
+from tessera.shared.methods.registry import methods
+from tessera.shared.model.selectors import roles
+from tessera.shared.rounds.outliers import LEFT_OUT
+from tessera.shared.tensors.lazy import Array, to_array
+from tessera.worker.data.registry import Dataset
+from tessera.worker.model.build import instantiate
+from tessera.worker.simulation import Conditions, Result, Weights, simulate
 
 SIZES = {"east": 8, "north": 16, "south": 40, "west": 80}
 MAX_EXAMPLES = 60

@@ -23,7 +23,7 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import WordPieceTrainer
 from transformers import BertConfig, BertForSequenceClassification
 
-from worker.data import Dataset
+from tessera.worker.data.registry import Dataset
 
 AREAS = ("asyncio", "email", "importlib", "logging", "multiprocessing", "tkinter", "unittest", "xml")
 OTHERS = (

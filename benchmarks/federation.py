@@ -17,9 +17,10 @@ import httpx
 
 from benchmarks.measuring import await_true
 from examples.processes import Processes, tessera
-from shared.cli.upload import Start, upload_model
-from shared.client import Client
-from shared.wire import Round, Run, RunSpec, TokenSpec
+from tessera.shared.api.admin import TokenSpec
+from tessera.shared.api.runs import Round, Run, RunSpec
+from tessera.shared.cli.upload import Start, upload_model
+from tessera.shared.client.client import Client
 
 METHODS = Path(__file__).parent / "methods"
 DATASET = "nothing"

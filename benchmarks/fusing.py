@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.blocks import NUMPY_DTYPES
-from shared.methods.pfeddc import PFedDCSettings
-from shared.modelfolder import ModelFolder
-from shared.tensors import Array
-from worker.fusion import fusion_module
-from worker.simulation import Result
+from tessera.shared.methods.pfeddc import PFedDCSettings
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES
+from tessera.shared.tensors.lazy import Array
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.model.prompt_fusion import fusion_module
+from tessera.worker.simulation import Result
 
 FIGURES = ("|G|", "G moved", "|A|", "|A|/|G|", "A by token", "L moved")
 """By tower: l2 norms over all tokens, and the share of |A| that is left without the mean over the tokens."""

@@ -16,13 +16,13 @@ from time import process_time
 from starlette.types import Message, Receive, Scope, Send
 
 from benchmarks.measuring import OUT, Results, median
-from coordinator.api.reading import in_time
-from coordinator.memory import Memory
-from coordinator.rates import Admission
-from coordinator.storage.room import Room
-from coordinator.timing import Timing
-from coordinator.tracing import Tracing
-from shared.tracing import HEADER, new_trace, traceparent
+from tessera.coordinator.api.request_limits import in_time
+from tessera.coordinator.limits.disk import Room
+from tessera.coordinator.limits.memory import Memory
+from tessera.coordinator.limits.rate import Admission
+from tessera.coordinator.telemetry.request_timing import Timing
+from tessera.coordinator.telemetry.trace_middleware import Tracing
+from tessera.shared.telemetry.trace_ids import HEADER, new_trace, traceparent
 
 CALLS = 20_000
 QUICK_CALLS = 200

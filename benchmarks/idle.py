@@ -26,7 +26,7 @@ from benchmarks.federation import DATASET, Federation
 from benchmarks.measuring import MIB, OUT, Results, await_true, forget_peak, peak_bytes, processor_seconds
 from benchmarks.payloads import Weights
 from examples.processes import end_by_interrupt
-from shared.wire import Claim
+from tessera.shared.api.tasks import Claim
 
 WORKERS = (100, 1000, 5000)
 SITES = 20

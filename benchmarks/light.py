@@ -20,12 +20,13 @@ import numpy as np
 from benchmarks.federation import DATASET, Federation
 from benchmarks.measuring import await_true
 from benchmarks.methods.drift import drawn
-from shared.blocks import NUMPY_DTYPES, Block, DType
-from shared.client import Client
-from shared.problems import Problem
-from shared.tensors import CHUNK, Array, Computed
-from shared.update import Change, write_update
-from shared.wire import Claim, Submission, Task
+from tessera.shared.api.tasks import Claim, Submission, Task
+from tessera.shared.client.client import Client
+from tessera.shared.model.blocks import Block
+from tessera.shared.problems import Problem
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
+from tessera.shared.tensors.lazy import CHUNK, Array, Computed
+from tessera.shared.updates.update_file import Change, write_update
 
 EXAMPLES = 8
 AT_WORK = 2

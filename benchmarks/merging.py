@@ -32,25 +32,27 @@ import numpy as np
 import torch
 from alembic import command
 
-from coordinator.storage.blobs import Blobs
-from coordinator.storage.database import Database, alembic_config
-from shared.aggregation import Accepted, Aggregation
-from shared.anomaly import scores
-from shared.blobs import Stored
-from shared.blocks import Block
-from shared.codecs import CodecError
-from shared.inspection import Inspector
-from shared.memory import keep_freed_memory
-from shared.methods import Chosen
-from shared.methods.contract import CoordinatorHalf, MethodSettings, Plan, RunFacts, State, Update
-from shared.model import Model
-from shared.robust import Clipped, GeometricMedian, Mean, Median, MultiKrum, TrimmedMean
-from shared.robust import Rule as RobustRule
-from shared.server_optimizer import Adagrad, Adam, Momentum, Plain, Rule, Yogi, merge
-from shared.states import States, settle
-from shared.tensors import CHUNK, ArrayTensor, as_bytes, lockstep, related
-from shared.update import Change, write_update
-from shared.wire import Bounds, Manifest, RunSpec, VersionRef, canonical
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.engine import Database, alembic_config
+from tessera.shared.aggregation.robust import Clipped, GeometricMedian, Mean, Median, MultiKrum, TrimmedMean
+from tessera.shared.aggregation.robust import Rule as RobustRule
+from tessera.shared.aggregation.server_optimizer import Adagrad, Adam, Momentum, Plain, Rule, Yogi
+from tessera.shared.api.runs import Bounds, RunSpec
+from tessera.shared.api.versions import Manifest, VersionRef
+from tessera.shared.host_memory import keep_freed_memory
+from tessera.shared.methods.base import Chosen, CoordinatorHalf, MethodSettings, Plan, RunFacts, State, Update
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import Model
+from tessera.shared.rounds.aggregate import Accepted, Aggregation
+from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.outliers import scores
+from tessera.shared.rounds.server_step import merge
+from tessera.shared.rounds.validation import Inspector
+from tessera.shared.rounds.versions import States, settle
+from tessera.shared.schema import canonical
+from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, as_bytes, lockstep, related
+from tessera.shared.updates.codecs.pipeline import CodecError
+from tessera.shared.updates.update_file import Change, write_update
 
 OPTIMIZERS: tuple[Rule, ...] = (Plain(), Momentum(learning_rate=0.5, momentum=0.9), Adam(), Yogi(), Adagrad())
 RULES: tuple[RobustRule, ...] = (Mean(), Median(), TrimmedMean(), Clipped(), MultiKrum(), GeometricMedian())

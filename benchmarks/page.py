@@ -22,18 +22,28 @@ from alembic import command
 from sqlalchemy import insert
 
 from benchmarks.measuring import OUT, Results
-from coordinator.app import create_app
-from coordinator.listening import configuration
-from coordinator.services import Services, assemble
-from coordinator.serving import set_aside
-from coordinator.settings import Settings
-from coordinator.storage.database import alembic_config
-from coordinator.storage.identity import create_site, issue_token
-from coordinator.storage.tables import AuditRow, BlobRow, RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow, WorkerRow
-from shared.audit import GENESIS
-from shared.methods import Chosen
-from shared.methods.contract import Plan
-from shared.wire import Cohort, Evaluation, RunSpec, TokenSpec
+from tessera.coordinator.app import create_app
+from tessera.coordinator.auth.tokens import issue_token
+from tessera.coordinator.db.engine import alembic_config
+from tessera.coordinator.db.tables import (
+    AuditRow,
+    BlobRow,
+    RoundRow,
+    RunBlobRow,
+    RunRow,
+    TaskRow,
+    VersionRow,
+    WorkerRow,
+)
+from tessera.coordinator.db.workers import create_site
+from tessera.coordinator.server.http_limits import configuration
+from tessera.coordinator.server.serve import set_aside
+from tessera.coordinator.services import Services, assemble
+from tessera.coordinator.settings import Settings
+from tessera.shared.api.admin import TokenSpec
+from tessera.shared.api.audit_chain import GENESIS
+from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
+from tessera.shared.methods.base import Chosen, Plan
 
 LIMIT_SECONDS = 0.2
 MODEL_BYTES = 440_000_000

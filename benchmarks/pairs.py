@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import CLIPConfig, CLIPModel
 
-from worker.data import Dataset, load
+from tessera.worker.data.registry import Dataset, load
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WORDS = ("[PAD]", "[START]", "a", "photo", "of", "the", "digit", *NAMES, "[END]")

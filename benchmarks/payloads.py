@@ -12,10 +12,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from examples.processes import Processes, tessera
-from shared.blocks import Block
-from shared.model import Model
-from shared.modelfolder import ModelFolder
-from shared.tensors import Array, as_bytes
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import Model
+from tessera.shared.tensors.lazy import Array, as_bytes
+from tessera.shared.updates.model_folder import ModelFolder
 
 
 def bert(hidden: int, layers: int, vocabulary: int, heads: int, positions: int) -> dict[str, Any]:

@@ -26,10 +26,10 @@ from rich.table import Table
 from benchmarks.arms import Arm, Task
 from benchmarks.fusing import FIGURES, attention_figures
 from benchmarks.tasks import TASKS
-from shared.fairness import PERSONAL
-from shared.modelfolder import ModelFolder
-from worker.data import Dataset
-from worker.simulation import Conditions, Result, simulate
+from tessera.shared.metrics.site_spread import PERSONAL
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.data.registry import Dataset
+from tessera.worker.simulation import Conditions, Result, simulate
 
 QUICK_ROUNDS = 2
 
@@ -43,7 +43,16 @@ def made(task: Task, model: str, seed: int, folder: Path) -> Path:
     if not place.exists():
         place.mkdir()
         options = task.models(model, seed, place)
-        command = [sys.executable, "-m", "shared.cli", "model", "init", str(place / "model"), "--seed", str(seed)]
+        command = [
+            sys.executable,
+            "-m",
+            "tessera.shared.cli",
+            "model",
+            "init",
+            str(place / "model"),
+            "--seed",
+            str(seed),
+        ]
         subprocess.run([*command, *options], check=True, capture_output=True)
     return place / "model"
 

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from shared.blocks import NUMPY_DTYPES, Block
-from shared.methods import Chosen, coordinator_half
-from shared.methods.contract import Participant, Plan, RunFacts, State
-from worker.blockmap import block_table
-from worker.models import instantiate
+from tessera.shared.methods.base import Chosen, Participant, Plan, RunFacts, State
+from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.model.blocks import Block
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
 
 CLAIMED = 0.75
 DRAWS = 50

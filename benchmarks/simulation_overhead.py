@@ -20,18 +20,18 @@ import torch
 
 from examples.federation import SITES, Federation, holdings
 from examples.processes import Processes, end_by_interrupt
-from shared.cli.rounds import Outcome
-from shared.cli.upload import upload_model
-from shared.methods.contract import Plan, RunFacts
-from shared.methods.fedavg import METHOD
-from shared.modelfolder import ModelFolder
-from shared.training import Training
-from shared.wire import RunSpec
-from worker.data import Dataset
-from worker.models import load
-from worker.simulation import Conditions, simulate
-from worker.trainer import Trainer
-from worker.work import LocalWork
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.round_outcomes import Outcome
+from tessera.shared.methods.base import Plan, RunFacts
+from tessera.shared.methods.fedavg import METHOD
+from tessera.shared.run_settings.training import Training
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.data.registry import Dataset
+from tessera.worker.model.build import load
+from tessera.worker.simulation import Conditions, simulate
+from tessera.worker.training.context import LocalWork
+from tessera.worker.training.trainer import Trainer
 
 SPEC = {
     "name": "overhead",

@@ -24,16 +24,16 @@ import numpy as np
 from benchmarks.measuring import OUT, Results
 from benchmarks.methods.drift import drawn, moved
 from benchmarks.payloads import Weights
-from shared.averaging import average
-from shared.blobs import Batch, Stored
-from shared.blocks import Block
-from shared.codecs import LOSSLESS
-from shared.inspection import Inspector
-from shared.methods.contract import Plan
-from shared.states import States
-from shared.tensors import ArrayTensor, as_bytes, digest_of, lockstep, related
-from shared.update import Change, EncodedTensor, read_update, write_update
-from shared.wire import Manifest
+from tessera.shared.aggregation.mean import average
+from tessera.shared.api.versions import Manifest
+from tessera.shared.methods.base import Plan
+from tessera.shared.model.blocks import Block
+from tessera.shared.rounds.blob_store import Batch, Stored
+from tessera.shared.rounds.validation import Inspector
+from tessera.shared.rounds.versions import States
+from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, digest_of, lockstep, related
+from tessera.shared.updates.codecs.pipeline import LOSSLESS
+from tessera.shared.updates.update_file import Change, EncodedTensor, read_update, write_update
 
 TRIES = 3
 PIECE_BYTES = 1 << 18

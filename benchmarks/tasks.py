@@ -11,9 +11,9 @@ from benchmarks.arms import Arm, Task
 from benchmarks.docstrings import AREAS, docstrings
 from benchmarks.docstrings import pretrained as docstring_encoder
 from benchmarks.pairs import pairs, pretrained
-from worker.data import Dataset, load
-from worker.data.heldout import hold_out, key_of_seed
-from worker.data.part import Dirichlet, Scheme, Shift, divide
+from tessera.worker.data.partition.held_out import hold_out, key_of_seed
+from tessera.worker.data.partition.schemes import Dirichlet, Scheme, Shift, divide
+from tessera.worker.data.registry import Dataset, load
 
 HELD_OUT = 0.25
 SGD = {"training": {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.0}}

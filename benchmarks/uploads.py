@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.federation import Federation
 from benchmarks.measuring import OUT, Results
 from examples.processes import end_by_interrupt
-from shared.client import Client
+from tessera.shared.client.client import Client
 
 CUTS = 20
 MOST = 0.02

@@ -15,12 +15,12 @@ from io import BytesIO
 
 import numpy as np
 
-from shared import codecs
-from shared.blocks import Block, Role
-from shared.methods import Chosen, coordinator_half
-from shared.methods.contract import RunFacts, State, Update
-from shared.tensors import ArrayTensor, Tensor, as_bytes
-from shared.update import Change, read_update, write_update
+from tessera.shared.methods.base import Chosen, RunFacts, State, Update
+from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.model.blocks import Block, Role
+from tessera.shared.tensors.lazy import ArrayTensor, Tensor, as_bytes
+from tessera.shared.updates.codecs import pipeline
+from tessera.shared.updates.update_file import Change, read_update, write_update
 
 WIDTH = 768
 SHAPES: dict[Role, tuple[int, int]] = {
@@ -54,7 +54,7 @@ def update_of(
     file = BytesIO()
     steps = {block.name: drawn(SHAPES[block.role], 2e-4, rng) for block in blocks}
     values = {name: ArrayTensor(model[name].values + step) for name, step in steps.items()}
-    write_update(file, codecs.LOSSLESS, [Change(block, values[block.name], model[block.name]) for block in blocks])
+    write_update(file, pipeline.LOSSLESS, [Change(block, values[block.name], model[block.name]) for block in blocks])
     data = file.getvalue()
     return read_update(lambda: BytesIO(data), len(data), {block.name: block for block in blocks}, model)
 

@@ -1,5 +1,5 @@
-"""`python -m coordinator`: the same commands as `tessera coordinator`."""
+"""`python -m tessera.coordinator`: the same commands as `tessera coordinator`."""
 
-from shared.lazy import load
+from tessera.shared.cli.lazy_import import load
 
-load("coordinator.cli").app()
+load("tessera.coordinator.cli").app()

@@ -9,16 +9,16 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from coordinator.api import admin, blobs, enrolments, errors, events, health, runs, sites, tasks
-from coordinator.api.events import MEDIA_TYPE as EVENT_STREAM
-from coordinator.metrics import Metrics
-from coordinator.page import live as page
-from coordinator.services import Services
-from coordinator.supervision import GOODBYE_SECONDS
-from coordinator.timing import Timing
-from coordinator.tracing import Tracing
-from shared.problems import MEDIA_TYPE, ProblemDocument
-from shared.version import VERSION
+from tessera.coordinator.api import admin, blobs, enrolments, errors, events, health, runs, sites, tasks
+from tessera.coordinator.api.events import MEDIA_TYPE as EVENT_STREAM
+from tessera.coordinator.conductor.child_process import GOODBYE_SECONDS
+from tessera.coordinator.dashboard import routes as page
+from tessera.coordinator.services import Services
+from tessera.coordinator.telemetry.metrics import Metrics
+from tessera.coordinator.telemetry.request_timing import Timing
+from tessera.coordinator.telemetry.trace_middleware import Tracing
+from tessera.shared.problems import MEDIA_TYPE, ProblemDocument
+from tessera.shared.version import VERSION
 
 # FastAPI would describe a body of its own for 422, which is never sent.
 REFUSALS: dict[int | str, dict[str, Any]] = {

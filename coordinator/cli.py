@@ -18,13 +18,10 @@ from obstore.exceptions import BaseError
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator import logs
-from coordinator.bells import CONDUCTOR
-from coordinator.services import Duty, Services, assemble
-from coordinator.settings import Settings
-from coordinator.storage import backup
-from coordinator.storage.blobs import StagingElsewhere
-from coordinator.storage.database import (
+from tessera.coordinator.auth.tokens import first_token, issue_token
+from tessera.coordinator.blobs.store import StagingElsewhere
+from tessera.coordinator.conductor.child_process import GOODBYE_SECONDS, ChildConductor, end_with_parent
+from tessera.coordinator.db.engine import (
     DATABASE_AWAY,
     Database,
     DatabaseInUse,
@@ -33,19 +30,22 @@ from coordinator.storage.database import (
     UnknownDatabase,
     alembic_config,
 )
-from coordinator.storage.identity import first_token, issue_token
-from coordinator.supervision import GOODBYE_SECONDS, ChildConductor, end_with_parent
-from shared import spans
-from shared.cli.effective import tell_settings
-from shared.cli.findings import tell
-from shared.cli.output import AsJson, print_json
-from shared.doctor import examined
-from shared.effective import effective
-from shared.lazy import load
-from shared.memory import keep_freed_memory
-from shared.methods import MethodsUnusable, methods
-from shared.problems import Problem, said_of
-from shared.wire import TokenSpec
+from tessera.coordinator.maintenance import backup
+from tessera.coordinator.notify.wakeup import CONDUCTOR
+from tessera.coordinator.services import Duty, Services, assemble
+from tessera.coordinator.settings import Settings
+from tessera.coordinator.telemetry import logging
+from tessera.shared.api.admin import TokenSpec
+from tessera.shared.cli.lazy_import import load
+from tessera.shared.cli.render.effective import tell_settings
+from tessera.shared.cli.render.findings import tell
+from tessera.shared.cli.render.output import AsJson, print_json
+from tessera.shared.diagnostics.checks import examined
+from tessera.shared.diagnostics.settings_origin import effective
+from tessera.shared.host_memory import keep_freed_memory
+from tessera.shared.methods.registry import MethodsUnusable, methods
+from tessera.shared.problems import Problem, said_of
+from tessera.shared.telemetry import spans
 
 app = typer.Typer(
     add_completion=False,
@@ -112,7 +112,7 @@ def serve(
 ) -> None:
     """Serve the API, and have a process beside this one move the rounds."""
     # Not above: the process that conducts does without, and is the smaller for it.
-    serving = load("coordinator.serving")
+    serving = load("tessera.coordinator.server.serve")
     try:
         serving.require_private(_settings())
         serving.require_free(_settings())
@@ -207,7 +207,7 @@ def doctor(as_json: AsJson = False) -> None:
     Exit code 0: it could work, 1: something fails, 2: it cannot be opened at all.
     """
     # As for `serve`.
-    checks = load("coordinator.doctor").checks
+    checks = load("tessera.coordinator.server.doctor").checks
     tell(examined(checks(_assembled())), as_json=as_json)
 
 
@@ -277,7 +277,7 @@ def _stored(duty: Duty = "both", hold: Callable[[Services], None] = lambda _: No
 
 def _assembled(duty: Duty = "both", ready: Callable[[Services], None] = lambda _: None) -> Services:
     """The services, once they are `ready`; or a line that says why not, and exit code 2."""
-    logs.configure()
+    logging.configure()
     keep_freed_memory()
     settings = _settings()
     try:

@@ -11,31 +11,31 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from coordinator.answers import Answers
-from coordinator.attendance import Attendance
-from coordinator.bells import Bells, FolderBells, NoticeBells
-from coordinator.conductor import Conductor
-from coordinator.differences import Differences
-from coordinator.domain.decide import Patience
-from coordinator.housekeeping import Housekeeping
-from coordinator.memory import Memory
-from coordinator.news import News
-from coordinator.presence import Gate, Presence
-from coordinator.rates import Admission
-from coordinator.settings import Settings
-from coordinator.storage.blobs import Blobs
-from coordinator.storage.database import Database
-from coordinator.storage.retention import Retention
-from coordinator.storage.room import Room
-from coordinator.storage.shares import OneAtATime, Shares
-from coordinator.storage.uploads import Quota, Uploads
-from shared.aggregation import Aggregation
-from shared.inspection import Inspector
-from shared.states import Settle, States, settle
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.blobs.uploads import Quota, Uploads
+from tessera.coordinator.blobs.version_diffs import Differences
+from tessera.coordinator.conductor.conductor import Conductor
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.domain.decide import Patience
+from tessera.coordinator.limits.disk import Room
+from tessera.coordinator.limits.memory import Memory
+from tessera.coordinator.limits.rate import Admission
+from tessera.coordinator.limits.response_memory import Answers
+from tessera.coordinator.limits.thread_shares import OneAtATime, Shares
+from tessera.coordinator.maintenance.garbage_collection import Retention
+from tessera.coordinator.maintenance.schedule import Housekeeping
+from tessera.coordinator.notify.event_stream import News
+from tessera.coordinator.notify.long_poll import Gate, Presence
+from tessera.coordinator.notify.poller import Attendance
+from tessera.coordinator.notify.wakeup import Bells, FolderBells, NoticeBells
+from tessera.coordinator.settings import Settings
+from tessera.shared.rounds.aggregate import Aggregation
+from tessera.shared.rounds.validation import Inspector
+from tessera.shared.rounds.versions import Settle, States, settle
 
 if TYPE_CHECKING:
-    from coordinator.oidc import People
-    from coordinator.signin import SignIn
+    from tessera.coordinator.auth.oidc import People
+    from tessera.coordinator.auth.oidc_login import SignIn
 
 Duty = Literal["both", "serve", "conduct"]
 """What a process does of a coordinator's work."""
@@ -199,14 +199,14 @@ def _people(settings: Settings) -> People | None:
     if settings.oidc_issuer is None:
         return None
     # Its libraries take long to import, and most coordinators have no use for them.
-    found: People = importlib.import_module("coordinator.oidc").People(settings)
+    found: People = importlib.import_module("tessera.coordinator.auth.oidc").People(settings)
     return found
 
 
 def _sign_in(settings: Settings, people: People) -> SignIn | None:
     if settings.oidc_client_id is None:
         return None
-    found: SignIn = importlib.import_module("coordinator.signin").SignIn(settings, people)
+    found: SignIn = importlib.import_module("tessera.coordinator.auth.oidc_login").SignIn(settings, people)
     return found
 
 
@@ -214,6 +214,8 @@ def _engine(settings: Settings) -> Settle:
     """What merges: all cores of this machine, or a Ray cluster."""
     if settings.merge_engine == "ray":
         # Ray is an extra, and slow to import.
-        made: Settle = importlib.import_module("coordinator.ray_engine").RayEngine(settings.ray_address)
+        made: Settle = importlib.import_module("tessera.coordinator.conductor.ray_engine").RayEngine(
+            settings.ray_address
+        )
         return made
     return partial(settle, threads=len(os.sched_getaffinity(0)))

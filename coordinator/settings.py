@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from shared.addresses import is_loopback
+from tessera.shared.urls import is_loopback
 
 PersonRole = Literal["admin", "orchestrator", "viewer"]
 """What a person may be, the strongest first. Sites are admitted by tokens of their own."""

@@ -50,14 +50,14 @@ def _cell(parameter: dict[str, Any]) -> str:
 def _models(content: dict[str, Any]) -> list[str]:
     """The models that a body or answer names, linked, or else its media types."""
     names = sorted(set(re.findall(r"#/components/schemas/(?:Page_)?(\w+?)_?\"", json.dumps(content))))
-    return [f"[{name}][shared.wire.{name}]" for name in names] or sorted(content.get("content", ()))
+    return [f"[{name}][tessera.shared.api.runs.{name}]" for name in names] or sorted(content.get("content", ()))
 
 
 REFERENCES = {
     "reference/http.md": "\n\n".join(http_reference()),
-    "reference/client.md": "# Python client\n\n::: shared.client\n\n::: shared.problems\n",
-    "reference/wire.md": "# What travels\n\n::: shared.wire\n",
-    "reference/method.md": "# What a method is made of\n\n::: shared.methods.contract\n\n::: shared.blocks\n",
+    "reference/client.md": "# Python client\n\n::: tessera.shared.client.client\n\n::: tessera.shared.problems\n",
+    "reference/wire.md": "# What travels\n\n::: tessera.shared.api.runs\n",
+    "reference/method.md": "# What a method is made of\n\n::: tessera.shared.methods.base\n\n::: tessera.shared.model.blocks\n",
 }
 
 

@@ -13,12 +13,13 @@ import httpx
 import numpy as np
 
 from examples.processes import Processes, tessera
-from shared.client import Client
-from shared.modelfolder import ModelFolder
-from shared.wire import TaskKind, TokenSpec
-from worker.data.heldout import key_of_seed
-from worker.data.part import Dirichlet
-from worker.settings import HELD_OUT_KEY_FILE, DataSource
+from tessera.shared.api.admin import TokenSpec
+from tessera.shared.client.client import Client
+from tessera.shared.schema import TaskKind
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.partition.schemes import Dirichlet
+from tessera.worker.settings import HELD_OUT_KEY_FILE, DataSource
 
 VIT = Path(__file__).parent / "digits/vit.json"
 

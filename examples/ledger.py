@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from shared.cli.rounds import Outcome
+from tessera.shared.client.round_outcomes import Outcome
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shared.cli.export import export_folder
-from shared.cli.rounds import follow
-from shared.cli.upload import upload_model
-from shared.client import Client
-from shared.methods import Chosen
-from shared.metrics.rows import Row, rows_of
-from shared.modelfolder import ModelFolder
-from shared.wire import Cohort, RunSpec
+from tessera.shared.api.runs import Cohort, RunSpec
+from tessera.shared.cli.export import export_folder
+from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.client import Client
+from tessera.shared.client.round_outcomes import follow
+from tessera.shared.methods.base import Chosen
+from tessera.shared.metrics.rows import Row, rows_of
+from tessera.shared.updates.model_folder import ModelFolder
 
 client = Client.from_environment()
 print(client.about().version, [run.spec.name for run in client.runs()])

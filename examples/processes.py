@@ -40,7 +40,7 @@ def environment(settings: Mapping[str, str]) -> dict[str, str]:
 
 def tessera(*arguments: str) -> list[str]:
     """A `tessera` command line, run by this interpreter."""
-    return [sys.executable, "-m", "shared.cli", *arguments]
+    return [sys.executable, "-m", "tessera.shared.cli", *arguments]
 
 
 def end_by_interrupt() -> None:

@@ -15,15 +15,15 @@ from rich.markup import escape
 from examples.federation import Federation, Holding
 from examples.ledger import Entry, percent_of_full
 from examples.processes import Died, Processes, end_by_interrupt
-from shared.cli import output
-from shared.cli.export import export_folder
-from shared.cli.rounds import follow
-from shared.cli.spec import read_spec
-from shared.cli.upload import upload_model
-from shared.cli.watching import print_ended
-from shared.modelfolder import ModelFolder
-from shared.problems import Problem
-from shared.wire import RunSpec
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.cli.export import export_folder
+from tessera.shared.cli.render import output
+from tessera.shared.cli.render.watch import print_ended
+from tessera.shared.cli.run_file import read_spec
+from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.round_outcomes import follow
+from tessera.shared.problems import Problem
+from tessera.shared.updates.model_folder import ModelFolder
 
 # Says that a folder was made by a demo, and so may be replaced by one.
 MARK = ".tessera-demo"

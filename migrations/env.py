@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from coordinator.storage.tables import Table
+from tessera.coordinator.db.tables import Table
 
 connection = context.config.attributes["connection"]
 if connection.dialect.name == "postgresql":

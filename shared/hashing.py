@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Protocol
 
-from shared.problems import DigestMismatch
+from tessera.shared.problems import DigestMismatch
 
 
 class Sink(Protocol):

@@ -43,7 +43,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import JsonValue, ValidationError
 
-from shared.blocks import Frozen
+from tessera.shared.schema import Frozen
 
 MEDIA_TYPE = "application/problem+json"
 MAX_FAULTS = 50
@@ -52,7 +52,7 @@ MAX_FAULTS = 50
 class Fault(Frozen):
     """One thing wrong: `pointer` is a JSON pointer into the request, or the name of a block or header.
 
-    `code` is the kind of wrong where there are kinds: see `shared.malformed`.
+    `code` is the kind of wrong where there are kinds: see `shared.updates.errors`.
     """
 
     pointer: str

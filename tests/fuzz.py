@@ -25,13 +25,14 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from shared import codecs
-from shared.blocks import NUMPY_DTYPES, Block, DType
-from shared.inspection import step_squares
-from shared.malformed import Malformed
-from shared.problems import InvalidUpdate
-from shared.tensors import ArrayTensor, mean_step, to_array
-from shared.update import Change, read_update, write_update
+from tessera.shared.model.blocks import Block
+from tessera.shared.problems import InvalidUpdate
+from tessera.shared.rounds.validation import step_squares
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
+from tessera.shared.tensors.lazy import ArrayTensor, mean_step, to_array
+from tessera.shared.updates.codecs import pipeline
+from tessera.shared.updates.errors import Malformed
+from tessera.shared.updates.update_file import Change, read_update, write_update
 
 MOST_SECONDS = 2.0
 """Of CPU, for one case of a few hundred bytes."""
@@ -42,7 +43,7 @@ CODECS = (
     *("delta+bf16", "delta+fp16+zstd", "delta+int8", "delta+int8+zstd", "delta+int4", "delta+topk=0.25"),
     *("delta+topk=0.25+zstd", "delta+lowrank=1", "delta+lowrank=1+int8", "delta+shuffle+zstd"),
 )
-STAGES = ("raw", *codecs.STAGES, "topk=0.25", "topk=1", "lowrank=1", "lowrank=99999", "zstd=3", "gzip", "", "=")
+STAGES = ("raw", *pipeline.STAGES, "topk=0.25", "topk=1", "lowrank=1", "lowrank=99999", "zstd=3", "gzip", "", "=")
 DTYPES: tuple[DType, ...] = ("F32", "F32", "BF16", "F16", "F64")
 BLOCKS = {
     name: Block(tensor=name, role="mlp", shape=shape, dtype=dtype)
@@ -114,7 +115,7 @@ def seeds() -> list[File]:
             base = to_array(BASES[name])
             value = (base.astype(np.float64) + 0.01 * rng.normal(size=block.shape)).astype(base.dtype)
             changes.append(Change(block, ArrayTensor(value, block.dtype), BASES[name]))
-        chosen = {c.block.name: codecs.suited(codec, c.block) for c in changes}
+        chosen = {c.block.name: pipeline.suited(codec, c.block) for c in changes}
         file = io.BytesIO()
         write_update(file, chosen, changes)
         found.append(_taken_apart(file.getvalue()))

@@ -77,15 +77,18 @@ def test_neither_the_coordinator_nor_what_is_shared_imports_torch(inside: str) -
 def test_the_rules_import_only_the_standard_library_and_what_is_shared() -> None:
     allowed = {*sys.stdlib_module_names, "shared"}
     for module in MODULES:
-        if module.startswith("coordinator.domain"):
+        if module.startswith("tessera.coordinator.domain"):
             for name in imports(module, typing_too=True):
-                assert name.partition(".")[0] in allowed or name.startswith("coordinator.domain"), (module, name)
+                assert name.partition(".")[0] in allowed or name.startswith("tessera.coordinator.domain"), (
+                    module,
+                    name,
+                )
 
 
 def test_storage_knows_the_rules_and_nothing_above_itself() -> None:
-    below = ("coordinator.domain", "coordinator.storage")
+    below = ("tessera.coordinator.domain", "tessera.coordinator.db")
     for module in MODULES:
-        if module.startswith("coordinator.storage"):
+        if module.startswith("tessera.coordinator.db"):
             ours = {name for name in imports(module, typing_too=True) if name.startswith("coordinator.")}
             assert {name for name in ours if not name.startswith(below)} == set(), module
 
@@ -147,7 +150,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "TESSERA_ADMIN_TOKEN_FILE": str(tmp_path / "token"),
         "TESSERA_PORT": port,
     }
-    subprocess.run([sys.executable, "-m", "coordinator", "migrate"], env=environment, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "tessera.coordinator", "migrate"], env=environment, check=True, capture_output=True
+    )
     return environment
 
 
@@ -162,7 +167,7 @@ def serving(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[byte
     """A coordinator that is ready, and its URL."""
     url = f"http://127.0.0.1:{environment['TESSERA_PORT']}"
     process = subprocess.Popen(
-        [sys.executable, "-m", "coordinator", "serve"],
+        [sys.executable, "-m", "tessera.coordinator", "serve"],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -10,16 +10,16 @@ from typing import get_args
 
 import pytest
 
-from coordinator.domain.lifecycle import ROUND, RUN, TASK, diagram
-from coordinator.settings import Settings
-from shared.methods import methods
-from shared.problems import PROBLEMS
-from worker.data import adapters
-from worker.data.part import Scheme
-from worker.policy import Policy
-from worker.settings import DataSource
-from worker.settings import Settings as WorkerSettings
-from worker.simulation.file import Table
+from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, diagram
+from tessera.coordinator.settings import Settings
+from tessera.shared.methods.registry import methods
+from tessera.shared.problems import PROBLEMS
+from tessera.worker.data.partition.schemes import Scheme
+from tessera.worker.data.registry import adapters
+from tessera.worker.governance.policy import Policy
+from tessera.worker.settings import DataSource
+from tessera.worker.settings import Settings as WorkerSettings
+from tessera.worker.simulation.config import Table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -97,9 +97,9 @@ def test_the_documents_build_as_a_site_that_asks_no_other_host_for_anything(tmp_
         fetched = re.findall(r"<(?:script|img|link|iframe)[^>]*(?:src|href)=.?(?:https?:)?//", page.read_text())
         assert fetched == [], page
     client = (tmp_path / "reference/client.html").read_text()
-    assert "shared.client.Client.create_run" in client
+    assert "tessera.shared.client.client.Client.create_run" in client
     http = (tmp_path / "reference/http.html").read_text()
-    assert 'href="wire.html#shared.wire.RunSpec"' in http
+    assert 'href="wire.html#tessera.shared.api.runs.RunSpec"' in http
 
 
 def anchors(document: Path) -> set[str]:

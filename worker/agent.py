@@ -13,14 +13,12 @@ import structlog
 import torch
 from pydantic import JsonValue
 
-from shared import spans
-from shared.blocks import SelectorError
-from shared.client import Client
-from shared.codecs import CodecError
-from shared.fitting import OverBudget
-from shared.methods import UnknownMethod, methods
-from shared.methods.contract import Unsuited
-from shared.problems import (
+from tessera.shared.api.tasks import Claim, Failure, Lease, Task
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Unsuited
+from tessera.shared.methods.registry import UnknownMethod, methods
+from tessera.shared.model.selectors import SelectorError
+from tessera.shared.problems import (
     Forbidden,
     Invalid,
     InvalidUpdate,
@@ -33,29 +31,32 @@ from shared.problems import (
     TaskCancelled,
     Unauthenticated,
 )
-from shared.tensors import digest_of
-from shared.tracing import trace_of, traceparent_of
-from shared.version import VERSION
-from shared.wire import Claim, Failure, Lease, Task, canonical
-from worker.airlock import UpdateWithheld
-from worker.audit import Action
-from worker.blockmap import UnknownArchitecture
-from worker.cache import BlobTooLarge
-from worker.chain import ChainError
-from worker.configs import ConfigError
-from worker.figures import Figures
-from worker.inbox import InboxError, Unapproved
-from worker.layouts import MappingError
-from worker.models import ModelMismatch
-from worker.opening import USAGE_FILE, Opening, local_time
-from worker.policy import PolicyViolation
-from worker.probabilities import UnknownAttention
-from worker.renewal import Renewal, Stop, Stopped
-from worker.report import Report
-from worker.settings import Settings, SettingsError, credential_of, describe, tls_of
-from worker.settingsfile import SettingsFile, differing, taken_up
-from worker.trainer import TrainingDiverged
-from worker.workbench import TaskFailure, Workbench
+from tessera.shared.schema import canonical
+from tessera.shared.telemetry import spans
+from tessera.shared.telemetry.trace_ids import Attributes, trace_of, traceparent_of
+from tessera.shared.tensors.lazy import digest_of
+from tessera.shared.updates.codecs.pipeline import CodecError
+from tessera.shared.version import VERSION
+from tessera.worker.attention.probabilities import UnknownAttention
+from tessera.worker.governance.airlock import UpdateWithheld
+from tessera.worker.governance.approvals import InboxError, Unapproved
+from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
+from tessera.worker.governance.policy import PolicyViolation
+from tessera.worker.metrics_file import Figures
+from tessera.worker.model.block_map import UnknownArchitecture
+from tessera.worker.model.build import ModelMismatch
+from tessera.worker.model.config import ConfigError
+from tessera.worker.model.layouts import MappingError
+from tessera.worker.settings import Settings, SettingsError, credential_of, describe, tls_of
+from tessera.worker.settings_reload import SettingsFile, differing, taken_up
+from tessera.worker.state.audit import Action
+from tessera.worker.state.blob_cache import BlobTooLarge
+from tessera.worker.state.hash_chain import ChainError
+from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
+from tessera.worker.task.runner import TaskFailure, Workbench
+from tessera.worker.task.upload_budget import OverBudget
+from tessera.worker.training.progress import Report
+from tessera.worker.training.trainer import TrainingDiverged
 
 LONGEST_PAUSE_SECONDS = 30.0
 COMPLAINT_SECONDS = 60.0
@@ -429,7 +430,7 @@ def _spanning(task: Task) -> AbstractContextManager[None]:
     return spans.span("task", parent=traceparent_of(task.run, task.round), attributes=_about(task))
 
 
-def _about(task: Task) -> spans.Attributes:
+def _about(task: Task) -> Attributes:
     return {"tessera.run": task.run, "tessera.round": task.round, "tessera.task": task.id, "tessera.kind": task.kind}
 
 

@@ -1,5 +1,5 @@
 """What a worker is told: a TOML file, over which the environment's TESSERA_WORKER_* win. It is read when the worker
-starts, and its policy and budgets whenever it changes (`worker.settingsfile`).
+starts, and its policy and budgets whenever it changes (`worker.settings_reload`).
 
 url = "https://tessera.example"
 token_file = "/run/secrets/tessera"
@@ -38,21 +38,21 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as SourceError
 
-from shared.addresses import require_private
-from shared.effective import Setting, effective
-from shared.problems import Invalid, said_of
-from shared.transport import Credential, tls_context
-from shared.wire import Label, Resources, TaskKind
-from worker.airlock import AIRLOCK_FOLDER, Airlock
-from worker.audit import AUDIT_FOLDER, Audit
-from worker.contributions import RUNS_FOLDER, Contributions
-from worker.data import DataError, Dataset, Part, load
-from worker.data.heldout import key_of_seed
-from worker.files import KEY_BYTES, secret_key
-from worker.inbox import INBOX_FOLDER, Inbox
-from worker.layouts import MappingError, MappingFile, read_mapping
-from worker.ledger import LEDGER_FOLDER, Ledger
-from worker.policy import GIB, Allowance, Policy
+from tessera.shared.client.transport import Credential, tls_context
+from tessera.shared.diagnostics.settings_origin import Setting, effective
+from tessera.shared.problems import Invalid, said_of
+from tessera.shared.schema import Label, Resources, TaskKind
+from tessera.shared.urls import require_private
+from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.registry import DataError, Dataset, Part, load
+from tessera.worker.governance.airlock import AIRLOCK_FOLDER, Airlock
+from tessera.worker.governance.approvals import INBOX_FOLDER, Inbox
+from tessera.worker.governance.policy import GIB, Allowance, Policy
+from tessera.worker.governance.run_history import RUNS_FOLDER, Contributions
+from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
+from tessera.worker.state.atomic_files import KEY_BYTES, secret_key
+from tessera.worker.state.audit import AUDIT_FOLDER, Audit
+from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
 
 HELD_OUT_KEY_FILE = "held-out.key"
 """What it is called beside a worker's other state."""

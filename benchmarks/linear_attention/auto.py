@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from benchmarks.linear_attention.problem import Weights
-from shared.blocks import Block, Role
-from shared.methods import Chosen, coordinator_half
-from shared.methods.contract import RunFacts, State, Update
-from shared.methods.fedfrozen import FROZEN_FROM
-from shared.tensors import ArrayTensor
+from tessera.shared.methods.base import Chosen, RunFacts, State, Update
+from tessera.shared.methods.fedfrozen import FROZEN_FROM
+from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.model.blocks import Block, Role
+from tessera.shared.tensors.lazy import ArrayTensor
 
 BLOCK_ROLES: tuple[Role, ...] = ("query", "key", "value")
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.blocks import EVERYTHING, Selector
-from shared.methods.contract import (
+from tessera.shared.methods.base import (
     CoordinatorHalf,
     Harvest,
     Method,
@@ -24,7 +23,8 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
-from shared.tensors import CHUNK, Array
+from tessera.shared.model.selectors import EVERYTHING, Selector
+from tessera.shared.tensors.lazy import CHUNK, Array
 
 LEARNING_RATE = 2e-5
 STEPS = 50

@@ -16,7 +16,7 @@ from benchmarks.rivals.environments import python
 from benchmarks.rivals.timed import watch, write_weights
 from benchmarks.rounds.sides import Turn
 from examples.processes import CALM
-from shared.modelfolder import ModelFolder
+from tessera.shared.updates.model_folder import ModelFolder
 
 APP = Path(__file__).parent / "flare_app"
 STOP_SECONDS = 60.0

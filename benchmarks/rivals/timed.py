@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks.measuring import PeakMemory, await_true, processor_seconds
 from benchmarks.rounds.sides import Turn
-from shared.blocks import NUMPY_DTYPES
-from shared.modelfolder import ModelFolder
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES
+from tessera.shared.updates.model_folder import ModelFolder
 
 ROUND_SECONDS = 600.0
 

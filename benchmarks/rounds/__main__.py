@@ -26,8 +26,8 @@ from benchmarks.rounds.bare import Bare
 from benchmarks.rounds.sides import Side, Summary, Turn
 from benchmarks.rounds.tessera import Tessera
 from examples.processes import end_by_interrupt
-from shared.codecs import LOSSLESS, RAW
-from shared.modelfolder import ModelFolder
+from tessera.shared.updates.codecs.pipeline import LOSSLESS, RAW
+from tessera.shared.updates.model_folder import ModelFolder
 
 RIVALS: Mapping[str, Callable[[Path, ModelFolder, int], Side]] = {"flower": Flower, "flare": Flare}
 RIVALS_ROUNDS = 3

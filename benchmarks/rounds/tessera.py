@@ -10,8 +10,8 @@ from typing import Any, Self
 from benchmarks.federation import Federation
 from benchmarks.measuring import forget_peak, peak_bytes, processor_seconds
 from benchmarks.rounds.sides import Turn
-from shared.codecs import LOSSLESS
-from shared.modelfolder import ModelFolder
+from tessera.shared.updates.codecs.pipeline import LOSSLESS
+from tessera.shared.updates.model_folder import ModelFolder
 
 
 @dataclass

@@ -7,15 +7,18 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from sqlalchemy import select
 
-from coordinator.api.access import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
-from coordinator.api.reading import BoundedRoute
-from coordinator.metrics import Metrics
-from coordinator.storage import identity, views
-from coordinator.storage.idempotency import once
-from coordinator.storage.tables import AuditRow, RoundRow, SiteRow, TokenRow, WorkerRow
-from shared.problems import Conflict
-from shared.version import VERSION
-from shared.wire import PROTOCOL, AuditEntry, IssuedToken, Page, Status, Token, TokenSpec
+from tessera.coordinator.api.dependencies import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
+from tessera.coordinator.api.request_limits import BoundedRoute
+from tessera.coordinator.auth import tokens
+from tessera.coordinator.db import views
+from tessera.coordinator.db.idempotency import once
+from tessera.coordinator.db.tables import AuditRow, RoundRow, SiteRow, TokenRow, WorkerRow
+from tessera.coordinator.db.workers import workers_of
+from tessera.coordinator.telemetry.metrics import Metrics
+from tessera.shared.api.admin import AuditEntry, IssuedToken, Status, Token, TokenSpec
+from tessera.shared.problems import Conflict
+from tessera.shared.schema import PROTOCOL, Page
+from tessera.shared.version import VERSION
 
 router = APIRouter(tags=["admin"], route_class=BoundedRoute)
 
@@ -29,7 +32,7 @@ def issue_token(spec: TokenSpec, serving: Serving, caller: Admin, key: Key = Non
 
         def create() -> Token:
             nonlocal secret
-            row, secret = identity.issue_token(session, now, caller.actor, spec)
+            row, secret = tokens.issue_token(session, now, caller.actor, spec)
             return views.token_view(row, spec.site)
 
         token = once(session, now, caller, key, spec, Token, create)
@@ -54,8 +57,8 @@ def revoke_token(token_id: str, serving: Serving, caller: Admin) -> None:
     """Ends a token at once, and the claims that wait with it."""
     with serving.database.transaction() as session:
         now, admins_sign_in = serving.database.now(), "admin" in serving.settings.oidc_roles.values()
-        row = identity.revoke_token(session, now, caller.actor, token_id, admins_sign_in=admins_sign_in)
-        waiting = identity.workers_of(session, row.site_id)
+        row = tokens.revoke_token(session, now, caller.actor, token_id, admins_sign_in=admins_sign_in)
+        waiting = workers_of(session, row.site_id)
     serving.wake(waiting)
 
 

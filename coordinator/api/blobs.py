@@ -17,15 +17,15 @@ from fastapi.responses import StreamingResponse
 from pydantic import BeforeValidator
 from starlette.types import Receive, Scope, Send
 
-from coordinator.answers import Answers
-from coordinator.api.access import Serving, allow
-from coordinator.api.reading import BoundedRoute
-from coordinator.metrics import RECEIVED_BYTES, SENT_BYTES
-from coordinator.storage.identity import Principal
-from coordinator.storage.reach import within_reach
-from coordinator.storage.uploads import Upload, Uploads
-from shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
-from shared.wire import Wanted
+from tessera.coordinator.api.dependencies import Serving, allow
+from tessera.coordinator.api.request_limits import BoundedRoute
+from tessera.coordinator.auth.permissions import within_reach
+from tessera.coordinator.blobs.uploads import Upload, Uploads
+from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.limits.response_memory import Answers
+from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES
+from tessera.shared.api.versions import Wanted
+from tessera.shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
 
 router = APIRouter(prefix="/v1", tags=["blobs"])
 listed = APIRouter(prefix="/v1", tags=["blobs"], route_class=BoundedRoute)

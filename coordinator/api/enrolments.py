@@ -8,13 +8,15 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials
 from sqlalchemy import select
 
-from coordinator.api.access import Admin, Cursor, Limit, Serving, SiteCaller, address_of, bearer
-from coordinator.api.reading import BoundedRoute
-from coordinator.storage import enrolment, identity, views
-from coordinator.storage.tables import EnrolmentRow
-from shared.problems import Forbidden, NotFound, Unauthenticated
-from shared.tokens import normal_code
-from shared.wire import Approval, Enrolment, EnrolmentSpec, Page, Rotated, Rotation
+from tessera.coordinator.api.dependencies import Admin, Cursor, Limit, Serving, SiteCaller, address_of, bearer
+from tessera.coordinator.api.request_limits import BoundedRoute
+from tessera.coordinator.auth import enrolment, tokens
+from tessera.coordinator.db import views
+from tessera.coordinator.db.tables import EnrolmentRow
+from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec, Rotated, Rotation
+from tessera.shared.problems import Forbidden, NotFound, Unauthenticated
+from tessera.shared.schema import Page
+from tessera.shared.token_format import normal_code
 
 router = APIRouter(prefix="/v1", tags=["enrolments"], route_class=BoundedRoute)
 
@@ -33,7 +35,7 @@ def create_enrolment(spec: EnrolmentSpec, request: Request, serving: Serving, sh
             now = serving.database.now()
             row = enrolment.asked_before(session, now, spec)
             if row is None and shown is not None:
-                caller = identity.authenticate(session, now, shown.credentials)
+                caller = tokens.authenticate(session, now, shown.credentials)
                 if caller.role != "enrolment":
                     raise Forbidden(f"this needs an enrolment token, or none; yours has role {caller.role}")
                 row = enrolment.redeem(session, now, spec, caller, address)
@@ -108,5 +110,5 @@ def rotate_token(rotation: Rotation, serving: Serving, caller: SiteCaller, shown
     grace = serving.settings.rotation_grace_seconds
     with serving.database.transaction() as session:
         secret = shown.credentials if shown else ""
-        identity.rotate_token(session, serving.database.now(), caller, secret, rotation.secret_hash, grace)
+        tokens.rotate_token(session, serving.database.now(), caller, secret, rotation.secret_hash, grace)
     return Rotated(grace_seconds=grace)

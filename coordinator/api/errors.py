@@ -16,11 +16,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
 
-from coordinator.metrics import PROBLEMS_TOTAL
-from coordinator.storage.database import DATABASE_AWAY
-from coordinator.storage.room import RETRY_SECONDS, is_full
-from coordinator.tracing import present_trace
-from shared.problems import (
+from tessera.coordinator.db.engine import DATABASE_AWAY
+from tessera.coordinator.limits.disk import RETRY_SECONDS, is_full
+from tessera.coordinator.telemetry.metrics import PROBLEMS_TOTAL
+from tessera.coordinator.telemetry.trace_middleware import present_trace
+from tessera.shared.problems import (
     MEDIA_TYPE,
     PROBLEMS,
     BadRequest,

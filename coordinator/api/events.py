@@ -10,11 +10,11 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials
 
-from coordinator.api.access import Serving, Viewer, bearer, holder
-from coordinator.api.reading import BoundedRoute
-from coordinator.services import Services
-from coordinator.storage import views
-from shared.problems import Forbidden, Unauthenticated
+from tessera.coordinator.api.dependencies import Serving, Viewer, bearer, holder
+from tessera.coordinator.api.request_limits import BoundedRoute
+from tessera.coordinator.db import views
+from tessera.coordinator.services import Services
+from tessera.shared.problems import Forbidden, Unauthenticated
 
 router = APIRouter(prefix="/v1", tags=["events"], route_class=BoundedRoute)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from coordinator.api.access import Serving
-from coordinator.readiness import readiness
-from shared.version import VERSION
-from shared.wire import PROTOCOL, About, Readiness
+from tessera.coordinator.api.dependencies import Serving
+from tessera.coordinator.telemetry.readiness import readiness
+from tessera.shared.api.admin import About, Readiness
+from tessera.shared.schema import PROTOCOL
+from tessera.shared.version import VERSION
 
 router = APIRouter(tags=["health"])
 

@@ -10,24 +10,25 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.api.access import Anyone, Cursor, Key, Limit, Orchestrator, Serving, Viewer
-from coordinator.api.reading import BoundedRoute
-from coordinator.domain.lifecycle import LIVE_RUN
-from coordinator.preview import preview
-from coordinator.services import Services
-from coordinator.storage import audit, rounds, views
-from coordinator.storage.idempotency import once
-from coordinator.storage.identity import Principal, find_site, new_id
-from coordinator.storage.reach import run_within_reach, runs_of, within_reach
-from coordinator.storage.snapshots import live_workers
-from coordinator.storage.tables import RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
-from coordinator.storage.transitions import move_run
-from shared import spans
-from shared.blobs import Stored
-from shared.export import Export
-from shared.model import Model
-from shared.planning import begun, check_method, dataset_of, warnings_of
-from shared.problems import (
+from tessera.coordinator.api.dependencies import Anyone, Cursor, Key, Limit, Orchestrator, Serving, Viewer
+from tessera.coordinator.api.request_limits import BoundedRoute
+from tessera.coordinator.auth.permissions import run_within_reach, runs_of, within_reach
+from tessera.coordinator.db import audit, rounds, views
+from tessera.coordinator.db.idempotency import once
+from tessera.coordinator.db.ids import new_id
+from tessera.coordinator.db.snapshots import live_workers
+from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
+from tessera.coordinator.db.transitions import move_run
+from tessera.coordinator.db.workers import find_site
+from tessera.coordinator.domain.eligibility import Invitation
+from tessera.coordinator.domain.lifecycle import LIVE_RUN
+from tessera.coordinator.domain.preview import preview
+from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.services import Services
+from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec
+from tessera.shared.api.versions import Difference, Manifest, Version, VersionRef
+from tessera.shared.model.spec import Model
+from tessera.shared.problems import (
     Conflict,
     Fault,
     Forbidden,
@@ -37,21 +38,12 @@ from shared.problems import (
     PreconditionFailed,
     PreconditionRequired,
 )
-from shared.tracing import traceparent_of
-from shared.willing import Invitation
-from shared.wire import (
-    Difference,
-    Manifest,
-    Measurement,
-    Page,
-    Preview,
-    Round,
-    Run,
-    RunPatch,
-    RunSpec,
-    Version,
-    VersionRef,
-)
+from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.export import Export
+from tessera.shared.rounds.planning import begun, check_method, dataset_of, warnings_of
+from tessera.shared.schema import Page
+from tessera.shared.telemetry import spans
+from tessera.shared.telemetry.trace_ids import traceparent_of
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=BoundedRoute)
 

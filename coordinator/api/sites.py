@@ -5,12 +5,15 @@ from __future__ import annotations
 from fastapi import APIRouter
 from sqlalchemy import select
 
-from coordinator.api.access import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
-from coordinator.api.reading import BoundedRoute
-from coordinator.storage import identity, views
-from coordinator.storage.idempotency import once
-from coordinator.storage.tables import SiteRow, WorkerRow
-from shared.wire import Page, Site, SiteSpec, WorkerView
+from tessera.coordinator.api.dependencies import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
+from tessera.coordinator.api.request_limits import BoundedRoute
+from tessera.coordinator.db import views
+from tessera.coordinator.db import workers as workers_module
+from tessera.coordinator.db.idempotency import once
+from tessera.coordinator.db.tables import SiteRow, WorkerRow
+from tessera.coordinator.db.workers import workers_of
+from tessera.shared.api.admin import Site, SiteSpec, WorkerView
+from tessera.shared.schema import Page
 
 router = APIRouter(prefix="/v1", tags=["sites"], route_class=BoundedRoute)
 
@@ -21,7 +24,7 @@ def create_site(spec: SiteSpec, serving: Serving, caller: Admin, key: Key = None
         now = serving.database.now()
 
         def create() -> Site:
-            return views.site_view(identity.create_site(session, now, caller.actor, spec.name))
+            return views.site_view(workers_module.create_site(session, now, caller.actor, spec.name))
 
         return once(session, now, caller, key, spec, Site, create)
 
@@ -36,8 +39,8 @@ def list_sites(serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cur
 def suspend_site(site_id: str, serving: Serving, caller: Admin) -> Site:
     """Refuses all of a site's tokens from now on, and chooses none of its workers, until it is resumed."""
     with serving.database.transaction() as session:
-        row = identity.suspend_site(session, serving.database.now(), caller.actor, site_id)
-        waiting = identity.workers_of(session, site_id)
+        row = workers_module.suspend_site(session, serving.database.now(), caller.actor, site_id)
+        waiting = workers_of(session, site_id)
         site = views.site_view(row)
     serving.wake(waiting)
     return site
@@ -47,7 +50,7 @@ def suspend_site(site_id: str, serving: Serving, caller: Admin) -> Site:
 def resume_site(site_id: str, serving: Serving, caller: Admin) -> Site:
     """Admits a suspended site's tokens again."""
     with serving.database.transaction() as session:
-        return views.site_view(identity.resume_site(session, serving.database.now(), caller.actor, site_id))
+        return views.site_view(workers_module.resume_site(session, serving.database.now(), caller.actor, site_id))
 
 
 @router.get("/workers", operation_id="listWorkers")

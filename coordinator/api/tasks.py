@@ -14,20 +14,21 @@ from fastapi.concurrency import run_in_threadpool
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.api.access import Anyone, Cursor, Limit, Serving, SiteCaller
-from coordinator.api.blobs import uploads
-from coordinator.api.reading import BoundedRoute
-from coordinator.metrics import SENT_BYTES, UPDATES_TOTAL
-from coordinator.services import Services
-from coordinator.storage import identity, tasks, views
-from coordinator.storage.identity import Principal
-from coordinator.storage.tables import TaskRow, VersionRow, WorkerRow
-from coordinator.storage.tasks import Held
-from coordinator.storage.uploads import hand_in, owned
-from shared.anomaly import PREFIX
-from shared.layers import layers_of
-from shared.planning import check_report
-from shared.problems import (
+from tessera.coordinator.api.blobs import uploads
+from tessera.coordinator.api.dependencies import Anyone, Cursor, Limit, Serving, SiteCaller
+from tessera.coordinator.api.request_limits import BoundedRoute
+from tessera.coordinator.auth import tokens
+from tessera.coordinator.blobs.uploads import hand_in, owned
+from tessera.coordinator.db import tasks, views
+from tessera.coordinator.db.tables import TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tasks import Held
+from tessera.coordinator.db.workers import enrol, enrolled
+from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.services import Services
+from tessera.coordinator.telemetry.metrics import SENT_BYTES, UPDATES_TOTAL
+from tessera.shared.api.tasks import Claim, Evaluated, Failure, Heartbeat, Lease, Receipt, Submission, Task, TaskView
+from tessera.shared.model.layers import layers_of
+from tessera.shared.problems import (
     Conflict,
     Fault,
     Invalid,
@@ -38,22 +39,9 @@ from shared.problems import (
     Withheld,
     WorkerFailed,
 )
-from shared.wire import (
-    GIVEN_BACK,
-    MOST_ALONG,
-    MOST_CLAIM_BYTES,
-    PROTOCOL,
-    Claim,
-    Evaluated,
-    Failure,
-    Heartbeat,
-    Lease,
-    Page,
-    Receipt,
-    Submission,
-    Task,
-    TaskView,
-)
+from tessera.shared.rounds.outliers import PREFIX
+from tessera.shared.rounds.planning import check_report
+from tessera.shared.schema import GIVEN_BACK, MOST_ALONG, MOST_CLAIM_BYTES, PROTOCOL, Page
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"], route_class=BoundedRoute)
 
@@ -131,11 +119,11 @@ def _enrol(serving: Services, caller: Principal, body: Claim) -> str:
     site_id = caller.site_id or ""
     now = serving.database.now()
     with serving.database.snapshot() as session:
-        worker_id = identity.enrolled(session, site_id, body)
+        worker_id = enrolled(session, site_id, body)
     if worker_id is None:
         serving.admission.declares(site_id)
         with serving.database.transaction() as session:
-            worker_id, nbytes = identity.enrol(session, now, site_id, body, serving.settings.max_workers_per_site)
+            worker_id, nbytes = enrol(session, now, site_id, body, serving.settings.max_workers_per_site)
             serving.room.require(nbytes)
             serving.quota.note_bytes(session, now, site_id, nbytes)
             tasks.withhold(session, now, caller.actor, worker_id, body.withheld)
@@ -155,7 +143,7 @@ def _lease(serving: Services, caller: Principal, worker_id: str, instance: str, 
     with serving.database.transaction() as session:
         if rung:
             # The bell rings for those too whose token was revoked while they waited.
-            identity.require_admitted(session, now, caller)
+            tokens.require_admitted(session, now, caller)
         task = tasks.claimable(session, worker_id, instance)
         if task is None:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.problems import LeaseLost, Problem, RoundClosed, TaskCancelled
+from tessera.shared.problems import LeaseLost, Problem, RoundClosed, TaskCancelled
 
 
 def refusal(state: str, round_state: str | None, shown_token: int, token: int) -> Problem | None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from coordinator.domain.lifecycle import LIVE_RUN
-from coordinator.domain.records import Due, RoundSnapshot, RunSnapshot, TaskSnapshot
+from tessera.coordinator.domain.lifecycle import LIVE_RUN
+from tessera.coordinator.domain.snapshot import Due, RoundSnapshot, RunSnapshot, TaskSnapshot
 
 
 @dataclass(frozen=True)

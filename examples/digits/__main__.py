@@ -21,15 +21,15 @@ from examples.digits.reload import Scores, measure
 from examples.federation import LABORATORY, SITES, Federation, holdings
 from examples.ledger import Entry, percent_of_full, stages
 from examples.staging import DemoFailed, parser, play
-from shared.cli.export import export_folder
-from shared.cli.rounds import Glimpse, at_work, follow
-from shared.cli.spec import read_spec
-from shared.cli.upload import upload_model
-from shared.client import Client
-from shared.fairness import scores_by_version
-from shared.methods.fedfrozen import Scope
-from shared.modelfolder import ModelFolder
-from shared.wire import Run, RunSpec
+from tessera.shared.api.runs import Run, RunSpec
+from tessera.shared.cli.export import export_folder
+from tessera.shared.cli.run_file import read_spec
+from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.client import Client
+from tessera.shared.client.round_outcomes import Glimpse, at_work, follow
+from tessera.shared.methods.fedfrozen import Scope
+from tessera.shared.metrics.site_spread import scores_by_version
+from tessera.shared.updates.model_folder import ModelFolder
 
 HERE = Path(__file__).parent
 

@@ -10,7 +10,7 @@ from sklearn.metrics import accuracy_score, f1_score
 from transformers import AutoModelForImageClassification
 from transformers.utils import logging
 
-from worker.data.digits import DigitsOptions, digits
+from tessera.worker.data.kinds.digits import DigitsOptions, digits
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from transformers.utils import logging
 from benchmarks.pairs import NAMES, WORDS, pairs, pretrained
 from examples.federation import Federation, Holding
 from examples.staging import parser, play, run_through
-from shared.cli import output
-from shared.modelfolder import ModelFolder
-from worker.data.part import Shift, divide
-from worker.settings import DataSource
+from tessera.shared.cli.render import output
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.data.partition.schemes import Shift, divide
+from tessera.worker.settings import DataSource
 
 HERE = Path(__file__).parent
 SITES = ("alder-clinic", "birch-hospital", "cedar-institute", "dune-university")

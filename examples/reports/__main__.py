@@ -16,8 +16,8 @@ from transformers.utils import logging
 from examples.federation import Federation, Holding
 from examples.reports.notes import COMPLAINTS, DEPARTMENTS, WORDINGS, notes, write_csv, write_tokenizer
 from examples.staging import DemoFailed, parser, play, run_through
-from shared.modelfolder import ModelFolder
-from worker.settings import DataSource
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.settings import DataSource
 
 HERE = Path(__file__).parent
 HOSPITALS = {

@@ -1,5 +1,5 @@
-"""`python -m shared.cli`: the same as `tessera`, for where no scripts are installed."""
+"""`python -m tessera.shared.cli`: the same as `tessera`, for where no scripts are installed."""
 
-from shared.cli.main import main
+from tessera.shared.cli.main import main
 
 main()

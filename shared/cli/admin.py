@@ -11,15 +11,16 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from shared.cli import output
-from shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_token
-from shared.cli.glance import status_picture, watch_status
-from shared.cli.output import AsJson
-from shared.cli.secret import place_for, put_secret
-from shared.client import Client
-from shared.problems import Conflict, Invalid, NotFound
-from shared.tokens import normal_code
-from shared.wire import Approval, Enrolment, IssuedToken, Label, Site, Token, TokenRole, TokenSpec
+from tessera.shared.api.admin import Approval, Enrolment, IssuedToken, Site, Token, TokenSpec
+from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_token
+from tessera.shared.cli.render import output
+from tessera.shared.cli.render.glance import status_picture, watch_status
+from tessera.shared.cli.render.output import AsJson
+from tessera.shared.cli.render.secret import place_for, put_secret
+from tessera.shared.client.client import Client
+from tessera.shared.problems import Conflict, Invalid, NotFound
+from tessera.shared.schema import Label, TokenRole
+from tessera.shared.token_format import normal_code
 
 app = typer.Typer(
     no_args_is_help=True,

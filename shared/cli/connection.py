@@ -9,11 +9,12 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from shared import spans
-from shared.cli.output import ago
-from shared.client import DEFAULT_URL, Client
-from shared.problems import Fault, Invalid, NotFound
-from shared.wire import Run, Token
+from tessera.shared.api.admin import Token
+from tessera.shared.api.runs import Run
+from tessera.shared.cli.render.output import ago
+from tessera.shared.client.client import DEFAULT_URL, Client
+from tessera.shared.problems import Fault, Invalid, NotFound
+from tessera.shared.telemetry import spans
 
 # Long enough for a passing fault, short enough that a person at a terminal does not wonder.
 PATIENCE_SECONDS = 10.0

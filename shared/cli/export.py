@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 from uuid import uuid4
 
-from shared.model import BLOCKS_FILE, WEIGHTS_FILE, Model
-from shared.problems import Invalid
-from shared.wire import Run
+from tessera.shared.api.runs import Run
+from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Model
+from tessera.shared.problems import Invalid
 
 CONFIG_FILE = "config.json"
 

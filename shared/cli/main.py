@@ -15,9 +15,9 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from shared.cli.output import complain, show_problem, wants_json
-from shared.lazy import load
-from shared.problems import Invalid, Problem, Unauthenticated
+from tessera.shared.cli.lazy_import import load
+from tessera.shared.cli.render.output import complain, show_problem, wants_json
+from tessera.shared.problems import Invalid, Problem, Unauthenticated
 
 COMMANDS = "tessera.commands"
 

@@ -10,14 +10,14 @@ from typing import Annotated
 
 import typer
 
-from shared.cli import output
-from shared.cli.connection import client_of, find_run
-from shared.cli.export import in_place_of
-from shared.cli.output import AsJson
-from shared.metrics import csv_file
-from shared.metrics.rows import Row, rows_of
-from shared.problems import Invalid
-from shared.wire import Run
+from tessera.shared.api.runs import Run
+from tessera.shared.cli.connection import client_of, find_run
+from tessera.shared.cli.export import in_place_of
+from tessera.shared.cli.render import output
+from tessera.shared.cli.render.output import AsJson
+from tessera.shared.metrics import csv_file
+from tessera.shared.metrics.rows import Row, rows_of
+from tessera.shared.problems import Invalid
 
 # The modules that need an extra, imported only for those who ask for them, and that extra.
 EXTRAS = {"parquet_file": "tables", "mlflow_store": "mlflow"}
@@ -76,7 +76,7 @@ def _write(
 
 def _extra(name: str) -> ModuleType:
     try:
-        return importlib.import_module(f"shared.metrics.{name}")
+        return importlib.import_module(f"tessera.shared.metrics.{name}")
     except ModuleNotFoundError as fault:
         raise Invalid(
             f"this needs {fault.name}, which is not installed",

@@ -1,4 +1,4 @@
-"""Every command, as it is committed: `python -m shared.cli.reference > docs/cli.md`."""
+"""Every command, as it is committed: `python -m tessera.shared.cli.reference > docs/cli.md`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from typer.main import get_command
 
-from shared.cli.main import SUMMARIES, app, installed
+from tessera.shared.cli.main import SUMMARIES, app, installed
 
 PREAMBLE = """\
 # Commands
 
-Made from the commands themselves by `python -m shared.cli.reference > docs/cli.md`; a test compares the two.
+Made from the commands themselves by `python -m tessera.shared.cli.reference > docs/cli.md`; a test compares the two.
 
 Results go to stdout and everything about them to stderr. With `--json` stdout has JSON and nothing else, a refusal's
 problem document too; it stays empty where the command line itself, or a coordinator's or worker's settings, cannot be

@@ -12,22 +12,23 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from shared.cli import output
-from shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_run
-from shared.cli.export import export_file, export_folder
-from shared.cli.metrics import metrics
-from shared.cli.output import AsJson
-from shared.cli.preview import preview_notes, preview_table, warn_of_few
-from shared.cli.rounds import Outcome, follow, outcomes
-from shared.cli.spec import read_spec
-from shared.cli.spreads import epsilon_table, number_table, score_table, spread_table
-from shared.cli.troubles import print_troubles
-from shared.cli.upload import upload_model
-from shared.cli.watching import watch_as_json, watch_as_text
-from shared.client import Client
-from shared.fairness import scores_by_version, spreads
-from shared.modelfolder import ModelFolder
-from shared.wire import Round, RoundState, Run, RunSpec, RunState
+from tessera.shared.api.runs import Round, Run, RunSpec
+from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_run
+from tessera.shared.cli.export import export_file, export_folder
+from tessera.shared.cli.metrics import metrics
+from tessera.shared.cli.render import output
+from tessera.shared.cli.render.failures import print_troubles
+from tessera.shared.cli.render.metric_tables import epsilon_table, number_table, score_table, spread_table
+from tessera.shared.cli.render.output import AsJson
+from tessera.shared.cli.render.preview import preview_notes, preview_table, warn_of_few
+from tessera.shared.cli.render.watch import watch_as_json, watch_as_text
+from tessera.shared.cli.run_file import read_spec
+from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.client import Client
+from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
+from tessera.shared.metrics.site_spread import scores_by_version, spreads
+from tessera.shared.schema import RoundState, RunState
+from tessera.shared.updates.model_folder import ModelFolder
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, callback=connect, help="Start, watch, steer and export runs."

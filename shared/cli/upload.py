@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.blocks import Block
-from shared.model import Model
-from shared.tensors import digest_of
-from shared.wire import Digest, Manifest, canonical
+from tessera.shared.api.versions import Manifest
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import Model
+from tessera.shared.schema import Digest, canonical
+from tessera.shared.tensors.lazy import digest_of
 
 
 class Start(Protocol):

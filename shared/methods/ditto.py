@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveInt
 
-from shared.blocks import Selector
-from shared.methods.contract import (
+from tessera.shared.methods.base import (
     CoordinatorHalf,
     Harvest,
     Method,
@@ -25,7 +24,8 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
-from shared.tensors import Array
+from tessera.shared.model.selectors import Selector
+from tessera.shared.tensors.lazy import Array
 
 if TYPE_CHECKING:
     import torch

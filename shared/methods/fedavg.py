@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, WorkerHalf
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, WorkerHalf
 
 METHOD = Method(
     name="fedavg",

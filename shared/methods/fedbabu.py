@@ -12,8 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.blocks import EVERYTHING, Match, Selector, roles
-from shared.methods.contract import (
+from tessera.shared.methods.base import (
     CoordinatorHalf,
     Method,
     MethodSettings,
@@ -24,6 +23,7 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
+from tessera.shared.model.selectors import EVERYTHING, Match, Selector, roles
 
 
 class FedBabuSettings(MethodSettings):

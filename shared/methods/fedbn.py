@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from shared.blocks import Match, roles
-from shared.methods.contract import Method
-from shared.methods.fedper import FedPerCoordinator, FedPerSettings, FedPerWorker
+from tessera.shared.methods.base import Method
+from tessera.shared.methods.fedper import FedPerCoordinator, FedPerSettings, FedPerWorker
+from tessera.shared.model.selectors import Match, roles
 
 
 class FedBnSettings(FedPerSettings):

@@ -3,7 +3,7 @@
 Acar et al. 2021, arXiv 2111.04263, with the signs and scales of its authors' code, written with gradients: their
 h_k is our g_k / alpha_k. A site descends on f_k(w) + alpha_k / 2 |w - w_t|^2 + <g_k, w> and then adds alpha_k times
 what it moved by to its g_k, which so becomes minus its gradient where it ended. With p_k a site's share of the
-examples of all sites that ever took part (`shared.population`), the server adds what the gradients lack to zero to
+examples of all sites that ever took part (`shared.methods.population`), the server adds what the gradients lack to zero to
 the mean of what came back:
 
     g_k = g_k + alpha_k (w_k - w_t),    w_{t+1} = mean_S w_k + sum_all p_k g_k / alpha
@@ -29,8 +29,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from shared.blocks import NUMPY_DTYPES, Selector
-from shared.methods.contract import (
+from tessera.shared.methods.base import (
     CoordinatorHalf,
     Harvest,
     Method,
@@ -44,8 +43,10 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
-from shared.population import Population
-from shared.tensors import Array, Computed, Derived, Tensor, weighted_steps
+from tessera.shared.methods.population import Population
+from tessera.shared.model.selectors import Selector
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES
+from tessera.shared.tensors.lazy import Array, Computed, Derived, Tensor, weighted_steps
 
 GRADIENT = "gradient/"
 """What the names of the mean of g_k in the server's memory, and of g_k in the vault, begin with."""

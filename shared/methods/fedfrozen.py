@@ -5,7 +5,7 @@ arXiv 2605.06446. The paper leaves open what, besides the value blocks, is train
 
 The paper also leaves open how to choose the warm-up's length. With `warmup_rounds = "auto"` the rule is ours. Of
 each round it measures, on the blocks that are to be frozen, the clients' mean step m and its noise n, which is what
-|m| would be if their steps had no common direction (`shared/agreement.py`). A step is worth something if the next one
+|m| would be if their steps had no common direction (`shared/aggregation/drift.py`). A step is worth something if the next one
 goes on with it, and nothing if the next one takes it back; so a round's progress is <m, last m>, which to first order
 and but for a constant is what the objective falls by. The warm-up ends when, for `patience` rounds and with both
 figures smoothed over rounds,
@@ -27,9 +27,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from shared.agreement import Agreement, agreement
-from shared.blocks import EVERYTHING, Match, Role, Selector
-from shared.methods.contract import (
+from tessera.shared.aggregation.drift import Agreement, agreement
+from tessera.shared.methods.base import (
     CoordinatorHalf,
     Method,
     MethodSettings,
@@ -40,7 +39,9 @@ from shared.methods.contract import (
     Update,
     WorkerHalf,
 )
-from shared.tensors import Array, ArrayTensor, Tensor, to_array
+from tessera.shared.model.blocks import Role
+from tessera.shared.model.selectors import EVERYTHING, Match, Selector
+from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, to_array
 
 Freeze = Literal["query_key", "value"]
 Scope = Literal["all_but_qk", "attn_vo", "v_head", "v_only"]

@@ -19,9 +19,8 @@ from dataclasses import replace
 from math import fsum
 from statistics import median
 
-from shared.blocks import Selector
-from shared.inspection import UPDATE_NORM
-from shared.methods.contract import (
+from tessera.shared.methods.base import (
+    UPDATE_NORM,
     CoordinatorHalf,
     Harvest,
     Method,
@@ -33,8 +32,9 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
-from shared.tensors import Stretched
-from shared.training import Training, local_steps
+from tessera.shared.model.selectors import Selector
+from tessera.shared.run_settings.training import Training, local_steps
+from tessera.shared.tensors.lazy import Stretched
 
 EFFECTIVE_STEPS = "effective_steps"
 ROUNDING = 1e-9

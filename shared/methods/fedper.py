@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from shared.blocks import Match, Selector, roles
-from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, Participant, Plan, State, WorkerHalf
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, Participant, Plan, State, WorkerHalf
+from tessera.shared.model.selectors import Match, Selector, roles
 
 
 class FedPerSettings(MethodSettings):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, Work, WorkerHalf
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, Work, WorkerHalf
 
 if TYPE_CHECKING:
     import torch

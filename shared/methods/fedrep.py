@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from shared.blocks import Selector
-from shared.methods.contract import Method, Phase, Work
-from shared.methods.fedper import FedPerCoordinator, FedPerSettings, FedPerWorker
+from tessera.shared.methods.base import Method, Phase, Work
+from tessera.shared.methods.fedper import FedPerCoordinator, FedPerSettings, FedPerWorker
+from tessera.shared.model.selectors import Selector
 
 
 class FedRepSettings(FedPerSettings):

@@ -6,8 +6,8 @@ its vault, and is what a personal evaluation measures.
 
 from __future__ import annotations
 
-from shared.blocks import EVERYTHING, NOTHING, Selector
-from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, Participant, Plan, State, WorkerHalf
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, Participant, Plan, State, WorkerHalf
+from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector
 
 
 class LocalCoordinator(CoordinatorHalf[MethodSettings]):

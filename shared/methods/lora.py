@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from shared.blocks import Match, Selector
-from shared.methods.contract import (
+from tessera.shared.methods.base import (
     CoordinatorHalf,
     Method,
     MethodSettings,
@@ -21,6 +20,7 @@ from shared.methods.contract import (
     Unsuited,
     WorkerHalf,
 )
+from tessera.shared.model.selectors import Match, Selector
 
 ADAPTERS = Match(roles=("adapter",))
 A_FACTORS = Match(roles=("adapter",), names=("*.lora_A.*",))

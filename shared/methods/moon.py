@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from shared.blocks import Selector
-from shared.methods.contract import (
+from tessera.shared.methods.base import (
     CoordinatorHalf,
     Harvest,
     Method,
@@ -31,6 +30,7 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
+from tessera.shared.model.selectors import Selector
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ a setting here: who asks in the attention and how many heads it has (`fusion`), 
 learning rate of what stays at the site.
 
 The attention normalises what it reads, has no biases and adds no more than the size of what asks: without these it
-learns a constant that is many times as large as the global prompts (`worker/fusion.py` has the formula). Its output
+learns a constant that is many times as large as the global prompts (`worker/model/prompt_fusion.py` has the formula). Its output
 projection starts at zero, so that with any of the defaults a site starts at the global prompts alone, also one that
 comes late or comes back after having lost its vault.
 """
@@ -18,8 +18,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.blocks import NOTHING, Block, Selector, named
-from shared.methods.contract import (
+from tessera.shared.methods.base import (
     CoordinatorHalf,
     Method,
     MethodSettings,
@@ -32,8 +31,10 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
-from shared.methods.promptfl import prompt_blocks
-from shared.model import MODALITIES, Fusion, LocalStart, Modality
+from tessera.shared.methods.promptfl import prompt_blocks
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.selectors import NOTHING, Selector, named
+from tessera.shared.model.spec import MODALITIES, Fusion, LocalStart, Modality
 
 Share = Literal["prompts", "prompts-and-fusion", "nothing"]
 

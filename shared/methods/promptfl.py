@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import Field
 
-from shared.blocks import Block, named
-from shared.methods.contract import (
+from tessera.shared.methods.base import (
     CoordinatorHalf,
     Method,
     MethodSettings,
@@ -22,7 +21,9 @@ from shared.methods.contract import (
     Unsuited,
     WorkerHalf,
 )
-from shared.model import Modality
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.selectors import named
+from tessera.shared.model.spec import Modality
 
 
 class PromptFLSettings(MethodSettings):

@@ -25,9 +25,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from shared.blocks import NOTHING, Block, Match, Role, Selector
-from shared.layers import Layer, layers_of
-from shared.methods.contract import (
+from tessera.shared.methods.base import (
     CoordinatorHalf,
     Harvest,
     Method,
@@ -43,10 +41,13 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
-from shared.privacy import Privacy
-from shared.profile import ByHead, LayerAttention, TaskTokens
-from shared.tensors import Array
-from shared.training import Training
+from tessera.shared.model.attention_stats import ByHead, LayerAttention, TaskTokens
+from tessera.shared.model.blocks import Block, Role
+from tessera.shared.model.layers import Layer, layers_of
+from tessera.shared.model.selectors import NOTHING, Match, Selector
+from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.run_settings.training import Training
+from tessera.shared.tensors.lazy import Array
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ Karimireddy et al. 2020, arXiv 1910.06378, Algorithm 1 with option II. A local s
 after tau of them a site keeps c_k = c_k - c + (w_t - w_k) / (tau eta). The change is -c + (w_t - w_k) / (tau eta), so
 that the server knows it once it is told tau: nothing more is sent, and an update is no larger than FedAvg's.
 
-The server's c moves by the changes' mean over all sites that ever took part (`shared.population`), so that it is the
+The server's c moves by the changes' mean over all sites that ever took part (`shared.methods.population`), so that it is the
 mean of all c_k in every round, whoever is away. Both means, of controls and of models, weigh a site alike, without
 which the corrections would not cancel: equally as in the paper, which leads to the minimum of the mean of the sites'
 losses, or by the examples that a site had when it first took part, which leads to that of all examples' mean loss.
@@ -23,8 +23,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from shared.blocks import NUMPY_DTYPES, Selector
-from shared.methods.contract import (
+from tessera.shared.methods.base import (
     CoordinatorHalf,
     Harvest,
     Method,
@@ -38,9 +37,11 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
-from shared.population import Population
-from shared.tensors import Array, Computed, Tensor, weighted_steps
-from shared.training import local_steps
+from tessera.shared.methods.population import Population
+from tessera.shared.model.selectors import Selector
+from tessera.shared.run_settings.training import local_steps
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES
+from tessera.shared.tensors.lazy import Array, Computed, Tensor, weighted_steps
 
 CONTROL = "control/"
 """What the names of c in the server's memory, and of c_k in the vault, begin with."""

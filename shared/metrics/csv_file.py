@@ -6,7 +6,7 @@ import csv
 from collections.abc import Iterable
 from typing import TextIO
 
-from shared.metrics.rows import Row
+from tessera.shared.metrics.rows import Row
 
 
 def write(rows: Iterable[Row], file: TextIO) -> None:

@@ -19,9 +19,9 @@ from mlflow.entities import Run as MlflowRun
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
-from shared.metrics.rows import Row
-from shared.problems import Invalid
-from shared.wire import Run
+from tessera.shared.api.runs import Run
+from tessera.shared.metrics.rows import Row
+from tessera.shared.problems import Invalid
 
 TAG = "tessera.run"
 STATUS = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shared.metrics.rows import Row
+from tessera.shared.metrics.rows import Row
 
 TYPES = {
     "run": pa.string(),

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import NamedTuple
 
-from shared.fairness import Spread, spreads
-from shared.wire import Measurement, Round, Run, TaskView, Version
+from tessera.shared.api.runs import Measurement, Round, Run
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.api.versions import Version
+from tessera.shared.metrics.site_spread import Spread, spreads
 
 
 class Row(NamedTuple):

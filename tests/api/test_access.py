@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.wire import TokenSpec
+from tessera.shared.api.admin import TokenSpec
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

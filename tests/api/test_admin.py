@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.audit import GENESIS, link
+from tessera.shared.api.audit_chain import GENESIS, link
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

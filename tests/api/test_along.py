@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.api import tasks
-from shared.model import Model
-from shared.tensors import digest_of
-from shared.wire import Task
+from tessera.coordinator.api import tasks
+from tessera.shared.api.tasks import Task
+from tessera.shared.model.spec import Model
+from tessera.shared.tensors.lazy import digest_of
+from tessera.worker import agent
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.worker.test_agent import begin, working
-from worker import agent
 
 SMALL, LARGE = small_model(width=4), small_model(width=200)
 

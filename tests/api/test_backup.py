@@ -10,11 +10,11 @@ import pytest
 from alembic import command
 from sqlalchemy import delete, update
 
-from coordinator.storage import backup
-from coordinator.storage.backup import NoBackup, NotEmpty
-from coordinator.storage.database import Database, alembic_config
-from coordinator.storage.tables import AuditRow, BlobRow, RunBlobRow
-from shared.problems import StoreSpoilt
+from tessera.coordinator.db.engine import Database, alembic_config
+from tessera.coordinator.db.tables import AuditRow, BlobRow, RunBlobRow
+from tessera.coordinator.maintenance import backup
+from tessera.coordinator.maintenance.backup import NoBackup, NotEmpty
+from tessera.shared.problems import StoreSpoilt
 from tests.api.test_retention import exported, play, played
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker

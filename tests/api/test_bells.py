@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.bells import BATCH, CONDUCTOR, LONGEST_ADDRESS, FolderBells, own_name
+from tessera.coordinator.notify.wakeup import BATCH, CONDUCTOR, LONGEST_ADDRESS, FolderBells, own_name
 
 
 @pytest.fixture(params=["short", "long"])
@@ -52,7 +52,7 @@ def test_nobody_need_listen(bells: FolderBells) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from coordinator.bells import FolderBells, own_name
+from tessera.coordinator.notify.wakeup import FolderBells, own_name
 bell = FolderBells(Path(sys.argv[1])).hung_up(own_name())
 os.kill(os.getpid(), signal.SIGKILL)
 """

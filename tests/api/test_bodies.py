@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from shared.problems import PROBLEMS
+from tessera.shared.problems import PROBLEMS
 from tests.support.coordinator import LiveCoordinator, refused
 
 DIGEST = f"sha256:{'0' * 64}"

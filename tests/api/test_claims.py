@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
-from shared.wire import Cohort
+from tessera.shared.api.runs import Cohort
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shared.client import Client
-from shared.version import VERSION
-from shared.wire import PROTOCOL
+from tessera.shared.client.client import Client
+from tessera.shared.schema import PROTOCOL
+from tessera.shared.version import VERSION
 from tests.support.coordinator import LiveCoordinator
 from tests.support.recording import (
     Recorded,

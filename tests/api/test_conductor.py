@@ -9,14 +9,23 @@ from pathlib import Path
 import pytest
 from sqlalchemy import update
 
-from coordinator.services import assemble
-from coordinator.settings import Settings
-from coordinator.storage.blobs import StagingElsewhere
-from coordinator.storage.tables import RunRow
-from shared.client import Client
-from shared.methods import Chosen, methods
-from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, Participant, Plan, State, WorkerHalf
-from shared.wire import Claim
+from tessera.coordinator.blobs.store import StagingElsewhere
+from tessera.coordinator.db.tables import RunRow
+from tessera.coordinator.services import assemble
+from tessera.coordinator.settings import Settings
+from tessera.shared.api.tasks import Claim
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import (
+    Chosen,
+    CoordinatorHalf,
+    Method,
+    MethodSettings,
+    Participant,
+    Plan,
+    State,
+    WorkerHalf,
+)
+from tessera.shared.methods.registry import methods
 from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from coordinator.listening import OTHER_FILES, make_room
-from coordinator.settings import Settings
-from shared.tensors import digest_of
+from tessera.coordinator.server.http_limits import OTHER_FILES, make_room
+from tessera.coordinator.settings import Settings
+from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.raw import announced, answer, connected, head, rest, trickle
 
@@ -129,7 +129,7 @@ def test_connections_beyond_the_limit_are_told_to_come_later(tmp_path: Path) -> 
 def test_connections_far_beyond_the_limit_are_closed_without_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.listening.TURNED_AWAY", 1)
+    monkeypatch.setattr("tessera.coordinator.server.http_limits.TURNED_AWAY", 1)
     with (
         LiveCoordinator(tmp_path, max_connections=1) as live,
         connected(live) as first,

@@ -13,14 +13,17 @@ import httpx
 import pytest
 from sqlalchemy import event, func, select, update
 
-from coordinator.storage import audit, identity
-from coordinator.storage.database import Database
-from coordinator.storage.snapshots import Member, live_workers
-from coordinator.storage.tables import AnnouncedRow, AuditRow, SiteRow, WorkerRow, declared_text
-from coordinator.storage.views import PAGE_BYTES
-from shared.audit import first_broken
-from shared.tensors import digest_of
-from shared.wire import MOST_CLAIM_BYTES, Claim, Mirror
+from tessera.coordinator.db import audit
+from tessera.coordinator.db import workers as workers_module
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.snapshots import live_workers
+from tessera.coordinator.db.tables import AnnouncedRow, AuditRow, SiteRow, WorkerRow, declared_text
+from tessera.coordinator.db.views import PAGE_BYTES
+from tessera.coordinator.domain.workers import Member
+from tessera.shared.api.audit_chain import first_broken
+from tessera.shared.api.tasks import Claim, Mirror
+from tessera.shared.schema import MOST_CLAIM_BYTES
+from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import Clock, LiveCoordinator, refused
 from tests.support.federation import ScriptedWorker
 from tests.support.raw import announced
@@ -155,7 +158,7 @@ def test_looks_at_the_runs_read_what_is_declared_once_and_again_when_it_changes(
 
     def enrol(claim: Claim) -> None:
         with database.transaction() as session:
-            identity.enrol(session, NOW, "site", claim, 10)
+            workers_module.enrol(session, NOW, "site", claim, 10)
 
     def look() -> tuple[Member, int]:
         with statements(database) as seen, database.snapshot() as session:

@@ -11,24 +11,24 @@ import pytest
 import torch
 from sqlalchemy import select
 
-from coordinator.storage.tables import DifferenceRow
-from shared.client import FAST_LINE, Client
-from shared.methods import Chosen
-from shared.model import Model
-from shared.tensors import ArrayTensor, to_array
-from shared.update import read_update
-from shared.wire import Run, Training
+from tessera.coordinator.db.tables import DifferenceRow
+from tessera.shared.api.runs import Run, Training
+from tessera.shared.client.client import FAST_LINE, Client
+from tessera.shared.methods.base import Chosen
+from tessera.shared.model.spec import Model
+from tessera.shared.tensors.lazy import ArrayTensor, to_array
+from tessera.shared.updates.update_file import read_update
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.vault import Vault
+from tessera.worker.task import runner
+from tessera.worker.task.runner import Workbench
+from tessera.worker.training.progress import Report
 from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.tasks import CPU, VIT
 from tests.worker.test_simulation import images
-from worker import workbench
-from worker.blockmap import block_table, named_tensors
-from worker.cache import Cache
-from worker.models import instantiate, read_block
-from worker.report import Report
-from worker.vault import Vault
-from worker.workbench import Workbench
 
 MODEL = small_model(64)
 WIDE = {**VIT, "hidden_size": 64, "intermediate_size": 256}
@@ -132,7 +132,7 @@ def do(bench: Workbench, worker: ScriptedWorker) -> int:
 
 @pytest.fixture
 def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workbench, "LEAST_DIFFERENCE", 1)
+    monkeypatch.setattr(runner, "LEAST_DIFFERENCE", 1)
 
 
 @pytest.mark.usefixtures("_however_small")

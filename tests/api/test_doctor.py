@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.doctor import checks, insecure, unknown
-from coordinator.settings import Settings
-from shared.doctor import Finding, examined
+from tessera.coordinator.server.doctor import checks, insecure, unknown
+from tessera.coordinator.settings import Settings
+from tessera.shared.diagnostics.checks import Finding, examined
 from tests.support.cli import tessera
 from tests.support.coordinator import LiveCoordinator
 from tests.support.provider import providing, settings

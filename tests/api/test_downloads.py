@@ -9,10 +9,10 @@ import httpx
 import pytest
 from sqlalchemy import update
 
-from coordinator.answers import HELD_BYTES
-from coordinator.storage.blobs import Recent
-from coordinator.storage.tables import BlobRow
-from shared.tensors import digest_of
+from tessera.coordinator.blobs.store import Recent
+from tessera.coordinator.db.tables import BlobRow
+from tessera.coordinator.limits.response_memory import HELD_BYTES
+from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.raw import announced
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.storage.enrolment import KEPT_SECONDS, LETTERS, PENDING_SECONDS, makes_way
-from shared.client import Client
-from shared.tokens import hash_of, new_secret, normal_code
-from shared.wire import Approval, Enrolment, EnrolmentSpec, TokenSpec
+from tessera.coordinator.auth.enrolment import KEPT_SECONDS, LETTERS, PENDING_SECONDS, makes_way
+from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec, TokenSpec
+from tessera.shared.client.client import Client
+from tessera.shared.token_format import hash_of, new_secret, normal_code
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing
 
 FAST = {"enrolments_per_minute": 1_000}

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from shared.client import Client
-from shared.methods import Chosen
-from shared.wire import Cohort, Evaluation, Run, Task
+from tessera.shared.api.runs import Cohort, Evaluation, Run
+from tessera.shared.api.tasks import Task
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.telling import STILL, TOO_MANY, telling

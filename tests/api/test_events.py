@@ -16,10 +16,11 @@ import httpx
 import pytest
 from sqlalchemy import select, update
 
-from coordinator import news
-from coordinator.storage import audit, identity
-from coordinator.storage.tables import TokenRow
-from shared.wire import Progress
+from tessera.coordinator.auth import tokens
+from tessera.coordinator.db import audit
+from tessera.coordinator.db.tables import TokenRow
+from tessera.coordinator.notify import event_stream
+from tessera.shared.api.tasks import Progress
 from tests.page.conftest import signed_in
 from tests.support.coordinator import Clock, LiveCoordinator, refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -137,7 +138,7 @@ def test_the_events_of_a_run_are_that_runs_alone(coordinator: LiveCoordinator) -
 def test_more_events_than_are_read_at_a_time_come_whole(
     coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(news, "AT_A_TIME", 2)
+    monkeypatch.setattr(event_stream, "AT_A_TIME", 2)
     run = one_round(coordinator)
     until(lambda: coordinator.client().run(run).state == "completed")
     assert len(listening(coordinator, f"/v1/runs/{run}/events", since=0).until("run.complete")) == 8
@@ -163,7 +164,7 @@ def test_a_heartbeat_is_told_as_progress_and_moves_no_id(coordinator: LiveCoordi
 
 
 def test_a_revoked_token_hears_no_more(coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(news, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(event_stream, "BEAT_SECONDS", 0.2)
     heard = listening(coordinator)
     until(lambda: ": nothing new" in heard.lines)
     client = coordinator.client()
@@ -204,7 +205,7 @@ def test_a_revoked_token_hears_no_more_however_much_happens(
     coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Only the revocation itself can have it judged anew.
-    monkeypatch.setattr(news, "BEAT_SECONDS", 1e9)
+    monkeypatch.setattr(event_stream, "BEAT_SECONDS", 1e9)
     heard = listening(coordinator)
     with much_happening(coordinator):
         heard.until("happens")
@@ -216,7 +217,7 @@ def test_what_another_process_revoked_ends_streams_here(coordinator: LiveCoordin
     heard, database = listening(coordinator), coordinator.services.database
     with database.transaction() as session:
         for row in session.scalars(select(TokenRow).where(TokenRow.role == "viewer")):
-            identity.revoke_token(session, database.now(), "another", row.id)
+            tokens.revoke_token(session, database.now(), "another", row.id)
     # Nobody rings here: it is seen at the next look at the tables.
     assert heard.ended()
 
@@ -224,7 +225,7 @@ def test_what_another_process_revoked_ends_streams_here(coordinator: LiveCoordin
 def test_a_token_that_expires_hears_no_more_however_much_happens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(news, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(event_stream, "BEAT_SECONDS", 0.2)
     clock = Clock()
     with LiveCoordinator(tmp_path, clock=clock) as coordinator:
         heard = listening(coordinator)
@@ -239,7 +240,7 @@ def test_a_token_that_expires_hears_no_more_however_much_happens(
 def test_a_page_hears_no_more_once_its_session_has_ended(
     coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(news, "BEAT_SECONDS", 1e9)
+    monkeypatch.setattr(event_stream, "BEAT_SECONDS", 1e9)
     person = signed_in(coordinator, "viewer")
     heard = Listening(coordinator.bare(person.cookie), "/page/events", None)
     with much_happening(coordinator):

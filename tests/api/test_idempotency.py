@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from shared.wire import TokenSpec
+from tessera.shared.api.admin import TokenSpec
 from tests.support.coordinator import LiveCoordinator, refused
 from tests.support.federation import small_model, start_run, values
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from shared.client import Client
-from shared.wire import Cohort, Evaluation, Failure, Run, Task
+from tessera.shared.api.runs import Cohort, Evaluation, Run
+from tessera.shared.api.tasks import Failure, Task
+from tessera.shared.client.client import Client
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 from sqlalchemy import delete
 
-from coordinator.memory import Memory, used_bytes
-from coordinator.rates import MOST_KEYS, Rate
-from coordinator.services import _bytes_per_day
-from coordinator.storage.room import Room, is_full
-from coordinator.storage.tables import UploadRow
-from shared.memory import groups
-from shared.problems import Busy
-from shared.tensors import digest_of
-from shared.wire import Cohort
+from tessera.coordinator.db.tables import UploadRow
+from tessera.coordinator.limits.disk import Room, is_full
+from tessera.coordinator.limits.memory import Memory, used_bytes
+from tessera.coordinator.limits.rate import MOST_KEYS, Rate
+from tessera.coordinator.services import _bytes_per_day
+from tessera.shared.api.runs import Cohort
+from tessera.shared.host_memory import groups
+from tessera.shared.problems import Busy
+from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.raw import PART, announced
@@ -211,7 +211,7 @@ def test_uploads_under_way_are_counted_before_they_are_on_the_disk(tmp_path: Pat
 
 
 def test_a_full_disk_pauses_no_run(coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.conductor.FULL_SECONDS", 0.2)
+    monkeypatch.setattr("tessera.coordinator.conductor.conductor.FULL_SECONDS", 0.2)
     client, model = coordinator.client("admin"), small_model()
     start = values(model)
     run = start_run(client, model, start, cohort=Cohort(size=1))

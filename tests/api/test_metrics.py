@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.storage.figures import Commits, Committed
-from shared.wire import Cohort, Evaluation
+from tessera.coordinator.db.stats import Commits, Committed
+from tessera.shared.api.runs import Cohort, Evaluation
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

@@ -15,10 +15,10 @@ import pytest
 from safetensors.numpy import load
 from sqlalchemy import select
 
-from coordinator.storage import backup
-from coordinator.storage.tables import BlobRow
-from shared.client import Client
-from shared.wire import Cohort, Run
+from tessera.coordinator.db.tables import BlobRow
+from tessera.coordinator.maintenance import backup
+from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.client.client import Client
 from tests.api.test_retention import HOUR, MODEL, START, exported, play, played, retention
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, start_run

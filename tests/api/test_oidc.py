@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from pydantic import ValidationError
 
-from coordinator.oidc import AGAIN_SECONDS, KEYS_SECONDS, MAX_ANSWER_BYTES, People
-from coordinator.settings import Settings
-from shared.problems import Unauthenticated, Unavailable
+from tessera.coordinator.auth.oidc import AGAIN_SECONDS, KEYS_SECONDS, MAX_ANSWER_BYTES, People
+from tessera.coordinator.settings import Settings
+from tessera.shared.problems import Unauthenticated, Unavailable
 from tests.support.cli import tessera
 from tests.support.coordinator import Clock, LiveCoordinator, refused
 from tests.support.federation import small_model, start_run, values

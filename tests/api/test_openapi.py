@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from coordinator.api.openapi import document
-from shared.problems import MEDIA_TYPE
+from tessera.coordinator.server.openapi import document
+from tessera.shared.problems import MEDIA_TYPE
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "openapi.json"
 DESCRIBED = json.loads(COMMITTED.read_text())
 
 
 def test_the_committed_description_is_the_present_one() -> None:
-    made = "python -m coordinator.api.openapi > docs/openapi.json"
+    made = "python -m tessera.coordinator.server.openapi > docs/openapi.json"
     assert COMMITTED.read_text() == document(), f"the API has changed; run: {made}"
 
 

@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from coordinator.oidc import People
-from coordinator.settings import Settings
-from shared.problems import Unavailable
-from shared.tokens import hash_of, new_secret
-from shared.wire import TokenSpec
+from tessera.coordinator.auth.oidc import People
+from tessera.coordinator.settings import Settings
+from tessera.shared.api.admin import TokenSpec
+from tessera.shared.problems import Unavailable
+from tessera.shared.token_format import hash_of, new_secret
 from tests.api.test_routes import ROUTES
 from tests.support.coordinator import Clock, LiveCoordinator, refused
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

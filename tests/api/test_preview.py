@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
-from shared.blocks import roles
-from shared.client import Client
-from shared.methods import Chosen
-from shared.privacy import Budget
-from shared.problems import Forbidden, Invalid
-from shared.tensors import as_bytes
-from shared.wire import Cohort, Failure, Manifest, Mirror, Preview, Prospect, RunSpec, canonical
+from tessera.shared.api.runs import Cohort, Preview, Prospect, RunSpec
+from tessera.shared.api.tasks import Failure, Mirror
+from tessera.shared.api.versions import Manifest
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
+from tessera.shared.model.selectors import roles
+from tessera.shared.problems import Forbidden, Invalid
+from tessera.shared.run_settings.privacy import Budget
+from tessera.shared.schema import canonical
+from tessera.shared.tensors.lazy import as_bytes
 from tests.support.coordinator import Clock, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

@@ -6,7 +6,7 @@ import httpx
 import numpy as np
 import pytest
 
-from shared.wire import Progress, Task
+from tessera.shared.api.tasks import Progress, Task
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

@@ -10,22 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from shared.client import Client
-from shared.methods import Chosen
-from shared.model import Model
-from shared.tensors import from_bytes
-from shared.training import Training
-from shared.wire import Cohort, Evaluation, Run, Submission, Task, TaskView
+from tessera.shared.api.runs import Cohort, Evaluation, Run
+from tessera.shared.api.tasks import Submission, Task, TaskView
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
+from tessera.shared.model.spec import Model
+from tessera.shared.run_settings.training import Training
+from tessera.shared.tensors.lazy import from_bytes
+from tessera.worker.data.registry import Dataset
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.vault import Vault
+from tessera.worker.task.runner import TaskFailure, Workbench
+from tessera.worker.training.progress import Report
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.tasks import VIT, images
-from worker.blockmap import block_table, named_tensors
-from worker.cache import Cache
-from worker.data import Dataset
-from worker.models import instantiate, read_block
-from worker.report import Report
-from worker.vault import Vault
-from worker.workbench import TaskFailure, Workbench
 
 MODEL = small_model()
 START = values(MODEL)

@@ -14,11 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.storage import audit
-from coordinator.storage import database as module
-from shared.methods import Chosen, methods
-from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, State, WorkerHalf
-from shared.wire import Cohort, Submission
+from tessera.coordinator.db import audit
+from tessera.coordinator.db import engine as module
+from tessera.shared.api.runs import Cohort
+from tessera.shared.api.tasks import Submission
+from tessera.shared.methods.base import Chosen, CoordinatorHalf, Method, MethodSettings, State, WorkerHalf
+from tessera.shared.methods.registry import methods
 from tests.support import databases
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

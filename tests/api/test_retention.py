@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from sqlalchemy import select
 
-from coordinator.storage import audit
-from coordinator.storage.retention import Freed, Retention
-from coordinator.storage.tables import BlobRow, TaskRow, UploadRow
-from shared.client import Client
-from shared.wire import Cohort, Evaluation, Run
+from tessera.coordinator.db import audit
+from tessera.coordinator.db.tables import BlobRow, TaskRow, UploadRow
+from tessera.coordinator.maintenance.garbage_collection import Freed, Retention
+from tessera.shared.api.runs import Cohort, Evaluation, Run
+from tessera.shared.client.client import Client
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

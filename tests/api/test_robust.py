@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from shared.anomaly import ABSENT
-from shared.client import Client
-from shared.methods import Chosen
-from shared.wire import Cohort, Round, Run, Submission, Task
+from tessera.shared.api.runs import Cohort, Round, Run
+from tessera.shared.api.tasks import Submission, Task
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
+from tessera.shared.rounds.outliers import ABSENT
 from tests.support.cli import tessera
 from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from shared.methods import Chosen
-from shared.server_optimizer import Momentum, Plain
-from shared.wire import Cohort, Evaluation
+from tessera.shared.aggregation.server_optimizer import Momentum, Plain
+from tessera.shared.api.runs import Cohort, Evaluation
+from tessera.shared.methods.base import Chosen
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

@@ -13,10 +13,12 @@ import httpx
 import pytest
 from starlette.routing import BaseRoute, Route
 
-from shared.client import Client
-from shared.tensors import digest_of
-from shared.tokens import hash_of, new_secret
-from shared.wire import Cohort, EnrolmentSpec, Run, Task, TokenSpec
+from tessera.shared.api.admin import EnrolmentSpec, TokenSpec
+from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.tasks import Task
+from tessera.shared.client.client import Client
+from tessera.shared.tensors.lazy import digest_of
+from tessera.shared.token_format import hash_of, new_secret
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.raw import PART, announced

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from shared.methods import Chosen
-from shared.tensors import as_bytes
-from shared.wire import Cohort, Failure, Manifest, MemoryEntry, RunSpec, canonical
+from tessera.shared.api.runs import Cohort, RunSpec
+from tessera.shared.api.tasks import Failure
+from tessera.shared.api.versions import Manifest, MemoryEntry
+from tessera.shared.methods.base import Chosen
+from tessera.shared.schema import canonical
+from tessera.shared.tensors.lazy import as_bytes
 from tests.support.coordinator import LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.wire import Task
+from tessera.shared.api.tasks import Task
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

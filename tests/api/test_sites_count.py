@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from coordinator.storage.snapshots import live_workers, run_snapshot
-from shared.client import Client
-from shared.methods import Chosen
-from shared.wire import Cohort, Run, Task, Training
+from tessera.coordinator.db.snapshots import live_workers, run_snapshot
+from tessera.shared.api.runs import Cohort, Run, Training
+from tessera.shared.api.tasks import Task
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
 from tests.support.cli import tessera
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from shared.problems import Conflict, NotFound, Problem
-from shared.wire import Cohort, Run, Task
+from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.tasks import Task
+from tessera.shared.problems import Conflict, NotFound, Problem
 from tests.support.coordinator import Clock, LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.histories import Log, RecordingClient, check

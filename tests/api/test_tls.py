@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import trustme
 
-from coordinator.listening import BadCertificate, Exposed, require_private
-from coordinator.settings import Settings
-from shared.client import Client
-from shared.problems import Invalid
-from shared.transport import Unreachable, Untrusted, tls_context
+from tessera.coordinator.server.http_limits import BadCertificate, Exposed, require_private
+from tessera.coordinator.settings import Settings
+from tessera.shared.client.client import Client
+from tessera.shared.client.transport import Unreachable, Untrusted, tls_context
+from tessera.shared.problems import Invalid
 from tests.support.cli import tessera
 from tests.support.coordinator import LiveCoordinator
 from tests.support.proxying import proxying

@@ -8,7 +8,7 @@ import httpx
 import structlog
 from structlog.testing import capture_logs
 
-from shared.tracing import new_trace, traceparent
+from tessera.shared.telemetry.trace_ids import new_trace, traceparent
 from tests.support.coordinator import LiveCoordinator
 from tests.support.raw import PART, announced
 

@@ -18,15 +18,17 @@ import pytest
 from safetensors.numpy import load
 from sqlalchemy import select
 
-from coordinator.storage.tables import BlobRow, RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
-from shared.blocks import NUMPY_DTYPES, Block
-from shared.client import Client
-from shared.inspection import Inspector
-from shared.methods import Chosen
-from shared.model import Model
-from shared.problems import Problem
-from shared.tensors import as_bytes, digest_of
-from shared.wire import Cohort, Failure, Run, Submission, Task
+from tessera.coordinator.db.tables import BlobRow, RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
+from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.tasks import Failure, Submission, Task
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import Model
+from tessera.shared.problems import Problem
+from tessera.shared.rounds.validation import Inspector
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES
+from tessera.shared.tensors.lazy import as_bytes, digest_of
 from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.malformed import CORPUS, MAX_NORM

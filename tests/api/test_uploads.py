@@ -17,11 +17,11 @@ import httpx
 import pytest
 from sqlalchemy import update
 
-from coordinator.api.blobs import uploads
-from coordinator.storage.tables import UploadRow
-from coordinator.storage.uploads import Upload, Uploads
-from shared.blobs import Stored
-from shared.tensors import digest_of
+from tessera.coordinator.api.blobs import uploads
+from tessera.coordinator.blobs.uploads import Upload, Uploads
+from tessera.coordinator.db.tables import UploadRow
+from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
 
 PART = {"Content-Type": "application/partial-upload"}
@@ -360,7 +360,7 @@ def test_an_empty_part_has_nothing_hashed_again(http: httpx.Client, monkeypatch:
 
     location = http.post("/v1/uploads", headers=announced(LARGE)).headers["Location"]
     assert append(http, location, 0, LARGE[:-1]).status_code == 204
-    monkeypatch.setattr("coordinator.storage.uploads.hashlib", SimpleNamespace(sha256=Counting))
+    monkeypatch.setattr("tessera.coordinator.blobs.uploads.hashlib", SimpleNamespace(sha256=Counting))
     for _ in range(3):
         assert append(http, location, len(LARGE) - 1, b"").status_code == 204
     assert hashed == 0

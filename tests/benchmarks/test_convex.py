@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.convex import ARMS, OBJECTIVES, PREFIX, Arm, Problem, Scenario, install, main, run, scenarios
-from shared.methods import methods
+from tessera.shared.methods.registry import methods
 
 BY_NAME = {arm.name: arm for arm in ARMS}
 STATEFUL = [BY_NAME["scaffold"], BY_NAME["feddyn alpha=1.0"]]

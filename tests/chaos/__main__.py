@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.services import assemble
-from coordinator.storage import backup
-from shared.client import Client
-from shared.wire import Run
+from tessera.coordinator.maintenance import backup
+from tessera.coordinator.services import assemble
+from tessera.shared.api.runs import Run
+from tessera.shared.client.client import Client
 from tests.chaos.federation import Federation, calm, stormy
 from tests.chaos.weather import Weather
 from tests.support import histories

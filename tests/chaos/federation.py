@@ -17,9 +17,9 @@ from typing import Any
 
 from sqlalchemy import make_url
 
-from coordinator.settings import Settings
-from shared.client import Client
-from shared.wire import Cohort, Run
+from tessera.coordinator.settings import Settings
+from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.client.client import Client
 from tests.chaos.network import Line
 from tests.support.coordinator import until
 from tests.support.federation import small_model, start_run, values
@@ -87,7 +87,7 @@ class Federation:
         return Settings(**self.settings)
 
     def start_conductor(self, number: int) -> Process:
-        return self.servers[0].beside(f"conductor-{number}", "coordinator", "conduct")
+        return self.servers[0].beside(f"conductor-{number}", "tessera.coordinator", "conduct")
 
     def start_worker(self, number: int) -> Process:
         given = {

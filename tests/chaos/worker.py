@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from shared.problems import Problem
+from tessera.shared.problems import Problem
 from tests.support.federation import ScriptedWorker
 from tests.support.histories import Log, RecordingClient
 from tests.support.turns import by_turns

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.settings import Settings
+from tessera.coordinator.settings import Settings
 
 helm = pytest.importorskip("helm_python", reason="needs the extra `deploy`")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs the extra `deploy`")

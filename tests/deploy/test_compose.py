@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.settings import Settings
+from tessera.coordinator.settings import Settings
+from tessera.worker.settings import read_settings
 from tests.support.processes import CoordinatorProcess
-from worker.settings import read_settings
 
 OURS = {"migrate", "coordinator", "conductor", "join", "north", "south", "west"}
 
@@ -108,7 +108,7 @@ def test_secrets_are_made_once_each_for_their_owner_alone(deploy: Path, tmp_path
 def test_sites_are_added_once_and_each_gets_a_token_of_its_own(deploy: Path, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     (tokens / "admin").mkdir(parents=True)
-    (tmp_path / "tessera").write_text(f'#!/bin/sh\nexec {sys.executable} -m shared.cli "$@"\n')
+    (tmp_path / "tessera").write_text(f'#!/bin/sh\nexec {sys.executable} -m tessera.shared.cli "$@"\n')
     (tmp_path / "tessera").chmod(0o755)
     with CoordinatorProcess(tmp_path / "coordinator", admin_token_file=tokens / "admin" / "token") as coordinator:
         there = {**os.environ, "TOKENS": str(tokens), "TESSERA_URL": coordinator.url}

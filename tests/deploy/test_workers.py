@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from worker.settings import Settings
+from tessera.worker.settings import Settings
 
 
 @pytest.fixture

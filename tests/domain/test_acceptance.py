@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
-from coordinator.domain.acceptance import refusal
-from shared.wire import RoundState, TaskState
+from tessera.coordinator.domain.acceptance import refusal
+from tessera.shared.schema import RoundState, TaskState
 
 ROUND_STATES = (*get_args(RoundState), None)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.domain.decide import (
+from tessera.coordinator.domain.decide import (
     Abandon,
     CancelEvaluations,
     Close,
@@ -23,9 +23,10 @@ from coordinator.domain.decide import (
     Pause,
     decide,
 )
-from coordinator.domain.lifecycle import LIVE_RUN
-from coordinator.domain.records import Due, RoundSnapshot, RunSnapshot, TaskSnapshot
-from shared.wire import Cohort, RunState, TaskState
+from tessera.coordinator.domain.lifecycle import LIVE_RUN
+from tessera.coordinator.domain.snapshot import Due, RoundSnapshot, RunSnapshot, TaskSnapshot
+from tessera.shared.api.runs import Cohort
+from tessera.shared.schema import RunState, TaskState
 
 NOW = 1000.0
 PATIENCE = Patience(gather_seconds=30, evaluation_seconds=600)

@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
-from coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN, ROUND, RUN, TASK, Lifecycle, diagram
-from shared.wire import RoundState, RunState, TaskState
+from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN, ROUND, RUN, TASK, Lifecycle, diagram
+from tessera.shared.schema import RoundState, RunState, TaskState
 
 STATES = {
     "run": (RUN, "running", set(get_args(RunState))),

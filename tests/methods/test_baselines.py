@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tessera.worker.model.build import instantiate
 from tests.support.tasks import VIT, images, one_task
-from worker.models import instantiate
 
 HEAD = {"classifier.weight", "classifier.bias"}
 BODY = "vit.layernorm.weight"

@@ -9,9 +9,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from shared.methods import Chosen, coordinator_half, methods
-from shared.methods.contract import Participant, Plan, RunFacts, State, Update
-from shared.tensors import ArrayTensor, to_array
+from tessera.shared.methods.base import Chosen, Participant, Plan, RunFacts, State, Update
+from tessera.shared.methods.registry import coordinator_half, methods
+from tessera.shared.tensors.lazy import ArrayTensor, to_array
 from tests.support.tasks import one_task, subject_of
 
 EVERY_METHOD = pytest.mark.parametrize("method", sorted(methods()))

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.methods import methods
-from shared.model import Model
+from tessera.shared.methods.registry import methods
+from tessera.shared.model.spec import Model
+from tessera.worker.data.registry import Dataset
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import read_block
+from tessera.worker.simulation import Conditions, Result, Weights, simulate
 from tests.support.tasks import subject_of
-from worker.blockmap import block_table, named_tensors
-from worker.data import Dataset
-from worker.models import read_block
-from worker.simulation import Conditions, Result, Weights, simulate
 
 EVERY_METHOD = pytest.mark.parametrize("method", sorted(methods()))
 ROUNDS = 4

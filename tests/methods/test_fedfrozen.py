@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from shared.agreement import BUCKETS, agreement
-from shared.blocks import Block, Role
-from shared.methods import Chosen, coordinator_half
-from shared.methods.contract import CoordinatorHalf, Participant, RunFacts, State, Unsuited, Update, begin
-from shared.methods.fedfrozen import FedFrozenSettings, judged, observed
-from shared.tensors import CHUNK, ArrayTensor, to_array
+from tessera.shared.aggregation.drift import BUCKETS, agreement
+from tessera.shared.methods.base import Chosen, CoordinatorHalf, Participant, RunFacts, State, Unsuited, Update, begin
+from tessera.shared.methods.fedfrozen import FedFrozenSettings, judged, observed
+from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.model.blocks import Block, Role
+from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, to_array
 
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output", "mlp", "head")
 BLOCKS = tuple(Block(tensor=role, role=role, shape=(2,), dtype="F32") for role in ROLES)

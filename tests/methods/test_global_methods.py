@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from shared.blocks import roles
-from shared.methods import Chosen, coordinator_half, worker_half
-from shared.methods.contract import Participant, Plan, RunFacts, State, Unsuited, Update, begin
-from shared.methods.fednova import effective_steps
-from shared.model import Head
-from shared.tensors import Array, ArrayTensor, Tensor, to_array
-from shared.training import Training
+from tessera.shared.methods.base import Chosen, Participant, Plan, RunFacts, State, Unsuited, Update, begin
+from tessera.shared.methods.fednova import effective_steps
+from tessera.shared.methods.registry import coordinator_half, worker_half
+from tessera.shared.model.selectors import roles
+from tessera.shared.model.spec import Head
+from tessera.shared.run_settings.training import Training
+from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, to_array
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, write_block
+from tessera.worker.training.context import LocalWork
 from tests.support.rounds import SGD, Rounds, same_bits, site_data
 from tests.support.tasks import VIT, images, one_task
-from worker.blockmap import block_table, named_tensors
-from worker.models import instantiate, write_block
-from worker.work import LocalWork
 
 HEAD = "classifier.weight"
 NAMES = ("a/w", "b/w", "c/w")

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from shared.methods import Chosen, coordinator_half, worker_half
-from shared.methods.contract import Participant, Plan, State
-from shared.tensors import Array
+from tessera.shared.methods.base import Chosen, Participant, Plan, State
+from tessera.shared.methods.registry import coordinator_half, worker_half
+from tessera.shared.tensors.lazy import Array
+from tessera.worker.model.build import instantiate
+from tessera.worker.training.context import LocalWork
 from tests.support.rounds import SGD, Rounds
 from tests.support.tasks import VIT, images, one_task
-from worker.models import instantiate
-from worker.work import LocalWork
 
 HEAD = {"classifier.weight", "classifier.bias"}
 BODY = "vit.layernorm.weight"

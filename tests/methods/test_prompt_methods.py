@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.methods import Chosen, coordinator_half, worker_half
-from shared.methods.contract import Harvest, State, Unsuited, Update, begin
-from shared.model import Prompts
-from shared.tensors import Array, ArrayTensor, to_array
+from tessera.shared.methods.base import Chosen, Harvest, State, Unsuited, Update, begin
+from tessera.shared.methods.registry import coordinator_half, worker_half
+from tessera.shared.model.spec import Prompts
+from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
+from tessera.worker.model.build import instantiate
+from tessera.worker.model.prompts import PromptError, prompts_of
+from tessera.worker.training.context import LocalWork
+from tessera.worker.training.trainer import seed_everything
 from tests.support.tasks import ADAPTED, PLAIN, PROMPTED, Subject, one_task
-from worker.models import instantiate
-from worker.prompts import PromptError, prompts_of
-from worker.trainer import seed_everything
-from worker.work import LocalWork
 
 SGD = {"optimizer": "sgd", "weight_decay": 0.0, "learning_rate": 0.05}
 PROMPTS = {"prompts.vision", "prompts.text"}

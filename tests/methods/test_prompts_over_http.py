@@ -21,25 +21,29 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from shared.blocks import EVERYTHING, Block, Match, Selector
-from shared.client import Client
-from shared.methods import Chosen, methods
-from shared.methods.contract import Participant, Plan, State
-from shared.methods.pfeddc import PFedDCCoordinator
-from shared.model import Model, Prompts
-from shared.tensors import Array, ArrayTensor
-from shared.update import Change, write_update
-from shared.wire import Cohort, Manifest, Run, Task, TaskView, Training, canonical
+from tessera.shared.api.runs import Cohort, Run, Training
+from tessera.shared.api.tasks import Task, TaskView
+from tessera.shared.api.versions import Manifest
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen, Participant, Plan, State
+from tessera.shared.methods.pfeddc import PFedDCCoordinator
+from tessera.shared.methods.registry import methods
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.selectors import EVERYTHING, Match, Selector
+from tessera.shared.model.spec import Model, Prompts
+from tessera.shared.schema import canonical
+from tessera.shared.tensors.lazy import Array, ArrayTensor
+from tessera.shared.updates.update_file import Change, write_update
+from tessera.worker.agent import Agent
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.settings import Settings, token_of
+from tessera.worker.state.vault import Vault
+from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.duals import CLASSES, START, dual
 from tests.support.federation import start_run
 from tests.support.tapping import Tap
-from worker.agent import Agent
-from worker.blockmap import block_table, named_tensors
-from worker.models import instantiate, read_block
-from worker.renewal import Stop
-from worker.settings import Settings, token_of
-from worker.vault import Vault
 
 BOTH = Prompts(vision=4, text=4)
 COLOURS = ("red", "green", "blue")

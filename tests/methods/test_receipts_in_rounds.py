@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.tensors import Array, to_array
+from tessera.shared.tensors.lazy import Array, to_array
+from tessera.worker.simulation import Conditions, Result, simulate
 from tests.methods.test_contract_in_rounds import sites_of, start_of
-from worker.simulation import Conditions, Result, simulate
 
 SITES = ("a", "b", "c")
 ROUNDS = 2

@@ -16,12 +16,9 @@ import torch
 from pydantic import ValidationError
 
 from benchmarks.safl_bytes import COHORTS, CONFIGS, blocks_of, rows
-from shared import codecs
-from shared.averaging import average
-from shared.blocks import Block
-from shared.layers import layers_of
-from shared.methods import Chosen, coordinator_half, worker_half
-from shared.methods.contract import (
+from tessera.shared.aggregation.mean import average
+from tessera.shared.methods.base import (
+    Chosen,
     CoordinatorHalf,
     Harvest,
     Participant,
@@ -32,20 +29,24 @@ from shared.methods.contract import (
     Update,
     begin,
 )
-from shared.methods.safl import Candidates, SAFLSettings, beyond_the_sink, copies_in_training, pruned
-from shared.model import Head, Prompts
-from shared.privacy import Privacy
-from shared.profile import ByHead, LayerAttention, TaskTokens
-from shared.tensors import Array, ArrayTensor, to_array
-from shared.training import Training
-from shared.update import Change
+from tessera.shared.methods.registry import coordinator_half, worker_half
+from tessera.shared.methods.safl import Candidates, SAFLSettings, beyond_the_sink, copies_in_training, pruned
+from tessera.shared.model.attention_stats import ByHead, LayerAttention, TaskTokens
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.layers import layers_of
+from tessera.shared.model.spec import Head, Prompts
+from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.run_settings.training import Training
+from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
+from tessera.shared.updates.codecs import pipeline
+from tessera.shared.updates.update_file import Change
+from tessera.worker.data.registry import Dataset
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
+from tessera.worker.training.context import LocalWork, largest
+from tessera.worker.training.trainer import Batches, Trainer, seed_everything
 from tests.support.duals import CLASSES, dual, pairs
 from tests.support.tasks import CPU, VIT, images
-from worker.blockmap import block_table
-from worker.data import Dataset
-from worker.models import instantiate
-from worker.trainer import Batches, Trainer, seed_everything
-from worker.work import LocalWork, largest
 
 SIX = {**VIT, "num_hidden_layers": 6}
 BLOCKS = block_table(instantiate(SIX, "image-classification", seed=1))
@@ -534,7 +535,7 @@ def test_pruned_rows_cost_almost_nothing_on_the_wire() -> None:
 
     def nbytes(values: Array) -> int:
         block = Block(tensor="w", role="mlp", shape=before.shape, dtype="F32")
-        encoded = codecs.encode(codecs.LOSSLESS, Change(block, ArrayTensor(values), ArrayTensor(before)))
+        encoded = pipeline.encode(pipeline.LOSSLESS, Change(block, ArrayTensor(values), ArrayTensor(before)))
         return sum(len(part) for part in encoded)
 
     whole, half = nbytes(after), nbytes(pruned(before, after, 0.5, None))

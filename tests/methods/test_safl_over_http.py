@@ -10,24 +10,26 @@ from typing import Any
 
 import pytest
 
-from shared.client import Client
-from shared.container import read_header
-from shared.layers import layers_of
-from shared.methods import Chosen
-from shared.model import Model
-from shared.privacy import Privacy
-from shared.wire import Cohort, Manifest, Run, TaskView, Training
+from tessera.shared.api.runs import Cohort, Run, Training
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.api.versions import Manifest
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
+from tessera.shared.model.layers import layers_of
+from tessera.shared.model.spec import Model
+from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.updates.safetensors_file import read_header
+from tessera.worker.agent import Agent
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.settings import Settings
+from tessera.worker.state.privacy_ledger import LEDGER_FOLDER
+from tessera.worker.task import runner
+from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import some_digits
 from tests.support.federation import start_run
 from tests.support.tapping import Tap
-from worker import workbench
-from worker.agent import Agent
-from worker.blockmap import block_table, named_tensors
-from worker.ledger import LEDGER_FOLDER
-from worker.models import instantiate, read_block
-from worker.renewal import Stop
-from worker.settings import Settings
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 64, "num_labels": 10,
@@ -52,7 +54,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCoordinator]:
 @pytest.fixture(autouse=True)
 def _blocks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not made out of differences, so that bytes are those of the blocks."""
-    monkeypatch.setattr(workbench, "LEAST_DIFFERENCE", 1 << 40)
+    monkeypatch.setattr(runner, "LEAST_DIFFERENCE", 1 << 40)
 
 
 @dataclass

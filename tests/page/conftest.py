@@ -10,7 +10,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Error, Playwright, sync_playwright
 
-from shared.wire import TokenRole
+from tessera.shared.schema import TokenRole
 from tests.support.coordinator import LiveCoordinator
 
 SAME_ORIGIN = {"Sec-Fetch-Site": "same-origin"}

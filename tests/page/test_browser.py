@@ -13,8 +13,9 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, expect
 
-from shared.methods import Chosen
-from shared.wire import Cohort, Evaluation, Failure, Progress
+from tessera.shared.api.runs import Cohort, Evaluation
+from tessera.shared.api.tasks import Failure, Progress
+from tessera.shared.methods.base import Chosen
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

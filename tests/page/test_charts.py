@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from coordinator.page.charts import (
+from tessera.coordinator.dashboard.svg_charts import (
     HEIGHT,
     LEFT,
     RIGHT,

@@ -6,13 +6,15 @@ import re
 
 import pytest
 
-from coordinator.domain.forecast import Pace, expected_end
-from coordinator.storage.tables import TaskRow, WorkerRow
-from shared.client import Client
-from shared.methods import Chosen
-from shared.privacy import Privacy
-from shared.tokens import hash_of
-from shared.wire import Cohort, EnrolmentSpec, Evaluation, Failure, Progress
+from tessera.coordinator.db.tables import TaskRow, WorkerRow
+from tessera.coordinator.domain.eta import Pace, expected_end
+from tessera.shared.api.admin import EnrolmentSpec
+from tessera.shared.api.runs import Cohort, Evaluation
+from tessera.shared.api.tasks import Failure, Progress
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
+from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.token_format import hash_of
 from tests.page.conftest import Person, signed_in
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

@@ -11,9 +11,9 @@ import pytest
 from sqlalchemy import select
 from starlette.routing import BaseRoute, Route
 
-from coordinator.page.guarding import HEADERS
-from coordinator.page.visitors import own_path
-from coordinator.storage.tables import SessionRow
+from tessera.coordinator.dashboard.security_headers import HEADERS
+from tessera.coordinator.dashboard.session import own_path
+from tessera.coordinator.db.tables import SessionRow
 from tests.page.conftest import SAME_ORIGIN, Person, signed_in
 from tests.support.coordinator import Clock, LiveCoordinator
 

@@ -14,8 +14,8 @@ import pytest
 from playwright.sync_api import Browser, expect
 from sqlalchemy import select, update
 
-from coordinator.signin import BACK
-from coordinator.storage.tables import PersonSessionRow
+from tessera.coordinator.auth.oidc_login import BACK
+from tessera.coordinator.db.tables import PersonSessionRow
 from tests.page.conftest import Person
 from tests.page.test_browser import visiting
 from tests.support.coordinator import LiveCoordinator

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordinator.page.visitors import SIGNING, own_path
-from coordinator.rates import STRANGERS
+from tessera.coordinator.dashboard.session import SIGNING, own_path
+from tessera.coordinator.limits.rate import STRANGERS
 from tests.api.test_routes import ROUTES
 from tests.page.conftest import SAME_ORIGIN
 from tests.page.test_signing import paths

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from shared.averaging import Divide, average
-from shared.methods.contract import State
-from shared.tensors import ArrayTensor, Tensor, to_array
+from tessera.shared.aggregation.mean import Divide, average
+from tessera.shared.methods.base import State
+from tessera.shared.tensors.lazy import ArrayTensor, Tensor, to_array
 
 Senders = Sequence[tuple[float, Mapping[str, Tensor]]]
 

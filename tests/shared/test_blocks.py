@@ -6,19 +6,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from shared.blocks import (
-    EVERYTHING,
-    NOTHING,
-    Block,
-    Match,
-    Part,
-    Selector,
-    SelectorError,
-    all_but,
-    check_table,
-    named,
-    roles,
-)
+from tessera.shared.model.blocks import Block, Part, check_table
+from tessera.shared.model.selectors import EVERYTHING, NOTHING, Match, Selector, SelectorError, all_but, named, roles
 from tests.support.federation import small_model
 
 TABLE = small_model().blocks

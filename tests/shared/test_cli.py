@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from shared.addresses import PLAIN_HTTP
-from shared.cli import output
-from shared.cli.connection import Connection, only
-from shared.cli.output import show_problem
-from shared.cli.secret import place_for
-from shared.cli.spec import read_spec
-from shared.client import read_token
-from shared.problems import Fault, Invalid, NotFound
+from tessera.shared.cli.connection import Connection, only
+from tessera.shared.cli.render import output
+from tessera.shared.cli.render.output import show_problem
+from tessera.shared.cli.render.secret import place_for
+from tessera.shared.cli.run_file import read_spec
+from tessera.shared.client.client import read_token
+from tessera.shared.problems import Fault, Invalid, NotFound
+from tessera.shared.urls import PLAIN_HTTP
 from tests.support.cli import NOWHERE, tessera
 
 SPEC = """
@@ -31,7 +31,7 @@ warmup_rounds = 1
 
 def without(*modules: str) -> list[str]:
     """A `tessera` in whose interpreter importing these modules fails as if they were not installed."""
-    script = f"import sys; sys.modules.update(dict.fromkeys({modules!r})); from shared.cli.main import main; main()"
+    script = f"import sys; sys.modules.update(dict.fromkeys({modules!r})); from tessera.shared.cli.main import main; main()"
     return [sys.executable, "-c", script]
 
 
@@ -78,7 +78,7 @@ def test_a_part_that_is_not_installed_is_named(tmp_path: Path) -> None:
         "sys.meta_path.insert(0, Gone())\n"
         "find = u.find_spec\n"
         "u.find_spec = lambda name, package=None: None if name == 'worker' else find(name, package)\n"
-        "from shared.cli.main import main; main()"
+        "from tessera.shared.cli.main import main; main()"
     )
     answer = tessera("worker", "run", command=[sys.executable, "-c", script])
     assert (answer.returncode, answer.stderr) == (
@@ -88,7 +88,7 @@ def test_a_part_that_is_not_installed_is_named(tmp_path: Path) -> None:
 
 
 def test_a_command_of_our_own_that_does_not_import_is_not_hidden() -> None:
-    answer = tessera("run", "list", command=without("shared.client"))
+    answer = tessera("run", "list", command=without("tessera.shared.client.client"))
     assert "ModuleNotFoundError" in answer.stderr
 
 
@@ -176,7 +176,7 @@ def test_an_unreadable_token_file_is_named() -> None:
 
 
 def test_an_interrupt_ends_with_130() -> None:
-    script = "import shared.cli.main as m, signal\nfrom shared.cli import connection\n"
+    script = "import tessera.shared.cli.main as m, signal\nfrom tessera.shared.cli import connection\n"
     script += "connection.Connection.client = lambda *_: signal.raise_signal(signal.SIGINT)\nm.main()"
     answer = tessera("run", "list", command=[sys.executable, "-c", script])
     assert (answer.returncode, "Traceback" in answer.stderr) == (130, False)

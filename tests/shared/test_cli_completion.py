@@ -13,7 +13,7 @@ from tests.support.cli import COMMAND, environment, tessera
 
 
 def without(*modules: str) -> list[str]:
-    script = f"import sys; sys.modules.update(dict.fromkeys({modules!r})); from shared.cli.main import main; main()"
+    script = f"import sys; sys.modules.update(dict.fromkeys({modules!r})); from tessera.shared.cli.main import main; main()"
     return [sys.executable, "-c", script]
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from shared.methods import Chosen
-from shared.metrics.rows import Row
-from shared.wire import Cohort, Evaluation, Run
+from tessera.shared.api.runs import Cohort, Evaluation, Run
+from tessera.shared.methods.base import Chosen
+from tessera.shared.metrics.rows import Row
 from tests.support.cli import tessera
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shared.cli.main import SUMMARIES
-from shared.cli.reference import document
+from tessera.shared.cli.main import SUMMARIES
+from tessera.shared.cli.reference import document
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "cli.md"
 
@@ -23,7 +23,7 @@ def sections() -> dict[str, str]:
 
 
 def test_the_committed_page_is_the_present_one() -> None:
-    made = "python -m shared.cli.reference > docs/cli.md"
+    made = "python -m tessera.shared.cli.reference > docs/cli.md"
     assert COMMITTED.read_text() == document(), f"the commands have changed; run: {made}"
 
 

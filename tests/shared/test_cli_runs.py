@@ -18,16 +18,18 @@ import pytest
 from safetensors.numpy import load_file
 from sqlalchemy import update
 
-from coordinator.storage.tables import TokenRow
-from shared import container
-from shared.cli.rounds import follow
-from shared.cli.troubles import troubles
-from shared.client import Client
-from shared.model import BLOCKS_FILE, WEIGHTS_FILE
-from shared.problems import Fault, InvalidUpdate
-from shared.tensors import as_bytes
-from shared.tokens import hash_of, new_secret
-from shared.wire import EnrolmentSpec, Failure, Round, Submission, TaskView
+from tessera.coordinator.db.tables import TokenRow
+from tessera.shared.api.admin import EnrolmentSpec
+from tessera.shared.api.runs import Round
+from tessera.shared.api.tasks import Failure, Submission, TaskView
+from tessera.shared.cli.render.failures import troubles
+from tessera.shared.client.client import Client
+from tessera.shared.client.round_outcomes import follow
+from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE
+from tessera.shared.problems import Fault, InvalidUpdate
+from tessera.shared.tensors.lazy import as_bytes
+from tessera.shared.token_format import hash_of, new_secret
+from tessera.shared.updates import safetensors_file
 from tests.support.cli import COMMAND, environment, tessera
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -61,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
     tensors = whole_tensors()
     with (made / WEIGHTS_FILE).open("wb") as file:
         layout = [(name, "F32", array.shape) for name, array in tensors.items()]
-        container.write(file, layout, [as_bytes(array) for array in tensors.values()])
+        safetensors_file.write(file, layout, [as_bytes(array) for array in tensors.values()])
     return made
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.client import ONE_REQUEST_BYTES, PIECE_BYTES, Client
-from shared.problems import DigestMismatch, RangeUnsatisfiable
-from shared.tensors import digest_of
-from shared.wire import TokenSpec
+from tessera.shared.api.admin import TokenSpec
+from tessera.shared.client.client import ONE_REQUEST_BYTES, PIECE_BYTES, Client
+from tessera.shared.problems import DigestMismatch, RangeUnsatisfiable
+from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refusing
 from tests.support.scripted import Answer, answering
 

@@ -13,15 +13,16 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import codecs
-from shared.blocks import NUMPY_DTYPES, Block, DType
-from shared.codecs import CodecError
-from shared.tensors import CHUNK, ArrayTensor, as_bytes, to_array
-from shared.update import Change
+from tessera.shared.model.blocks import Block
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
+from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, as_bytes, to_array
+from tessera.shared.updates.codecs import pipeline
+from tessera.shared.updates.codecs.pipeline import CodecError
+from tessera.shared.updates.update_file import Change
 
 CODECS = [
     "raw", "bits", "xor", "shuffle", "zstd", "bits+shuffle", "bits+zstd", "shuffle+zstd", "xor+shuffle+zstd",
-    codecs.LOSSLESS,
+    pipeline.LOSSLESS,
 ]  # fmt: skip
 LOSSY = [
     "delta", "delta+shuffle+zstd", "delta+bf16", "delta+bf16+shuffle+zstd", "delta+fp16", "delta+int8",
@@ -42,12 +43,12 @@ def change_of(value: np.ndarray, base: np.ndarray, dtype: DType = "F32") -> Chan
 
 def encoded(codec: str, value: np.ndarray, base: np.ndarray, dtype: DType = "F32") -> bytes:
     dice = np.random.default_rng(0)
-    return b"".join(bytes(piece) for piece in codecs.encode(codec, change_of(value, base, dtype), dice))
+    return b"".join(bytes(piece) for piece in pipeline.encode(codec, change_of(value, base, dtype), dice))
 
 
 def decoded(codec: str, data: bytes, base: np.ndarray, dtype: DType = "F32") -> np.ndarray:
     block = block_of(base, dtype)
-    pieces = codecs.decode(codec, block, ArrayTensor(base, dtype), io.BytesIO(data), len(data))
+    pieces = pipeline.decode(codec, block, ArrayTensor(base, dtype), io.BytesIO(data), len(data))
     return np.concatenate(list(pieces)).reshape(base.shape)
 
 
@@ -90,21 +91,21 @@ def test_any_bytes_at_all_come_back(data: st.DataObject, dtype: DType, codec: st
 def test_a_lightly_trained_block_travels_in_less_than_its_size() -> None:
     base = np.random.default_rng(0).normal(size=10_000).astype(np.float32)
     trained = base * np.float32(1.0001)
-    assert codecs.worthwhile(codecs.LOSSLESS, change_of(trained, base)) == codecs.LOSSLESS
-    assert len(encoded(codecs.LOSSLESS, trained, base)) < 0.7 * base.nbytes
+    assert pipeline.worthwhile(pipeline.LOSSLESS, change_of(trained, base)) == pipeline.LOSSLESS
+    assert len(encoded(pipeline.LOSSLESS, trained, base)) < 0.7 * base.nbytes
 
 
 def test_a_codec_that_does_not_pay_is_left_out() -> None:
     rng = np.random.default_rng(0)
     noise = np.frombuffer(rng.bytes(4000), np.float32)
-    assert codecs.worthwhile("zstd", change_of(noise, noise)) == "raw"
+    assert pipeline.worthwhile("zstd", change_of(noise, noise)) == "raw"
 
 
 @pytest.mark.parametrize("codec", [*CODECS, *LOSSY])
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F64"])
 def test_incompressible_data_stays_within_the_bound_that_the_reader_sets(codec: str, dtype: DType) -> None:
     noise = np.random.default_rng(0).normal(size=CHUNK + 7).astype(NUMPY_DTYPES[dtype])
-    assert len(encoded(codec, noise, np.zeros_like(noise), dtype)) <= codecs.longest(codec, block_of(noise, dtype))
+    assert len(encoded(codec, noise, np.zeros_like(noise), dtype)) <= pipeline.longest(codec, block_of(noise, dtype))
 
 
 # ---------------------------------------------------------------- codecs that round
@@ -121,7 +122,7 @@ def steps(rng: np.random.Generator, count: int) -> np.ndarray:
 
 def bound_of(codec: str, values: np.ndarray, base: np.ndarray) -> np.ndarray:
     """What the stages declare, summed up over the row: `delta`, and at most one behind it that rounds."""
-    delta, *behind = codecs.parse(codec).line
+    delta, *behind = pipeline.parse(codec).line
     step = delta.encode(values, base, np.random.default_rng(0))
     most = behind[0].bound(step, base) if behind else np.zeros(values.size)
     # What delta adds to the version is off by that much already, and its own rounding grows with it.
@@ -159,9 +160,9 @@ def test_rounding_is_right_in_the_mean(codec: str) -> None:
     change, dice = change_of(value, base), np.random.default_rng(0)
     total = np.zeros(256)
     for _ in range(400):
-        data = b"".join(bytes(piece) for piece in codecs.encode(codec, change, dice))
+        data = b"".join(bytes(piece) for piece in pipeline.encode(codec, change, dice))
         total += decoded(codec, data, base)
-    step = 1 / codecs.parse(codec).line[1].levels  # type: ignore[attr-defined]
+    step = 1 / pipeline.parse(codec).line[1].levels  # type: ignore[attr-defined]
     # Five standard errors of the mean of 400 roundings, each off by half a step at most in the square mean.
     assert np.abs(total / 400 - value).max() < 5 * 0.5 * step / 20
 
@@ -171,7 +172,7 @@ def test_the_same_dice_give_the_same_bytes() -> None:
 
     def once(seed: int) -> bytes:
         dice = np.random.default_rng(seed)
-        return b"".join(bytes(p) for p in codecs.encode("delta+int8", change_of(value, base), dice))
+        return b"".join(bytes(p) for p in pipeline.encode("delta+int8", change_of(value, base), dice))
 
     assert once(1) == once(1) != once(2)
 
@@ -217,18 +218,18 @@ def test_no_product_of_two_thin_matrices_is_much_nearer_than_ours() -> None:
 
 
 def test_what_low_rank_is_of_no_use_to_goes_without() -> None:
-    assert codecs.suited("delta+lowrank=4+int8", block_of(np.zeros(9000, np.float32), "F32")) == "delta+int8"
-    assert codecs.suited("delta+lowrank=4", block_of(np.zeros((8, 8), np.float32), "F32")) == "delta"
-    assert codecs.suited("delta+lowrank=4", block_of(np.zeros((80, 80), np.float32), "F32")) == "delta+lowrank=4"
+    assert pipeline.suited("delta+lowrank=4+int8", block_of(np.zeros(9000, np.float32), "F32")) == "delta+int8"
+    assert pipeline.suited("delta+lowrank=4", block_of(np.zeros((8, 8), np.float32), "F32")) == "delta"
+    assert pipeline.suited("delta+lowrank=4", block_of(np.zeros((80, 80), np.float32), "F32")) == "delta+lowrank=4"
 
 
 @pytest.mark.parametrize("codec", ["delta+int8+zstd", "delta+bf16+shuffle+zstd", "delta+topk=0.25+shuffle+zstd"])
 def test_a_rounding_stage_stays_where_compression_does_not_pay(codec: str) -> None:
     noise = np.frombuffer(np.random.default_rng(0).bytes(40_000), np.int32).astype(np.float32)
     change = change_of(noise, np.zeros_like(noise))
-    chosen = codecs.worthwhile(codec, change)
+    chosen = pipeline.worthwhile(codec, change)
     assert chosen in (codec, "+".join(codec.split("+")[:2]))
-    assert codecs.worthwhile("delta+int8+zstd", change) == "delta+int8"
+    assert pipeline.worthwhile("delta+int8+zstd", change) == "delta+int8"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,7 @@ def test_an_unknown_stage_is_named_with_those_there_are(codec: str) -> None:
     with pytest.raises(
         CodecError, match="there are raw, bf16, bits, delta, fp16, int4, int8, lowrank, shuffle, topk, xor, zstd"
     ):
-        codecs.parse(codec)
+        pipeline.parse(codec)
 
 
 def test_stages_that_cannot_follow_each_other_are_refused_before_any_byte_is_read() -> None:
@@ -257,7 +258,7 @@ def test_stages_that_cannot_follow_each_other_are_refused_before_any_byte_is_rea
     may_stand = {*CODECS, *LOSSY, "delta+zstd", "delta+shuffle", "delta+int8+shuffle"}
     for codec in set(rows) - may_stand:
         with pytest.raises(CodecError, match=r"cannot follow|comes first|put (delta|it)"):
-            codecs.parse(codec)
+            pipeline.parse(codec)
 
 
 @pytest.mark.parametrize(
@@ -268,19 +269,19 @@ def test_stages_that_cannot_follow_each_other_are_refused_before_any_byte_is_rea
 )  # fmt: skip
 def test_a_parameter_that_is_none_is_named(codec: str) -> None:
     with pytest.raises(CodecError, match=r"takes (no parameter|a share up to 0.25|a rank up to 128)"):
-        codecs.parse(codec)
+        pipeline.parse(codec)
 
 
 @pytest.mark.parametrize("codec", ["lowrank=4", "bits+lowrank=4", "delta+int8+lowrank=4", "lowrank=4+delta"])
 def test_low_rank_stands_behind_differences_only(codec: str) -> None:
     with pytest.raises(CodecError, match=r"comes second|put (delta|it)|comes first"):
-        codecs.parse(codec)
+        pipeline.parse(codec)
 
 
 @pytest.mark.parametrize("codec", ["zstd+zstd", "+".join(["shuffle"] * 200)])
 def test_no_stage_comes_twice(codec: str) -> None:
     with pytest.raises(CodecError, match="names a stage twice"):
-        codecs.parse(codec)
+        pipeline.parse(codec)
 
 
 # ---------------------------------------------------------------- bytes that are not what they say
@@ -333,7 +334,7 @@ def test_a_frame_that_unpacks_to_a_gigabyte_costs_no_more_than_its_block(states_
     bomb = b"".join(packer.compress(bytes(1 << 20)) for _ in range(1024)) + packer.flush()
     tracemalloc.start()
     with pytest.raises(CodecError, match=r"claims \d+ bytes|unpacks to more|not a zstd frame"):
-        decoded(codecs.LOSSLESS, framed(bomb), ZEROS)
+        decoded(pipeline.LOSSLESS, framed(bomb), ZEROS)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 4 << 20
@@ -351,7 +352,7 @@ def test_any_bytes_give_the_block_or_a_codec_error(data: bytes, codec: str) -> N
 def test_a_tensor_of_another_number_of_chunks_is_not_encoded() -> None:
     one, two = ArrayTensor(np.zeros(CHUNK, np.float32)), ArrayTensor(np.zeros(CHUNK + 1, np.float32))
     with pytest.raises(ValueError, match="shorter"):
-        list(codecs.encode("raw", Change(block_of(to_array(one), "F32"), two, one)))
+        list(pipeline.encode("raw", Change(block_of(to_array(one), "F32"), two, one)))
     assert to_array(one).size == CHUNK
 
 
@@ -360,4 +361,4 @@ def test_a_chunk_that_claims_the_whole_block_is_refused_before_it_is_read() -> N
     base = ArrayTensor(np.zeros(large.shape, np.float32))
     claims = struct.pack("<I", 4 * large.numel) + bytes(4 * large.numel)
     with pytest.raises(CodecError, match="claims"):
-        next(codecs.decode("zstd", large, base, io.BytesIO(claims), len(claims)))
+        next(pipeline.decode("zstd", large, base, io.BytesIO(claims), len(claims)))

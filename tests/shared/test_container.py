@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from shared.container import ContainerError, header_bytes, read_header, write, write_streams
+from tessera.shared.updates.safetensors_file import ContainerError, header_bytes, read_header, write, write_streams
 from tests.support.updates import container
 
 ONE = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}

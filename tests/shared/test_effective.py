@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.cli import app as coordinator_app
-from shared.effective import HIDDEN, effective, shown
-from worker.cli.worker import app as worker_app
+from tessera.coordinator.cli import app as coordinator_app
+from tessera.shared.diagnostics.settings_origin import HIDDEN, effective, shown
+from tessera.worker.cli.worker import app as worker_app
 
 SECRET = "hunter2hunter2"
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shared.fairness import Score, scores_by_site, spread, spreads
-from shared.wire import LARGEST_NUMBER, Measurement
+from tessera.shared.api.runs import Measurement
+from tessera.shared.metrics.site_spread import Score, scores_by_site, spread, spreads
+from tessera.shared.schema import LARGEST_NUMBER
 
 
 def measured(worker: str, examples: int, *, version: int = 1, held_out: bool = True, **numbers: float) -> Measurement:

@@ -7,11 +7,11 @@ import io
 import numpy as np
 import pytest
 
-from shared.blocks import Block
-from shared.codecs import LOSSLESS
-from shared.fitting import OverBudget, write_within
-from shared.tensors import ArrayTensor, to_array
-from shared.update import Change, EncodedTensor, read_update
+from tessera.shared.model.blocks import Block
+from tessera.shared.tensors.lazy import ArrayTensor, to_array
+from tessera.shared.updates.codecs.pipeline import LOSSLESS
+from tessera.shared.updates.update_file import Change, EncodedTensor, read_update
+from tessera.worker.task.upload_budget import OverBudget, write_within
 
 
 def change(name: str, size: float, shape: tuple[int, ...] = (400, 300)) -> Change:

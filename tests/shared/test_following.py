@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from shared.cli.rounds import _settled
-from shared.wire import Measurement, Round, Run, RunSpec, TaskView, VersionRef
+from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.client.round_outcomes import _settled
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 DIGEST = f"sha256:{'0' * 64}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shared.blocks import Block
-from shared.layers import layers_of, stack_of
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.layers import layers_of, stack_of
 
 
 def block(tensor: str, layer: int | None) -> Block:

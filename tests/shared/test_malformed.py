@@ -14,20 +14,21 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from shared.blocks import Selector
-from shared.codecs import CodecError
-from shared.container import ContainerError
-from shared.inspection import Inspector, NotFinite
-from shared.malformed import KINDS, ContentKind, FormKind, HeaderKind
-from shared.methods.contract import Plan
-from shared.problems import InvalidUpdate
-from shared.states import States
-from shared.tensors import as_bytes
-from shared.wire import Manifest, canonical
+from tessera.shared.api.versions import Manifest
+from tessera.shared.methods.base import Plan
+from tessera.shared.model.selectors import Selector
+from tessera.shared.problems import InvalidUpdate
+from tessera.shared.rounds.validation import Inspector, NotFinite
+from tessera.shared.rounds.versions import States
+from tessera.shared.schema import canonical
+from tessera.shared.tensors.lazy import as_bytes
+from tessera.shared.updates.codecs.pipeline import CodecError
+from tessera.shared.updates.errors import KINDS, ContentKind, FormKind, HeaderKind
+from tessera.shared.updates.safetensors_file import ContainerError
+from tessera.worker.simulation.blob_folder import Folder
 from tests.support.federation import small_model, values
 from tests.support.malformed import ASKED, CORPUS, MAX_NORM
 from tests.support.updates import update_file
-from worker.simulation.store import Folder
 
 MIB = 1 << 20
 BOUND = 64 * MIB

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.mapped import MappedFile, mapped, taken
+from tessera.shared.tensors.mmap_file import MappedFile, mapped, taken
 
 DATA = bytes(range(251)) * 20_000
 

@@ -10,9 +10,9 @@ from random import Random
 import pytest
 from pydantic import ValidationError
 
-from shared.blocks import SelectorError
-from shared.methods import FOLDERS, Chosen, UnknownMethod, check, coordinator_half, methods, worker_half
-from shared.methods.contract import Participant, Plan, RunFacts, State
+from tessera.shared.methods.base import Chosen, Participant, Plan, RunFacts, State
+from tessera.shared.methods.registry import FOLDERS, UnknownMethod, check, coordinator_half, methods, worker_half
+from tessera.shared.model.selectors import SelectorError
 from tests.support.federation import small_model
 
 MODEL = small_model()
@@ -109,8 +109,8 @@ def test_both_halves_of_every_method_are_made_in_an_interpreter_without_torch() 
         "        if name.partition('.')[0] in ('torch', 'transformers'):\n"
         "            raise RuntimeError(f'{name} was imported')\n"
         "sys.meta_path.insert(0, Raising())\n"
-        "from shared.methods import Chosen, coordinator_half, methods, worker_half\n"
-        "from shared.methods.contract import RunFacts\n"
+        "from tessera.shared.methods.registry import Chosen, coordinator_half, methods, worker_half\n"
+        "from tessera.shared.methods.base import RunFacts\n"
         "facts = RunFacts(blocks=(), rounds=1)\n"
         "for name in methods():\n"
         "    coordinator_half(Chosen(name=name), facts), worker_half(Chosen(name=name), facts)\n"
@@ -122,7 +122,7 @@ def test_both_halves_of_every_method_are_made_in_an_interpreter_without_torch() 
 
 
 def test_a_method_of_a_name_that_is_taken_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text("from shared.methods.fedavg import METHOD\n")
+    (tmp_path / "mine.py").write_text("from tessera.shared.methods.fedavg import METHOD\n")
     monkeypatch.setenv(FOLDERS, str(tmp_path))
     with pytest.raises(ValueError, match=r"fedavg\.py and .*mine\.py both declare the method 'fedavg'"):
         methods.__wrapped__()

@@ -7,9 +7,11 @@ import io
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from shared.metrics import csv_file
-from shared.metrics.rows import Row, rows_of
-from shared.wire import Measurement, Round, Run, RunSpec, TaskView, Version, VersionRef
+from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.api.versions import Version, VersionRef
+from tessera.shared.metrics import csv_file
+from tessera.shared.metrics.rows import Row, rows_of
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 DIGEST = f"sha256:{'0' * 64}"

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared import container
-from shared.blocks import NUMPY_DTYPES, Block, Part
-from shared.model import BLOCKS_FILE, WEIGHTS_FILE, Model
-from shared.modelfolder import ModelFolder
-from shared.problems import Invalid
-from shared.tensors import as_bytes
+from tessera.shared.model.blocks import Block, Part
+from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Model
+from tessera.shared.problems import Invalid
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES
+from tessera.shared.tensors.lazy import as_bytes
+from tessera.shared.updates import safetensors_file
+from tessera.shared.updates.model_folder import ModelFolder
 
 WIDTH = 3
 
@@ -62,7 +63,7 @@ DTYPES = {np.dtype("<f8"): "F64", np.dtype("<f4"): "F32", NUMPY_DTYPES["BF16"]: 
 def write_folder(folder: Path, model: Model, tensors: Mapping[str, np.ndarray]) -> Path:
     (folder / BLOCKS_FILE).write_text(model.model_dump_json())
     with (folder / WEIGHTS_FILE).open("wb") as file:
-        container.write(
+        safetensors_file.write(
             file,
             [(name, DTYPES[array.dtype], array.shape) for name, array in tensors.items()],
             [as_bytes(array) for array in tensors.values()],

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator
 
-from shared import problems
-from shared.problems import MAX_FAULTS, MEDIA_TYPE, PROBLEMS, Fault, Problem, ProblemDocument, faults_of
-from shared.transport import problem_of
+from tessera.shared import problems
+from tessera.shared.client.transport import problem_of
+from tessera.shared.problems import MAX_FAULTS, MEDIA_TYPE, PROBLEMS, Fault, Problem, ProblemDocument, faults_of
 
 ANY_PROBLEM = pytest.mark.parametrize("kind", PROBLEMS.values(), ids=PROBLEMS)
 

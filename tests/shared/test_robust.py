@@ -13,20 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from pydantic import TypeAdapter, ValidationError
 
-from shared.averaging import Divide, average
-from shared.blocks import Block
-from shared.methods import Chosen, coordinator_half, methods
-from shared.methods.contract import (
-    CoordinatorHalf,
-    MethodSettings,
-    RunFacts,
-    State,
-    Unsuited,
-    Update,
-    begin,
-)
-from shared.planning import warnings_of
-from shared.robust import (
+from tessera.shared.aggregation.mean import Divide, average
+from tessera.shared.aggregation.robust import (
     FEW_SENDERS,
     ByGram,
     Clipped,
@@ -41,11 +29,25 @@ from shared.robust import (
     gram_of,
     guarded,
 )
-from shared.server_optimizer import Momentum, merge
-from shared.tensors import CHUNK, Array, ArrayTensor, Stretched, Tensor, to_array
-from shared.training import Training
-from shared.update import Change, read_update, write_update
-from shared.wire import RunSpec
+from tessera.shared.aggregation.server_optimizer import Momentum
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.methods.base import (
+    Chosen,
+    CoordinatorHalf,
+    MethodSettings,
+    RunFacts,
+    State,
+    Unsuited,
+    Update,
+    begin,
+)
+from tessera.shared.methods.registry import coordinator_half, methods
+from tessera.shared.model.blocks import Block
+from tessera.shared.rounds.planning import warnings_of
+from tessera.shared.rounds.server_step import merge
+from tessera.shared.run_settings.training import Training
+from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, Stretched, Tensor, to_array
+from tessera.shared.updates.update_file import Change, read_update, write_update
 from tests.support.federation import small_model, values
 
 FAULTY = 2

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from pydantic import TypeAdapter, ValidationError
 
-from shared.blocks import Block, DType
-from shared.methods.contract import CoordinatorHalf, MethodSettings, RunFacts, State, Update
-from shared.server_optimizer import Adagrad, Adam, Momentum, Plain, Rule, ServerOptimizer, Yogi, merge
-from shared.tensors import Array, ArrayTensor, Tensor, as_bytes, to_array
+from tessera.shared.aggregation.server_optimizer import Adagrad, Adam, Momentum, Plain, Rule, ServerOptimizer, Yogi
+from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, RunFacts, State, Update
+from tessera.shared.model.blocks import Block
+from tessera.shared.rounds.server_step import merge
+from tessera.shared.tensors.dtypes import DType
+from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, as_bytes, to_array
 
 OPTIMIZERS = [Momentum(learning_rate=0.5), Momentum(momentum=0.9), Adam(), Yogi(), Adagrad(), Adagrad(beta1=0.9)]
 EVERY = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)

@@ -9,16 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.aggregation import Accepted, norm_scores, observed, outlying, pooled
-from shared.averaging import Divide, average
-from shared.inspection import UPDATE_NORM
-from shared.methods import Chosen, coordinator_half
-from shared.methods.contract import Participant, Plan, RunFacts, State, Update
-from shared.planning import begun, bounds_of, plan_round
-from shared.problems import Invalid
-from shared.tensors import ArrayTensor, Tensor, to_array
-from shared.training import Training
-from shared.wire import Bounds, Cohort, RunSpec
+from tessera.shared.aggregation.mean import Divide, average
+from tessera.shared.api.runs import Bounds, Cohort, RunSpec
+from tessera.shared.methods.base import UPDATE_NORM, Chosen, Participant, Plan, RunFacts, State, Update
+from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.problems import Invalid
+from tessera.shared.rounds.aggregate import Accepted, norm_scores, observed, outlying, pooled
+from tessera.shared.rounds.planning import begun, bounds_of, plan_round
+from tessera.shared.run_settings.training import Training
+from tessera.shared.tensors.lazy import ArrayTensor, Tensor, to_array
 from tests.support.federation import small_model
 
 MODEL = small_model()

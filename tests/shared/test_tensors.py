@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from shared.blocks import NUMPY_DTYPES, DType
-from shared.tensors import (
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
+from tessera.shared.tensors.lazy import (
     CHUNK,
     PIECE,
     ArrayTensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.tracing import new_trace, trace_in, traceparent
+from tessera.shared.telemetry.trace_ids import new_trace, trace_in, traceparent
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shared.problems import PROBLEMS, NotFound, ServerFault, TooManyRequests, Unauthenticated, Unavailable
-from shared.transport import WHOLE_ANSWER, Credential, NotUnderstood, Transport, Unreachable
+from tessera.shared.client.transport import WHOLE_ANSWER, Credential, NotUnderstood, Transport, Unreachable
+from tessera.shared.problems import PROBLEMS, NotFound, ServerFault, TooManyRequests, Unauthenticated, Unavailable
 from tests.support.scripted import Answer, answering
 
 PROBLEM = {"Content-Type": "application/problem+json"}

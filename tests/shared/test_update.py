@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from shared import codecs
-from shared.blocks import Block
-from shared.problems import InvalidUpdate
-from shared.tensors import ArrayTensor, mean_step, to_array
-from shared.update import Change, EncodedTensor, read_update, write_update
+from tessera.shared.model.blocks import Block
+from tessera.shared.problems import InvalidUpdate
+from tessera.shared.tensors.lazy import ArrayTensor, mean_step, to_array
+from tessera.shared.updates.codecs import pipeline
+from tessera.shared.updates.update_file import Change, EncodedTensor, read_update, write_update
 from tests.support.federation import small_model, values
 from tests.support.updates import update_file
 
@@ -24,7 +24,7 @@ ASKED = {name: MODEL.by_name[name] for name in ("head.weight", "layer.0.qkv.weig
 HEAD = BASE["head.weight"].tobytes()
 
 
-def written(changed: dict[str, np.ndarray], codec: str = codecs.LOSSLESS) -> bytes:
+def written(changed: dict[str, np.ndarray], codec: str = pipeline.LOSSLESS) -> bytes:
     file = io.BytesIO()
     changes = [Change(MODEL.by_name[name], ArrayTensor(array), BASES[name]) for name, array in changed.items()]
     write_update(file, codec, changes)
@@ -35,7 +35,7 @@ def read(data: bytes) -> dict[str, EncodedTensor]:
     return read_update(lambda: io.BytesIO(data), len(data), ASKED, BASES)
 
 
-@pytest.mark.parametrize("codec", ["raw", "zstd", codecs.LOSSLESS])
+@pytest.mark.parametrize("codec", ["raw", "zstd", pipeline.LOSSLESS])
 def test_what_is_written_is_read_bit_for_bit_and_as_often_as_wanted(codec: str) -> None:
     changed = {name: BASE[name] + np.float32(0.001) for name in ASKED}
     tensors = read(written(changed, codec))

@@ -7,14 +7,22 @@ from typing import Any
 
 import pytest
 
-from shared.blocks import roles
-from shared.methods import Chosen
-from shared.methods.contract import Plan
-from shared.privacy import Budget, Privacy
-from shared.willing import Invitation, mirror_of, objections, refused_model, refused_plan, reservations
-from shared.wire import Cohort, Mirror, RunSpec, Task, Training, VersionRef
+from tessera.coordinator.domain.eligibility import (
+    Invitation,
+    mirror_of,
+    objections,
+    refused_model,
+    refused_plan,
+    reservations,
+)
+from tessera.shared.api.runs import Cohort, RunSpec, Training
+from tessera.shared.api.tasks import Mirror, Task
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.model.selectors import roles
+from tessera.shared.run_settings.privacy import Budget, Privacy
+from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tests.support.federation import small_model
-from worker.policy import Allowance, Policy, PolicyViolation
 
 DIGEST = f"sha256:{'0' * 64}"
 MODEL = small_model()

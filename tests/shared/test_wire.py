@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from shared import codecs
-from shared.methods import Chosen
-from shared.wire import (
-    LARGEST_NUMBER,
-    Claim,
-    Cohort,
-    Evaluated,
-    Manifest,
-    RunSpec,
-    Submission,
-    TokenSpec,
-    canonical,
-)
+from tessera.shared.api.admin import TokenSpec
+from tessera.shared.api.runs import Cohort, RunSpec
+from tessera.shared.api.tasks import Claim, Evaluated, Submission
+from tessera.shared.api.versions import Manifest
+from tessera.shared.methods.base import Chosen
+from tessera.shared.schema import LARGEST_NUMBER, canonical
+from tessera.shared.updates.codecs import pipeline
 
 DIGEST = f"sha256:{'0' * 64}"
 SPEC = {"name": "r", "method": {"name": "fedavg"}, "model": DIGEST, "version": DIGEST, "dataset": "d", "rounds": 1}
@@ -26,7 +20,7 @@ SUBMISSION = {"token": 1, "version": DIGEST, "update": DIGEST, "examples": 1}
 
 def test_a_run_s_defaults_are_lossless_and_take_all_workers() -> None:
     spec = RunSpec.model_validate(SPEC)
-    assert spec.codec == codecs.LOSSLESS
+    assert spec.codec == pipeline.LOSSLESS
     assert (spec.cohort.size, spec.cohort.quorum, spec.divide) == (None, 1, "participants")
 
 

@@ -16,34 +16,24 @@ from typing import Any
 import numpy as np
 from fastapi import Response
 
-from coordinator.api import runs as runs_api
-from coordinator.api import tasks as tasks_api
-from coordinator.api.blobs import uploads
-from coordinator.services import Services
-from coordinator.storage.identity import Principal
-from shared.problems import Conflict, DigestMismatch, NotFound, OffsetMismatch, Problem
-from shared.tensors import ArrayTensor, as_bytes, digest_of, to_array
-from shared.transport import Unreachable
-from shared.update import Change, write_update
-from shared.wire import (
-    Claim,
-    Evaluated,
-    Failure,
-    Heartbeat,
-    Manifest,
-    Run,
-    RunPatch,
-    RunSpec,
-    Submission,
-    Task,
-    TaskView,
-    canonical,
-)
+from tessera.coordinator.api import runs as runs_api
+from tessera.coordinator.api import tasks as tasks_api
+from tessera.coordinator.api.blobs import uploads
+from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.services import Services
+from tessera.shared.api.runs import Run, RunPatch, RunSpec
+from tessera.shared.api.tasks import Claim, Evaluated, Failure, Heartbeat, Submission, Task, TaskView
+from tessera.shared.api.versions import Manifest
+from tessera.shared.client.transport import Unreachable
+from tessera.shared.problems import Conflict, DigestMismatch, NotFound, OffsetMismatch, Problem
+from tessera.shared.schema import canonical
+from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, digest_of, to_array
+from tessera.shared.updates.update_file import Change, write_update
+from tessera.worker.state.vault import Vault
 from tests.simulation.replicas import World, driven
 from tests.simulation.schedule import Process
 from tests.support.federation import small_model, values
 from tests.support.histories import Log
-from worker.vault import Vault
 
 MODEL = small_model(2)
 START = values(MODEL)

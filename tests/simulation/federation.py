@@ -15,8 +15,8 @@ from typing import Any
 
 import structlog
 
-from coordinator.storage.tables import SiteRow
-from shared.methods import Chosen
+from tessera.coordinator.db.tables import SiteRow
+from tessera.shared.methods.base import Chosen
 from tests.simulation.actors import POLITE, Intruder, Manners, Orchestrator, Worker
 from tests.simulation.invariants import Violated, Watch
 from tests.simulation.replicas import World

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.storage.blobs import Blobs
-from coordinator.storage.database import Database
-from shared.anomaly import PREFIX
-from shared.problems import Problem
-from shared.states import States
-from shared.tensors import from_bytes
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.engine import Database
+from tessera.shared.problems import Problem
+from tessera.shared.rounds.outliers import PREFIX
+from tessera.shared.rounds.versions import States
+from tessera.shared.tensors.lazy import from_bytes
 from tests.simulation.actors import MODEL, step_of
 from tests.simulation.replicas import World
 from tests.simulation.schedule import Fiber

@@ -11,21 +11,18 @@ from unittest.mock import patch
 
 from sqlalchemy import select
 
-import coordinator.api.runs as runs_api
-import coordinator.api.tasks as tasks_api
-import coordinator.conductor as conductor
-import coordinator.storage.blobs as blobs
-import coordinator.storage.rounds as rounds
-import coordinator.storage.snapshots as snapshots
-import coordinator.storage.tasks as tasks
-import coordinator.storage.transitions as transitions
-import coordinator.storage.uploads as uploads
-import shared.aggregation as aggregation
-import shared.inspection as inspection
-import worker.vault as vault
-from coordinator.domain import acceptance, decide, lifecycle
-from coordinator.domain.lifecycle import Move
-from coordinator.storage.tables import AuditRow, RoundRow, TaskRow
+from tessera.coordinator.api import runs as runs_api
+from tessera.coordinator.api import tasks as tasks_api
+from tessera.coordinator.blobs import store as blobs
+from tessera.coordinator.blobs import uploads
+from tessera.coordinator.conductor import conductor
+from tessera.coordinator.db import rounds, snapshots, tasks, transitions
+from tessera.coordinator.db.tables import AuditRow, RoundRow, TaskRow
+from tessera.coordinator.domain import acceptance, decide, lifecycle
+from tessera.coordinator.domain.lifecycle import Move
+from tessera.shared.rounds import aggregate as aggregation
+from tessera.shared.rounds import validation as inspection
+from tessera.worker.state import vault
 from tests.simulation.federation import Violated, simulate
 from tests.simulation.replicas import World
 from tests.simulation.schedule import Crash, Schedule

@@ -23,15 +23,15 @@ from unittest.mock import patch
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
-import coordinator.conductor
-import coordinator.services
-import coordinator.storage.blobs as blobs_module
-import coordinator.storage.uploads as uploads_module
-import worker.files
-from coordinator.services import Services, assemble
-from coordinator.settings import Settings
-from shared.problems import Problem
-from shared.transport import Unreachable
+from tessera.coordinator import services as services_module
+from tessera.coordinator.blobs import store as blobs_module
+from tessera.coordinator.blobs import uploads as uploads_module
+from tessera.coordinator.conductor import conductor
+from tessera.coordinator.services import Services, assemble
+from tessera.coordinator.settings import Settings
+from tessera.shared.client.transport import Unreachable
+from tessera.shared.problems import Problem
+from tessera.worker.state import atomic_files
 from tests.simulation.schedule import NONE, Crash, Process, Schedule
 from tests.support.coordinator import ROOMY
 
@@ -366,13 +366,13 @@ class World:
         threads = SimpleNamespace(Thread=FiberThread, Lock=threading.Lock, Event=threading.Event)
         with ExitStack() as stack:
             for where, name, virtual in (
-                (coordinator.conductor, "threading", threads),
-                (coordinator.services, "_engine", lambda settings: None),
-                (coordinator.services, "Shares", AtOnce),
+                (conductor, "threading", threads),
+                (services_module, "_engine", lambda settings: None),
+                (services_module, "Shares", AtOnce),
                 (blobs_module, "ThreadPoolExecutor", Inline),
                 (blobs_module, "_flush", flush),
                 (uploads_module, "asyncio", async_io),
-                (worker.files, "uuid4", new_id),
+                (atomic_files, "uuid4", new_id),
                 (uuid, "uuid4", new_id),
                 (Path, "replace", renamed),
                 (Path, "unlink", removed),

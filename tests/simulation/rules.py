@@ -11,13 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from coordinator.domain import decide as todo
-from coordinator.domain.acceptance import refusal
-from coordinator.domain.decide import Patience, decide
-from coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN, ROUND, RUN, TASK, Lifecycle
-from coordinator.domain.records import RoundSnapshot, RunSnapshot, TaskSnapshot
-from shared.cohort import choose, dice
-from shared.wire import ACCEPTED, Cohort
+from tessera.coordinator.domain import decide as todo
+from tessera.coordinator.domain.acceptance import refusal
+from tessera.coordinator.domain.decide import Patience, decide
+from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN, ROUND, RUN, TASK, Lifecycle
+from tessera.coordinator.domain.snapshot import RoundSnapshot, RunSnapshot, TaskSnapshot
+from tessera.shared.api.runs import Cohort
+from tessera.shared.rounds.cohort import choose
+from tessera.shared.schema import ACCEPTED
+from tessera.shared.seeds import dice
 from tests.simulation.invariants import LEGAL, Violated
 
 LEASE = 30.0

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select, update
 
-from coordinator.storage.tables import AuditRow, TaskRow, VersionRow, WorkerRow
-from shared.wire import Cohort
+from tessera.coordinator.db.tables import AuditRow, TaskRow, VersionRow, WorkerRow
+from tessera.shared.api.runs import Cohort
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.histories import Finding, Log, RecordingClient, check, read

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.domain import decide, lifecycle
-from coordinator.domain.lifecycle import Move
+from tessera.coordinator.domain import decide, lifecycle
+from tessera.coordinator.domain.lifecycle import Move
 from tests.simulation import planted, rules
 from tests.simulation.invariants import Violated
 from tests.simulation.rules import rehearse

@@ -24,9 +24,9 @@ from pathlib import Path
 import psutil
 from sqlalchemy import func, select
 
-from coordinator.storage.database import Database
-from coordinator.storage.tables import Table
-from shared.wire import Cohort
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.tables import Table
+from tessera.shared.api.runs import Cohort
 from tests.support.coordinator import until
 from tests.support.federation import small_model, start_run, values
 from tests.support.processes import CoordinatorProcess, Process

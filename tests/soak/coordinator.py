@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from pydantic import Field, PositiveFloat
 
-from coordinator import cli
-from coordinator.settings import Settings
-from coordinator.storage import blobs
+from tessera.coordinator import cli
+from tessera.coordinator.blobs import store
+from tessera.coordinator.settings import Settings
 
 
 class Brief(Settings):
@@ -18,5 +18,5 @@ class Brief(Settings):
 
 if __name__ == "__main__":
     cli.Settings = Brief  # type: ignore[misc]  # the one name that its commands read settings by
-    blobs.ROWS_KEPT = blobs.SOUND_KEPT = 64
+    store.ROWS_KEPT = store.SOUND_KEPT = 64
     cli.app()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import time
 
-from shared.client import Client
-from shared.problems import Problem
+from tessera.shared.client.client import Client
+from tessera.shared.problems import Problem
 from tests.support.federation import ScriptedWorker
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.storage.database import Database
+from tessera.coordinator.db.engine import Database
 from tests.support.storage import migrated
 
 

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import update
 
-from coordinator.storage import audit
-from coordinator.storage.database import Database
-from coordinator.storage.tables import AuditRow
+from tessera.coordinator.db import audit
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.tables import AuditRow
 from tests.support.storage import NOW
 
 pytestmark = pytest.mark.both_databases

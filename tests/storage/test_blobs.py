@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.storage.blobs import Blobs, Recent
-from coordinator.storage.database import Database
-from coordinator.storage.staging import OWN, sweep
-from shared.blobs import Stored
-from shared.problems import NotFound, StoreSpoilt
-from shared.tensors import digest_of
+from tessera.coordinator.blobs.staging import OWN, sweep
+from tessera.coordinator.blobs.store import Blobs, Recent
+from tessera.coordinator.db.engine import Database
+from tessera.shared.problems import NotFound, StoreSpoilt
+from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import until
 from tests.support.storage import NOW, blobs_in, unfinished
 
@@ -100,8 +100,8 @@ def test_a_source_that_breaks_off_leaves_nothing(blobs: Blobs) -> None:
 KILLED = """
 import sys, time
 from pathlib import Path
-from coordinator.storage.blobs import Blobs
-from coordinator.storage.database import Database
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.engine import Database
 folder = Path(sys.argv[1])
 blobs = Blobs(Database(sys.argv[2]), str(folder / "blobs"), folder / "staging", 100, 1 << 16)
 def endless():

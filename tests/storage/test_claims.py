@@ -8,10 +8,10 @@ from threading import Barrier
 
 import pytest
 
-from coordinator.storage import tasks
-from coordinator.storage.database import Database
-from coordinator.storage.tables import TaskRow
-from shared.problems import Conflict
+from tessera.coordinator.db import tasks
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.tables import TaskRow
+from tessera.shared.problems import Conflict
 from tests.support.storage import NOW, add_round, add_run, add_task, add_worker
 
 pytestmark = pytest.mark.both_databases

@@ -14,8 +14,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, text
 
-from coordinator.storage.database import Database, DatabaseInUse, SchemaBehind, alembic_config
-from coordinator.storage.tables import Table, VersionRow
+from tessera.coordinator.db.engine import Database, DatabaseInUse, SchemaBehind, alembic_config
+from tessera.coordinator.db.tables import Table, VersionRow
 from tests.support.databases import empty_in
 from tests.support.storage import add_run, add_task, add_worker
 
@@ -28,7 +28,7 @@ def coordinator(folder: Path, *arguments: str, **more: str) -> subprocess.Comple
         "TESSERA_STAGING_DIR": str(folder / "staging"),
     }
     return subprocess.run(
-        [sys.executable, "-m", "coordinator", *arguments],
+        [sys.executable, "-m", "tessera.coordinator", *arguments],
         env={**os.environ, **settings, **more},
         capture_output=True,
         text=True,
@@ -103,7 +103,7 @@ def test_the_migrations_can_be_undone_and_done_again(database: Database) -> None
 def test_a_setting_that_cannot_be_read_is_named_and_a_password_is_not_shown(tmp_path: Path) -> None:
     environment = {**os.environ, "TESSERA_PORT": "many", "TESSERA_LEASE_SECONDS": "-1"}
     done = subprocess.run(
-        [sys.executable, "-m", "coordinator", "serve"],
+        [sys.executable, "-m", "tessera.coordinator", "serve"],
         env=environment,
         capture_output=True,
         text=True,

@@ -12,7 +12,7 @@ from alembic import command
 from alembic.script import ScriptDirectory
 from sqlalchemy import Column, Connection, MetaData, Table, insert, select, update
 
-from coordinator.storage.database import Database, alembic_config
+from tessera.coordinator.db.engine import Database, alembic_config
 from tests.support.databases import empty_in
 
 pytestmark = pytest.mark.both_databases

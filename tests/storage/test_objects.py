@@ -13,13 +13,13 @@ import obstore
 import pytest
 import structlog.testing
 
-from coordinator.storage import objects
-from coordinator.storage.blobs import Blobs
-from coordinator.storage.database import Database
-from coordinator.storage.objects import HASHED_BYTES, Objects
-from shared.blobs import Stored
-from shared.problems import NotFound, StoreAway, StoreSpoilt
-from shared.tensors import digest_of
+from tessera.coordinator.blobs import object_store
+from tessera.coordinator.blobs.object_store import HASHED_BYTES, Objects
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.engine import Database
+from tessera.shared.problems import NotFound, StoreAway, StoreSpoilt
+from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.tensors.lazy import digest_of
 from tests.storage.test_blobs import INLINE, SIZES, data_of, streamed
 from tests.support.storage import NOW, unfinished
 from tests.support.stores import KEY, KINDS, SECRET, Bucket, Mending, serving
@@ -150,7 +150,7 @@ def test_one_that_came_again_under_another_tag_is_hashed_and_taken(blobs: Blobs,
 
 
 def test_what_is_remembered_of_objects_is_bounded(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "TAGS_KEPT", 2)
+    monkeypatch.setattr(object_store, "TAGS_KEPT", 2)
     stored = [blobs.save([data_of(1000 + number)]) for number in range(4)]
     for blob in stored:
         blobs.read(blob.digest)
@@ -245,7 +245,9 @@ def test_more_than_a_thousand_objects_are_all_listed(blobs: Blobs, bucket: Bucke
 
 async def _fill(bucket: Bucket, digests: set[str]) -> None:
     async with asyncio.Semaphore(16):
-        await asyncio.gather(*(obstore.put_async(bucket.behind, objects.key_of(digest), b"x") for digest in digests))
+        await asyncio.gather(
+            *(obstore.put_async(bucket.behind, object_store.key_of(digest), b"x") for digest in digests)
+        )
 
 
 def test_two_processes_share_a_bucket(tmp_path: Path, database: Database, bucket: Bucket) -> None:

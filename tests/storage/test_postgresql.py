@@ -20,11 +20,11 @@ import pytest
 from sqlalchemy import func, select
 from sqlalchemy.exc import DBAPIError
 
-from coordinator.bells import BATCH, CONDUCTOR, NoticeBells, own_name
-from coordinator.storage import audit
-from coordinator.storage import database as module
-from coordinator.storage.database import DATABASE_AWAY, Database, UnknownDatabase
-from coordinator.storage.tables import AnnouncedRow, AuditRow, RunRow, UploadRow
+from tessera.coordinator.db import audit
+from tessera.coordinator.db import engine as module
+from tessera.coordinator.db.engine import DATABASE_AWAY, Database, UnknownDatabase
+from tessera.coordinator.db.tables import AnnouncedRow, AuditRow, RunRow, UploadRow
+from tessera.coordinator.notify.wakeup import BATCH, CONDUCTOR, NoticeBells, own_name
 from tests.support import databases
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.storage import add_run
@@ -225,7 +225,7 @@ def test_one_process_alone_is_at_a_piece_of_work_and_another_when_it_has_ended(s
 
 WORKING = """
 import sys, time
-from coordinator.storage.database import Database
+from tessera.coordinator.db.engine import Database
 with Database(sys.argv[1]).alone("merging") as alone:
     print(alone, flush=True)
     time.sleep(60)
@@ -237,7 +237,7 @@ def test_the_work_of_a_process_that_is_killed_or_paused_is_another_s(
     shared: list[Database], sent: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = tmp_path / "working.py"
-    script.write_text(f"from coordinator.storage import database\ndatabase.DUTY_SECONDS = 2\n{WORKING}")
+    script.write_text(f"from tessera.coordinator.db import database\ndatabase.DUTY_SECONDS = 2\n{WORKING}")
     command = [sys.executable, str(script), databases.url_in(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

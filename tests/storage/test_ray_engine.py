@@ -11,22 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.storage.blobs import Blobs
-from coordinator.storage.database import Database
-from shared.blocks import Block
-from shared.inspection import Inspector
-from shared.methods.contract import CoordinatorHalf, MethodSettings, Plan, RunFacts, Update
-from shared.model import Model
-from shared.robust import GeometricMedian, Mean, Median, Rule
-from shared.server_optimizer import Adam, merge
-from shared.states import States, settle
-from shared.tensors import CHUNK, ArrayTensor, as_bytes
-from shared.update import Change, write_update
-from shared.wire import Manifest
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.engine import Database
+from tessera.shared.aggregation.robust import GeometricMedian, Mean, Median, Rule
+from tessera.shared.aggregation.server_optimizer import Adam
+from tessera.shared.api.versions import Manifest
+from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, Plan, RunFacts, Update
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import Model
+from tessera.shared.rounds.server_step import merge
+from tessera.shared.rounds.validation import Inspector
+from tessera.shared.rounds.versions import States, settle
+from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, as_bytes
+from tessera.shared.updates.update_file import Change, write_update
 from tests.support.storage import NOW, blobs_in
 
 ray = pytest.importorskip("ray")
-engine = pytest.importorskip("coordinator.ray_engine")
+engine = pytest.importorskip("tessera.coordinator.conductor.ray_engine")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from threading import Event, get_ident
 
 import pytest
 
-from coordinator.storage.shares import OneAtATime, Shares
+from tessera.coordinator.limits.thread_shares import OneAtATime, Shares
 
 
 def test_one_owner_s_work_keeps_half_of_the_threads_free_for_others() -> None:

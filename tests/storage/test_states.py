@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.storage.blobs import Blobs
-from coordinator.storage.database import Database
-from shared.methods.contract import State
-from shared.states import States, StoredTensor, settle
-from shared.tensors import CHUNK, ArrayTensor, Computed, digest_of
-from shared.wire import Manifest
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.engine import Database
+from tessera.shared.api.versions import Manifest
+from tessera.shared.methods.base import State
+from tessera.shared.rounds.versions import States, StoredTensor, settle
+from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, Computed, digest_of
 from tests.support.storage import NOW, blobs_in, unfinished
 
 pytestmark = pytest.mark.both_databases

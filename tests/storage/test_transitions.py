@@ -11,11 +11,11 @@ from sqlalchemy import inspect, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from coordinator.domain.lifecycle import ROUND, RUN, TASK, Lifecycle
-from coordinator.storage.database import Database
-from coordinator.storage.tables import AuditRow, RoundRow, RunRow, TaskRow
-from coordinator.storage.transitions import move_round, move_run, move_task
-from shared.problems import Conflict
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, TaskRow
+from tessera.coordinator.db.transitions import move_round, move_run, move_task
+from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, Lifecycle
+from tessera.shared.problems import Conflict
 from tests.support.storage import NOW, add_round, add_run, add_task, add_worker
 
 pytestmark = pytest.mark.both_databases

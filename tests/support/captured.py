@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.app import create_app
-from shared.tensors import digest_of
+from tessera.coordinator.app import create_app
+from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator
 
 CLAIM = ("POST", "/v1/tasks/claim")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 NOWHERE = "http://127.0.0.1:9"
 """Nothing listens there."""
 
-COMMAND = (sys.executable, "-m", "shared.cli")
+COMMAND = (sys.executable, "-m", "tessera.shared.cli")
 
 
 def environment(**settings: str) -> dict[str, str]:

@@ -16,15 +16,17 @@ import structlog
 import uvicorn
 from alembic import command
 
-from coordinator.app import create_app
-from coordinator.listening import configuration
-from coordinator.services import Services, assemble
-from coordinator.settings import Settings
-from coordinator.storage.database import alembic_config
-from coordinator.storage.identity import create_site, issue_token
-from shared.client import Client
-from shared.problems import MEDIA_TYPE, Problem, ProblemDocument
-from shared.wire import TokenRole, TokenSpec
+from tessera.coordinator.app import create_app
+from tessera.coordinator.auth.tokens import issue_token
+from tessera.coordinator.db.engine import alembic_config
+from tessera.coordinator.db.workers import create_site
+from tessera.coordinator.server.http_limits import configuration
+from tessera.coordinator.services import Services, assemble
+from tessera.coordinator.settings import Settings
+from tessera.shared.api.admin import TokenSpec
+from tessera.shared.client.client import Client
+from tessera.shared.problems import MEDIA_TYPE, Problem, ProblemDocument
+from tessera.shared.schema import TokenRole
 from tests.support.databases import url_in
 
 WAIT_SECONDS = 20.0

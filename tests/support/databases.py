@@ -19,7 +19,7 @@ from pathlib import Path
 from alembic import command
 from sqlalchemy import URL, create_engine, make_url
 
-from coordinator.storage.database import Database, alembic_config
+from tessera.coordinator.db.engine import Database, alembic_config
 
 CHOSEN = os.environ.get("TESSERA_TEST_DATABASE", "")
 EACH = {"": ("sqlite", "postgresql"), "sqlite": ("sqlite",)}.get(CHOSEN, ("postgresql",))

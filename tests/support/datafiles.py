@@ -7,9 +7,9 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from worker.data import load
-from worker.data.heldout import key_of_seed
-from worker.data.part import Iid
+from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.partition.schemes import Iid
+from tessera.worker.data.registry import load
 
 KEY = key_of_seed(0)
 

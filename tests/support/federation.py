@@ -10,27 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from shared.blocks import NUMPY_DTYPES, Block, Part
-from shared.client import Client
-from shared.methods import Chosen
-from shared.model import Model
-from shared.tensors import ArrayTensor, as_bytes, from_bytes
-from shared.update import Change, write_update
-from shared.wire import (
-    Claim,
-    Cohort,
-    Evaluated,
-    Evaluation,
-    Failure,
-    Manifest,
-    Mirror,
-    Run,
-    RunSpec,
-    Submission,
-    Task,
-    TaskView,
-    canonical,
-)
+from tessera.shared.api.runs import Cohort, Evaluation, Run, RunSpec
+from tessera.shared.api.tasks import Claim, Evaluated, Failure, Mirror, Submission, Task, TaskView
+from tessera.shared.api.versions import Manifest
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
+from tessera.shared.model.blocks import Block, Part
+from tessera.shared.model.spec import Model
+from tessera.shared.schema import canonical
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES
+from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, from_bytes
+from tessera.shared.updates.update_file import Change, write_update
 
 Arrays = Mapping[str, np.ndarray]
 

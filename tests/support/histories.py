@@ -27,17 +27,20 @@ from pydantic import BaseModel
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.storage import audit, rounds
-from coordinator.storage.blobs import Blobs
-from coordinator.storage.database import Database
-from coordinator.storage.tables import RoundRow, RunRow, TaskRow, VersionRow
-from shared.aggregation import Aggregation
-from shared.client import Client
-from shared.inspection import Inspector
-from shared.problems import Problem
-from shared.states import States
-from shared.tensors import as_bytes, digest_of, to_array
-from shared.wire import Claim, Evaluated, Failure, Run, RunSpec, RunState, Submission, Task, TaskView, VersionRef
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db import audit, rounds
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, VersionRow
+from tessera.shared.api.runs import Run, RunSpec
+from tessera.shared.api.tasks import Claim, Evaluated, Failure, Submission, Task, TaskView
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.client.client import Client
+from tessera.shared.problems import Problem
+from tessera.shared.rounds.aggregate import Aggregation
+from tessera.shared.rounds.validation import Inspector
+from tessera.shared.rounds.versions import States
+from tessera.shared.schema import RunState
+from tessera.shared.tensors.lazy import as_bytes, digest_of, to_array
 
 # What is to be found wrong must not judge itself: simulations plant faults in the code that merges.
 NEXT_STATE = Aggregation.next_state

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import zstandard
 
-from shared.blocks import Block
-from shared.inspection import Inspector
-from shared.methods.contract import Plan
-from shared.model import Model
-from shared.problems import InvalidUpdate
-from shared.states import States
-from shared.tensors import CHUNK
-from shared.update import MAX_HEADER_BYTES
-from shared.wire import Manifest
+from tessera.shared.api.versions import Manifest
+from tessera.shared.methods.base import Plan
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import Model
+from tessera.shared.problems import InvalidUpdate
+from tessera.shared.rounds.validation import Inspector
+from tessera.shared.rounds.versions import States
+from tessera.shared.tensors.lazy import CHUNK
+from tessera.shared.updates.update_file import MAX_HEADER_BYTES
+from tessera.worker.simulation.blob_folder import Folder
 from tests.support.malformed import wide_window
 from tests.support.updates import container, update_file
-from worker.simulation.store import Folder
 
 MIB = 1 << 20
 WIDE = 8 * CHUNK

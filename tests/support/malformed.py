@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import zstandard
 
-from shared.codecs import LOSSLESS
-from shared.malformed import Kind
+from tessera.shared.updates.codecs.pipeline import LOSSLESS
+from tessera.shared.updates.errors import Kind
 from tests.support.federation import small_model, values
 from tests.support.updates import container, update_file
 

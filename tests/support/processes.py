@@ -15,8 +15,8 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from shared.client import Client
-from shared.wire import TokenSpec
+from tessera.shared.api.admin import TokenSpec
+from tessera.shared.client.client import Client
 from tests.support.coordinator import ROOMY, until
 from tests.support.databases import url_in
 
@@ -168,4 +168,4 @@ def worker_process(coordinator: CoordinatorProcess, site: str, datasets: str, **
 
 def start_worker(folder: Path) -> Process:
     """The worker whose settings lie in `folder`, once more."""
-    return Process(folder, "worker", ["shared.cli", "worker", "run", "--config", str(folder / "worker.toml")])
+    return Process(folder, "worker", ["tessera.shared.cli", "worker", "run", "--config", str(folder / "worker.toml")])

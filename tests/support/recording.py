@@ -27,12 +27,14 @@ from unittest import mock
 import httpx
 import numpy as np
 
-from shared import client as client_module
-from shared.client import Client
-from shared.tensors import ArrayTensor
-from shared.update import Change, write_update
-from shared.version import VERSION
-from shared.wire import PROTOCOL, Cohort, Evaluation, Submission, Task
+from tessera.shared.api.runs import Cohort, Evaluation
+from tessera.shared.api.tasks import Submission, Task
+from tessera.shared.client import client as client_module
+from tessera.shared.client.client import Client
+from tessera.shared.schema import PROTOCOL
+from tessera.shared.tensors.lazy import ArrayTensor
+from tessera.shared.updates.update_file import Change, write_update
+from tessera.shared.version import VERSION
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

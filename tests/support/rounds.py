@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from shared.blocks import Selector
-from shared.methods import Chosen, coordinator_half
-from shared.methods.contract import Harvest, Participant, RunFacts, State, Update, begin
-from shared.tensors import Array, ArrayTensor, Tensor, to_array
-from shared.training import Training
+from tessera.shared.methods.base import Chosen, Harvest, Participant, RunFacts, State, Update, begin
+from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.model.selectors import Selector
+from tessera.shared.run_settings.training import Training
+from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, to_array
+from tessera.worker.data.registry import Dataset
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
+from tessera.worker.training.context import LocalWork
 from tests.support.tasks import VIT, one_task
-from worker.blockmap import block_table
-from worker.data import Dataset
-from worker.models import instantiate
-from worker.work import LocalWork
 
 SGD = {"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.0}
 

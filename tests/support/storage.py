@@ -8,10 +8,10 @@ from pathlib import Path
 from alembic import command
 from sqlalchemy.orm import Session
 
-from coordinator.storage.blobs import Blobs
-from coordinator.storage.database import Database, alembic_config
-from coordinator.storage.staging import LOCK
-from coordinator.storage.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.blobs.staging import LOCK
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.engine import Database, alembic_config
+from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tests.support.databases import url_in
 
 NOW = 1000.0

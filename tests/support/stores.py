@@ -15,7 +15,7 @@ import httpx
 import obstore
 from obstore.store import S3Store
 
-from coordinator.storage.objects import key_of
+from tessera.coordinator.blobs.object_store import key_of
 from tests.chaos.network import Line
 from tests.support.coordinator import until
 from tests.support.processes import free_port

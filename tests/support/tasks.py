@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from shared.methods import Chosen, coordinator_half, worker_half
-from shared.methods.contract import Harvest, Participant, Plan, RunFacts, State, Unsuited, begin
-from shared.model import Fusion, Head, Lora, Prompts
-from shared.tensors import Array, ArrayTensor
-from shared.wire import Training
+from tessera.shared.api.runs import Training
+from tessera.shared.methods.base import Chosen, Harvest, Participant, Plan, RunFacts, State, Unsuited, begin
+from tessera.shared.methods.registry import coordinator_half, worker_half
+from tessera.shared.model.spec import Fusion, Head, Lora, Prompts
+from tessera.shared.tensors.lazy import Array, ArrayTensor
+from tessera.worker.data.registry import Dataset
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
+from tessera.worker.training.context import LocalWork
+from tessera.worker.training.trainer import Batches, Trainer, seed_everything
 from tests.support.duals import dual, pairs
-from worker.blockmap import block_table
-from worker.data import Dataset
-from worker.models import instantiate
-from worker.trainer import Batches, Trainer, seed_everything
-from worker.work import LocalWork
 
 CPU = torch.device("cpu")
 VIT = {

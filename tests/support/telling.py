@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from shared.methods import methods
-from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, State, Update, WorkerHalf
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, State, Update, WorkerHalf
+from tessera.shared.methods.registry import methods
 
 STILL = "layer 0 stands still"
 TOO_MANY = "the third round was one too many"

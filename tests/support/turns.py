@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import httpx
 
-from shared.client import Client
+from tessera.shared.client.client import Client
 
 C = TypeVar("C", bound=Client)
 

@@ -6,8 +6,8 @@ import json
 import struct
 from collections.abc import Mapping
 
-from shared.container import DTYPE_BYTES
-from shared.update import FORMAT
+from tessera.shared.updates.safetensors_file import DTYPE_BYTES
+from tessera.shared.updates.update_file import FORMAT
 
 
 def update_file(

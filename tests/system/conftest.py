@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.modelfolder import ModelFolder
+from tessera.shared.updates.model_folder import ModelFolder
 from tests.support.processes import CoordinatorProcess, Process
 
 VIT = {
@@ -32,7 +32,7 @@ DEMO_VIT = Path(__file__).parents[2] / "examples" / "digits" / "vit.json"
 def made(folder: Path, config: Path) -> ModelFolder:
     """A model, made by the command that users have."""
     init = ["model", "init", str(folder / "model"), "--config", str(config)]
-    command = [sys.executable, "-m", "shared.cli", *init, "--head", "image-classification", "--seed", "1"]
+    command = [sys.executable, "-m", "tessera.shared.cli", *init, "--head", "image-classification", "--seed", "1"]
     subprocess.run(command, check=True, capture_output=True)
     return ModelFolder.open(folder / "model")
 

@@ -14,10 +14,10 @@ import numpy as np
 import psutil
 import pytest
 
-from coordinator.storage.database import Database, DatabaseInUse
-from shared.client import Client
-from shared.methods import Chosen
-from shared.wire import Cohort, Run
+from tessera.coordinator.db.engine import Database, DatabaseInUse
+from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
 from tests.support import databases
 from tests.support.coordinator import refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -29,7 +29,7 @@ Keep = Callable[[Process], Process]
 HELD = """
 import time
 from pathlib import Path
-from shared.methods.contract import CoordinatorHalf, Method, MethodSettings, State, WorkerHalf
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, State, WorkerHalf
 
 HERE = Path(__file__).parent
 
@@ -153,7 +153,7 @@ def test_bells_alone_move_rounds_on_where_no_tick_comes(tmp_path: Path, running:
     # Ten minutes pass between two looks that nobody asked for.
     with CoordinatorProcess(tmp_path / "coordinator", "--no-conduct", tick_seconds=600) as coordinator:
         assert psutil.Process(coordinator.process.pid).children() == []
-        running(coordinator.beside("conductor", "coordinator", "conduct"))
+        running(coordinator.beside("conductor", "tessera.coordinator", "conduct"))
         run, worker = run_of_one(coordinator, rounds=3)
         worker.enrol()
         for _ in range(3):

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from coordinator.storage.blobs import Blobs
-from coordinator.storage.database import Database
-from shared.cli.upload import upload_model
-from shared.client import Client
-from shared.methods import Chosen
-from shared.modelfolder import ModelFolder
-from shared.problems import RoundClosed
-from shared.wire import Cohort, Run, RunSpec, Training
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.engine import Database
+from tessera.shared.api.runs import Cohort, Run, RunSpec, Training
+from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
+from tessera.shared.problems import RoundClosed
+from tessera.shared.updates.model_folder import ModelFolder
 from tests.support import databases
 from tests.support.coordinator import until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.modelfolder import ModelFolder
+from tessera.shared.updates.model_folder import ModelFolder
 from tests.support.cli import environment
 from tests.support.coordinator import until
 

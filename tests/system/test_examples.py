@@ -14,11 +14,11 @@ import pytest
 from examples.pairs import __main__ as pairs
 from examples.reports import __main__ as reports
 from examples.reports.notes import DEPARTMENTS, WORDINGS, notes
-from shared.cli.spec import read_spec
-from shared.modelfolder import ModelFolder
+from tessera.shared.cli.run_file import read_spec
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.data.partition.held_out import key_of_seed
 from tests.support.cli import environment
 from tests.system.test_demo import left_of
-from worker.data.heldout import key_of_seed
 
 
 @pytest.mark.long

@@ -12,14 +12,14 @@ import torch
 from safetensors.numpy import load
 from safetensors.torch import save_file
 
-from shared.cli.upload import upload_model
-from shared.methods import Chosen
-from shared.modelfolder import ModelFolder
-from shared.wire import Cohort, RunSpec, Training
+from tessera.shared.api.runs import Cohort, RunSpec, Training
+from tessera.shared.cli.upload import upload_model
+from tessera.shared.methods.base import Chosen
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.model.block_map import named_tensors
+from tessera.worker.model.build import build, write_block
 from tests.support.coordinator import until
 from tests.support.processes import CoordinatorProcess, Process, worker_process
-from worker.blockmap import named_tensors
-from worker.models import build, write_block
 
 Keep = Callable[[Process], Process]
 RATE = 0.1

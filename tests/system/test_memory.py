@@ -11,16 +11,16 @@ import httpx
 import numpy as np
 import pytest
 
-from coordinator.storage.database import Database
-from coordinator.storage.tables import BlobRow, RunBlobRow
-from shared.blocks import Block
-from shared.model import Model
-from shared.robust import Mean, Median
-from shared.robust import Rule as RobustRule
-from shared.server_optimizer import Adam, Plain, Rule
-from shared.tensors import ArrayTensor, digest_of
-from shared.update import Change, write_update
-from shared.wire import Cohort
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.tables import BlobRow, RunBlobRow
+from tessera.shared.aggregation.robust import Mean, Median
+from tessera.shared.aggregation.robust import Rule as RobustRule
+from tessera.shared.aggregation.server_optimizer import Adam, Plain, Rule
+from tessera.shared.api.runs import Cohort
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import Model
+from tessera.shared.tensors.lazy import ArrayTensor, digest_of
+from tessera.shared.updates.update_file import Change, write_update
 from tests.support.coordinator import until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.processes import CoordinatorProcess, peak_bytes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from shared.wire import Cohort
+from tessera.shared.api.runs import Cohort
 from tests.support.coordinator import until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.processes import CoordinatorProcess
@@ -42,7 +42,7 @@ def test_a_round_on_an_object_store_survives_kill_9(
             until(lambda: client.run(run.id).state == "completed")
             file = io.BytesIO()
             client.export(run.id, file)
-            check = coordinator.beside("verify", "coordinator", "verify")
+            check = coordinator.beside("verify", "tessera.coordinator", "verify")
             assert check.popen.wait() == 0, check.log.read_text()
         # Both count: the mean of 1 and 3.
         np.testing.assert_allclose(load(file.getvalue())["head.weight"], start["head.weight"] + 2.0, rtol=1e-5)

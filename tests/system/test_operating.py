@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.client import Client
-from shared.wire import Cohort, Run
+from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.client.client import Client
 from tests.support import databases
 from tests.support.coordinator import until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -17,7 +17,7 @@ from tests.support.processes import CoordinatorProcess
 
 def ended(coordinator: CoordinatorProcess, *arguments: str) -> tuple[int, str]:
     """The exit code of a command with the coordinator's settings, and what it said."""
-    process = coordinator.beside("command", "coordinator", *arguments)
+    process = coordinator.beside("command", "tessera.coordinator", *arguments)
     code = process.popen.wait(60)
     return code, process.log.read_text()
 

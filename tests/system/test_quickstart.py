@@ -37,7 +37,7 @@ class Machines:
         self.running: list[subprocess.Popen[bytes]] = []
         (folder / "bin").mkdir()
         script = folder / "bin" / "tessera"
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m shared.cli "$@"\n')
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m tessera.shared.cli "$@"\n')
         script.chmod(0o755)
         for name in "AB":
             (folder / name).mkdir()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.client import Client
-from shared.problems import Conflict
-from shared.wire import Cohort, Run
+from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.client.client import Client
+from tessera.shared.problems import Conflict
 from tests.support import databases
 from tests.support.coordinator import until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -101,7 +101,7 @@ def on_postgresql(folder: Path, running: Keep) -> str:
         servers = [stack.enter_context(server) for server in both]
 
         def conductor(number: int) -> Process:
-            return running(servers[number].beside(f"conductor-{number}", "coordinator", "conduct"))
+            return running(servers[number].beside(f"conductor-{number}", "tessera.coordinator", "conduct"))
 
         conductors = [conductor(0), conductor(1)]
         urls = [server.url for server in servers]

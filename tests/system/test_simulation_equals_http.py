@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shared.cli.upload import upload_model
-from shared.modelfolder import ModelFolder
-from shared.wire import Measurement, Round, RunSpec
+from tessera.shared.api.runs import Measurement, Round, RunSpec
+from tessera.shared.cli.upload import upload_model
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.registry import Dataset, load
+from tessera.worker.governance.policy import Policy
+from tessera.worker.simulation import Conditions, simulate
+from tessera.worker.simulation.virtual_sites import WORKER
 from tests.support.coordinator import until
 from tests.support.processes import CoordinatorProcess, Process, worker_process
 from tests.system.conftest import VIT, made
-from worker.data import Dataset, load
-from worker.data.heldout import key_of_seed
-from worker.policy import Policy
-from worker.simulation import Conditions, simulate
-from worker.simulation.sites import WORKER
 
 SITES = {"north": 20, "south": 33, "west": 14}
 TEST_EXAMPLES = 40

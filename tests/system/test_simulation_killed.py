@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.modelfolder import ModelFolder
+from tessera.shared.updates.model_folder import ModelFolder
 from tests.support.coordinator import until
 from tests.support.processes import Process
 
@@ -34,7 +34,7 @@ def test_a_simulation_that_was_killed_ends_with_the_bits_of_one_that_was_not(
 
     def started(name: str) -> Process:
         command = ["simulate", str(tmp_path / "run.toml"), "--model", str(vit.path), "--out", str(tmp_path / name)]
-        return Process(tmp_path, name + "-log", ["shared.cli", *command])
+        return Process(tmp_path, name + "-log", ["tessera.shared.cli", *command])
 
     def digest(name: str) -> str:
         return str(json.loads((tmp_path / name / "summary.json").read_text())["digest"])

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.modelfolder import ModelFolder
-from shared.tracing import trace_of
+from tessera.shared.telemetry.trace_ids import trace_of
+from tessera.shared.updates.model_folder import ModelFolder
 from tests.support.cli import tessera
 from tests.support.coordinator import until
 from tests.support.otlp import Receiver, Span, receiving
@@ -127,7 +127,7 @@ def _are_named_in_logs(folder: Path, run: str) -> None:
 
 
 # FastAPI takes in the interfaces, which do nothing, wherever they are installed; what does something is the SDK.
-@pytest.mark.parametrize("module", ["coordinator.cli", "shared.cli.main"])
+@pytest.mark.parametrize("module", ["tessera.coordinator.cli", "tessera.shared.cli.main"])
 def test_without_the_variables_nothing_of_it_is_imported(module: str) -> None:
     there = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     look = (

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shared.cli.upload import upload_model
-from shared.methods import FOLDERS, Chosen
-from shared.modelfolder import ModelFolder
-from shared.wire import Cohort, RunSpec, Training
+from tessera.shared.api.runs import Cohort, RunSpec, Training
+from tessera.shared.cli.upload import upload_model
+from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.registry import FOLDERS
+from tessera.shared.updates.model_folder import ModelFolder
 from tests.support.coordinator import until
 from tests.support.processes import CoordinatorProcess, Process, worker_process
 

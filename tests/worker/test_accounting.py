@@ -11,8 +11,8 @@ import pytest
 from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp
 
-from shared.privacy import Budget, about_together, rho_of
-from worker.accounting import (
+from tessera.shared.run_settings.privacy import Budget, about_together, rho_of
+from tessera.worker.privacy.accountant import (
     LEAST_NOISE,
     MOST_COMPOSED,
     TOLERANCE,
@@ -27,7 +27,7 @@ from worker.accounting import (
     noise_multiplier,
     within,
 )
-from worker.ledger import NoisyChoice, NoisySteps
+from tessera.worker.state.privacy_ledger import NoisyChoice, NoisySteps
 
 DELTA = 1e-5
 

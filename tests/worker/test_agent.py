@@ -20,13 +20,13 @@ import torch
 from sqlalchemy import func, select
 from structlog.testing import capture_logs
 
-from coordinator.storage import identity
-from coordinator.storage.tables import UploadRow
-from shared.blocks import named, roles
-from shared.client import Client
-from shared.hours import DAYS
-from shared.methods import Chosen, methods
-from shared.methods.contract import (
+from tessera.coordinator.auth import tokens
+from tessera.coordinator.db.tables import UploadRow
+from tessera.shared.api.runs import Cohort, Evaluation, Run, Training
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import (
+    Chosen,
     CoordinatorHalf,
     Harvest,
     Method,
@@ -39,24 +39,26 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
-from shared.model import Model
-from shared.problems import MEDIA_TYPE, OF_WORKERS, Invalid, Unauthenticated
-from shared.tensors import ArrayTensor
-from shared.wire import Cohort, Evaluation, Run, TaskView, Training
+from tessera.shared.methods.registry import methods
+from tessera.shared.model.selectors import named, roles
+from tessera.shared.model.spec import Model
+from tessera.shared.problems import MEDIA_TYPE, OF_WORKERS, Invalid, Unauthenticated
+from tessera.shared.run_settings.schedule import DAYS
+from tessera.shared.tensors.lazy import ArrayTensor
+from tessera.worker.agent import TELLABLE, Agent, told
+from tessera.worker.attention.probabilities import UnknownAttention
+from tessera.worker.enrolment import rotate
+from tessera.worker.governance.opening_hours import local_time
+from tessera.worker.governance.policy import Policy
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.settings import Settings, audit_of, ledger_of
+from tessera.worker.state.privacy_ledger import Exact
+from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.scripted import Answer, answering
 from tests.support.tapping import Tap
-from worker.agent import TELLABLE, Agent, told
-from worker.blockmap import block_table, named_tensors
-from worker.joining import rotate
-from worker.ledger import Exact
-from worker.models import instantiate, read_block
-from worker.opening import local_time
-from worker.policy import Policy
-from worker.probabilities import UnknownAttention
-from worker.renewal import Stop
-from worker.settings import Settings, audit_of, ledger_of
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
@@ -417,7 +419,7 @@ def test_a_worker_that_is_revoked_at_work_enters_how_its_task_and_it_ended(tmp_p
 def test_a_suspended_worker_drops_its_task_and_goes_on_once_its_site_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(identity, "SUSPENDED_SECONDS", 0.1)
+    monkeypatch.setattr(tokens, "SUSPENDED_SECONDS", 0.1)
     with LiveCoordinator(tmp_path / "coordinator", lease_seconds=1.6) as coordinator:
         client = coordinator.client()
         endless = begin(client, training=Training(epochs=1000, batch_size=4))

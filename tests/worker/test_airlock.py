@@ -9,13 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from shared.methods import Chosen
-from shared.methods.contract import Plan
-from shared.problems import RoundClosed
-from shared.tensors import digest_of
-from shared.wire import Task, Training, VersionRef
+from tessera.shared.api.runs import Training
+from tessera.shared.api.tasks import Task
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.problems import RoundClosed
+from tessera.shared.tensors.lazy import digest_of
+from tessera.worker.governance.airlock import (
+    Airlock,
+    AirlockError,
+    BlockOut,
+    Decision,
+    Summary,
+    UpdateWithheld,
+    summary_of,
+)
 from tests.support.coordinator import until
-from worker.airlock import Airlock, AirlockError, BlockOut, Decision, Summary, UpdateWithheld, summary_of
 
 DIGEST = f"sha256:{'0' * 64}"
 BYTES = b"an update"

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from shared.layers import layers_of
-from shared.profile import LayerAttention, TaskTokens
+from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
+from tessera.shared.model.layers import layers_of
+from tessera.worker.attention.probabilities import CHUNK, UnknownAttention
+from tessera.worker.attention.profile import _Context, _Frame, _located, attention_profile
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate, read_block, write_block
+from tessera.worker.model.forward import forward
 from tests.support.duals import dual, pairs
 from tests.worker.test_zoo import WORDS, ZOO, Case, Subject, View
-from worker.attention import _Context, _Frame, _located, attention_profile
-from worker.blockmap import block_table
-from worker.forward import forward
-from worker.models import instantiate, read_block, write_block
-from worker.probabilities import CHUNK, UnknownAttention
 
 UNKNOWN = {"longt5": "LocalSelfAttention"}
 """What cannot be measured, and what the refusal names."""

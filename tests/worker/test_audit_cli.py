@@ -14,17 +14,17 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from shared.audit import first_broken
-from shared.wire import Submission
+from tessera.shared.api.audit_chain import first_broken
+from tessera.shared.api.tasks import Submission
+from tessera.worker.agent import Agent
+from tessera.worker.cli.audit import app
+from tessera.worker.cli.worker import app as worker_app
+from tessera.worker.settings import SettingsError, audit_of, ledger_of, read_settings
+from tessera.worker.state.privacy_ledger import Ledger
+from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.worker.test_ledger import task
-from worker.agent import Agent
-from worker.cli.audit import app
-from worker.cli.worker import app as worker_app
-from worker.ledger import Ledger
-from worker.renewal import Stop
-from worker.settings import SettingsError, audit_of, ledger_of, read_settings
 
 SETTINGS = """
 url = "{url}"
@@ -215,6 +215,6 @@ def test_a_site_reads_its_own_tasks_only(coordinator: LiveCoordinator) -> None:
 
 
 def test_the_coordinator_s_chain_is_read_without_a_worker_s_packages() -> None:
-    loaded = "import sys, worker.cli.audit; print({'torch', 'transformers'} & set(sys.modules))"
+    loaded = "import sys, tessera.worker.cli.audit; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

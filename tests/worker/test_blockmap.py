@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 from typer.testing import CliRunner
 
-from shared.blocks import Block, check_table
-from shared.model import Model
-from worker.blockmap import UnknownArchitecture, block_table, named_tensors
-from worker.cli.model import app
-from worker.layouts import MappingError, MappingFile, read_mapping
-from worker.models import build, read_block, write_block
+from tessera.shared.model.blocks import Block, check_table
+from tessera.shared.model.spec import Model
+from tessera.worker.cli.model import app
+from tessera.worker.model.block_map import UnknownArchitecture, block_table, named_tensors
+from tessera.worker.model.build import build, read_block, write_block
+from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT = {**SIZES, "vocab_size": 30, "bos_token_id": 0, "eos_token_id": 1}

@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shared.blocks import Block
-from shared.problems import DigestMismatch
-from shared.tensors import CHUNK, digest_of, to_array
-from worker.cache import BlobTensor, BlobTooLarge, Cache, Progress, Row, Sink
+from tessera.shared.model.blocks import Block
+from tessera.shared.problems import DigestMismatch
+from tessera.shared.tensors.lazy import CHUNK, digest_of, to_array
+from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge, Cache, Progress, Row, Sink
 
 
 class Origin:

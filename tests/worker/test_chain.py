@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.audit import Audit, Entry
-from worker.chain import TAIL_BYTES, Chain, ChainError
+from tessera.worker.state.audit import Audit, Entry
+from tessera.worker.state.hash_chain import TAIL_BYTES, Chain, ChainError
 
 
 def filled(folder: Path, count: int, **detail: str) -> Chain[Entry]:

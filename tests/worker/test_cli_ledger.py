@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shared.methods import Chosen
-from shared.methods.contract import Plan
-from shared.privacy import Budget
-from shared.wire import Task, Training, VersionRef
-from worker.accounting import epsilon, least_budget
-from worker.cli.worker import app
-from worker.ledger import Ledger, NoisySteps
+from tessera.shared.api.runs import Training
+from tessera.shared.api.tasks import Task
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.run_settings.privacy import Budget
+from tessera.worker.cli.worker import app
+from tessera.worker.privacy.accountant import epsilon, least_budget
+from tessera.worker.state.privacy_ledger import Ledger, NoisySteps
 
 SETTINGS = """
 url = "http://127.0.0.1:9"

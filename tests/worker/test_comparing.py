@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from shared.wire import TaskView
-from worker.audit import Entry
-from worker.comparing import compare
+from tessera.shared.api.tasks import TaskView
+from tessera.worker.governance.audit_compare import compare
+from tessera.worker.state.audit import Entry
 
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
 DIGEST = f"sha256:{'a' * 64}"

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from shared.methods import Chosen
-from shared.methods.contract import Plan
-from shared.wire import Task, Training, VersionRef
-from worker.contributions import VERSIONS_KEPT, Contributions
-from worker.policy import Policy, PolicyViolation
+from tessera.shared.api.runs import Training
+from tessera.shared.api.tasks import Task
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Chosen, Plan
+from tessera.worker.governance.policy import Policy, PolicyViolation
+from tessera.worker.governance.run_history import VERSIONS_KEPT, Contributions
 
 DIGESTS = [f"sha256:{number:064x}" for number in range(100)]
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from worker.data import DataError, Dataset, load
-from worker.data.heldout import key_of_seed
-from worker.data.part import Dirichlet, Iid
+from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.partition.schemes import Dirichlet, Iid
+from tessera.worker.data.registry import DataError, Dataset, load
 
 DIGITS = 1797
 
@@ -134,7 +134,9 @@ def test_domains_that_are_not_one_integer_for_each_example_are_refused(tmp_path:
 
 
 def test_a_kind_is_loaded_without_what_other_kinds_need() -> None:
-    script = "import sys, worker.data as d; d.load('digits', {}); sys.exit('datasets' in sys.modules)"
+    script = (
+        "import sys, tessera.worker.data.registry as d; d.load('digits', {}); sys.exit('datasets' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

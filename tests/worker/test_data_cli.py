@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from tessera.worker.cli.data import app
 from tests.support.cli import tessera
-from worker.cli.data import app
 
 DIGITS = """
 [datasets.digits]
@@ -132,7 +132,7 @@ def test_the_split_is_drawn_in_the_format_of_its_name(tmp_path: Path, name: str,
 
 
 def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    script = "import sys; sys.modules['matplotlib'] = None; from shared.cli.main import main; main()"
+    script = "import sys; sys.modules['matplotlib'] = None; from tessera.shared.cli.main import main; main()"
     bare = (sys.executable, "-c", script)
     file = config(tmp_path, DIGITS)
     assert "371" in tessera("data", "split", file, command=bare).stdout

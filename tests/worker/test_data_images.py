@@ -13,10 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
+from tessera.worker.data.registry import DataError, Dataset, load
+from tessera.worker.model.build import instantiate
+from tessera.worker.model.forward import forward
 from tests.support.pretrained import CLS, PAD, SEP, bert_tokenizer, image_processor, picture, plain_tokenizer
-from worker.data import DataError, Dataset, load
-from worker.forward import forward
-from worker.models import instantiate
 
 RED, GREEN, BLUE, GREY = (255, 0, 0), (0, 255, 0), (0, 0, 255), (51, 51, 51)
 

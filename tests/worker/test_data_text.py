@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shared.model import Head
+from tessera.shared.model.spec import Head
+from tessera.worker.data.partition.schemes import Iid
+from tessera.worker.data.registry import DataError, Dataset, load
+from tessera.worker.model.build import instantiate
+from tessera.worker.model.forward import forward
 from tests.support.pretrained import CLS, PAD, SEP, UNK, bert_tokenizer, plain_tokenizer
-from worker.data import DataError, Dataset, load
-from worker.data.part import Iid
-from worker.forward import forward
-from worker.models import instantiate
 
 WORDS = ("the", "cat", "dog", "sat", "ran", "##ning")
 THE, CAT, DOG, SAT, RAN, NING = range(4, 10)
@@ -266,9 +266,9 @@ def test_texts_that_are_not_made_tokens_of_together_are_padded_alike(
         {"file": tags, "head": "token-classification"},
         {"file": pairs, "second_text": "more"},
     ):
-        monkeypatch.setattr("worker.data.tokens.AT_ONCE", 4096)
+        monkeypatch.setattr("tessera.worker.data.readers.tokenizer.AT_ONCE", 4096)
         together = load("text", {**options, "tokenizer": tokenizer}).tensors
-        monkeypatch.setattr("worker.data.tokens.AT_ONCE", 1)
+        monkeypatch.setattr("tessera.worker.data.readers.tokenizer.AT_ONCE", 1)
         apart = load("text", {**options, "tokenizer": tokenizer}).tensors
         assert {name: tensor.tolist() for name, tensor in apart.items()} == {
             name: tensor.tolist() for name, tensor in together.items()

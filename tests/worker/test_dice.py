@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import ECB
 from scipy.stats import gumbel_r, kstest
 
-from worker.dice import Dice, secret_key
+from tessera.worker.privacy.noise import Dice, secret_key
 
 KEY = bytes(range(32))
 DRAWS = 200_000

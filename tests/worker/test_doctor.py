@@ -20,17 +20,17 @@ import trustme
 from click.testing import Result
 from typer.testing import CliRunner
 
-from shared.addresses import is_loopback, without_password
-from shared.doctor import Finding, examined
-from shared.network import clock, expiry, way_to
-from shared.wire import TaskView
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.diagnostics.checks import Finding, examined
+from tessera.shared.urls import is_loopback, without_password
+from tessera.worker.cli.worker import app
+from tessera.worker.diagnostics.doctor import checks, forecast, under_way
+from tessera.worker.diagnostics.network import clock, expiry, way_to
+from tessera.worker.governance.descriptions import policy_in_words, size
+from tessera.worker.governance.policy import Policy
+from tessera.worker.settings import Settings
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
-from worker.cli.worker import app
-from worker.doctor import checks, forecast, under_way
-from worker.plainly import policy_in_words, size
-from worker.policy import Policy
-from worker.settings import Settings
 
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
 

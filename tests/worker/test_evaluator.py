@@ -9,12 +9,12 @@ import torch
 from sklearn.metrics import f1_score
 from transformers import PreTrainedModel
 
-from shared.model import Head
-from worker.data import Dataset
-from worker.evaluator import calibration_error, evaluate, macro_f1
-from worker.models import instantiate
-from worker.report import Report, rounded
-from worker.trainer import Batches, TrainingDiverged
+from tessera.shared.model.spec import Head
+from tessera.worker.data.registry import Dataset
+from tessera.worker.model.build import instantiate
+from tessera.worker.training.evaluate import calibration_error, evaluate, macro_f1
+from tessera.worker.training.progress import Report, rounded
+from tessera.worker.training.trainer import Batches, TrainingDiverged
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 8, "num_labels": 3,

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.blocks import Block
-from shared.tensors import ArrayTensor, unpacked
-from shared.update import Change, EncodedTensor, read_update, write_update
+from tessera.shared.model.blocks import Block
+from tessera.shared.tensors.lazy import ArrayTensor, unpacked
+from tessera.shared.updates.update_file import Change, EncodedTensor, read_update, write_update
+from tessera.worker.model.build import instantiate
+from tessera.worker.simulation import Stalled, Weights, simulate
+from tessera.worker.task.error_feedback import FORGET_ROUNDS, PREFIX, Feedback, without_feedback
 from tests.support.tasks import VIT
 from tests.worker.test_simulation import SITES, digests, spec
-from worker.feedback import FORGET_ROUNDS, PREFIX, Feedback, without_feedback
-from worker.models import instantiate
-from worker.simulation import Stalled, Weights, simulate
 
 BLOCK = Block(tensor="w", role="mlp", shape=(300, 200), dtype="F32")
 BASE = np.random.default_rng(0).normal(size=BLOCK.shape).astype(np.float32)

@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from worker.figures import Figures
+from tessera.worker.metrics_file import Figures
 
 OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
 

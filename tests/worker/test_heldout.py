@@ -10,11 +10,11 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
+from tessera.worker.data.partition.held_out import hold_out, key_of_seed
+from tessera.worker.data.registry import DataError, Dataset, load
+from tessera.worker.settings import DataSource, Settings, SettingsError, datasets_of
+from tessera.worker.state.atomic_files import secret_key
 from tests.support.pretrained import bert_tokenizer, picture
-from worker.data import DataError, Dataset, load
-from worker.data.heldout import hold_out, key_of_seed
-from worker.files import secret_key
-from worker.settings import DataSource, Settings, SettingsError, datasets_of
 
 KEY = key_of_seed(0)
 COUNT = 1000

@@ -18,10 +18,17 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from shared.methods import Chosen
-from shared.model import Model
-from shared.problems import MEDIA_TYPE, TaskCancelled
-from shared.wire import Cohort, Run, TaskView, Training
+from tessera.shared.api.runs import Cohort, Run, Training
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.methods.base import Chosen
+from tessera.shared.model.spec import Model
+from tessera.shared.problems import MEDIA_TYPE, TaskCancelled
+from tessera.worker.agent import LONGEST_WAIT_SECONDS, Agent
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.settings import Settings
+from tessera.worker.state.privacy_ledger import Ledger, noisy_in
+from tessera.worker.task.heartbeat import Stop
 from tests.support.captured import (
     CLAIM,
     HEARTBEAT,
@@ -36,12 +43,6 @@ from tests.support.coordinator import until
 from tests.support.datafiles import eighth_of_digits, key_file
 from tests.support.federation import start_run
 from tests.support.processes import peak_bytes
-from worker.agent import LONGEST_WAIT_SECONDS, Agent
-from worker.blockmap import block_table, named_tensors
-from worker.ledger import Ledger, noisy_in
-from worker.models import instantiate, read_block
-from worker.renewal import Stop
-from worker.settings import Settings
 
 MIB = 1 << 20
 VIT: dict[str, Any] = {

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shared.methods import Chosen
-from shared.methods.contract import Plan
-from shared.wire import Task, Training, VersionRef
-from worker.inbox import Decision, Inbox, InboxError, Request, Unapproved, terms_digest
+from tessera.shared.api.runs import Training
+from tessera.shared.api.tasks import Task
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Chosen, Plan
+from tessera.worker.governance.approvals import Decision, Inbox, InboxError, Request, Unapproved, terms_digest
 
 DIGEST = f"sha256:{'0' * 64}"
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)

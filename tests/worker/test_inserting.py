@@ -15,16 +15,16 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from shared.blocks import Block
-from shared.export import Export
-from shared.methods.contract import State
-from shared.model import Fusion, Lora, Prompts
-from shared.modelfolder import ModelFolder
-from shared.tensors import Array, ArrayTensor
+from tessera.shared.methods.base import State
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import Fusion, Lora, Prompts
+from tessera.shared.rounds.export import Export
+from tessera.shared.tensors.lazy import Array, ArrayTensor
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.cli.model import app
+from tessera.worker.model.build import instantiate, load
+from tessera.worker.model.forward import forward
 from tests.support.duals import dual, pairs
-from worker.cli.model import app
-from worker.forward import forward
-from worker.models import instantiate, load
 
 BERT = {
     "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

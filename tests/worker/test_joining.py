@@ -14,17 +14,18 @@ import trustme
 from click.testing import Result
 from typer.testing import CliRunner
 
-from coordinator.storage.identity import create_site, issue_token
-from shared.client import Client
-from shared.problems import Unauthenticated
-from shared.tokens import hash_of, new_secret
-from shared.wire import Approval, Enrolment, TokenSpec
+from tessera.coordinator.auth.tokens import issue_token
+from tessera.coordinator.db.workers import create_site
+from tessera.shared.api.admin import Approval, Enrolment, TokenSpec
+from tessera.shared.client.client import Client
+from tessera.shared.problems import Unauthenticated
+from tessera.shared.token_format import hash_of, new_secret
+from tessera.worker.cli import join
+from tessera.worker.cli.worker import app
+from tessera.worker.enrolment import NEXT, prepared, rotate
+from tessera.worker.settings import SettingsError
+from tessera.worker.state.atomic_files import write_secret
 from tests.support.coordinator import LiveCoordinator, until
-from worker.cli import joining
-from worker.cli.worker import app
-from worker.files import write_secret
-from worker.joining import NEXT, prepared, rotate
-from worker.settings import SettingsError
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,7 @@ def test_a_worker_says_its_site_or_shows_a_token(tmp_path: Path, arguments: list
 def test_a_wish_that_reaches_nobody_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, arguments: list[str], code: int, told: str
 ) -> None:
-    monkeypatch.setattr(joining, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(join, "PATIENCE_SECONDS", 0.1)
     done = CliRunner().invoke(app, ["join", url, "--config", str(tmp_path / "w.toml"), *arguments])
     said = done.output + str(done.exception or "")
     assert (done.exit_code, told in " ".join(said.replace("│", "").split())) == (code, True), said

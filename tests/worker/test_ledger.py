@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from shared.methods import Chosen
-from shared.methods.contract import Plan
-from shared.privacy import Budget
-from shared.wire import Task, Training, VersionRef
-from worker.chain import BEGINNING
-from worker.ledger import Ledger, LedgerError, NoisyChoice, NoisySteps
+from tessera.shared.api.runs import Training
+from tessera.shared.api.tasks import Task
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.run_settings.privacy import Budget
+from tessera.worker.state.hash_chain import BEGINNING
+from tessera.worker.state.privacy_ledger import Ledger, LedgerError, NoisyChoice, NoisySteps
 
 DIGEST = f"sha256:{'0' * 64}"
 TARGET = Budget(epsilon=3.0, delta=1e-5)

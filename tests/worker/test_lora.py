@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shared.model import Head, Lora, Model, stored_name
+from tessera.shared.model.spec import Head, Lora, Model, stored_name
+from tessera.worker.data.registry import Dataset
+from tessera.worker.model.adapters import merge
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import ModelMismatch, build, instantiate
+from tessera.worker.model.config import ConfigError
+from tessera.worker.model.forward import forward
+from tessera.worker.model.layouts import MappingFile, Row
+from tessera.worker.simulation import Conditions, Weights, simulate
 from tests.support.duals import dual, pairs
-from worker.blockmap import block_table, named_tensors
-from worker.configs import ConfigError
-from worker.data import Dataset
-from worker.forward import forward
-from worker.inserts import merge
-from worker.layouts import MappingFile, Row
-from worker.models import ModelMismatch, build, instantiate
-from worker.simulation import Conditions, Weights, simulate
 
 SIZES = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20,
@@ -188,12 +188,12 @@ def test_a_worker_without_peft_is_told_what_to_install(monkeypatch: pytest.Monke
             raise ModuleNotFoundError("No module named 'peft'", name="peft")
         return real(name, *rest)
 
-    monkeypatch.delitem(sys.modules, "worker.lora", raising=False)
+    monkeypatch.delitem(sys.modules, "tessera.worker.model.lora", raising=False)
     monkeypatch.setattr(builtins, "__import__", without_peft)
     with pytest.raises(ConfigError, match=r"No module named 'peft'.*install tessera\[lora\]"):
         made("bert", NARROW)
     monkeypatch.undo()
-    importlib.import_module("worker.lora")
+    importlib.import_module("tessera.worker.model.lora")
 
 
 def _matrices(values: Mapping[str, Any], role: str) -> dict[str, Any]:

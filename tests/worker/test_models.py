@@ -15,13 +15,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 from typer.testing import CliRunner
 
-from shared.blocks import Part, all_but, roles
-from shared.model import Head, Model
-from worker.blockmap import block_table, named_tensors
-from worker.cli.model import app
-from worker.configs import ConfigError, UnsafeConfig, check_config
-from worker.freezing import Freeze
-from worker.models import ModelMismatch, _bounded, build, instantiate, read_block, write_block
+from tessera.shared.model.blocks import Part
+from tessera.shared.model.selectors import all_but, roles
+from tessera.shared.model.spec import Head, Model
+from tessera.worker.cli.model import app
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import ModelMismatch, _bounded, build, instantiate, read_block, write_block
+from tessera.worker.model.config import ConfigError, UnsafeConfig, check_config
+from tessera.worker.training.freeze import Freeze
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 BERT: dict[str, Any] = {"model_type": "bert", **SIZES, "vocab_size": 20, "num_labels": 3}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from worker.opening import Opening
-from worker.policy import Policy, PolicyViolation
-from worker.throttle import Throttle
+from tessera.worker.governance.opening_hours import Opening
+from tessera.worker.governance.policy import Policy, PolicyViolation
+from tessera.worker.task.throttle import Throttle
 
 MONDAY_NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
 

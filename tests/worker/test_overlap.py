@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tessera.worker.data.overlap import CHECKED, KEPT, fingerprints, share_of, sketch_of
+from tessera.worker.data.registry import Dataset, load
+from tessera.worker.governance.policy import Allowance, PolicyViolation
+from tessera.worker.settings import Settings, ledger_of
+from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.privacy_ledger import Ledger, LedgerError
+from tessera.worker.state.vault import Vault
+from tessera.worker.task.heartbeat import Stopped
+from tessera.worker.task.runner import Workbench
 from tests.worker.test_privacy import task as task_of
-from worker.cache import Cache
-from worker.data import Dataset, load
-from worker.ledger import Ledger, LedgerError
-from worker.overlap import CHECKED, KEPT, fingerprints, share_of, sketch_of
-from worker.policy import Allowance, PolicyViolation
-from worker.renewal import Stopped
-from worker.settings import Settings, ledger_of
-from worker.vault import Vault
-from worker.workbench import Workbench
 
 KEY = b"k" * 32
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from worker.data import DataError, Dataset
-from worker.data.part import Part, Partition, Scheme, divide, part_of
-from worker.data.partition import dirichlet, domains, iid, quantity, shards
+from tessera.worker.data.partition.algorithms import dirichlet, domains, iid, quantity, shards
+from tessera.worker.data.partition.schemes import Part, Partition, Scheme, divide, part_of
+from tessera.worker.data.registry import DataError, Dataset
 
 PARTITION: TypeAdapter[Scheme] = TypeAdapter(Partition)
 PART: TypeAdapter[Scheme] = TypeAdapter(Part)

@@ -11,13 +11,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shared.blocks import Selector, all_but, roles
-from shared.model import Head
-from worker.blockmap import block_table
-from worker.forward import forward, losses
-from worker.freezing import Freeze
-from worker.models import instantiate
-from worker.perexample import Batched, Hooked, OneByOne, PerExample, agree, fastest, isolate_examples
+from tessera.shared.model.selectors import Selector, all_but, roles
+from tessera.shared.model.spec import Head
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
+from tessera.worker.model.forward import forward, losses
+from tessera.worker.privacy.per_example_grads import (
+    Batched,
+    Hooked,
+    OneByOne,
+    PerExample,
+    agree,
+    fastest,
+    isolate_examples,
+)
+from tessera.worker.training.freeze import Freeze
 
 TEXT = {
     "vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from shared.blocks import roles
-from shared.methods import Chosen
-from shared.methods.contract import Plan
-from shared.privacy import Privacy
-from shared.wire import Task, Training, VersionRef
+from tessera.shared.api.runs import Training
+from tessera.shared.api.tasks import Task
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.model.selectors import roles
+from tessera.shared.run_settings.privacy import Privacy
+from tessera.worker.governance.descriptions import in_words, size, summary
 from tests.support.federation import small_model
-from worker.plainly import in_words, size, summary
 
 MODEL = small_model()
 DIGEST = f"sha256:{'0' * 64}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shared.blocks import Block, roles
-from shared.methods import Chosen
-from shared.methods.contract import Plan
-from shared.privacy import Privacy
-from shared.wire import Task, Training, VersionRef
-from worker.policy import REMEDIES, Allowance, Policy, PolicyViolation, PrivacyFloor, check_use
+from tessera.shared.api.runs import Training
+from tessera.shared.api.tasks import Task
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.selectors import roles
+from tessera.shared.run_settings.privacy import Privacy
+from tessera.worker.governance.policy import REMEDIES, Allowance, Policy, PolicyViolation, PrivacyFloor, check_use
 
 TABLE = tuple(
     Block(tensor=name, role=role, shape=(4,), dtype="F32")

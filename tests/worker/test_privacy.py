@@ -14,27 +14,30 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
-from shared.blocks import EVERYTHING, Block, Selector, named, roles
-from shared.methods import Chosen, coordinator_half, methods, worker_half
-from shared.methods.contract import Participant, Phase, Plan, RunFacts, State, Tally
-from shared.model import Head
-from shared.privacy import Budget, Privacy
-from shared.wire import Task, Training, VersionRef
+from tessera.shared.api.runs import Training
+from tessera.shared.api.tasks import Task
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Chosen, Participant, Phase, Plan, RunFacts, State, Tally
+from tessera.shared.methods.registry import coordinator_half, methods, worker_half
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.selectors import EVERYTHING, Selector, named, roles
+from tessera.shared.model.spec import Head
+from tessera.shared.run_settings.privacy import Budget, Privacy
+from tessera.worker.data.registry import Dataset
+from tessera.worker.governance.policy import Allowance, PolicyViolation
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
+from tessera.worker.privacy.accountant import epsilon
+from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, clipped_sum, sampling
+from tessera.worker.privacy.noise import Dice, secret_key
+from tessera.worker.privacy.per_example_grads import norms
+from tessera.worker.privacy.private_task import PrivateTask, bounded_sums, epsilon_per_pick, private_top_k
+from tessera.worker.state.privacy_ledger import Event, Exact, Ledger, NoisyChoice, NoisySteps
+from tessera.worker.training.context import LocalWork
+from tessera.worker.training.freeze import Freeze
+from tessera.worker.training.progress import Report
+from tessera.worker.training.trainer import Batches, Trainer, seed_everything
 from tests.support.tasks import ADAPTED, PLAIN, PROMPTED, Subject, subject_of
-from worker.accounting import epsilon
-from worker.blockmap import block_table
-from worker.data import Dataset
-from worker.dice import Dice, secret_key
-from worker.dpsgd import Mechanism, NoisyGradients, clipped_sum, sampling
-from worker.freezing import Freeze
-from worker.ledger import Event, Exact, Ledger, NoisyChoice, NoisySteps
-from worker.models import instantiate
-from worker.perexample import norms
-from worker.policy import Allowance, PolicyViolation
-from worker.privacy import PrivateTask, bounded_sums, epsilon_per_pick, private_top_k
-from worker.report import Report
-from worker.trainer import Batches, Trainer, seed_everything
-from worker.work import LocalWork
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 3,
@@ -288,7 +291,7 @@ def test_without_noise_or_clipping_the_gradient_is_the_mean_over_examples(config
 def test_gradients_are_held_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = []
     for held in (1 << 30, 1):
-        monkeypatch.setattr("worker.perexample.CHUNK_BYTES", held)
+        monkeypatch.setattr("tessera.worker.privacy.per_example_grads.CHUNK_BYTES", held)
         noisy, _ = gradients_of(trainer_of(work_on()), EVERYTHING, images())
         sums.append(noisy.sums(torch.arange(10)))
         noisy.close()
@@ -631,7 +634,7 @@ def test_picks_in_several_calls_have_the_noise_of_one_call_for_all(
         epsilons.append(epsilon)
         return private_top_k(sums, count, epsilon, dice)
 
-    monkeypatch.setattr("worker.privacy.private_top_k", noted)
+    monkeypatch.setattr("tessera.worker.privacy.private_task.private_top_k", noted)
     for number, counts in enumerate([(3,), (2, 1)]):
         private = private_task(tmp_path / str(number), privacy=NOISY)
         list(private.watched(batches()))

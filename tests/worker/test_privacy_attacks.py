@@ -12,25 +12,27 @@ import pytest
 import torch
 from torch import nn
 
-from shared.blocks import EVERYTHING, Selector, named
-from shared.methods import Chosen, worker_half
-from shared.methods.contract import Phase, Plan, RunFacts, Unsuited
-from shared.privacy import Privacy
-from shared.profile import TaskTokens
-from shared.tensors import Array
-from shared.wire import Task, Training, VersionRef
-from worker.blockmap import block_table
-from worker.data import Dataset
-from worker.dice import Dice
-from worker.dpsgd import Mechanism, NoisyGradients, known_examples, sampling
-from worker.freezing import Freeze
-from worker.ledger import Ledger
-from worker.models import instantiate
-from worker.perexample import Hooked
-from worker.privacy import PrivateTask
-from worker.report import Report
-from worker.trainer import Batches, Trainer
-from worker.work import LocalWork
+from tessera.shared.api.runs import Training
+from tessera.shared.api.tasks import Task
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Chosen, Phase, Plan, RunFacts, Unsuited
+from tessera.shared.methods.registry import worker_half
+from tessera.shared.model.attention_stats import TaskTokens
+from tessera.shared.model.selectors import EVERYTHING, Selector, named
+from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.tensors.lazy import Array
+from tessera.worker.data.registry import Dataset
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
+from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, known_examples, sampling
+from tessera.worker.privacy.noise import Dice
+from tessera.worker.privacy.per_example_grads import Hooked
+from tessera.worker.privacy.private_task import PrivateTask
+from tessera.worker.state.privacy_ledger import Ledger
+from tessera.worker.training.context import LocalWork
+from tessera.worker.training.freeze import Freeze
+from tessera.worker.training.progress import Report
+from tessera.worker.training.trainer import Batches, Trainer
 
 DIGEST = f"sha256:{'0' * 64}"
 TOKENS = 64

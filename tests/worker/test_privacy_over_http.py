@@ -12,22 +12,23 @@ from typing import Any
 
 import pytest
 
-from shared.client import Client
-from shared.methods import Chosen
-from shared.model import Model
-from shared.privacy import Privacy
-from shared.wire import Cohort, Evaluation, Run, TaskView, Training
+from tessera.shared.api.runs import Cohort, Evaluation, Run, Training
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
+from tessera.shared.model.spec import Model
+from tessera.shared.run_settings.privacy import Privacy
+from tessera.worker.agent import Agent
+from tessera.worker.governance.policy import Policy
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.privacy.accountant import epsilon
+from tessera.worker.settings import Settings
+from tessera.worker.state.privacy_ledger import Ledger, NoisySteps
+from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits, key_file
 from tests.support.federation import start_run
-from worker.accounting import epsilon
-from worker.agent import Agent
-from worker.blockmap import block_table, named_tensors
-from worker.ledger import Ledger, NoisySteps
-from worker.models import instantiate, read_block
-from worker.policy import Policy
-from worker.renewal import Stop
-from worker.settings import Settings
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
@@ -127,7 +128,7 @@ def test_a_run_without_privacy_may_not_train_on_data_that_have_a_budget(
 def test_a_worker_without_what_privacy_needs_says_what_to_install(
     coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "worker.privacy", None)
+    monkeypatch.setitem(sys.modules, "tessera.worker.privacy.private_task", None)
     client = coordinator.client()
     with site(coordinator, tmp_path):
         run = ended(client, privacy=PRIVACY)
@@ -138,7 +139,7 @@ def test_a_worker_without_what_privacy_needs_says_what_to_install(
 
 def test_a_worker_does_not_load_what_only_some_tasks_need() -> None:
     some = {"opacus", "dp_accounting", "peft", "datasets", "sklearn", "pandas"}
-    script = f"import sys, worker.agent, worker.cli.worker; print({some} & set(sys.modules))"
+    script = f"import sys, tessera.worker.agent, tessera.worker.cli.worker; print({some} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

@@ -11,16 +11,16 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shared.blocks import roles
-from shared.model import Fusion, Model, Prompts
+from tessera.shared.model.selectors import roles
+from tessera.shared.model.spec import Fusion, Model, Prompts
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import build, instantiate
+from tessera.worker.model.config import ConfigError
+from tessera.worker.model.forward import forward
+from tessera.worker.model.prompt_fusion import fusion_module
+from tessera.worker.model.prompts import TOWERS, PromptError, PromptTokens, caption_start, prompts_of
+from tessera.worker.training.freeze import Freeze
 from tests.support.duals import dual, pairs
-from worker.blockmap import block_table
-from worker.configs import ConfigError
-from worker.forward import forward
-from worker.freezing import Freeze
-from worker.fusion import fusion_module
-from worker.models import build, instantiate
-from worker.prompts import TOWERS, PromptError, PromptTokens, caption_start, prompts_of
 
 FAMILIES = pytest.mark.parametrize("family", sorted(TOWERS))
 BOTH = Prompts(vision=3, text=2)

@@ -12,11 +12,11 @@ from itertools import pairwise
 
 import pytest
 
-from shared.client import Client
-from shared.problems import LeaseLost, Problem, RoundClosed, TaskCancelled, Unauthenticated
-from shared.transport import Unreachable
-from shared.wire import Lease
-from worker.renewal import Renewal, Stop, Stopped
+from tessera.shared.api.tasks import Lease
+from tessera.shared.client.client import Client
+from tessera.shared.client.transport import Unreachable
+from tessera.shared.problems import LeaseLost, Problem, RoundClosed, TaskCancelled, Unauthenticated
+from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
 
 SOON = 10.0
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from shared.privacy import Budget
+from tessera.shared.run_settings.privacy import Budget
+from tessera.worker.settings import Settings, SettingsError, audit_key_of, ledger_of
+from tessera.worker.state.audit import Audit
+from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head
+from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerError, NoisySteps
 from tests.worker.test_ledger import STEPS, TARGET, task
-from worker.audit import Audit
-from worker.chain import BEGINNING, ChainError, Head
-from worker.ledger import Exact, Ledger, LedgerError, NoisySteps
-from worker.settings import Settings, SettingsError, audit_key_of, ledger_of
 
 KEY = b"k" * 64
 Line = dict[str, Any]

@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from shared.model import Model
-from worker.blockmap import block_table
-from worker.configs import UnsafeConfig, check_config
-from worker.models import instantiate
-from worker.sandbox import FORKS, Sandbox
+from tessera.shared.model.spec import Model
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
+from tessera.worker.model.config import UnsafeConfig, check_config
+from tessera.worker.model.sandbox import FORKS, Sandbox
 
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
 MODEL = Model(config=BERT, head="features", blocks=block_table(instantiate(BERT, "features")))
@@ -69,7 +69,7 @@ def test_verdicts_that_nobody_used_for_thirty_days_are_removed(tmp_path: Path) -
 def test_a_limit_that_the_machine_sets_already_is_no_fault_of_the_model() -> None:
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_CPU, (50, 50));"
-        "from worker.sandbox import Sandbox; from shared.model import Model;"
+        "from tessera.worker.model.sandbox import Sandbox; from tessera.shared.model.spec import Model;"
         f"model = Model.model_validate_json({MODEL.model_dump_json()!r});"
         "Sandbox(cpu_seconds=600).require(model, None, lambda: None)"
     )

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from shared.blocks import Block
+from tessera.shared.model.blocks import Block
+from tessera.worker.attention.layer_scores import fisher, gradient_norms
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
+from tessera.worker.model.forward import forward
 from tests.support.duals import dual, pairs
 from tests.support.tasks import VIT, images
-from worker.blockmap import block_table
-from worker.forward import forward
-from worker.models import instantiate
-from worker.scores import fisher, gradient_norms
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8, "vocab_size": 20}
 

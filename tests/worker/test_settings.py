@@ -10,12 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from shared.wire import TokenRole
-from tests.support.cli import tessera
-from tests.support.coordinator import LiveCoordinator
-from worker.cli.worker import app
-from worker.policy import Allowance
-from worker.settings import (
+from tessera.shared.schema import TokenRole
+from tessera.worker.cli.worker import app
+from tessera.worker.governance.policy import Allowance
+from tessera.worker.settings import (
     Settings,
     SettingsError,
     allowances_of,
@@ -25,6 +23,8 @@ from worker.settings import (
     read_settings,
     token_of,
 )
+from tests.support.cli import tessera
+from tests.support.coordinator import LiveCoordinator
 
 GOOD = """
 url = "http://127.0.0.1:9"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.settings import SettingsError
-from worker.settingsfile import SettingsFile, differing, taken_up
+from tessera.worker.settings import SettingsError
+from tessera.worker.settings_reload import SettingsFile, differing, taken_up
 
 TEXT = """
 url = "http://127.0.0.1:9"

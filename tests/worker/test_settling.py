@@ -15,28 +15,30 @@ from typing import Any
 import pytest
 import torch
 
-from shared.methods import Chosen
-from shared.model import Model
-from shared.privacy import Budget, Privacy
-from shared.problems import LeaseLost
-from shared.wire import LARGEST_NUMBER, Task, Training
+from tessera.shared.api.runs import Training
+from tessera.shared.api.tasks import Task
+from tessera.shared.methods.base import Chosen
+from tessera.shared.model.spec import Model
+from tessera.shared.problems import LeaseLost
+from tessera.shared.run_settings.privacy import Budget, Privacy
+from tessera.shared.schema import LARGEST_NUMBER
+from tessera.worker.data.registry import Dataset
+from tessera.worker.governance.airlock import Airlock, UpdateWithheld
+from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.privacy.private_task import PrivateTask
+from tessera.worker.state.audit import Audit, heads_of
+from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.hash_chain import Chain
+from tessera.worker.state.privacy_ledger import Entry, Exact, Ledger, NoisySteps
+from tessera.worker.state.vault import Vault
+from tessera.worker.task.runner import Workbench
+from tessera.worker.training.progress import Report
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, start_run
 from tests.worker.test_privacy import PRIVACY, private_task, spent
 from tests.worker.test_privacy import task as task_of
-from worker.airlock import Airlock, UpdateWithheld
-from worker.audit import Audit, heads_of
-from worker.blockmap import block_table, named_tensors
-from worker.cache import Cache
-from worker.chain import Chain
-from worker.data import Dataset
-from worker.ledger import Entry, Exact, Ledger, NoisySteps
-from worker.models import instantiate, read_block
-from worker.policy import Allowance, Policy, PolicyViolation
-from worker.privacy import PrivateTask
-from worker.report import Report
-from worker.vault import Vault
-from worker.workbench import Workbench
 
 CPU = torch.device("cpu")
 KEY = b"k" * 64

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from shared.cli.rounds import Outcome
-from shared.methods import methods
-from shared.methods.contract import (
+from tessera.shared.client.round_outcomes import Outcome
+from tessera.shared.methods.base import (
     CoordinatorHalf,
     Harvest,
     Method,
@@ -25,12 +24,13 @@ from shared.methods.contract import (
     Work,
     WorkerHalf,
 )
+from tessera.shared.methods.registry import methods
+from tessera.worker.data.registry import Dataset
+from tessera.worker.governance.policy import Policy
+from tessera.worker.model.build import instantiate
+from tessera.worker.simulation import Conditions, Result, Site, Stalled, Weights, simulate
 from tests.support.coordinator import refusing
 from tests.support.tasks import VIT
-from worker.data import Dataset
-from worker.models import instantiate
-from worker.policy import Policy
-from worker.simulation import Conditions, Result, Site, Stalled, Weights, simulate
 
 NAMES = ("east", "north", "south", "west")
 DROPOUT = {**VIT, "hidden_dropout_prob": 0.1}

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForImageClassification
 from typer.testing import CliRunner, Result
 
-from shared.cli.main import app
-from shared.modelfolder import ModelFolder
+from tessera.shared.cli.main import app
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.simulation.config import Wanted, read_file
 from tests.support.coordinator import refusing
 from tests.support.tasks import VIT
-from worker.simulation.file import Wanted, read_file
 
 GOOD = """
 rounds = 2

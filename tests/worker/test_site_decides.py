@@ -14,27 +14,29 @@ from sqlalchemy import select
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from coordinator.storage.tables import WorkerRow
-from shared.blocks import roles
-from shared.client import Client
-from shared.methods import Chosen
-from shared.model import Model
-from shared.tensors import digest_of
-from shared.wire import Cohort, Run, TaskView, Training, canonical
+from tessera.coordinator.db.tables import WorkerRow
+from tessera.shared.api.runs import Cohort, Run, Training
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
+from tessera.shared.model.selectors import roles
+from tessera.shared.model.spec import Model
+from tessera.shared.schema import canonical
+from tessera.shared.tensors.lazy import digest_of
+from tessera.worker import agent as loop
+from tessera.worker import settings_reload
+from tessera.worker.agent import Agent
+from tessera.worker.cli.audit import app as audit_app
+from tessera.worker.cli.worker import app
+from tessera.worker.governance.opening_hours import Used, local_time
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.settings import read_settings
+from tessera.worker.settings_reload import SettingsFile
+from tessera.worker.state.audit import Audit
+from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
-from worker import agent as loop
-from worker import settingsfile
-from worker.agent import Agent
-from worker.audit import Audit
-from worker.blockmap import block_table, named_tensors
-from worker.cli.audit import app as audit_app
-from worker.cli.worker import app
-from worker.models import instantiate, read_block
-from worker.opening import Used, local_time
-from worker.renewal import Stop
-from worker.settings import read_settings
-from worker.settingsfile import SettingsFile
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
@@ -102,7 +104,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER", "ann")
     monkeypatch.setenv("LOGNAME", "ann")
     monkeypatch.setattr(loop, "CLOSED_SECONDS", 0.1)
-    monkeypatch.setattr(settingsfile, "SETTLED_SECONDS", 0.05)
+    monkeypatch.setattr(settings_reload, "SETTLED_SECONDS", 0.05)
 
 
 def begin(client: Client, **spec: Any) -> Run:

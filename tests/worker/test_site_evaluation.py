@@ -13,27 +13,27 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from shared.client import Client
-from shared.methods import Chosen
-from shared.model import Model, Prompts
-from shared.wire import Cohort, Evaluation, Measurement, Run, Training
+from tessera.shared.api.runs import Cohort, Evaluation, Measurement, Run, Training
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
+from tessera.shared.model.spec import Model, Prompts
+from tessera.worker.agent import Agent
+from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.registry import Dataset
+from tessera.worker.governance.policy import Policy, PrivacyFloor
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.settings import Settings, datasets_of
+from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.vault import Vault
+from tessera.worker.task.heartbeat import Stop
+from tessera.worker.task.runner import Workbench
+from tessera.worker.training.evaluate import evaluate
+from tessera.worker.training.progress import Report
+from tessera.worker.training.trainer import Batches, TrainingDiverged
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.duals import dual, pairs
 from tests.support.federation import ScriptedWorker, start_run
-from worker.agent import Agent
-from worker.blockmap import block_table, named_tensors
-from worker.cache import Cache
-from worker.data import Dataset
-from worker.data.heldout import key_of_seed
-from worker.evaluator import evaluate
-from worker.models import instantiate, read_block
-from worker.policy import Policy, PrivacyFloor
-from worker.renewal import Stop
-from worker.report import Report
-from worker.settings import Settings, datasets_of
-from worker.trainer import Batches, TrainingDiverged
-from worker.vault import Vault
-from worker.workbench import Workbench
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,

@@ -9,19 +9,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from shared.blocks import EVERYTHING, SelectorError, all_but, named, roles
-from shared.methods import Chosen, worker_half
-from shared.methods.contract import Phase, Plan, RunFacts, Tally
-from shared.model import Head
-from shared.wire import Training
-from worker.blockmap import block_table
-from worker.data import Dataset
-from worker.evaluator import evaluate
-from worker.models import instantiate
-from worker.renewal import Stop, Stopped
-from worker.report import Report, rounded
-from worker.trainer import Batches, Trainer, TrainingDiverged, gradient_scaler, seed_everything
-from worker.work import LocalWork
+from tessera.shared.api.runs import Training
+from tessera.shared.methods.base import Chosen, Phase, Plan, RunFacts, Tally
+from tessera.shared.methods.registry import worker_half
+from tessera.shared.model.selectors import EVERYTHING, SelectorError, all_but, named, roles
+from tessera.shared.model.spec import Head
+from tessera.worker.data.registry import Dataset
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
+from tessera.worker.task.heartbeat import Stop, Stopped
+from tessera.worker.training.context import LocalWork
+from tessera.worker.training.evaluate import evaluate
+from tessera.worker.training.progress import Report, rounded
+from tessera.worker.training.trainer import Batches, Trainer, TrainingDiverged, gradient_scaler, seed_everything
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 3,

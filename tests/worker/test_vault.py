@@ -9,12 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shared.client import Client
-from shared.container import ContainerError
-from shared.problems import MEDIA_TYPE, NotFound, Problem, Unavailable
-from shared.wire import Receipt, TaskView
+from tessera.shared.api.tasks import Receipt, TaskView
+from tessera.shared.client.client import Client
+from tessera.shared.problems import MEDIA_TYPE, NotFound, Problem, Unavailable
+from tessera.shared.updates.safetensors_file import ContainerError
+from tessera.worker.state.vault import NoReceipt, Vault
 from tests.support.scripted import Answer, answering
-from worker.vault import NoReceipt, Vault
 
 RUN, TASK = "run-1", "task-1"
 
@@ -143,7 +143,7 @@ def test_settling_again_after_a_crash_between_receipt_and_rename_changes_nothing
     told = receipt("merged", unmerged=("b",))
     with pytest.MonkeyPatch.context() as patched:
         # The file is rewritten without what was not merged, and the process dies before it is renamed.
-        patched.setattr("worker.vault.replace", killed)
+        patched.setattr("tessera.worker.state.vault.replace", killed)
         with pytest.raises(KeyboardInterrupt):
             vault.settle_run(RUN, told, nobody)
     again = Vault(tmp_path)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from shared.blocks import Block, check_table
-from worker.blockmap import block_table, named_tensors
-from worker.freezing import Freeze
-from worker.models import read_block, write_block
+from tessera.shared.model.blocks import Block, check_table
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import read_block, write_block
+from tessera.worker.training.freeze import Freeze
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 IDS = {"vocab_size": 40, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}

@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from shared.cli.output import AsJson, ago, complain, note, out, print_json, size, table
-from worker.airlock import AirlockError, Summary
-from worker.chain import ChainError
-from worker.inbox import Decision, InboxError, Request
-from worker.settings import SettingsError, airlock_of, audit_of, inbox_of, read_settings
+from tessera.shared.cli.render.output import AsJson, ago, complain, note, out, print_json, size, table
+from tessera.worker.governance.airlock import AirlockError, Summary
+from tessera.worker.governance.approvals import Decision, InboxError, Request
+from tessera.worker.settings import SettingsError, airlock_of, audit_of, inbox_of, read_settings
+from tessera.worker.state.hash_chain import ChainError
 
 BAD_SETTINGS = 2
 

@@ -16,13 +16,13 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.audit import first_broken
-from shared.cli.connection import client_of, connect
-from shared.cli.output import AsJson, complain, note, out, print_json, table
-from shared.wire import AuditEntry
-from worker.audit import Entry
-from worker.chain import ChainError
-from worker.comparing import Comparison, Difference, compare
+from tessera.shared.api.admin import AuditEntry
+from tessera.shared.api.audit_chain import first_broken
+from tessera.shared.cli.connection import client_of, connect
+from tessera.shared.cli.render.output import AsJson, complain, note, out, print_json, table
+from tessera.worker.governance.audit_compare import Comparison, Difference, compare
+from tessera.worker.state.audit import Entry
+from tessera.worker.state.hash_chain import ChainError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -164,7 +164,7 @@ def _tell(found: Comparison) -> None:
 def _site(config: Path) -> Any:
     """The site that a settings file is about. What reads these settings needs the worker's part."""
     try:
-        module = importlib.import_module("worker.cli.site")
+        module = importlib.import_module("tessera.worker.cli.site")
     except ImportError as fault:
         complain(f"a site's chain is read where its worker is installed ({fault}): install tessera[worker]")
         raise typer.Exit(BAD_SETTINGS) from fault

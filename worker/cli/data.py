@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from shared.cli.output import AsJson, complain, note, out, print_json, table
-from shared.problems import said_of
-from worker.data import Dataset, load
-from worker.data.heldout import key_of_seed
-from worker.data.part import Partition, Scheme, divide
-from worker.data.tally import Tally, tallies
-from worker.settings import (
+from tessera.shared.cli.render.output import AsJson, complain, note, out, print_json, table
+from tessera.shared.problems import said_of
+from tessera.worker.data.partition.class_counts import Tally, tallies
+from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.partition.schemes import Partition, Scheme, divide
+from tessera.worker.data.registry import Dataset, load
+from tessera.worker.settings import (
     DataSettings,
     DataSource,
     SettingsError,
@@ -182,7 +182,7 @@ def _partition(source: DataSource, given: dict[str, object]) -> Scheme:
 
 def _drawing() -> Any:
     try:
-        return importlib.import_module("worker.cli.picture").draw
+        return importlib.import_module("tessera.worker.cli.split_plot").draw
     except ModuleNotFoundError as fault:
         cure = "in a checkout of Tessera run: pip install '.[demo]'"
         raise SettingsError(f"--out: {fault.name} is not installed: {cure}, or pip install {fault.name}") from fault

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 import typer
 from pydantic import JsonValue
 
-from shared.cli.output import AsJson, complain, note, out, print_json, table
-from worker.audit import LEDGER_HEAD
-from worker.chain import ChainError
-from worker.ledger import Entry, LedgerError, epsilon_of, exact_in, least_budget_of, noisy_in
-from worker.policy import Allowance
-from worker.settings import Settings, SettingsError, allowances_of, audit_of, ledger_of, read_settings
+from tessera.shared.cli.render.output import AsJson, complain, note, out, print_json, table
+from tessera.worker.governance.policy import Allowance
+from tessera.worker.privacy.cost import epsilon_of, least_budget_of
+from tessera.worker.settings import Settings, SettingsError, allowances_of, audit_of, ledger_of, read_settings
+from tessera.worker.state.audit import LEDGER_HEAD
+from tessera.worker.state.hash_chain import ChainError
+from tessera.worker.state.privacy_ledger import Entry, LedgerError, exact_in, noisy_in
 
 BAD_SETTINGS = 2
 

@@ -18,13 +18,12 @@ from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shared.blocks import Block
-from shared.cli.output import AsJson, print_json
-from shared.model import BLOCKS_FILE, WEIGHTS_FILE, Head, Lora, Model, Prompts, stored_name
-from shared.modelfolder import ModelFolder
-from shared.problems import Problem, said_of
-from worker.blockmap import block_table, named_tensors
-from worker.cli.inserting import (
+from tessera.shared.cli.render.output import AsJson, print_json
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Head, Lora, Model, Prompts, stored_name
+from tessera.shared.problems import Problem, said_of
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.cli.model_options import (
     FusionHeads,
     LoraAlpha,
     LoraRank,
@@ -38,10 +37,11 @@ from worker.cli.inserting import (
     prompts_from,
     start_from_caption,
 )
-from worker.configs import config_from
-from worker.inserts import insert, merge
-from worker.layouts import MappingFile, read_mapping
-from worker.models import AUTO_CLASSES, check_model, instantiate, load
+from tessera.worker.model.adapters import insert, merge
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import AUTO_CLASSES, check_model, instantiate, load
+from tessera.worker.model.config import config_from
+from tessera.worker.model.layouts import MappingFile, read_mapping
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Make and inspect the models that runs start from."

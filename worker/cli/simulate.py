@@ -14,17 +14,17 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.cli import output
-from shared.cli.export import in_place_of
-from shared.cli.output import AsJson
-from shared.cli.spreads import telling
-from shared.cli.watching import print_ended, print_ended_as_json
-from shared.fairness import spreads
-from shared.modelfolder import ModelFolder
-from shared.problems import Invalid
-from worker.settings import SettingsError
-from worker.simulation import Result, Stalled, simulate
-from worker.simulation.file import Wanted, read_file
+from tessera.shared.cli.export import in_place_of
+from tessera.shared.cli.render import output
+from tessera.shared.cli.render.metric_tables import telling
+from tessera.shared.cli.render.output import AsJson
+from tessera.shared.cli.render.watch import print_ended, print_ended_as_json
+from tessera.shared.metrics.site_spread import spreads
+from tessera.shared.problems import Invalid
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.settings import SettingsError
+from tessera.worker.simulation import Result, Stalled, simulate
+from tessera.worker.simulation.config import Wanted, read_file
 
 BAD_SETTINGS = 2
 STALLED = 3

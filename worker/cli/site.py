@@ -8,12 +8,10 @@ from pathlib import Path
 
 import typer
 
-from shared.cli.output import complain
-from shared.client import Client
-from shared.wire import TaskView
-from worker.audit import Entry
-from worker.chain import ChainError
-from worker.settings import (
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.cli.render.output import complain
+from tessera.shared.client.client import Client
+from tessera.worker.settings import (
     Settings,
     SettingsError,
     audit_key_of,
@@ -23,6 +21,8 @@ from worker.settings import (
     tls_of,
     token_of,
 )
+from tessera.worker.state.audit import Entry
+from tessera.worker.state.hash_chain import ChainError
 
 
 @dataclass(frozen=True)

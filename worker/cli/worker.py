@@ -13,25 +13,23 @@ from typing import TYPE_CHECKING, Annotated
 import structlog
 import typer
 
-from shared import spans
-from shared.addresses import without_password
-from shared.cli.effective import tell_settings
-from shared.cli.findings import tell
-from shared.cli.output import AsJson, print_json
-from shared.client import Client
-from shared.doctor import examined
-from shared.lazy import load
-from shared.lines import Lines
-from shared.methods import MethodsUnusable, methods
-from shared.problems import Forbidden, NotFound, Problem, Unauthenticated
-from worker.cli.approval import COMMANDS
-from worker.cli.joining import join, rotate
-from worker.cli.ledger import adopt, ledger
-from worker.doctor import checks
-from worker.files import alone
-from worker.policy import PolicyViolation
-from worker.renewal import Stop
-from worker.settings import (
+from tessera.shared.cli.lazy_import import load
+from tessera.shared.cli.render.effective import tell_settings
+from tessera.shared.cli.render.findings import tell
+from tessera.shared.cli.render.output import AsJson, print_json
+from tessera.shared.client.client import Client
+from tessera.shared.diagnostics.checks import examined
+from tessera.shared.methods.registry import MethodsUnusable, methods
+from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticated
+from tessera.shared.telemetry import spans
+from tessera.shared.telemetry.log_lines import Lines
+from tessera.shared.urls import without_password
+from tessera.worker.cli.approval import COMMANDS
+from tessera.worker.cli.join import join, rotate
+from tessera.worker.cli.ledger import adopt, ledger
+from tessera.worker.diagnostics.doctor import checks
+from tessera.worker.governance.policy import PolicyViolation
+from tessera.worker.settings import (
     Settings,
     SettingsError,
     contributions_of,
@@ -43,10 +41,12 @@ from worker.settings import (
     tls_of,
     token_of,
 )
-from worker.settingsfile import SettingsFile
+from tessera.worker.settings_reload import SettingsFile
+from tessera.worker.state.atomic_files import alone
+from tessera.worker.task.heartbeat import Stop
 
 if TYPE_CHECKING:
-    from worker.agent import Agent
+    from tessera.worker.agent import Agent
 
 BAD_SETTINGS = 2
 NOT_ADMITTED = 3
@@ -84,7 +84,7 @@ def run(config: ConfigFile) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, ask_to_stop)
             # Loaded to run and for nothing else: transformers takes seconds, and who decides here need not wait.
-            _run(load("worker.agent").Agent(settings, stop, file), settings)
+            _run(load("tessera.worker.agent").Agent(settings, stop, file), settings)
 
 
 def _run(agent: Agent, settings: Settings) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shared.blocks import Frozen
+from tessera.shared.schema import Frozen
 
 LABELS = "labels"
 

@@ -6,10 +6,10 @@ result.versions[-1].digest, result.scores()[3]["accuracy"]
 
 from __future__ import annotations
 
-from worker.simulation.conditions import Conditions
-from worker.simulation.result import Result
-from worker.simulation.running import Weights, simulate
-from worker.simulation.simulation import Stalled
-from worker.simulation.sites import Site
+from tessera.worker.simulation.conditions import Conditions
+from tessera.worker.simulation.result import Result
+from tessera.worker.simulation.round_loop import Stalled
+from tessera.worker.simulation.simulate import Weights, simulate
+from tessera.worker.simulation.virtual_sites import Site
 
 __all__ = ["Conditions", "Result", "Site", "Stalled", "Weights", "simulate"]

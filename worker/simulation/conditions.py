@@ -8,11 +8,10 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from shared.blocks import Frozen
-from shared.cohort import dice
-from shared.wire import Label
-from worker.policy import Policy
-from worker.settings import DeviceName
+from tessera.shared.schema import Frozen, Label
+from tessera.shared.seeds import dice
+from tessera.worker.governance.policy import Policy
+from tessera.worker.settings import DeviceName
 
 
 class Conditions(Frozen):

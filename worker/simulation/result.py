@@ -8,20 +8,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
-from shared.cli.export import Progress, export_folder, in_place_of
-from shared.cli.rounds import Outcome, outcomes
-from shared.export import Export
-from shared.fairness import scores_by_version, spreads
-from shared.methods.contract import State
-from shared.metrics import csv_file
-from shared.metrics.rows import rows_of
-from shared.model import Model
-from shared.states import States
-from shared.tensors import Array, to_array
-from shared.wire import Bounds, Measurement, Round, Run, RunSpec, Version, VersionRef
-from worker.simulation.local import RUN
-from worker.simulation.records import Committed
-from worker.vault import Vault
+from tessera.shared.api.runs import Bounds, Measurement, Round, Run, RunSpec
+from tessera.shared.api.versions import Version, VersionRef
+from tessera.shared.cli.export import Progress, export_folder, in_place_of
+from tessera.shared.client.round_outcomes import Outcome, outcomes
+from tessera.shared.methods.base import State
+from tessera.shared.metrics import csv_file
+from tessera.shared.metrics.rows import rows_of
+from tessera.shared.metrics.site_spread import scores_by_version, spreads
+from tessera.shared.model.spec import Model
+from tessera.shared.rounds.export import Export
+from tessera.shared.rounds.versions import States
+from tessera.shared.tensors.lazy import Array, to_array
+from tessera.worker.simulation.checkpoint import Committed
+from tessera.worker.simulation.in_process_coordinator import RUN
+from tessera.worker.state.vault import Vault
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""Reading request bodies: bounded before they are read, and strictly JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pydantic_core
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+
+from tessera.coordinator.settings import Settings
+from tessera.shared.json_limits import check_document
+from tessera.shared.problems import TooLarge, TooSlow
+
+
+class BoundedRequest(Request):
+    """A request whose JSON body has at most `max_body_bytes`, and no NaN, broken surrogate or name twice in it.
+
+    The standard parser lets all of these through, and they fail much later: in the database or in an answer.
+    """
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            settings: Settings = self.app.state.services.settings
+            limit = settings.max_body_bytes
+            received = bytearray()
+            async with in_time(settings.body_seconds, settings.head_seconds) as came:
+                async for piece in self.stream():
+                    came()
+                    received += piece
+                    if len(received) > limit:
+                        raise TooLarge(f"the body is larger than {limit} bytes (setting max_body_bytes)")
+            self._body = bytes(received)
+        return self._body
+
+    async def json(self) -> Any:
+        try:
+            value = pydantic_core.from_json(await self.body(), allow_inf_nan=False, cache_strings=False)
+            check_document(await self.body())
+            return value
+        except ValueError as fault:
+            error = {"type": "json_invalid", "loc": ("body",), "msg": str(fault)[:200], "input": None}
+            raise RequestValidationError([error]) from None
+
+
+@asynccontextmanager
+async def in_time(most_seconds: float, idle_seconds: float) -> AsyncIterator[Callable[[], None]]:
+    """Something comes in pieces, of each of which it is told. Raises TooSlow for one that is too long in coming."""
+    now = asyncio.get_running_loop().time
+    end = now() + most_seconds
+    try:
+        async with asyncio.timeout(min(idle_seconds, most_seconds)) as silence:
+            yield lambda: silence.reschedule(min(now() + idle_seconds, end))
+    except TimeoutError:
+        if not silence.expired():
+            raise
+        raise TooSlow(
+            f"the body stood still for {idle_seconds:g} s or was not here after {most_seconds:g} s "
+            "(settings head_seconds, body_seconds)",
+            # What else comes of it would be taken for the next request.
+            headers={"Connection": "close"},
+        ) from None
+
+
+class BoundedRoute(APIRoute):
+    """A route whose handler is given a BoundedRequest."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        handle = super().get_route_handler()
+
+        async def bounded(request: Request) -> Response:
+            reading = BoundedRequest(request.scope, request.receive)
+            # Read here, because FastAPI would turn TooLarge into a bad request.
+            await reading.body()
+            return await handle(reading)
+
+        return bounded

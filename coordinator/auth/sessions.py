@@ -1,0 +1,68 @@
+"""Who is signed in to the page. A session that was begun with a token of our own ends with it; one of a person whom
+the OpenID provider vouched for ends when the settings name another provider."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+
+from sqlalchemy import delete
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.auth.tokens import holder_of
+from tessera.coordinator.db import audit
+from tessera.coordinator.db.tables import PersonSessionRow, SessionRow
+from tessera.coordinator.domain.principal import Principal
+from tessera.shared.problems import Unauthenticated
+from tessera.shared.token_format import hash_of
+
+SECRET_BYTES = 32
+
+
+def begin(session: Session, now: float, caller: Principal, seconds: float) -> str:
+    """A new session's secret, of which only a hash is kept. Those that have expired are removed by the way."""
+    for table in (SessionRow, PersonSessionRow):
+        session.execute(delete(table).where(table.expires_at <= now))
+    secret = secrets.token_urlsafe(SECRET_BYTES)
+    known = {"id": hash_of(secret), "created_at": now, "expires_at": now + seconds}
+    if caller.is_person:
+        session.add(PersonSessionRow(person=caller.name, role=caller.role, **known))
+    else:
+        session.add(SessionRow(token_id=caller.token_id, **known))
+    audit.record(session, now, caller.actor, "session.begin", caller.token_id)
+    return secret
+
+
+def holder(session: Session, now: float, secret: str, issuer: str | None) -> Principal:
+    """Who holds the session, with what the token may at this moment, or might when `issuer` vouched for the person.
+
+    Raises Unauthenticated.
+    """
+    shown = hash_of(secret)
+    found = session.get(SessionRow, shown) or session.get(PersonSessionRow, shown)
+    if found is None:
+        raise Unauthenticated("you are not signed in here, or signed out")
+    if found.expires_at <= now:
+        raise Unauthenticated("the session has expired")
+    if isinstance(found, SessionRow):
+        return holder_of(session, now, found.token_id)
+    if issuer is None or not found.person.startswith(f"{issuer}#"):
+        raise Unauthenticated("people no longer sign in where this session was begun")
+    # The role was one when the session began.
+    return Principal.person(found.person, found.role)  # type: ignore[arg-type]
+
+
+def end(session: Session, now: float, caller: Principal, secret: str) -> None:
+    """Ends a session at once. Ending it again changes nothing."""
+    ended = [
+        session.execute(delete(table).where(table.id == hash_of(secret)).returning(table.id)).all()
+        for table in (SessionRow, PersonSessionRow)
+    ]
+    if any(ended):
+        audit.record(session, now, caller.actor, "session.end", caller.token_id)
+
+
+def form_token(secret: str) -> str:
+    """What each form of a session carries, and no other site can know."""
+    return hmac.new(secret.encode(), b"form", hashlib.sha256).hexdigest()

@@ -1,0 +1,147 @@
+"""Who is who: tokens, sites and workers."""
+
+from __future__ import annotations
+
+from sqlalchemy import ColumnElement, Row, exists, select
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.db import audit
+from tessera.coordinator.db.ids import new_id
+from tessera.coordinator.db.tables import SiteRow, TokenRow
+from tessera.coordinator.domain.principal import Principal
+from tessera.shared.api.admin import TokenSpec
+from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, SiteSuspended, Unauthenticated
+from tessera.shared.token_format import hash_of, new_secret
+
+SUSPENDED_SECONDS = 30.0
+"""How long the workers of a suspended site are sent away for at a time."""
+
+
+ANOTHER = "Ask an administrator for another."
+ANEW = "A worker removes the file that holds it and joins anew: tessera worker join URL --site NAME."
+
+
+def authenticate(session: Session, now: float, secret: str) -> Principal:
+    """Who holds this token. Raises Unauthenticated, and SiteSuspended."""
+    shown = hash_of(secret)
+    found = _token(session, TokenRow.secret_hash == shown)
+    if found is None:
+        # A running worker reads its file anew only when the secret that it knows is refused.
+        replaced = (TokenRow.previous_hash == shown) & (TokenRow.previous_until > now)
+        found = _token(session, replaced)
+    return _admitted(found, now)
+
+
+def require_admitted(session: Session, now: float, caller: Principal) -> None:
+    """Raises Unauthenticated or SiteSuspended if the caller, who was admitted before, no longer is."""
+    holder_of(session, now, caller.token_id)
+
+
+def holder_of(session: Session, now: float, token_id: str) -> Principal:
+    """Who holds the token of this id. Raises Unauthenticated and SiteSuspended."""
+    return _admitted(_token(session, TokenRow.id == token_id), now)
+
+
+def _token(session: Session, which: ColumnElement[bool]) -> Row[TokenRow, SiteRow] | None:
+    query = select(TokenRow, SiteRow).outerjoin(SiteRow, SiteRow.id == TokenRow.site_id)
+    return session.execute(query.where(which)).one_or_none()
+
+
+def _admitted(found: Row[TokenRow, SiteRow] | None, now: float) -> Principal:
+    if found is None:
+        raise Unauthenticated("this token is not known here", remedy=f"{ANOTHER} {ANEW}")
+    token: TokenRow = found[0]
+    remedy = f"{ANOTHER} {ANEW}" if token.role == "site" else ANOTHER
+    # An outer join's.
+    site: SiteRow | None = found[1]
+    if token.revoked_at is not None:
+        raise Unauthenticated("this token was revoked", remedy=remedy)
+    if token.expires_at is not None and token.expires_at <= now:
+        raise Unauthenticated("this token has expired", remedy=remedy)
+    if token.uses_left == 0:
+        raise Unauthenticated("this enrolment token was used up", remedy=ANOTHER)
+    if site is not None and site.suspended_at is not None:
+        raise SiteSuspended(f"site {site.name} is suspended", retry_after_seconds=SUSPENDED_SECONDS)
+    # The role was checked when the token was issued.
+    return Principal(token.id, token.name, token.role, token.site_id)  # type: ignore[arg-type]
+
+
+def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tuple[TokenRow, str]:
+    """A new token and its secret, which is kept nowhere. Raises Invalid if its site does not exist."""
+    site = None
+    if spec.site is not None:
+        site = session.scalars(select(SiteRow).where(SiteRow.name == spec.site)).one_or_none()
+        if site is None:
+            fault = Fault(pointer="/site", detail=f"there is no site {spec.site!r}")
+            raise Invalid("the token's site does not exist", errors=[fault], remedy="Create the site first.")
+    secret = new_secret(spec.role)
+    row = TokenRow(
+        id=new_id(),
+        name=spec.name,
+        role=spec.role,
+        secret_hash=hash_of(secret),
+        site_id=site.id if site else None,
+        created_at=now,
+        expires_at=now + spec.expires_in_days * 86400 if spec.expires_in_days else None,
+        uses_left=spec.uses,
+    )
+    session.add(row)
+    audit.record(session, now, actor, "token.issue", row.id, name=spec.name, role=spec.role, site=spec.site)
+    return row, secret
+
+
+def revoke_token(
+    session: Session, now: float, actor: str, token_id: str, *, admins_sign_in: bool = False
+) -> TokenRow:
+    """Revoke a token. Revoking again changes nothing.
+
+    Raises NotFound, and Conflict for the last token of an administrator unless `admins_sign_in` elsewhere.
+    """
+    row = session.get(TokenRow, token_id)
+    if row is None:
+        raise NotFound(f"there is no token {token_id}")
+    if row.revoked_at is None:
+        if row.role == "admin" and not admins_sign_in and not _other_admin(session, now, token_id):
+            raise Conflict(
+                "this is the last token of an administrator that is valid",
+                remedy="Issue another first, with `tessera admin token issue`.",
+            )
+        row.revoked_at = now
+        audit.record(session, now, actor, "token.revoke", token_id)
+    return row
+
+
+def _other_admin(session: Session, now: float, token_id: str) -> bool:
+    """Tell whether another token of an administrator is valid."""
+    valid = TokenRow.revoked_at.is_(None) & (TokenRow.expires_at.is_(None) | (TokenRow.expires_at > now))
+    other = (TokenRow.role == "admin") & (TokenRow.id != token_id)
+    return bool(session.scalar(select(exists().where(other, valid))))
+
+
+def rotate_token(session: Session, now: float, caller: Principal, shown: str, fresh_hash: str, grace: float) -> None:
+    """Gives the caller's token another secret, of which this is the hash; the one that was `shown` is admitted for
+    `grace` seconds more. A repeat changes nothing. Raises Conflict."""
+    row = session.get_one(TokenRow, caller.token_id)
+    if row.secret_hash == fresh_hash:
+        return
+    if row.secret_hash != hash_of(shown):
+        raise Conflict(
+            "this secret was replaced already, by another", remedy="Use the secret that it was replaced by."
+        )
+    if is_known(session, fresh_hash):
+        raise Conflict("this secret is or was another token's", remedy="Make another.")
+    row.previous_hash, row.previous_until, row.secret_hash = row.secret_hash, now + grace, fresh_hash
+    audit.record(session, now, caller.actor, "token.rotate", row.id, name=row.name)
+
+
+def is_known(session: Session, secret_hash: str) -> bool:
+    """Whether this is or was the secret of any token."""
+    either = (TokenRow.secret_hash == secret_hash) | (TokenRow.previous_hash == secret_hash)
+    return bool(session.scalar(select(exists().where(either))))
+
+
+def first_token(session: Session, now: float) -> str | None:
+    """The secret of a first admin token if there has never been one, else None."""
+    if session.scalar(select(exists().where(TokenRow.role == "admin"))):
+        return None
+    return issue_token(session, now, "coordinator", TokenSpec(name="first-admin", role="admin"))[1]

@@ -1,0 +1,573 @@
+"""Bytes under their sha-256: small ones in the database, the others in an object store.
+
+A blob is never visible in part. Its bytes are written under a temporary name, flushed to the disk, renamed to their
+digest and only then entered in the `blobs` table; what the table does not know does not exist. The store is a local
+folder by default, or one that speaks S3: see `objects`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, Self, cast
+
+import obstore
+from anyio import to_thread
+from obstore.store import LocalStore
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.blobs.object_store import Objects, key_of
+from tessera.coordinator.blobs.staging import Unfinished, sweep
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.tables import BlobRow
+from tessera.shared.problems import NotFound, StoreSpoilt
+from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.tensors.mmap_file import MappedFile, mapped
+
+PIECE_BYTES = 1 << 18
+
+STREAM_BYTES = 1 << 20
+"""What is read at a time to be sent: each piece is a trip to a thread, and perhaps to the store."""
+
+ROWS_KEPT = 4_096
+"""Rows of the table that are kept at hand: a merge asks for every update once a block, and for the blocks."""
+ROWS_BYTES = 16 << 20
+"""What the small blobs in them may come to."""
+
+MAPS_KEPT = 64
+"""Files of the store that stay mapped, for the same reason. A map costs addresses and a descriptor, and no memory."""
+
+SOUND_KEPT = 1 << 16
+"""Blobs that are known to be sound. One that is forgotten is hashed once more: that costs less than to remember all
+that ever were, in a process that is not told which of them another has removed."""
+
+_HEXADECIMAL = re.compile("[0-9a-f]{64}")
+
+FLUSHES = 4
+"""Files that are flushed at a time: most of it is waiting for the disk."""
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Part of an answer that has several blobs: small ones of the table together, or another one alone."""
+
+    blobs: tuple[Stored, ...]
+    inline: bool
+
+    @property
+    def size(self) -> int:
+        return sum(blob.size for blob in self.blobs)
+
+
+class StagingElsewhere(RuntimeError):
+    """The staging folder is not on the blobs' file system."""
+
+
+class Blobs:
+    def __init__(
+        self,
+        database: Database,
+        url: str,
+        staging_dir: Path,
+        inline_bytes: int,
+        readahead_bytes: int,
+    ) -> None:
+        self._database = database
+        self._inline_bytes = inline_bytes
+        self._readahead_bytes = readahead_bytes
+        self._url = url if "://" in url else Path(url).absolute()
+        self.staging_dir = staging_dir.absolute()
+        # What lies in them is of sites: updates, and models that not everybody may have.
+        staging_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.unfinished = Unfinished(self.staging_dir)
+        # A disk may have spoilt what an earlier process wrote: each blob is hashed once more before its first use.
+        # What came since was hashed as it came, by this process or by one beside it.
+        self._sound = Recent(SOUND_KEPT)
+        self.began_at = database.now()
+        # A blob that is there stays as it is, and one that is not is not remembered.
+        self._rows = Rows()
+        self._map = lru_cache(maxsize=MAPS_KEPT)(mapped)
+        self._objects = Objects(url) if "://" in url else None
+        # Where they are otherwise.
+        self._root = Path(url)
+        if self._objects is None:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._root.stat().st_dev != staging_dir.stat().st_dev:
+                raise StagingElsewhere(
+                    f"{staging_dir} and {url} are on two file systems; finishing an upload is a rename"
+                )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # To another process, which opens the same database and store once, however many tensors it is sent.
+        url = self._database.url.render_as_string(hide_password=False)
+        arguments = (str(self._url), self.staging_dir, self._inline_bytes, self._readahead_bytes)
+        return _reopened, (url, arguments, self.began_at)
+
+    # ------------------------------------------------------------ writing
+
+    def put(self, pieces: Iterable[bytes | memoryview]) -> Stored:
+        """Makes bytes safe under their digest. To be entered with `record`."""
+        with self.writer() as writer:
+            for piece in pieces:
+                writer.write(piece)
+            return writer.finish()
+
+    def writer(self) -> BlobWriter:
+        """The same bit by bit. Several may be open at a time."""
+        return BlobWriter(self, self._inline_bytes)
+
+    @contextmanager
+    def file(self) -> Iterator[BinaryIO]:
+        """A seekable file to write and `keep`; what is not kept leaves nothing behind."""
+        path = self.unfinished.path()
+        try:
+            with path.open("x+b") as file:
+                yield file
+        finally:
+            path.unlink(missing_ok=True)
+
+    def keep(self, file: BinaryIO) -> Stored:
+        """Makes the bytes of a `file` safe under their digest. To be entered with `record`."""
+        file.seek(0)
+        found = hashlib.sha256()
+        while piece := file.read(PIECE_BYTES):
+            found.update(piece)
+        return self.adopt(Path(file.name), f"sha256:{found.hexdigest()}", file.tell())
+
+    def batch(self) -> BlobBatch:
+        """Writes several, which are safe at the end of `with`: to wait for the disk once costs far less."""
+        return BlobBatch(self, self._inline_bytes)
+
+    def adopt(self, path: Path, digest: str, size: int) -> Stored:
+        """Takes over a finished file of the staging folder, whose digest was checked."""
+        if size <= self._inline_bytes:
+            return Stored(digest, size, path.read_bytes())
+        self.move(path, digest)
+        self.flush_names([digest])
+        return Stored(digest, size)
+
+    def move(self, path: Path, digest: str) -> None:
+        """The same in part: its name is safe only after `flush_names`."""
+        if self._objects:
+            self._objects.put(digest, path)
+            path.unlink(missing_ok=True)
+            return
+        _flush(path)
+        final = self._path(digest)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        # The name is the content, so replacing a file of the same name changes nothing.
+        path.replace(final)
+        self._sound.add(digest)
+
+    def flush_names(self, digests: Iterable[str]) -> None:
+        if self._objects is None and (folders := {self._path(digest).parent for digest in digests}):
+            for folder in (*sorted(folders), self._root):
+                _flush(folder)
+
+    def record(self, session: Session, now: float, stored: Sequence[Stored]) -> None:
+        """Enters blobs in the table; those already there stay as they are."""
+        new = {blob.digest: blob for blob in stored}
+        known = session.scalars(select(BlobRow.digest).where(BlobRow.digest.in_(new)))
+        for digest in known:
+            del new[digest]
+        session.add_all(
+            BlobRow(digest=blob.digest, size=blob.size, inline=blob.inline, created_at=now) for blob in new.values()
+        )
+        session.flush()
+
+    def save(self, pieces: Iterable[bytes | memoryview]) -> Stored:
+        """`put` and `record` in one."""
+        stored = self.put(pieces)
+        with self._database.transaction() as session:
+            self.record(session, self._database.now(), [stored])
+        return stored
+
+    def writable(self) -> bool:
+        """Whether the staging folder takes a file, and a store that is no folder takes and gives bytes."""
+        probe = self.staging_dir / f"probe-{uuid.uuid4().hex}"
+        try:
+            probe.write_bytes(b"probe")
+            probe.unlink(missing_ok=True)
+        except OSError:
+            return False
+        return self._objects is None or self._objects.serves()
+
+    def sweep(self) -> int:
+        """Removes what killed processes left half-written, and returns how many files there were.
+
+        Unfinished uploads stay: their senders may come back for them.
+        """
+        for probe in self.staging_dir.glob("probe-*"):
+            probe.unlink(missing_ok=True)
+        for aside in self.staging_dir.glob("gone-*"):
+            # Removing it was cut off before its age was seen. At worst it is a stray, which will be found.
+            with suppress(FileNotFoundError):
+                aside.replace(self._path(aside.name.removeprefix("gone-")))
+        return sweep(self.staging_dir)
+
+    # ------------------------------------------------------------ removing
+
+    def discard(self, digest: str, before: float) -> bool:
+        """Removes the bytes of a blob that is in the table no more, unless they were written since `before`."""
+        self._sound.discard(digest)
+        self._rows.drop(digest)
+        if self._objects:
+            return self._objects.remove(digest, before)
+        # It must be looked at where nobody can put another in its place.
+        path, aside = self._path(digest), self.staging_dir / f"gone-{digest.removeprefix('sha256:')}"
+        with suppress(FileNotFoundError):
+            path.replace(aside)
+            if aside.stat().st_mtime < before:
+                aside.unlink()
+                return True
+            aside.replace(path)
+        return False
+
+    def listed(self, before: float, at_a_time: int) -> Iterator[list[str]]:
+        """The digests of all that the store holds and that was written before then, a list at a time."""
+        pages: Iterable[Sequence[obstore.ObjectMeta]]
+        if self._objects:
+            pages = self._objects.listed(at_a_time)
+        else:
+            pages = obstore.list(LocalStore(self._root), chunk_size=at_a_time)
+        for objects in pages:
+            keys = [found["path"] for found in objects if found["last_modified"].timestamp() < before]
+            yield [f"sha256:{name}" for key in keys if _HEXADECIMAL.fullmatch(name := key.rpartition("/")[2])]
+
+    # ------------------------------------------------------------ reading
+
+    def size(self, digest: str) -> int:
+        """Raises NotFound."""
+        return self._row(digest).size
+
+    def open(self, digest: str) -> BinaryIO:
+        """The blob as a seekable file. Raises NotFound, and StoreSpoilt if its bytes are not those of its name."""
+        row = self._row(digest)
+        self.verify(row)
+        if self._objects is None and row.inline is None:
+            return cast("BinaryIO", MappedFile(self._map(self._path(digest))))
+        return self._open(row)
+
+    def _open(self, blob: Stored) -> BinaryIO:
+        if blob.inline is not None:
+            return io.BytesIO(blob.inline)
+        if self._objects:
+            return self._objects.open(blob, self._readahead_bytes)
+        return self._path(blob.digest).open("rb", buffering=0)
+
+    def _path(self, digest: str) -> Path:
+        """Where a blob is, or would be, in a store that is a folder."""
+        return self._root / key_of(digest)
+
+    def verify(self, blob: Stored) -> None:
+        """Hashes a blob, the first time that this process meets it, unless it came into a folder since it began.
+
+        Raises StoreSpoilt, and StoreAway.
+        """
+        if self._objects and blob.inline is None:
+            self._objects.verify(blob)
+        elif blob.digest not in self._sound:
+            self.rehash(blob)
+
+    def rehash(self, blob: Stored) -> None:
+        """Raises StoreSpoilt if the blob is missing, or has other bytes than those of its name; and StoreAway."""
+        if self._objects and blob.inline is None:
+            self._objects.hash(blob)
+            return
+        try:
+            with self._open(blob) as file:
+                found = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
+        except FileNotFoundError:
+            raise StoreSpoilt(f"blob {blob.digest} is missing from the store") from None
+        if f"sha256:{found.hexdigest()}" != blob.digest:
+            raise StoreSpoilt(f"blob {blob.digest} no longer has the bytes of its name")
+        self._sound.add(blob.digest)
+
+    def read(self, digest: str) -> bytes:
+        """A whole blob. Raises NotFound."""
+        with self.open(digest) as file:
+            return file.read()
+
+    async def stream(self, blob: Stored, start: int, stop: int) -> AsyncIterator[bytes]:
+        """Bytes `start` to `stop` of a blob, piece by piece, as the receiver takes them."""
+        if blob.inline is not None:
+            yield blob.inline[start:stop]
+        elif self._objects:
+            while start < stop:
+                # A request for each piece: a receiver that is slow keeps no connection to the store waiting.
+                piece = await to_thread.run_sync(self._objects.read, blob, start, min(start + STREAM_BYTES, stop))
+                start += len(piece)
+                yield piece
+        else:
+            # Read in a thread of ours: the store's own stream takes ten times the processor time over a local file.
+            with self._path(blob.digest).open("rb", buffering=0) as file:
+                file.seek(start)
+                while start < stop and (
+                    piece := await to_thread.run_sync(file.read, min(STREAM_BYTES, stop - start))
+                ):
+                    start += len(piece)
+                    yield piece
+
+    def find(self, session: Session, digest: str) -> Stored:
+        """Raises NotFound."""
+        row = session.get(BlobRow, digest)
+        if row is None:
+            raise NotFound(f"there is no blob {digest}")
+        return self._stored(row)
+
+    def portions(self, session: Session, digests: Sequence[str]) -> list[Portion]:
+        """Several blobs in the order given, divided so that reading one portion takes little memory.
+
+        The bytes themselves are not read: four thousand small blobs have 256 MiB. Raises NotFound.
+        """
+        columns = select(BlobRow.digest, BlobRow.size, BlobRow.created_at, BlobRow.inline.is_not(None))
+        found = {}
+        for digest, size, created_at, inline in session.execute(columns.where(BlobRow.digest.in_(set(digests)))):
+            self._note_sound(digest, created_at)
+            found[digest] = Portion((Stored(digest, size),), inline)
+        if missing := [digest for digest in digests if digest not in found]:
+            raise NotFound(f"there is no blob {missing[0]}")
+        joined: list[Portion] = []
+        for digest in digests:
+            last, one = joined[-1] if joined else None, found[digest]
+            if last and last.inline and one.inline and last.size + one.size <= STREAM_BYTES:
+                joined[-1] = Portion((*last.blobs, *one.blobs), inline=True)
+            else:
+                joined.append(one)
+        return joined
+
+    def verify_all(self, portions: Iterable[Portion]) -> None:
+        """Hashes what this process has not met yet. Raises StoreSpoilt, and StoreAway."""
+        for portion in portions:
+            if not portion.inline:
+                self.verify(portion.blobs[0])
+            elif any(blob.digest not in self._sound for blob in portion.blobs):
+                self._together(portion)
+
+    async def stream_all(self, portions: Iterable[Portion], start: int) -> AsyncIterator[bytes]:
+        """Bytes of the portions from `start` of them all on, piece by piece, as the receiver takes them."""
+        for portion in portions:
+            skipped = min(start, portion.size)
+            start -= skipped
+            if skipped == portion.size:
+                continue
+            if portion.inline:
+                yield (await to_thread.run_sync(self._together, portion))[skipped:]
+            else:
+                async for piece in self.stream(portion.blobs[0], skipped, portion.size):
+                    yield piece
+
+    def _together(self, portion: Portion) -> bytes:
+        """The bytes of a portion of small blobs. Raises NotFound if one was removed meanwhile, and StoreSpoilt."""
+        digests = [blob.digest for blob in portion.blobs]
+        with self._database.snapshot() as session:
+            rows = session.execute(select(BlobRow.digest, BlobRow.inline).where(BlobRow.digest.in_(digests)))
+            found = {digest: inline for digest, inline in rows if inline is not None}
+        if missing := [digest for digest in digests if digest not in found]:
+            raise NotFound(f"there is no blob {missing[0]}")
+        for digest in digests:
+            self.verify(Stored(digest, len(found[digest]), found[digest]))
+        return b"".join(found[digest] for digest in digests)
+
+    def _stored(self, row: BlobRow) -> Stored:
+        self._note_sound(row.digest, row.created_at)
+        return Stored(row.digest, row.size, row.inline)
+
+    def _note_sound(self, digest: str, created_at: float) -> None:
+        if created_at > self.began_at:
+            self._sound.add(digest)
+
+    def __contains__(self, blob: Stored) -> bool:
+        """Whether a file of this name and size is in the store, whatever the table says."""
+        if self._objects:
+            return self._objects.size(blob.digest) == blob.size
+        with suppress(FileNotFoundError):
+            return self._path(blob.digest).stat().st_size == blob.size
+        return False
+
+    def expect(self, digests: Collection[str]) -> None:
+        """Looks up in one query what will be asked for. What is not there is found missing when it is."""
+        wanted = [digest for digest in digests if digest not in self._rows]
+        if len(wanted) > 1:
+            with self._database.snapshot() as session:
+                for row in session.scalars(select(BlobRow).where(BlobRow.digest.in_(wanted))):
+                    self._rows.keep(self._stored(row))
+
+    def _row(self, digest: str) -> Stored:
+        if (known := self._rows.get(digest)) is None:
+            with self._database.snapshot() as session:
+                known = self.find(session, digest)
+            self._rows.keep(known)
+        return known
+
+
+class Recent:
+    """The latest so many names that were added. For any thread."""
+
+    def __init__(self, most: int) -> None:
+        self._names: OrderedDict[str, None] = OrderedDict()
+        self._most = most
+        self._lock = threading.Lock()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def add(self, name: str) -> None:
+        with self._lock:
+            self._names[name] = None
+            self._names.move_to_end(name)
+            if len(self._names) > self._most:
+                self._names.popitem(last=False)
+
+    def discard(self, name: str) -> None:
+        with self._lock:
+            self._names.pop(name, None)
+
+
+class Rows:
+    """Blobs that were looked up lately, the latest of them. For any thread."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[str, Stored] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._rows
+
+    def drop(self, digest: str) -> None:
+        with self._lock:
+            if found := self._rows.pop(digest, None):
+                self._bytes -= len(found.inline or b"")
+
+    def get(self, digest: str) -> Stored | None:
+        with self._lock:
+            if found := self._rows.get(digest):
+                self._rows.move_to_end(digest)
+            return found
+
+    def keep(self, blob: Stored) -> None:
+        with self._lock:
+            if blob.digest in self._rows:
+                return
+            self._rows[blob.digest] = blob
+            self._bytes += len(blob.inline or b"")
+            while len(self._rows) > ROWS_KEPT or self._bytes > ROWS_BYTES:
+                _, last = self._rows.popitem(last=False)
+                self._bytes -= len(last.inline or b"")
+
+
+@lru_cache(maxsize=4)
+def _reopened(database_url: str, arguments: tuple[Any, ...], began_at: float) -> Blobs:
+    blobs = Blobs(Database(database_url), *arguments)
+    # What the process that it comes from need not hash again, this one need not either.
+    blobs.began_at = began_at
+    return blobs
+
+
+class BlobWriter:
+    """Bytes on their way to becoming a blob; what is left unfinished at the end of `with` leaves nothing behind.
+
+    Few bytes stay in memory; more go to a file, and are hashed as they pass.
+    """
+
+    def __init__(self, blobs: Blobs, inline_bytes: int, batch: BlobBatch | None = None) -> None:
+        self._blobs = blobs
+        self._batch = batch
+        self._inline_bytes = inline_bytes
+        self._path: Path | None = None
+        self._head = bytearray()
+        self._file: BinaryIO | None = None
+        self._size = 0
+        self._received = hashlib.sha256()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        try:
+            if self._file:
+                # On a full disk this too fails, for what was not written yet.
+                self._file.close()
+        finally:
+            if self._path:
+                self._path.unlink(missing_ok=True)
+
+    def write(self, piece: bytes | memoryview) -> None:
+        self._size += len(piece)
+        self._received.update(piece)
+        if self._file:
+            self._file.write(piece)
+        elif self._size <= self._inline_bytes:
+            self._head += piece
+        else:
+            self._path = self._blobs.unfinished.path()
+            self._file = self._path.open("xb")
+            self._file.write(self._head)
+            self._file.write(piece)
+            self._head.clear()
+
+    def finish(self) -> Stored:
+        """Makes the bytes safe under their digest, or leaves that to the batch. To be entered with `record`."""
+        digest = f"sha256:{self._received.hexdigest()}"
+        if not self._file or not self._path:
+            return Stored(digest, self._size, bytes(self._head))
+        self._file.close()
+        if self._batch is None:
+            return self._blobs.adopt(self._path, digest, self._size)
+        self._batch.take(self._path, digest)
+        # It is the batch's from here on.
+        self._path = None
+        return Stored(digest, self._size)
+
+
+class BlobBatch:
+    """Blobs that become safe together. Its writers may work in several threads."""
+
+    def __init__(self, blobs: Blobs, inline_bytes: int) -> None:
+        self._blobs = blobs
+        self._inline_bytes = inline_bytes
+        self._pool = ThreadPoolExecutor(FLUSHES, thread_name_prefix="flush")
+        self._taken: list[tuple[Path, str, Future[None]]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *fault: object) -> None:
+        self._pool.shutdown(cancel_futures=kind is not None)
+        try:
+            if kind is None:
+                for _, _, moved in self._taken:
+                    moved.result()
+                self._blobs.flush_names(digest for _, digest, _ in self._taken)
+        finally:
+            for path, _, _ in self._taken:
+                path.unlink(missing_ok=True)
+
+    def writer(self) -> BlobWriter:
+        return BlobWriter(self._blobs, self._inline_bytes, self)
+
+    def take(self, path: Path, digest: str) -> None:
+        """A finished file of the staging folder."""
+        self._taken.append((path, digest, self._pool.submit(self._blobs.move, path, digest)))
+
+
+def _flush(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

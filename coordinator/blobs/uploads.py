@@ -1,0 +1,399 @@
+"""Uploads that may break off at any byte and go on.
+
+How much has arrived is the length of the staging file, so nothing has to be written down while bytes come in, and
+nothing is lost with the process that received them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from sqlalchemy import ColumnElement, delete, select, update
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.ids import new_id
+from tessera.coordinator.db.tables import AnnouncedRow, SiteRow, UploadRow
+from tessera.coordinator.limits.disk import Room
+from tessera.coordinator.limits.thread_shares import Shares
+from tessera.shared.problems import (
+    BadRequest,
+    DigestMismatch,
+    NotFound,
+    OffsetMismatch,
+    QuotaExceeded,
+    TooLarge,
+    UploadBusy,
+)
+from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.tensors.lazy import digest_of
+
+WRITE_BYTES = 1 << 20
+HASHED_AT_A_TIME = 64
+"""Pieces of so many bytes."""
+
+FINISHING_SECONDS = 30.0
+"""When a site that has too many unfinished uploads may ask again."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    id: str
+    owner: str
+    digest: str
+    length: int
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Quota:
+    """What a site may announce. Judged in the tables, so that several coordinators agree."""
+
+    bytes_per_day: int | None
+    unfinished: int
+
+    def spend(self, session: Session, now: float, site_id: str, unfinished: int, more_bytes: int) -> None:
+        """Enters what a new upload, or the new length of one, adds to what the site has announced. Raises
+        QuotaExceeded."""
+        if unfinished >= self.unfinished:
+            raise QuotaExceeded(
+                f"{unfinished} uploads of this site are unfinished (setting site_unfinished_uploads)",
+                retry_after_seconds=FINISHING_SECONDS,
+            )
+        if self.bytes_per_day is not None:
+            rows = self._of_the_day(session, now, site_id)
+            total = sum(row.bytes for row in rows)
+            if total + more_bytes > self.bytes_per_day:
+                oldest = min((row.hour for row in rows), default=int(now // 3600))
+                raise QuotaExceeded(
+                    f"this site has announced {total} bytes within a day; {more_bytes} more would be over "
+                    f"{self.bytes_per_day} (setting site_bytes_per_day)",
+                    retry_after_seconds=(oldest + 24) * 3600 - now,
+                )
+        self.note_bytes(session, now, site_id, more_bytes)
+
+    def note_bytes(self, session: Session, now: float, site_id: str, more: int) -> None:
+        """Enters what a site writes into the tables, which other limits bound: it takes from what it may announce."""
+        if self.bytes_per_day is None:
+            return
+        hour = int(now // 3600)
+        found = next((row for row in self._of_the_day(session, now, site_id) if row.hour == hour), None)
+        if found:
+            found.bytes += more
+        else:
+            session.add(AnnouncedRow(site_id=site_id, hour=hour, bytes=more))
+
+    def _of_the_day(self, session: Session, now: float, site_id: str) -> list[AnnouncedRow]:
+        of_site = AnnouncedRow.site_id == site_id
+        session.execute(delete(AnnouncedRow).where(of_site, AnnouncedRow.hour <= int(now // 3600) - 24))
+        return list(session.scalars(select(AnnouncedRow).where(of_site)))
+
+
+@dataclass(frozen=True)
+class Uploads:
+    database: Database
+    blobs: Blobs
+    room: Room
+    quota: Quota
+    idle_seconds: float
+    received: Callable[[float], object]
+    """Told of the bytes as they come."""
+    threads: Shares
+    """Where what takes long is done, in the turns of the owners."""
+
+    # ------------------------------------------------------------ the table
+
+    def announce(self, owner: str, digest: str, length: int, *, site_id: str | None = None) -> Upload:
+        """A new upload, or the one that this owner has announced before.
+
+        Raises BadRequest if the lengths differ, StoreFull, and QuotaExceeded if the owner is a site.
+        """
+        with self.database.transaction() as session:
+            same = (UploadRow.owner == owner) & (UploadRow.digest == digest)
+            row = session.scalars(select(UploadRow).where(same)).one_or_none()
+            if row is None:
+                row = UploadRow(id=new_id(), owner=owner, digest=digest, length=length, complete=False)
+                self._permit(session, site_id, row, length)
+                session.add(row)
+            elif row.length != length and row.complete:
+                raise BadRequest(f"{digest} has {row.length} bytes, not {length}")
+            elif row.length != length:
+                # One of the announcements is mistaken; the bytes will tell which.
+                more, row.length = max(0, length - row.length), length
+                self._permit(session, site_id, row, more)
+                self._discard(_record(row))
+            # What was announced again is not about to be removed.
+            row.created_at = self.database.now()
+            return _record(row)
+
+    def _permit(self, session: Session, site_id: str | None, row: UploadRow, more_bytes: int) -> None:
+        if site_id is not None:
+            # Two announcements of one site at once would each not see the other.
+            session.get_one(SiteRow, site_id, with_for_update=True)
+        others = (UploadRow.owner == row.owner) & (UploadRow.id != row.id) & ~UploadRow.complete
+        unfinished = session.scalars(select(UploadRow).where(others)).all()
+        # What this owner has announced and not sent yet needs room too. That of others takes none from it: they may
+        # never send it. What has come is no longer among what is free.
+        self.room.require(sum(each.length - self.offset(_record(each)) for each in (*unfinished, row)))
+        if site_id is not None:
+            self.quota.spend(session, self.database.now(), site_id, len(unfinished), more_bytes)
+
+    def find(self, upload_id: str, owner: str) -> Upload:
+        """Raises NotFound if there is no such upload of this owner."""
+        with self.database.snapshot() as session:
+            row = session.get(UploadRow, upload_id)
+            if row is None or row.owner != owner:
+                raise NotFound(f"there is no upload {upload_id}", remedy="Announce the blob anew.")
+            return _record(row)
+
+    def forget(self, upload_id: str, before: float) -> bool:
+        """Removes an unfinished upload, unless it was announced or written to since then."""
+        with self.database.transaction() as session:
+            row = session.get(UploadRow, upload_id)
+            if row is None or row.complete or row.created_at >= before:
+                return False
+            path = self._path(_record(row))
+            if path.exists() and path.stat().st_mtime >= before:
+                return False
+            try:
+                self._discard(_record(row))
+            except UploadBusy:
+                return False
+            session.delete(row)
+        return True
+
+    def offset(self, upload: Upload) -> int:
+        """How many bytes have arrived."""
+        if upload.complete:
+            return upload.length
+        path = self._path(upload)
+        return path.stat().st_size if path.exists() else 0
+
+    # ------------------------------------------------------------ the bytes
+
+    async def whole(self, upload: Upload, body: AsyncIterator[bytes]) -> None:
+        """A blob that comes in the request that announces it. A small one never touches the staging folder."""
+        if upload.length > WRITE_BYTES:
+            await self.append(upload, 0, body)
+            return
+        received = bytearray()
+        async with self._moving() as sender:
+            async for piece in body:
+                sender.sent(piece)
+                received += piece
+                if len(received) > upload.length:
+                    raise _longer(upload)
+        if len(received) < upload.length:
+            raise BadRequest(f"{len(received)} bytes came of {upload.length}", remedy="Send the whole blob again.")
+        await self.threads.run(upload.owner, self.keep, upload, bytes(received))
+
+    def keep(self, upload: Upload, data: bytes) -> None:
+        """Takes a blob that is here whole. Raises DigestMismatch."""
+        if upload.complete:
+            return
+        if digest_of(data) != upload.digest:
+            raise _mismatch(upload, digest_of(data))
+        self._complete(upload, self.blobs.put([data]))
+
+    async def append(self, upload: Upload, offset: int, body: AsyncIterator[bytes]) -> int:
+        """Adds bytes from `offset` on and returns the new offset; completes the upload when all are here.
+
+        Raises OffsetMismatch, UploadBusy, TooLarge, DigestMismatch, StoreFull.
+        """
+        if upload.complete:
+            return upload.length
+        with self._locked(upload) as file, self.room.expecting(max(0, upload.length - offset)) as written:
+            upload = await self.threads.run(upload.owner, self._locked_row, upload)
+            _require_end(file, upload, offset)
+            # Hashed as it comes, or else when it is whole: never again for each part, which costs its sender nothing.
+            received = hashlib.sha256() if offset == 0 else None
+            pending = bytearray()
+
+            def write() -> None:
+                # Bit by bit, and gone from `pending` when it is there: a full disk takes a part, and what it has
+                # taken may not be written again.
+                while pending:
+                    count = file.write(pending)
+                    if received is not None:
+                        received.update(memoryview(pending)[:count])
+                    del pending[:count]
+                    written(count)
+
+            try:
+                async with self._moving() as sender:
+                    async for piece in body:
+                        sender.sent(piece)
+                        pending += piece
+                        if file.tell() + len(pending) > upload.length:
+                            raise _longer(upload)
+                        if len(pending) >= WRITE_BYTES:
+                            sender.waits()
+                            await self._to_the_end(upload.owner, write)
+                            sender.sent(b"")
+            finally:
+                # What has come is kept even when the sender is cut off, so that it need not come again.
+                if file.tell() + len(pending) <= upload.length:
+                    write()
+            if file.tell() == upload.length:
+                received = received or await self._hashed(upload.owner, file)
+                await self.threads.run(upload.owner, self._finish, upload, file, received.hexdigest())
+            return file.tell()
+
+    @asynccontextmanager
+    async def _moving(self) -> AsyncIterator[_Sender]:
+        """Bytes come in, and it is told of each piece: a slow sender is waited for, a silent one is not."""
+        try:
+            # One deadline that is put off: to wait for each piece on its own costs a task a piece.
+            async with asyncio.timeout(self.idle_seconds) as silence:
+                yield _Sender(silence, self.idle_seconds, self.received)
+        except TimeoutError:
+            if not silence.expired():
+                raise
+            raise BadRequest(
+                f"no byte came for {self.idle_seconds:g} s", remedy="Go on with the upload from its offset."
+            ) from None
+
+    async def _to_the_end(self, owner: str, work: Callable[[], None]) -> None:
+        """Works in a thread and waits for it even when cancelled, so that nobody else touches what it works on."""
+        task = asyncio.ensure_future(self.threads.run(owner, work))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await task
+            raise
+
+    async def _hashed(self, owner: str, file: FileIO) -> hashlib._Hash:
+        """The hash of a file, in so many turns that others are not kept waiting."""
+        received = hashlib.sha256()
+
+        def some() -> bool:
+            for _ in range(HASHED_AT_A_TIME):
+                piece = file.read(WRITE_BYTES)
+                received.update(piece)
+            return bool(piece)
+
+        file.seek(0)
+        while await self.threads.run(owner, some):
+            pass
+        return received
+
+    def _finish(self, upload: Upload, file: FileIO, hexadecimal: str) -> None:
+        path = self._path(upload)
+        if f"sha256:{hexadecimal}" != upload.digest:
+            path.unlink()
+            raise _mismatch(upload, f"sha256:{hexadecimal}")
+        self._complete(upload, self.blobs.adopt(path, upload.digest, upload.length))
+        # A small one is in the table now. In place of one that was moved there may be a file of who came too late.
+        if _is_at(path, file):
+            path.unlink()
+
+    def _complete(self, upload: Upload, stored: Stored) -> None:
+        with self.database.transaction() as session:
+            self.blobs.record(session, self.database.now(), [stored])
+            row = session.get(UploadRow, upload.id)
+            if row is None:
+                raise NotFound(f"upload {upload.id} was removed meanwhile", remedy="Announce the blob anew.")
+            # The bytes are those of the digest, so this is its length, whatever was announced meanwhile.
+            row.length, row.complete = upload.length, True
+
+    def _path(self, upload: Upload) -> Path:
+        return self.blobs.staging_dir / f"upload-{upload.id}"
+
+    @contextmanager
+    def _locked(self, upload: Upload) -> Iterator[FileIO]:
+        """The staging file, for one request at a time. Raises UploadBusy."""
+        path = self._path(upload)
+        with path.open("ab+", buffering=0) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UploadBusy(f"upload {upload.id} is being written to", retry_after_seconds=1) from None
+            # Between the opening and the lock another request may have finished it, or thrown it away.
+            if not _is_at(path, file):
+                raise UploadBusy(f"upload {upload.id} was being written to", retry_after_seconds=0)
+            yield file
+
+    def _locked_row(self, upload: Upload) -> Upload:
+        """What the table says now that it is locked: its length is not changed meanwhile. Raises UploadBusy."""
+        found = self.find(upload.id, upload.owner)
+        if found.complete:
+            self._path(upload).unlink()
+            raise UploadBusy(f"upload {upload.id} was finished by another request", retry_after_seconds=0)
+        return found
+
+    def _discard(self, upload: Upload) -> None:
+        """Throws away what has come of it. Raises UploadBusy if more is coming."""
+        with self._locked(upload):
+            self._path(upload).unlink()
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """Whoever sends, and until when the next piece has to come."""
+
+    silence: asyncio.Timeout
+    idle_seconds: float
+    received: Callable[[float], object]
+
+    def sent(self, piece: bytes) -> None:
+        self.silence.reschedule(asyncio.get_running_loop().time() + self.idle_seconds)
+        self.received(len(piece))
+
+    def waits(self) -> None:
+        """It is this side that takes its time now: for a thread, or the disk."""
+        self.silence.reschedule(None)
+
+
+def _is_at(path: Path, file: FileIO) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    return False
+
+
+def owned(session: Session, owner: str, digest: str) -> int | None:
+    """The length of a complete upload of this owner, or None."""
+    return session.scalar(select(UploadRow.length).where(_finished(owner, digest)))
+
+
+def hand_in(session: Session, now: float, owner: str, digest: str) -> None:
+    """Keeps a complete upload from being removed while what refers to it is entered. Raises NotFound."""
+    touched = update(UploadRow).where(_finished(owner, digest)).values(created_at=now).returning(UploadRow.id)
+    if session.scalar(touched) is None:
+        raise NotFound(f"{digest} was removed before it was handed in", remedy="Upload it again.")
+
+
+def _finished(owner: str, digest: str) -> ColumnElement[bool]:
+    return (UploadRow.owner == owner) & (UploadRow.digest == digest) & UploadRow.complete
+
+
+def _require_end(file: FileIO, upload: Upload, offset: int) -> None:
+    """Raises OffsetMismatch unless what is here ends at `offset`."""
+    end = file.seek(0, 2)
+    if end != offset:
+        raise OffsetMismatch(
+            f"upload {upload.id} stands at byte {end}, not {offset}", headers={"Upload-Offset": str(end)}
+        )
+
+
+def _longer(upload: Upload) -> TooLarge:
+    return TooLarge(
+        f"more bytes came than the {upload.length} that were announced",
+        remedy="Announce the true length, and send no more than that.",
+    )
+
+
+def _mismatch(upload: Upload, found: str) -> DigestMismatch:
+    return DigestMismatch(f"{upload.digest} was announced; the bytes are {found}")
+
+
+def _record(row: UploadRow) -> Upload:
+    return Upload(row.id, row.owner, row.digest, row.length, row.complete)

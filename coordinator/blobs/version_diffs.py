@@ -1,0 +1,66 @@
+"""Differences between versions: each made once, when a worker first asks for it, and kept."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+from anyio import to_thread
+
+from tessera.coordinator.auth.permissions import within_reach
+from tessera.coordinator.blobs.difference_format import write_difference
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.tables import BlobRow, DifferenceRow, RunBlobRow, RunRow, VersionRow
+from tessera.coordinator.domain.principal import Principal
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.api.versions import Difference
+from tessera.shared.problems import NotFound
+from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.versions import States
+
+FURTHEST = 8
+"""A worker further behind is better off with the blocks themselves."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    database: Database
+    blobs: Blobs
+    states: States
+    _locks: WeakValueDictionary[tuple[str, int, int], asyncio.Lock] = field(default_factory=WeakValueDictionary)
+
+    async def find(self, caller: Principal, run_id: str, number: int, since: int) -> Difference:
+        """Raises NotFound for versions that are not there or not within the caller's reach, or too far apart."""
+        if not 0 < number - since <= FURTHEST:
+            raise NotFound(
+                f"there is no difference between versions {since} and {number}", remedy="Fetch the blocks themselves."
+            )
+        # However many ask for it at once, one makes it, and only that one keeps a thread.
+        lock = self._locks.setdefault((run_id, number, since), asyncio.Lock())
+        async with lock:
+            return await to_thread.run_sync(self._find, caller, run_id, number, since)
+
+    def _find(self, caller: Principal, run_id: str, number: int, since: int) -> Difference:
+        with self.database.snapshot() as session:
+            rows = [session.get(VersionRow, (run_id, wanted)) for wanted in (since, number)]
+            digests = [row.digest for row in rows if row and row.retired_at is None]
+            if len(digests) < 2 or within_reach(session, caller, digests) != set(digests):
+                raise NotFound(f"run {run_id} has no versions {since} and {number}")
+            if made := session.get(DifferenceRow, (run_id, number, since)):
+                return Difference(digest=made.digest, nbytes=session.get_one(BlobRow, made.digest).size)
+            spec = RunSpec.model_validate(session.get_one(RunRow, run_id).spec)
+        earlier, later = map(self.states.manifest, digests)
+        with self.blobs.file() as file:
+            write_difference(file, self.states, self.states.model(spec.model), earlier, later)
+            stored = self.blobs.keep(file)
+        self._record(stored, run_id, number, since)
+        return Difference(digest=stored.digest, nbytes=stored.size)
+
+    def _record(self, stored: Stored, run_id: str, number: int, since: int) -> None:
+        with self.database.transaction() as session:
+            self.blobs.record(session, self.database.now(), [stored])
+            # Another process may have been as quick, with the same bytes.
+            session.merge(DifferenceRow(run_id=run_id, number=number, since=since, digest=stored.digest))
+            session.merge(RunBlobRow(run_id=run_id, digest=stored.digest))

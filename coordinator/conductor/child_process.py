@@ -1,0 +1,83 @@
+"""The conductor as a child of the process that serves: started again when it dies, gone when its parent is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import structlog
+
+log = structlog.get_logger()
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+GOODBYE_SECONDS = 3.0
+
+COMMAND = (sys.executable, "-m", "tessera.coordinator", "conduct", "--attached")
+
+
+class ChildConductor:
+    """Runs between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        self._stopping = threading.Event()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._supervise, name="supervision", daemon=True)
+
+    def start(self) -> None:
+        self._begin()
+        self._thread.start()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopping.set()
+            child = self._child
+        if child is None:
+            return
+        child.terminate()
+        try:
+            child.wait(GOODBYE_SECONDS)
+        except subprocess.TimeoutExpired:
+            # What is cut off is done again by the next.
+            child.kill()
+            child.wait()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if not self._stopping.is_set():
+                # The pipe is never written to: its end tells the child of its parent's, however that came about.
+                # A group of its own, so that Ctrl-C in a terminal reaches it by way of `stop` alone.
+                self._child = subprocess.Popen(  # noqa: S603 (our own program)
+                    COMMAND, stdin=subprocess.PIPE, process_group=0
+                )
+
+    def _supervise(self) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while not self._stopping.is_set() and self._child:
+            began = time.monotonic()
+            code = self._child.wait()
+            if self._stopping.is_set():
+                return
+            # One that dies at once is not started again and again without a break.
+            pause = FIRST_PAUSE_SECONDS if time.monotonic() - began > LONGEST_PAUSE_SECONDS else 2 * pause
+            pause = min(pause, LONGEST_PAUSE_SECONDS)
+            log.error("conductor.died", code=code, again_in_seconds=pause)
+            self._stopping.wait(pause)
+            if self._child.stdin:
+                self._child.stdin.close()
+            self._begin()
+
+
+def end_with_parent() -> None:
+    """Ends this process when its standard input does."""
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -1,0 +1,93 @@
+"""What waits for somebody's yes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import RedirectResponse
+from pydantic import ValidationError
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.api import enrolments as api
+from tessera.coordinator.api.dependencies import Serving
+from tessera.coordinator.dashboard.security_headers import PREFIX
+from tessera.coordinator.dashboard.session import Fields, PageRoute, Sender, Signed, require_role
+from tessera.coordinator.dashboard.templating import render
+from tessera.coordinator.db import views
+from tessera.coordinator.db.snapshots import live_workers
+from tessera.coordinator.db.tables import EnrolmentRow, RunRow
+from tessera.coordinator.domain.workers import Member
+from tessera.shared.api.admin import Approval
+from tessera.shared.problems import Fault, Invalid, faults_of
+
+router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
+
+MOST_WORKERS = 8
+MOST_PENDING = 100
+
+
+@dataclass(frozen=True)
+class Withheld:
+    """A run that some sites have not agreed to."""
+
+    run: str
+    name: str
+    state: str
+    workers: Sequence[tuple[str, str]]
+    """Who, and what their site says."""
+    more: int
+
+
+@router.get("/approvals")
+def list_approvals(request: Request, serving: Serving, who: Signed) -> Response:
+    now = serving.database.now()
+    with serving.database.snapshot() as session:
+        found = withheld(session, live_workers(session, now - serving.settings.live_seconds))
+    # As in the API, administrators alone see who asks.
+    pending = api.list_enrolments(serving, who.principal, MOST_PENDING).items if who.administers else ()
+    return render(request, "approvals.html", who, now=views.instant(now), withheld=found, pending=pending)
+
+
+@router.post("/approvals/{enrolment_id}")
+def decide(enrolment_id: str, serving: Serving, who: Sender, fields: Fields) -> Response:
+    """Admits a worker by the code that its people read on their machine, or declines it."""
+    require_role(who, "admin")
+    if fields.get("decision") == "approve":
+        given = {name: fields.get(name, "").strip() for name in ("code", "site")}
+        try:
+            approval = Approval.model_validate({**given, "create_site": fields.get("create_site") == "yes"})
+        except ValidationError as refusal:
+            raise Invalid("the form has faults; each is named", errors=faults_of(refusal)) from None
+        api.approve_enrolment(enrolment_id, approval, serving, who.principal)
+    elif fields.get("decision") == "decline":
+        api.decline_enrolment(enrolment_id, serving, who.principal)
+    else:
+        raise Invalid("the form decides nothing", errors=[Fault(pointer="/decision", detail="approve or decline")])
+    return RedirectResponse(f"{PREFIX}/approvals", status_code=303)
+
+
+def pending_count(session: Session, now: float) -> int:
+    waits = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at > now)
+    return session.scalar(select(func.count()).where(waits)) or 0
+
+
+def withheld(session: Session, live: Sequence[Member]) -> list[Withheld]:
+    """Live runs that live workers withhold themselves from until a person at their site has agreed."""
+    by_run: dict[str, list[tuple[str, str]]] = {}
+    for worker in live:
+        for run_id, said in worker.declared.get("withheld", {}).items():
+            by_run.setdefault(run_id, []).append((worker.name, str(said)))
+    rows = session.scalars(
+        select(RunRow)
+        .where(RunRow.id.in_(by_run), RunRow.state.in_(("running", "paused")))
+        .order_by(RunRow.created_at)
+    )
+    return [
+        Withheld(
+            row.id, row.name, row.state, by_run[row.id][:MOST_WORKERS], max(0, len(by_run[row.id]) - MOST_WORKERS)
+        )
+        for row in rows
+    ]

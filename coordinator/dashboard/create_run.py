@@ -1,0 +1,254 @@
+"""Starting a run: a form made of the API's own models, what each site would be asked, and then the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import RedirectResponse
+from pydantic import ValidationError
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.api import runs as api
+from tessera.coordinator.api.dependencies import Serving
+from tessera.coordinator.dashboard.forms import Field, fields_of, filled, placed
+from tessera.coordinator.dashboard.runs import facts_of
+from tessera.coordinator.dashboard.security_headers import PREFIX
+from tessera.coordinator.dashboard.session import (
+    FORM_TOKEN,
+    STEERING,
+    Fields,
+    PageRoute,
+    Sender,
+    Signed,
+    Visitor,
+    require_role,
+)
+from tessera.coordinator.dashboard.templating import render
+from tessera.coordinator.db.ids import new_id
+from tessera.coordinator.db.snapshots import live_workers
+from tessera.coordinator.db.tables import RunRow, UploadRow, VersionRow
+from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.services import Services
+from tessera.shared.api.runs import Cohort, Evaluation, Preview, RunSpec
+from tessera.shared.api.versions import Manifest
+from tessera.shared.methods.base import Method
+from tessera.shared.methods.registry import methods
+from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
+from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, faults_of
+from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.run_settings.training import Training
+
+router = APIRouter(prefix=f"{PREFIX}/runs/new", include_in_schema=False, route_class=PageRoute)
+
+START, METHOD, WISH, STEP = "start", "method", "wish", "step"
+FIRST = ("name", "dataset", "rounds", "seed")
+APART = ("cohort", "training", "privacy", "evaluation", "method", "model", "version")
+MOST_RUNS = 50
+MOST_UPLOADS = 50
+MOST_DATASETS = 100
+
+
+@dataclass(frozen=True)
+class Part:
+    title: str
+    fields: Sequence[Field]
+    opened: bool = True
+
+
+@dataclass(frozen=True)
+class Start:
+    """A model and a version to begin with."""
+
+    model: str
+    version: str
+    told: str
+
+    @property
+    def value(self) -> str:
+        return f"{self.model} {self.version}"
+
+
+@router.get("")
+def show_form(
+    request: Request, serving: Serving, who: Signed, method: Annotated[str | None, Query(max_length=64)] = None
+) -> Response:
+    require_role(who, *STEERING)
+    if method is None:
+        return render(request, "methods.html", who, methods=sorted(methods().values(), key=lambda m: m.name))
+    return _form(request, serving, who, _method(method), {WISH: new_id()})
+
+
+@router.post("")
+def take_form(request: Request, serving: Serving, who: Sender, fields: Fields) -> Response:
+    """What was filled in: back with what is wrong, or on to what it would come to, or begun."""
+    require_role(who, *STEERING)
+    method = _method(fields.get(METHOD, ""))
+    if fields.get(STEP) == "change":
+        return _form(request, serving, who, method, fields)
+    try:
+        spec = _spec(method, fields)
+        if fields.get(STEP) == "start":
+            run = api.create_run(spec, serving, who.principal, Response(), fields.get(WISH) or None)
+            return RedirectResponse(f"{PREFIX}/runs/{run.id}", status_code=303)
+        preview: Preview = api.preview_run(spec, serving, who.principal)
+    except (Invalid, Conflict) as refusal:
+        faults = refusal.errors or [Fault(pointer="", detail=refusal.detail)]
+        return _form(request, serving, who, method, fields, faults, refusal.advice)
+    kept = {name: value for name, value in fields.items() if name not in (FORM_TOKEN, STEP)}
+    return render(request, "preview.html", who, preview=preview, spec=spec, facts=_facts(spec), kept=kept)
+
+
+def _facts(spec: RunSpec) -> list[tuple[str, str]]:
+    told = facts_of(spec, None)
+    return [("Name", spec.name), ("Rounds", str(spec.rounds)), *told]
+
+
+def _method(name: str) -> Method[Any]:
+    found = methods().get(name)
+    if found is None:
+        raise NotFound(f"there is no method {name[:64]!r}", remedy="Choose one of those that are shown.")
+    return found
+
+
+def _parts(method: Method[Any]) -> list[Part]:
+    """The whole form, as it is divided."""
+    run = fields_of(RunSpec, skip=(*APART,))
+    first = [field for field in run if field.pointer[1:] in FIRST]
+    more = [field for field in run if field.pointer[1:] not in FIRST]
+    own = fields_of(method.settings, "/method/settings")
+    return [
+        Part("Run", first),
+        *([Part(f"Method: {method.name}", own)] if own else []),
+        Part("Cohort", fields_of(Cohort, "/cohort")),
+        Part("Training", fields_of(Training, "/training")),
+        Part("Evaluation", fields_of(Evaluation, "/evaluation"), opened=False),
+        Part("Privacy", fields_of(Privacy, "/privacy"), opened=False),
+        Part("More", more, opened=False),
+    ]
+
+
+def _spec(method: Method[Any], given: Mapping[str, str]) -> RunSpec:
+    """Raises Invalid with a pointer to each fault."""
+    fields = [field for part in _parts(method) for field in part.fields]
+    document, faults = filled(fields, given)
+    settings = document.pop("method", {}).get("settings", {})
+    chosen, digests = given.get(START, "").split(), [given.get(name, "").strip() for name in ("/model", "/version")]
+    start = chosen or digests
+    if chosen and any(digests):
+        faults.append(Fault(pointer="/model", detail="choose what is listed or give digests, not both"))
+    elif len(start) != 2 or not all(start):
+        faults.append(Fault(pointer="/model", detail="choose what to begin with, or give both digests"))
+        start = ["", ""]
+    try:
+        method.settings.model_validate(settings)
+    except ValidationError as refusal:
+        faults += faults_of(refusal, "/method/settings")
+    whole = {
+        **document,
+        "method": {"name": method.name, "settings": settings},
+        "model": start[0],
+        "version": start[1],
+    }
+    try:
+        spec = RunSpec.model_validate(whole)
+    except ValidationError as refusal:
+        named = {fault.pointer for fault in faults}
+        faults += [fault for fault in faults_of(refusal) if fault.pointer not in named]
+    if faults:
+        if start == ["", ""]:
+            faults = [fault for fault in faults if fault.pointer != "/version"]
+        raise Invalid("the form has faults; each is named", errors=faults)
+    return spec
+
+
+def _form(
+    request: Request,
+    serving: Services,
+    who: Visitor,
+    method: Method[Any],
+    given: Mapping[str, str],
+    faults: Sequence[Fault] = (),
+    remedy: str = "",
+) -> Response:
+    parts = _parts(method)
+    fields = [field for part in parts for field in part.fields]
+    start = Field("/model", "begin with", "", "choice")
+    by_field, rest = placed(faults, [*fields, start])
+    with serving.database.snapshot() as session:
+        starts = [*_of_runs(session), *_uploaded(session, serving, who.principal)]
+        datasets = _declared(session, serving.database.now() - serving.settings.live_seconds)
+    return render(
+        request,
+        "start.html",
+        who,
+        status=422 if faults else 200,
+        method=method,
+        parts=[
+            Part(
+                p.title, p.fields, p.opened or any(given.get(f.pointer) or by_field.get(f.pointer) for f in p.fields)
+            )
+            for p in parts
+        ],
+        given=given,
+        wrong=by_field,
+        rest=rest,
+        remedy=remedy,
+        starts=starts,
+        datasets=datasets,
+        wish=given.get(WISH) or new_id(),
+    )
+
+
+def _declared(session: Session, since: float) -> list[tuple[str, int]]:
+    """Data sets that live workers have, with how many do."""
+    counts = Counter(name for worker in live_workers(session, since) for name in worker.declared["datasets"])
+    return sorted(counts.most_common(MOST_DATASETS))
+
+
+def _of_runs(session: Session) -> list[Start]:
+    """The last version of each of the latest runs, whose blocks are still here."""
+    rows = session.execute(
+        select(RunRow, VersionRow.digest)
+        .join(VersionRow, (VersionRow.run_id == RunRow.id) & (VersionRow.number == RunRow.version_number))
+        .where(VersionRow.retired_at.is_(None))
+        .order_by(RunRow.updated_at.desc())
+        .limit(MOST_RUNS)
+    )
+    return [
+        Start(run.spec["model"], digest, f"{run.name} ({run.id[:8]}), version {run.version_number}")
+        for run, digest in rows
+    ]
+
+
+def _uploaded(session: Session, serving: Services, caller: Principal) -> list[Start]:
+    """Models that this caller has uploaded lately, each with the versions that fit it."""
+    rows = session.execute(
+        select(UploadRow.digest)
+        .where(UploadRow.owner == caller.owner, UploadRow.complete, UploadRow.length <= MAX_DOCUMENT_BYTES)
+        .order_by(UploadRow.created_at.desc())
+        .limit(MOST_UPLOADS)
+    )
+    models: dict[str, Model] = {}
+    manifests: dict[str, Manifest] = {}
+    for (digest,) in rows:
+        try:
+            raw = serving.blobs.read(digest)
+            if raw[:1] != b"{":
+                continue
+            if b'"config"' in raw:
+                models[digest] = Model.model_validate_json(raw)
+            else:
+                manifests[digest] = Manifest.read(raw, serving.blobs.read)
+        except (ValueError, NotFound):
+            continue
+    return [
+        Start(model, version, f"{models[model].config['model_type']}, uploaded ({model[7:15]}, {version[7:15]})")
+        for model in models
+        for version in manifests
+        if manifests[version].blocks.keys() == models[model].by_name.keys()
+    ]

@@ -1,0 +1,162 @@
+"""Signing in and out, and the colours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import RedirectResponse
+
+from tessera.coordinator.api.dependencies import Serving, address_of
+from tessera.coordinator.auth import sessions
+from tessera.coordinator.auth.tokens import authenticate
+from tessera.coordinator.dashboard.security_headers import PREFIX
+from tessera.coordinator.dashboard.session import (
+    COOKIE,
+    SIGNING,
+    SIGNING_PATH,
+    THEME,
+    Fields,
+    PageRoute,
+    Sender,
+    forget_session,
+    keep_session,
+    keep_signing,
+    own_path,
+    signing,
+    visitor,
+)
+from tessera.coordinator.dashboard.templating import render
+from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.services import Services
+from tessera.shared.problems import Forbidden, NotFound, Unauthenticated
+from tessera.shared.schema import TokenRole
+
+if TYPE_CHECKING:
+    from tessera.coordinator.auth.oidc_login import SignIn
+
+router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
+
+ADMITTED: tuple[TokenRole, ...] = ("viewer", "orchestrator", "admin")
+
+KEPT = "kept"
+"""The query by which a browser shows that it was signed in a moment ago."""
+
+THEME_SECONDS = 365 * 86_400
+
+Next = Annotated[str, Query(max_length=2_000)]
+
+
+@router.get("/sign-in")
+def show_sign_in(request: Request, serving: Serving, next: Next = "") -> Response:  # noqa: A002 (as browsers send it)
+    wrong = ""
+    if KEPT in request.query_params:
+        wrong = "Your browser did not keep the session. It does so over HTTPS alone, except on this machine itself."
+    return _sign_in(request, serving, own_path(next), wrong)
+
+
+@router.post("/sign-in")
+def sign_in(request: Request, serving: Serving, fields: Fields) -> Response:
+    """Begins a session. Whoever fails too often from one address is refused for a while."""
+    wanted = own_path(fields.get("next", ""))
+    try:
+        secret, seconds = _begun(serving, _holder(serving, fields.get("token", "").strip()))
+    except Unauthenticated as refusal:
+        serving.admission.failed(address_of(request))
+        return _sign_in(request, serving, wanted, as_sentence(refusal.detail), status=401)
+    response = RedirectResponse(f"{PREFIX}/signed-in?{urlencode({'next': wanted})}", status_code=303)
+    keep_session(request, response, secret, seconds)
+    return response
+
+
+@router.get("/sign-in/provider")
+def go_to_provider(request: Request, serving: Serving, next: Next = "") -> Response:  # noqa: A002 (as browsers send it)
+    """Off to the OpenID provider, if people sign in there. Raises NotFound and Unavailable."""
+    url, secret = _provider(serving).begin()
+    response = RedirectResponse(url, status_code=303)
+    keep_signing(request, response, secret, own_path(next))
+    return response
+
+
+@router.get("/sign-in/provider/back")
+def come_back(request: Request, serving: Serving) -> Response:
+    """Begins a session for whom the provider has sent back. Whoever fails too often is refused for a while."""
+    secret, wanted = signing(request)
+    try:
+        caller = _provider(serving).finish(secret, request.query_params)
+    except (Unauthenticated, Forbidden) as refusal:
+        serving.admission.failed(address_of(request))
+        response = _sign_in(request, serving, wanted, as_sentence(refusal.detail), status=refusal.status)
+    else:
+        # Not a redirect: it would count as the provider's, and no cookie of this site's own would go with it.
+        response = render(request, "signed_in.html", None, onward=f"{PREFIX}/signed-in?{urlencode({'next': wanted})}")
+        keep_session(request, response, *_begun(serving, caller))
+    response.delete_cookie(SIGNING, path=SIGNING_PATH, httponly=True, samesite="lax")
+    return response
+
+
+@router.get("/signed-in")
+def signed_in(request: Request, serving: Serving, next: Next = "") -> Response:  # noqa: A002 (the same)
+    """On to where somebody wanted to go, unless the browser has kept nothing of the session."""
+    if not request.cookies.get(COOKIE):
+        return RedirectResponse(f"{PREFIX}/sign-in?{KEPT}=no", status_code=303)
+    visitor(request, serving)
+    return RedirectResponse(own_path(next), status_code=303)
+
+
+@router.post("/sign-out")
+def sign_out(serving: Serving, who: Sender) -> Response:
+    with serving.database.transaction() as session:
+        sessions.end(session, serving.database.now(), who.principal, who.secret)
+    response = RedirectResponse(f"{PREFIX}/sign-in", status_code=303)
+    forget_session(response)
+    return response
+
+
+@router.post("/theme")
+def set_theme(fields: Fields) -> Response:
+    """Colours that the browser remembers: its own, or one of both."""
+    response = RedirectResponse(own_path(fields.get("next", "")), status_code=303)
+    wanted = fields.get("theme", "")
+    if wanted in ("light", "dark"):
+        response.set_cookie(THEME, wanted, max_age=THEME_SECONDS, path=PREFIX, httponly=True, samesite="strict")
+    else:
+        response.delete_cookie(THEME, path=PREFIX, httponly=True, samesite="strict")
+    return response
+
+
+def as_sentence(detail: str) -> str:
+    return f"{detail[:1].upper()}{detail[1:]}."
+
+
+def _provider(serving: Services) -> SignIn:
+    """Raises NotFound."""
+    if serving.sign_in is None:
+        raise NotFound(
+            "people sign in here with a token", remedy="TESSERA_OIDC_CLIENT_ID would have them sign in at a provider."
+        )
+    return serving.sign_in
+
+
+def _holder(serving: Services, token: str) -> Principal:
+    """Raises Unauthenticated."""
+    with serving.database.snapshot() as session:
+        caller = authenticate(session, serving.database.now(), token)
+    if caller.role not in ADMITTED:
+        raise Unauthenticated(f"a token of role {caller.role} admits workers, and nobody to this page")
+    return caller
+
+
+def _begun(serving: Services, caller: Principal) -> tuple[str, float]:
+    """A new session's secret, and for how long it is good."""
+    seconds = serving.settings.session_seconds
+    with serving.database.transaction() as session:
+        return sessions.begin(session, serving.database.now(), caller, seconds), seconds
+
+
+def _sign_in(request: Request, serving: Services, wanted: str, wrong: str, status: int = 200) -> Response:
+    seconds = serving.settings.session_seconds
+    provider = serving.sign_in.host if serving.sign_in else None
+    shown = {"next": wanted, "wrong": wrong, "seconds": seconds, "provider": provider}
+    return render(request, "sign_in.html", None, status=status, **shown)

@@ -1,0 +1,345 @@
+"""What the pages show beyond what the API does: sums, made in the database."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+
+from sqlalchemy import String, case, cast, func, select, true
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.dashboard.svg_charts import Band
+from tessera.coordinator.db import views
+from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.domain.eta import Pace, expected_end
+from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.rounds.planning import dataset_of
+from tessera.shared.schema import ACCEPTED, EPSILON
+
+MOST_POINTS = 60
+"""Of a chart along versions: of longer runs every n-th version is shown."""
+MOST_BARS = 60
+PAST_ROUNDS = 5
+
+LIVE_TASKS = ("offered", "leased", "lapsed")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that updates and what they were made from took, and what whole models would have."""
+
+    updates: int = 0
+    up: int = 0
+    down: int = 0
+    full: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.up + self.down
+
+    @property
+    def saved(self) -> float | None:
+        """The share of a full exchange that did not travel; None before the first update."""
+        return 1 - self.total / self.full if self.full else None
+
+
+def moved_by_run(session: Session, run_id: str | None = None) -> dict[str, Moved]:
+    """Of each run that has accepted updates, or of one."""
+    of_these = TaskRow.run_id == run_id if run_id else true()
+    rows = session.execute(
+        select(
+            TaskRow.run_id,
+            RunRow.model_bytes,
+            func.count().label("updates"),
+            func.sum(TaskRow.upload_bytes).label("up"),
+            func.sum(TaskRow.download_bytes).label("down"),
+        )
+        .join(RunRow, RunRow.id == TaskRow.run_id)
+        .where(of_these, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
+        .group_by(TaskRow.run_id, RunRow.model_bytes)
+    )
+    return {
+        row.run_id: Moved(row.updates, int(row.up), int(row.down), 2 * row.model_bytes * row.updates) for row in rows
+    }
+
+
+def together(moved: Mapping[str, Moved]) -> Moved:
+    each = moved.values()
+    return Moved(
+        sum(m.updates for m in each), sum(m.up for m in each), sum(m.down for m in each), sum(m.full for m in each)
+    )
+
+
+@dataclass(frozen=True)
+class RoundSum:
+    """One attempt at a round, in figures."""
+
+    number: int
+    attempt: int
+    state: str
+    stage: str
+    reason: str | None
+    opened_at: datetime
+    closed_at: datetime | None
+    asked: int
+    accepted: int
+    up: int
+    down: int
+
+    @property
+    def seconds(self) -> float | None:
+        return (self.closed_at - self.opened_at).total_seconds() if self.closed_at else None
+
+
+def round_sums(session: Session, run_id: str, most: int, before: int | None = None) -> list[RoundSum]:
+    """The latest rounds, newest first; of those before a number if one is given."""
+    latest = select(RoundRow).where(RoundRow.run_id == run_id)
+    if before is not None:
+        latest = latest.where(RoundRow.number < before)
+    rounds = session.scalars(latest.order_by(RoundRow.number.desc(), RoundRow.attempt.desc()).limit(most)).all()
+    accepted = TaskRow.state.in_(ACCEPTED)
+    sums = session.execute(
+        select(
+            TaskRow.round_id,
+            func.count().label("asked"),
+            func.sum(case((accepted, 1), else_=0)).label("accepted"),
+            func.sum(TaskRow.upload_bytes).label("up"),
+            func.sum(TaskRow.download_bytes).label("down"),
+        )
+        .where(TaskRow.round_id.in_([row.id for row in rounds]))
+        .group_by(TaskRow.round_id)
+    )
+    by_round = {row.round_id: row for row in sums}
+    made = []
+    for row in rounds:
+        found = by_round.get(row.id)
+        made.append(
+            RoundSum(
+                number=row.number,
+                attempt=row.attempt,
+                state=row.state,
+                stage=row.stage,
+                reason=row.reason,
+                opened_at=views.instant(row.opened_at),
+                closed_at=views.maybe_instant(row.closed_at),
+                asked=found.asked if found else 0,
+                accepted=int(found.accepted) if found else 0,
+                up=int(found.up) if found else 0,
+                down=int(found.down) if found else 0,
+            )
+        )
+    return made
+
+
+def stage_bands(session: Session, run_id: str) -> list[Band]:
+    """Stretches of rounds of one stage, in order, of committed rounds."""
+    rows = session.execute(
+        select(RoundRow.number, RoundRow.stage)
+        .where(RoundRow.run_id == run_id, RoundRow.state == "committed")
+        .order_by(RoundRow.number)
+    )
+    bands: list[Band] = []
+    for number, stage in rows:
+        if bands and bands[-1].name == stage:
+            bands[-1] = Band(stage, bands[-1].first, number)
+        else:
+            bands.append(Band(stage, number, number))
+    return bands
+
+
+def thinned(latest: int, most: int = MOST_POINTS) -> int:
+    """Every how many versions one is shown."""
+    return max(1, math.ceil(latest / most))
+
+
+def measured(session: Session, run: Run) -> list[Measurement]:
+    """What was measured, of every n-th version of a long run and of the last one."""
+    step, latest = thinned(run.version.number), run.version.number
+    rows = session.execute(
+        select(
+            TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.numbers, WorkerRow.name, SiteRow.name
+        )
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .where(TaskRow.run_id == run.id, TaskRow.kind == "evaluate", TaskRow.state == "accepted")
+        .where((TaskRow.version_number % step == 0) | (TaskRow.version_number == latest))
+        .order_by(TaskRow.version_number, TaskRow.id)
+    )
+    return [
+        Measurement(
+            version=version,
+            dataset=dataset_of(run.spec, "evaluate", held_out=held_out),
+            worker=f"{site}/{worker}",
+            held_out=held_out,
+            examples=examples or 0,
+            numbers=numbers,
+        )
+        for version, held_out, examples, numbers, worker, site in rows
+    ]
+
+
+def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> dict[str, dict[int, float]]:
+    """What the method tells of versions, by name and version, of names that begin so."""
+    step = thinned(run.version.number)
+    rows = session.execute(
+        select(VersionRow.number, VersionRow.numbers)
+        .where(VersionRow.run_id == run.id)
+        .where((VersionRow.number % step == 0) | (VersionRow.number == run.version.number))
+        .order_by(VersionRow.number)
+    )
+    found: dict[str, dict[int, float]] = {}
+    for number, numbers in rows:
+        for name, value in numbers.items():
+            if name.startswith(prefixes):
+                found.setdefault(name, {})[number] = value
+    return found
+
+
+def epsilon_by_worker(session: Session, run: Run) -> dict[str, dict[int, float]]:
+    """What a run with privacy had spent at each worker with the update for each version, as the worker says."""
+    step, made = thinned(run.version.number), TaskRow.version_number + 1
+    rows = session.execute(
+        select(SiteRow.name, WorkerRow.name, made, TaskRow.numbers)
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .where(TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
+        .where((made % step == 0) | (made >= run.version.number))
+    )
+    found: dict[str, dict[int, float]] = {}
+    for site, worker, version, numbers in rows:
+        if EPSILON in numbers:
+            found.setdefault(f"{site}/{worker}", {})[version] = numbers[EPSILON]
+    return found
+
+
+def layers_by_site(session: Session, run_id: str) -> tuple[dict[str, list[float]], list[str]]:
+    """Of each site, the share of its accepted updates that held blocks of each layer; and the layers' names."""
+    written = cast(TaskRow.layers, String)
+    rows = session.execute(
+        select(SiteRow.name, written, func.count())
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
+        .group_by(SiteRow.name, written)
+        .order_by(SiteRow.name)
+    )
+    held: dict[str, dict[str, int]] = {}
+    totals: dict[str, int] = {}
+    # Sites choose the same layers again and again: each choice is read once.
+    read = cache(json.loads)
+    for site, layers, count in rows:
+        totals[site] = totals.get(site, 0) + count
+        for layer in read(layers):
+            by_layer = held.setdefault(site, {})
+            by_layer[layer] = by_layer.get(layer, 0) + count
+    names = sorted({layer for by_layer in held.values() for layer in by_layer}, key=natural)
+    return {site: [held.get(site, {}).get(name, 0) / totals[site] for name in names] for site in totals}, names
+
+
+def natural(name: str) -> tuple[str, int]:
+    """To sort names by the numbers that they end in."""
+    stack, _, number = name.rpartition(".")
+    return stack, int(number) if number.isdecimal() else 0
+
+
+def short_layers(names: Sequence[str]) -> list[str]:
+    """Layers by their number, and by their stack too where there are several."""
+    stacks = sorted({name.rpartition(".")[0] for name in names})
+    if len(stacks) == 1:
+        return [name.rpartition(".")[2] for name in names]
+    return [f"{stacks.index(name.rpartition('.')[0])}.{name.rpartition('.')[2]}" for name in names]
+
+
+# ---------------------------------------------------------------- forecasts
+
+
+def past_seconds(session: Session, run_id: str, stage: str) -> list[float]:
+    """What the latest rounds of a stage took."""
+    rows = session.execute(
+        select(RoundRow.closed_at, RoundRow.opened_at)
+        .where(RoundRow.run_id == run_id, RoundRow.state == "committed", RoundRow.stage == stage)
+        .order_by(RoundRow.number.desc())
+        .limit(PAST_ROUNDS)
+    )
+    return [closed - opened for closed, opened in rows if closed is not None]
+
+
+def forecast(session: Session, now: float, round_: Round) -> datetime | None:
+    """When an open round may be expected to end."""
+    if round_.state not in ("open", "merging"):
+        return None
+    leased = (AuditRow.action == "task.lease") & AuditRow.subject.in_([task.id for task in round_.tasks])
+    begun = dict(
+        session.execute(
+            select(AuditRow.subject, func.max(AuditRow.at)).where(leased).group_by(AuditRow.subject)
+        ).all()
+    )
+    end = expected_end(
+        round_.opened_at.timestamp(),
+        now,
+        round_.deadline_at.timestamp(),
+        past_seconds(session, round_.run, round_.stage),
+        [pace(task, begun.get(task.id)) for task in round_.tasks],
+    )
+    return None if end is None else views.instant(end)
+
+
+def pace(task: TaskView, began_at: float | None) -> Pace:
+    if task.state not in LIVE_TASKS:
+        return Pace(over=True)
+    said = task.progress
+    if task.state != "leased" or said is None:
+        return Pace(over=False)
+    done = (said.step or 0) / said.steps if said.steps else None
+    if done is None and said.of_bytes:
+        done = (said.bytes or 0) / said.of_bytes
+    return Pace(over=False, began_at=began_at, phase=said.phase, done=done)
+
+
+# ---------------------------------------------------------------- what happened when
+
+
+@dataclass(frozen=True)
+class Moment:
+    at: datetime
+    action: str
+    subject: str
+    actor: str
+
+
+def moments(session: Session, subjects: Sequence[str]) -> list[Moment]:
+    """What the audit chain says of these, in order."""
+    rows = session.execute(
+        select(AuditRow.at, AuditRow.action, AuditRow.subject, AuditRow.actor)
+        .where(AuditRow.subject.in_(subjects))
+        .order_by(AuditRow.seq)
+    )
+    return [Moment(views.instant(at), action, subject, actor) for at, action, subject, actor in rows]
+
+
+def latest_scores(session: Session, run: RunRow) -> list[Measurement]:
+    """What was measured of the latest version that was."""
+    done = (TaskRow.run_id == run.id) & (TaskRow.kind == "evaluate") & (TaskRow.state == "accepted")
+    number = session.scalar(select(func.max(TaskRow.version_number)).where(done))
+    if number is None:
+        return []
+    spec = RunSpec.model_validate(run.spec)
+    # These columns alone: a task's plan takes long to decode.
+    columns = select(TaskRow.kind, TaskRow.held_out, TaskRow.examples, TaskRow.numbers)
+    rows = session.execute(columns.where(done, TaskRow.version_number == number).limit(200))
+    return [
+        Measurement(
+            version=number,
+            dataset=dataset_of(spec, row.kind, held_out=row.held_out),
+            worker="",
+            held_out=row.held_out,
+            examples=row.examples or 0,
+            numbers=row.numbers,
+        )
+        for row in rows
+    ]

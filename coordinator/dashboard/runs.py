@@ -1,0 +1,448 @@
+"""Runs and their rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi import Path as PathParam
+from markupsafe import Markup
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.api.dependencies import Serving
+from tessera.coordinator.dashboard import svg_charts
+from tessera.coordinator.dashboard.queries import (
+    MOST_BARS,
+    Moved,
+    RoundSum,
+    epsilon_by_worker,
+    forecast,
+    layers_by_site,
+    measured,
+    moments,
+    moved_by_run,
+    natural,
+    past_seconds,
+    round_sums,
+    short_layers,
+    stage_bands,
+    thinned,
+    version_numbers,
+)
+from tessera.coordinator.dashboard.security_headers import PREFIX
+from tessera.coordinator.dashboard.session import PageRoute, Signed, Visitor
+from tessera.coordinator.dashboard.svg_charts import Series, Stretch
+from tessera.coordinator.dashboard.templating import NOTHING, number, percent, plural, render, size
+from tessera.coordinator.db import views
+from tessera.coordinator.db.snapshots import candidates, invitation, live_workers
+from tessera.coordinator.db.tables import RoundRow, RunRow, VersionRow
+from tessera.coordinator.domain.workers import sites_of
+from tessera.coordinator.services import Services
+from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.methods.fedfrozen import PERSISTENCE, SIGNAL, TO_WIN
+from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site, scores_by_version, spreads
+from tessera.shared.problems import NotFound
+from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
+from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.schema import RunState
+
+router = APIRouter(prefix=f"{PREFIX}/runs", include_in_schema=False, route_class=PageRoute)
+
+AT_A_TIME = 50
+SHOWN_ROUNDS = 10
+MOST_LINES = 8
+HEADLINE = ("accuracy", "macro_f1", "loss")
+ODD = 2.0
+"""Times the round's median from which on a score is pointed to."""
+
+Scores = Mapping[int, Mapping[str, float]]
+"""What was measured of versions, by name."""
+
+Before = Annotated[str | None, Query(max_length=64)]
+RoundNumber = Annotated[int, PathParam(ge=1, lt=1 << 31)]
+Attempt = Annotated[int | None, Query(ge=1, lt=1 << 31)]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture, and the table that says the same."""
+
+    ident: str
+    title: str
+    picture: Markup
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    series: Sequence[Series] = ()
+    note: str = ""
+
+
+@router.get("")
+def list_runs(
+    request: Request, serving: Serving, who: Signed, state: RunState | None = None, before: Before = None
+) -> Response:
+    with serving.database.snapshot() as session:
+        query = select(RunRow).order_by(RunRow.created_at.desc(), RunRow.id.desc()).limit(AT_A_TIME + 1)
+        if state is not None:
+            query = query.where(RunRow.state == state)
+        if before is not None:
+            last = views.find_run(session, before)
+            same = (RunRow.created_at == last.created_at) & (RunRow.id < last.id)
+            query = query.where((RunRow.created_at < last.created_at) | same)
+        rows = session.scalars(query).all()
+        of_state = f"state={state}&" if state else ""
+        older = f"{PREFIX}/runs?{of_state}before={rows[AT_A_TIME - 1].id}" if len(rows) > AT_A_TIME else None
+        return render(
+            request,
+            "runs.html",
+            who,
+            now=views.instant(serving.database.now()),
+            state=state or "",
+            counts=views.counts_by_state(session),
+            runs=[views.run_view(session, row) for row in rows[:AT_A_TIME]],
+            by_run=moved_by_run(session),
+            newer=f"{PREFIX}/runs?{of_state}" if before else None,
+            older=older,
+        )
+
+
+@router.get("/{run_id}")
+def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Response:
+    """One run: how far it is, how well it does, what it costs."""
+    now = serving.database.now()
+    with serving.database.snapshot() as session:
+        run = views.run_view(session, views.find_run(session, run_id))
+        open_round = _open_round(session, run)
+        measurements = measured(session, run)
+        scores = scores_by_version(measurements)
+        latest = max(scores, default=None)
+        at_sites = spreads(one for one in measurements if one.version == latest)
+        shown = scores.get(latest, {}) if latest is not None else {}
+        sums = round_sums(session, run_id, MOST_BARS)
+        moved = moved_by_run(session, run_id).get(run_id, Moved())
+        end = forecast(session, now, open_round) if open_round else None
+        made = [chart for chart in _charts(session, run, measurements, scores, sums) if chart.picture]
+        return render(
+            request,
+            "run.html",
+            who,
+            now=views.instant(now),
+            run=run,
+            steerable=_steers(session, who, run),
+            warnings=session.get_one(VersionRow, (run_id, run.version.number)).warnings,
+            measured=latest,
+            headline=[(name, shown[name]) for name in HEADLINE if name in shown],
+            spreads=at_sites.get(latest, {}) if latest is not None else {},
+            moved=moved,
+            remaining=_remaining(session, now, run, end),
+            took=(
+                (views.instant(now) if run.state in ("running", "paused") else run.updated_at) - run.created_at
+            ).total_seconds(),
+            round=open_round,
+            end=end,
+            waiting_for=_waiting_for(session, serving, now, run),
+            charts=made,
+            absent=list(_absent(run, measurements, {chart.ident for chart in made})),
+            rounds=sums[:SHOWN_ROUNDS],
+            facts=[
+                *facts_of(run.spec, run.model_bytes),
+                *([("A site counts", run.bounds.told)] if run.bounds else []),
+            ],
+        )
+
+
+@router.get("/{run_id}/rounds")
+def list_rounds(
+    run_id: str, request: Request, serving: Serving, who: Signed, before: Annotated[int | None, Query(ge=1)] = None
+) -> Response:
+    with serving.database.snapshot() as session:
+        run = views.run_view(session, views.find_run(session, run_id))
+        rounds = round_sums(session, run_id, AT_A_TIME, before)
+        here = f"{PREFIX}/runs/{run_id}/rounds"
+        more = len(rounds) == AT_A_TIME and rounds[-1].number > 1
+        return render(
+            request,
+            "rounds.html",
+            who,
+            now=views.instant(serving.database.now()),
+            run=run,
+            rounds=rounds,
+            newer=here if before else None,
+            older=f"{here}?before={rounds[-1].number}" if more else None,
+        )
+
+
+@router.get("/{run_id}/rounds/{number}")
+def show_round(
+    run_id: str, number: RoundNumber, request: Request, serving: Serving, who: Signed, attempt: Attempt = None
+) -> Response:
+    """One attempt at a round, the latest if none is named: who did what when."""
+    now = serving.database.now()
+    with serving.database.snapshot() as session:
+        run = views.run_view(session, views.find_run(session, run_id))
+        same = (RoundRow.run_id == run_id) & (RoundRow.number == number)
+        attempts = session.scalar(select(func.max(RoundRow.attempt)).where(same))
+        row = session.scalars(select(RoundRow).where(same, RoundRow.attempt == (attempt or attempts))).one_or_none()
+        if row is None:
+            raise NotFound(f"run {run_id} has no round {number}" + (f", try {attempt}" if attempt else ""))
+        view = views.round_view(session, row)
+        latest = session.scalar(select(func.max(RoundRow.number)).where(RoundRow.run_id == run_id))
+        return render(
+            request,
+            "round.html",
+            who,
+            now=views.instant(now),
+            run=run,
+            round=view,
+            attempts=attempts,
+            latest=latest,
+            accepted=sum(task.is_accepted for task in view.tasks),
+            judges=JUDGES,
+            up=sum(task.upload_bytes for task in view.tasks),
+            down=sum(task.download_bytes for task in view.tasks),
+            end=forecast(session, now, view),
+            picture=_timeline(session, now, view),
+            rows=[{"task": task, "odd": _oddity(task), "layers": _layers_told(task)} for task in view.tasks],
+        )
+
+
+def _steers(session: Session, who: Visitor, run: Run) -> bool:
+    """Whether somebody may pause, resume and cancel the run: their own, or as an administrator."""
+    own = who.administers or session.get_one(RunRow, run.id).owner == who.principal.owner
+    return who.steers and own and run.state in ("running", "paused")
+
+
+# ---------------------------------------------------------------- a run's figures
+
+
+def _open_round(session: Session, run: Run) -> Round | None:
+    live = (RoundRow.run_id == run.id) & RoundRow.state.in_(("open", "merging"))
+    row = session.scalars(select(RoundRow).where(live)).one_or_none()
+    return views.round_view(session, row) if row else None
+
+
+def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> float | None:
+    """Seconds that the run may be expected to go on for, by its latest rounds."""
+    if run.state != "running" or end is None:
+        return None
+    stage = session.scalar(
+        select(RoundRow.stage).where(RoundRow.run_id == run.id).order_by(RoundRow.number.desc()).limit(1)
+    )
+    past = past_seconds(session, run.id, stage or "")
+    after = max(0, run.spec.rounds - run.version.number - 1)
+    each = sum(past) / len(past) if past else end.timestamp() - run.created_at.timestamp()
+    return max(0.0, end.timestamp() - now) + after * each
+
+
+def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> str:
+    live = live_workers(session, now - serving.settings.live_seconds)
+    able = len(sites_of(candidates(session, invitation(session, session.get_one(RunRow, run.id)), live)))
+    quorum = run.spec.cohort.quorum
+    if able < quorum:
+        return f"{able} of the {quorum} sites that it needs are live."
+    return (
+        "the next one is about to open." if run.version.number < run.spec.rounds else "its last version is measured."
+    )
+
+
+def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
+    """What was asked for, in words."""
+    settings = ", ".join(f"{name} {value}" for name, value in spec.method.settings.items())
+    training, cohort = spec.training, spec.cohort
+    batches = training.batch_size or "all"
+    told = [
+        ("Method", spec.method.name + (f" ({settings})" if settings else "")),
+        *([("Model", size(model_bytes))] if model_bytes is not None else []),
+        ("Data set", spec.dataset),
+        ("Cohort", f"{plural(cohort.size, 'site') if cohort.size else 'all live sites'}, quorum {cohort.quorum}"),
+        ("Training", f"{plural(training.epochs, 'epoch')}, batches of {batches}"),
+        ("Optimizer", f"{training.optimizer}, learning rate {training.learning_rate:g}"),
+        ("Codec", spec.codec),
+        ("Averaged over", spec.divide),
+        ("Robust rule", spec.robust.rule),
+        ("Server optimizer", spec.server_optimizer.kind),
+    ]
+    privacy = spec.privacy
+    bound = f"epsilon {privacy.epsilon:g}, delta {privacy.delta:g} at each worker" if privacy else "none"
+    told.append(("Differential privacy", bound))
+    if spec.evaluation:
+        where = [spec.evaluation.dataset] if spec.evaluation.dataset else []
+        where += ["what sites hold out"] if spec.evaluation.sites else []
+        told.append(("Measured on", f"{' and '.join(where)}, every {spec.evaluation.every}"))
+    if spec.cohort.sites:
+        told.append(("Sites", ", ".join(spec.cohort.sites)))
+    return told
+
+
+def _charts(
+    session: Session, run: Run, measurements: Sequence[Measurement], scores: Scores, sums: Sequence[RoundSum]
+) -> list[Chart]:
+    bands = stage_bands(session, run.id)
+    step = thinned(run.version.number)
+    every = f"Every {step} versions." if step > 1 else ""
+    made = [_metric(measurements, scores, name, bands, every) for name in ("accuracy", "loss")]
+    made.append(_bytes_by_round(run, sums))
+    made.append(_heat(session, run))
+    numbers = version_numbers(session, run, (SIGNAL, TO_WIN, PERSISTENCE, "entropy."))
+    for prefix, title in (("warmup.", "Warm-up signals"), ("entropy.", "Attention entropy by layer")):
+        lines = [
+            Series(name.removeprefix(prefix).replace("_", " "), points, main=True)
+            for name, points in sorted(numbers.items(), key=lambda pair: natural(pair[0]))
+            if name.startswith(prefix)
+        ]
+        of_all = f"The first {MOST_LINES} of {len(lines)}. " if len(lines) > MOST_LINES else ""
+        made.append(_along(prefix[:-1], title, lines[:MOST_LINES], bands, of_all + every))
+    if run.spec.privacy:
+        made.append(_epsilon(session, run, run.spec.privacy, bands, every))
+    return made
+
+
+def _absent(run: Run, measurements: Sequence[Measurement], shown: set[str]) -> Iterator[tuple[str, str]]:
+    """What somebody would look for among the charts, and why it is not there."""
+    evaluation, method = run.spec.evaluation, run.spec.method
+    if evaluation is None:
+        yield "scores", "the run asks for no evaluation"
+    elif not measurements:
+        yield "scores", "nothing is measured yet"
+    elif not any(one.held_out for one in measurements):
+        why = "no site has measured anything yet" if evaluation.sites else "the run does not ask sites to evaluate"
+        yield "scores by site", why
+    if "bytes" in shown and "heat" not in shown:
+        yield "layers by site", "every update held the same layers"
+    if method.name == "fedfrozen" and "warmup" not in shown:
+        fixed = method.settings.get("warmup_rounds") != "auto"
+        why = "they are measured if warmup_rounds is auto" if fixed else "they need two rounds with two updates each"
+        yield "warm-up signals", why
+    if run.spec.privacy and "epsilon" not in shown:
+        yield "epsilon by worker", "no update has come yet"
+    if method.name == "safl" and "entropy" not in shown:
+        yield "attention entropy", "no worker has measured it"
+
+
+def _metric(
+    measurements: Sequence[Measurement], scores: Scores, name: str, bands: Sequence[svg_charts.Band], note: str
+) -> Chart:
+    """A number of the global model, of sites' own models, and of the global one at each site."""
+    together = {version: found[name] for version, found in scores.items() if name in found}
+    lines = [Series("global", together, main=True)]
+    told = [one for one in measurements if PERSONAL + name in one.numbers]
+    own = {v: s[PERSONAL + name].mean for v, s in spreads(told).items()} if told else {}
+    if own:
+        lines.append(Series("sites' own models, mean", own, main=True))
+    sites = scores_by_site(measurements, name)
+    room = MOST_LINES - len(lines)
+    if len(sites) > room:
+        note = f"{note} Of {len(sites)} sites, those that fared worst when they were last measured.".strip()
+    worst = sorted(sites, key=lambda site: _last(sites[site]), reverse=name in BETTER_LOW)[:room]
+    lines += [Series(site, sites[site]) for site in sorted(worst)]
+    return _along(name, name.replace("_", " ").capitalize(), [line for line in lines if line.points], bands, note)
+
+
+def _epsilon(session: Session, run: Run, privacy: Privacy, bands: Sequence[svg_charts.Band], every: str) -> Chart:
+    """What the run has spent at each worker so far; of many, where it is the most."""
+    spent = epsilon_by_worker(session, run)
+    most = sorted(spent, key=lambda worker: _last(spent[worker]), reverse=True)[:MOST_LINES]
+    lines = [Series(worker, spent[worker]) for worker in sorted(most)]
+    bound = f"At delta {privacy.delta:g}, and at most {privacy.epsilon:g} in the end."
+    note = f"{bound} What all runs have told of a data set is in its site's ledger alone. {every}"
+    return _along("epsilon", "Epsilon spent, by worker", lines, bands, note.strip())
+
+
+def _last(points: Mapping[int, float]) -> float:
+    return points[max(points)]
+
+
+def _along(ident: str, title: str, lines: Sequence[Series], bands: Sequence[svg_charts.Band], note: str) -> Chart:
+    picture = svg_charts.lines(f"{ident}-chart", title, lines, bands=bands, along="version")
+    places = sorted({at for line in lines for at in line.points}, reverse=True)
+    exact = svg_charts.digits([value for line in lines for _, value in line.ordered])
+    rows = [[str(at), *(number(line.points.get(at), exact) for line in lines)] for at in places]
+    return Chart(ident, title, picture, ("version", *(line.name for line in lines)), rows, lines[:MOST_LINES], note)
+
+
+def _bytes_by_round(run: Run, sums: Sequence[RoundSum]) -> Chart:
+    made = {one.number: one for one in sorted(sums, key=lambda one: (one.number, one.attempt)) if one.accepted}
+    down = Series("down", {n: float(one.down) for n, one in made.items()})
+    up = Series("up", {n: float(one.up) for n, one in made.items()})
+    full = Series("whole models both ways", {n: 2.0 * run.model_bytes * one.accepted for n, one in made.items()})
+    whole, total = sum(full.points.values()), sum(down.points.values()) + sum(up.points.values())
+    told = f"Of {size(whole)} for whole models both ways, {size(total)} travelled." if whole else ""
+    picture = svg_charts.bars("bytes-chart", "Bytes by round", (down, up), full, along="round", told=told)
+    rows = [
+        [str(n), size(down.points[n]), size(up.points[n]), size(full.points[n]),
+         percent((down.points[n] + up.points[n]) / full.points[n])]
+        for n in sorted(made, reverse=True)
+    ]  # fmt: skip
+    note = f"{told} The dashed line is what whole models would take."
+    if len(sums) == MOST_BARS:
+        note = f"The latest {MOST_BARS} rounds. {note}"
+    columns = ("round", "down", "up", "whole models", "of whole")
+    return Chart("bytes", "Bytes by round", picture, columns, rows, (down, up), note)
+
+
+def _heat(session: Session, run: Run) -> Chart:
+    """Which layers each site's updates held; nothing where all held all."""
+    rows, layers = layers_by_site(session, run.id)
+    columns = short_layers(layers)
+    told = "The share of each site's updates that held blocks of a layer."
+    varied = any(share < 1 for shares in rows.values() for share in shares)
+    title = "Layers that each site trained"
+    picture = svg_charts.heat("heat-chart", title, rows, columns, told) if varied else Markup("")
+    table = [[site, *(percent(share) for share in shares)] for site, shares in rows.items()]
+    return Chart("heat", title, picture, ("site", *columns), table, (), told)
+
+
+# ---------------------------------------------------------------- a round's figures
+
+
+def _oddity(task: TaskView) -> str:
+    """What of an update is far from the others', in a word."""
+    return "unusual" if max(task.numbers.get(NORM, 0.0), task.numbers.get(DISTANCE, 0.0)) >= ODD else ""
+
+
+def _layers_told(task: TaskView) -> str:
+    names = short_layers(task.layers) if task.layers else []
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") if names else NOTHING
+
+
+ENDS = {"accept": "accepted", "reject": "failed", "fail": "failed", "lapse": "failed"}
+
+
+def _timeline(session: Session, now: float, round_: Round) -> Markup:
+    """From what the audit chain says of each task."""
+    begin = round_.opened_at.timestamp()
+    over = round_.closed_at.timestamp() if round_.closed_at else now
+    most = max(over - begin, 1.0)
+    by_task: dict[str, list[tuple[float, str]]] = {task.id: [] for task in round_.tasks}
+    for moment in moments(session, list(by_task)):
+        by_task[moment.subject].append((moment.at.timestamp() - begin, moment.action.removeprefix("task.")))
+    rows = {task.worker: _stretches(task, by_task[task.id], most) for task in round_.tasks}
+    told = "; ".join(f"{worker}: {', '.join(one.told for one in stretches)}" for worker, stretches in rows.items())
+    deadline = round_.deadline_at.timestamp() - begin
+    return svg_charts.timeline(
+        "timeline", "Timeline of the round", rows, most, {"deadline": deadline}, told[:2000] or "No task."
+    )
+
+
+def _stretches(task: TaskView, happened: Sequence[tuple[float, str]], most: float) -> list[Stretch]:
+    """What became of a task: waiting and at work in turn, the last of which says how it ended."""
+    found: list[Stretch] = []
+    at, working = 0.0, False
+    for when, action in happened:
+        kind = ENDS.get(action, "leased") if working else "offered"
+        word = {"accepted": "worked, accepted", "failed": f"worked, {action}", "leased": "worked"}.get(kind, "waited")
+        found.append(Stretch(kind, at, when, f"{word} {number(when - at, 3)} s"))
+        at, working = when, action == "lease"
+    if task.state in ("leased", "offered", "lapsed"):
+        kind = "leased" if working else "offered"
+        found.append(
+            Stretch(kind, at, most, f"{'at work for' if working else 'waiting for'} {number(most - at, 3)} s")
+        )
+    return found
+
+
+__all__ = ["facts_of", "router"]

@@ -1,0 +1,262 @@
+"""Who looks at the page: sessions in cookies, and what keeps other sites from using them.
+
+The cookie goes to /page alone, so that the API knows bearer tokens and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from fastapi import Depends, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import RedirectResponse
+
+from tessera.coordinator.api.dependencies import Serving, address_of
+from tessera.coordinator.api.errors import faults_of_request
+from tessera.coordinator.api.request_limits import BoundedRoute
+from tessera.coordinator.auth import sessions
+from tessera.coordinator.dashboard.security_headers import PREFIX
+from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.services import Services
+from tessera.shared.problems import BadRequest, Forbidden, Invalid, Problem, TooManyRequests, Unauthenticated
+from tessera.shared.schema import TokenRole
+from tessera.shared.urls import is_loopback
+
+COOKIE = "tessera_session"
+SIGNING = "tessera_signing"
+SIGNING_PATH = f"{PREFIX}/sign-in"
+SIGNING_SECONDS = 600
+THEME = "tessera_theme"
+FORM_TOKEN = "form_token"  # noqa: S105 (its name)
+
+MOST_FIELDS = 512
+
+Theme = Literal["light", "dark", "system"]
+STEERING: tuple[TokenRole, ...] = ("orchestrator", "admin")
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """Somebody who is signed in."""
+
+    principal: Principal
+    secret: str
+
+    @property
+    def form_token(self) -> str:
+        return sessions.form_token(self.secret)
+
+    @property
+    def name(self) -> str:
+        """As the page shows it: of a person what the provider calls them, without the provider."""
+        return self.principal.name.rpartition("#")[2] if self.principal.is_person else self.principal.name
+
+    @property
+    def steers(self) -> bool:
+        return self.principal.role in STEERING
+
+    @property
+    def administers(self) -> bool:
+        return self.principal.role == "admin"
+
+
+class PageRoute(BoundedRoute):
+    """A route whose refusals are pages: who is not signed in is sent to do so, others are told what is wrong."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        handle = super().get_route_handler()
+
+        async def told(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as refusal:
+                faults = faults_of_request(refusal)[:8]
+                problem: Problem = Invalid("the address has faults; each is named", errors=faults)
+            except Problem as refusal:
+                problem = refusal
+            try:
+                count_stranger(request)
+            except TooManyRequests as refusal:
+                problem = refusal
+            if isinstance(problem, Unauthenticated):
+                return to_sign_in(request)
+            shown: Callable[[Request, Problem], Response] = request.app.state.show_problem
+            return shown(request, problem)
+
+        return told
+
+
+def count_stranger(request: Request) -> None:
+    """Counts a refusal of whoever is not signed in. Raises TooManyRequests."""
+    if not getattr(request.state, "signed", False):
+        serving: Services = request.app.state.services
+        serving.admission.strayed(address_of(request))
+
+
+def visitor(request: Request, serving: Serving) -> Visitor:
+    """Who is signed in. Raises Unauthenticated and TooManyRequests."""
+    secret = request.cookies.get(COOKIE, "")
+    if not secret:
+        raise Unauthenticated("you are not signed in")
+    try:
+        with serving.database.snapshot() as session:
+            found = sessions.holder(session, serving.database.now(), secret, serving.settings.oidc_issuer)
+    except Unauthenticated:
+        serving.admission.failed(address_of(request))
+        raise
+    request.state.signed = True
+    serving.admission.asked(found.token_id)
+    return Visitor(found, secret)
+
+
+Signed = Annotated[Visitor, Depends(visitor)]
+
+
+def still_signed(serving: Services, secret: str) -> bool:
+    with serving.database.snapshot() as session:
+        try:
+            sessions.holder(session, serving.database.now(), secret, serving.settings.oidc_issuer)
+        except Unauthenticated:
+            return False
+    return True
+
+
+def require_role(who: Visitor, *roles: TokenRole) -> None:
+    """Raises Forbidden."""
+    if who.principal.role not in roles:
+        raise Forbidden(f"this needs a token of role {' or '.join(roles)}; yours has role {who.principal.role}")
+
+
+# ---------------------------------------------------------------- forms
+
+
+async def form(request: Request) -> dict[str, str]:
+    """The fields of a form that this very page sent. Raises Forbidden for one that comes from elsewhere."""
+    require_same_origin(request)
+    body = await request.body()
+    try:
+        return dict(parse_qsl(body.decode(), keep_blank_values=True, strict_parsing=True, max_num_fields=MOST_FIELDS))
+    except ValueError:
+        raise BadRequest("the form cannot be read") from None
+
+
+Fields = Annotated[dict[str, str], Depends(form)]
+
+
+def own_form(request: Request, serving: Serving, fields: Fields) -> Visitor:
+    """Who sent a form, which carries what only this session's pages know. Raises Forbidden."""
+    who = visitor(request, serving)
+    if not hmac.compare_digest(fields.get(FORM_TOKEN, "").encode(), who.form_token.encode()):
+        raise Forbidden("the form does not belong to your session", remedy="Go back, load the page anew and repeat.")
+    return who
+
+
+Sender = Annotated[Visitor, Depends(own_form)]
+
+
+def require_same_origin(request: Request) -> None:
+    """Raises Forbidden unless the browser says that a page of this very origin made the request."""
+    said = request.headers.get("Sec-Fetch-Site")
+    if said is not None:
+        same = said == "same-origin"
+    else:
+        origin = request.headers.get("Origin", "")
+        same = bool(origin) and _host(origin) == request.headers.get("Host")
+    if not same:
+        raise Forbidden("the form was not sent by this page", remedy="Open the page itself, and send the form there.")
+
+
+def _host(url: str) -> str | None:
+    """The host and port of a URL; None of what is none."""
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return None
+
+
+# ---------------------------------------------------------------- cookies and ways
+
+
+def _is_here(request: Request) -> bool:
+    """Whether the browser is on this machine, by the name that it calls the coordinator."""
+    try:
+        return is_loopback(request.url.hostname or "")
+    except ValueError:
+        return False
+
+
+def keep_session(request: Request, response: Response, secret: str, seconds: float) -> None:
+    response.set_cookie(
+        COOKIE,
+        secret,
+        max_age=int(seconds),
+        path=PREFIX,
+        secure=not _is_here(request),
+        httponly=True,
+        samesite="strict",
+    )
+
+
+def keep_signing(request: Request, response: Response, secret: str, wanted: str) -> None:
+    """What ties somebody's way to the provider and back together, and where they wanted to go."""
+    response.set_cookie(
+        SIGNING,
+        f"{secret}.{base64.urlsafe_b64encode(wanted.encode()).decode()}",
+        max_age=SIGNING_SECONDS,
+        path=SIGNING_PATH,
+        secure=not _is_here(request),
+        httponly=True,
+        # The provider sends people back from another site.
+        samesite="lax",
+    )
+
+
+def signing(request: Request) -> tuple[str, str]:
+    """The secret that was kept, and where its holder wanted to go."""
+    secret, _, wanted = request.cookies.get(SIGNING, "").partition(".")
+    try:
+        return secret, own_path(base64.urlsafe_b64decode(wanted).decode())
+    except ValueError:
+        return secret, own_path("")
+
+
+def forget_session(response: Response) -> None:
+    response.delete_cookie(COOKIE, path=PREFIX, httponly=True, samesite="strict")
+
+
+def theme_of(request: Request) -> Theme:
+    said = request.cookies.get(THEME)
+    return said if said in ("light", "dark") else "system"  # type: ignore[return-value]  # narrowed by the test
+
+
+def to_sign_in(request: Request) -> Response:
+    """To the sign-in page and, after it, back."""
+    query = query_of(request)
+    back = request.scope["path"] + (f"?{query}" if query else "")
+    wanted = {"next": back} if request.method == "GET" and back.rstrip("/") != PREFIX else {}
+    response = RedirectResponse(f"{PREFIX}/sign-in{'?' if wanted else ''}{urlencode(wanted)}", status_code=303)
+    forget_session(response)
+    return response
+
+
+def query_of(request: Request) -> str:
+    """The query as it was sent. `request.url` would have the Host header in it, which may be anything."""
+    sent: bytes = request.scope["query_string"]
+    return sent.decode("latin-1")
+
+
+def own_path(wanted: str) -> str:
+    """Where to go after signing in: within the page, whatever was asked for."""
+    try:
+        parts = urlsplit(wanted)
+    except ValueError:
+        return f"{PREFIX}/"
+    inside = parts.path == PREFIX or parts.path.startswith(f"{PREFIX}/")
+    if parts.scheme or parts.netloc or not inside or "\\" in wanted or not wanted.isprintable():
+        return f"{PREFIX}/"
+    return parts.path + (f"?{parts.query}" if parts.query else "")

@@ -1,0 +1,331 @@
+"""Sites and workers, failures, the audit chain, storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from sqlalchemy import func, select, true
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.api.dependencies import Serving
+from tessera.coordinator.dashboard.overview import tasks_in_hand
+from tessera.coordinator.dashboard.runs import ODD
+from tessera.coordinator.dashboard.security_headers import PREFIX
+from tessera.coordinator.dashboard.session import PageRoute, Signed, require_role
+from tessera.coordinator.dashboard.templating import render, span
+from tessera.coordinator.db import views
+from tessera.coordinator.db.tables import (
+    AuditRow,
+    BlobRow,
+    RoundRow,
+    RunBlobRow,
+    RunRow,
+    SiteRow,
+    TaskRow,
+    UploadRow,
+    VersionRow,
+    WorkerRow,
+)
+from tessera.coordinator.limits.memory import WATERMARK
+from tessera.coordinator.settings import Settings
+from tessera.shared.api.admin import Site, WorkerView
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.rounds.outliers import ABSENT, DISTANCE, NORM
+from tessera.shared.schema import ACCEPTED
+
+router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
+
+SITES = 50
+ENTRIES = 100
+FAILURES = 50
+ABANDONED = 10
+RUNS = 100
+CHOICES = 200
+
+Text = Annotated[str | None, Query(max_length=64)]
+Place = Annotated[int | None, Query(ge=1, lt=1 << 53)]
+
+
+@dataclass(frozen=True)
+class WorkerLine:
+    view: WorkerView
+    task: TaskView | None
+    accepted: int
+    faulty: int
+    scores: Mapping[str, float]
+
+    @property
+    def health(self) -> str:
+        """In a word: what a person would want to know first."""
+        if not self.view.live:
+            return "suspended" if self.view.suspended else "silent"
+        if self.faulty > self.accepted:
+            return "failing"
+        if max(self.scores.get(NORM, 0.0), self.scores.get(DISTANCE, 0.0)) >= ODD:
+            return "unusual"
+        return "working" if self.task else "well"
+
+
+@dataclass(frozen=True)
+class SiteBlock:
+    site: Site
+    workers: Sequence[WorkerLine]
+
+
+@router.get("/sites")
+def list_sites(request: Request, serving: Serving, who: Signed, after: Text = None) -> Response:
+    now = serving.database.now()
+    with serving.database.snapshot() as session:
+        query = select(SiteRow).order_by(SiteRow.name).limit(SITES + 1)
+        if after is not None:
+            query = query.where(SiteRow.name > after)
+        rows = session.scalars(query).all()
+        blocks = _blocks(session, rows[:SITES], now - serving.settings.live_seconds)
+        older = f"{PREFIX}/sites?after={rows[SITES - 1].name}" if len(rows) > SITES else None
+        return render(
+            request,
+            "sites.html",
+            who,
+            now=views.instant(now),
+            sites=blocks,
+            absent=ABSENT,
+            live=sum(line.view.live for block in blocks for line in block.workers),
+            newer=f"{PREFIX}/sites" if after else None,
+            older=older,
+        )
+
+
+def _blocks(session: Session, sites: Sequence[SiteRow], since: float) -> list[SiteBlock]:
+    """Each site with its workers."""
+    by_id = {row.id: row for row in sites}
+    workers = session.scalars(select(WorkerRow).where(WorkerRow.site_id.in_(by_id)).order_by(WorkerRow.name)).all()
+    counts = _counts(session, [row.id for row in workers])
+    scores = _latest_numbers(session, [row.id for row in workers])
+    at = tasks_in_hand(session, {row.id: row.id for row in workers})
+    lines: dict[str, list[WorkerLine]] = {site: [] for site in by_id}
+    for row in workers:
+        ends = counts.get(row.id, {})
+        lines[row.site_id].append(
+            WorkerLine(
+                views.worker_view(row, by_id[row.site_id], since),
+                at.get(row.id),
+                sum(ends.get(state, 0) for state in ACCEPTED),
+                ends.get("failed", 0) + ends.get("rejected", 0) + ends.get("lapsed", 0),
+                scores.get(row.id, {}),
+            )
+        )
+    return [SiteBlock(views.site_view(row), lines[row.id]) for row in sites]
+
+
+def _counts(session: Session, worker_ids: Sequence[str]) -> dict[str, dict[str, int]]:
+    rows = session.execute(
+        select(TaskRow.worker_id, TaskRow.state, func.count())
+        .where(TaskRow.worker_id.in_(worker_ids))
+        .group_by(TaskRow.worker_id, TaskRow.state)
+    )
+    found: dict[str, dict[str, int]] = {}
+    for worker_id, state, count in rows:
+        found.setdefault(worker_id, {})[state] = count
+    return found
+
+
+def _latest_numbers(session: Session, worker_ids: Sequence[str]) -> dict[str, Mapping[str, float]]:
+    """What was measured of each worker's latest update."""
+    newest = (
+        select(TaskRow.worker_id, func.max(TaskRow.created_at).label("at"))
+        .where(TaskRow.worker_id.in_(worker_ids), TaskRow.state.in_(ACCEPTED), TaskRow.kind == "train")
+        .group_by(TaskRow.worker_id)
+        .subquery()
+    )
+    rows = session.execute(
+        select(TaskRow.worker_id, TaskRow.numbers)
+        .join(newest, (newest.c.worker_id == TaskRow.worker_id) & (newest.c.at == TaskRow.created_at))
+        .where(TaskRow.state.in_(ACCEPTED), TaskRow.kind == "train")
+    )
+    return {worker_id: numbers for worker_id, numbers in rows}  # noqa: C416 (a row is no pair)
+
+
+# ---------------------------------------------------------------- failures
+
+
+@dataclass(frozen=True)
+class FailureLine:
+    task: TaskView
+    run_name: str
+    created_at: datetime
+
+
+@router.get("/failures")
+def list_failures(
+    request: Request,
+    serving: Serving,
+    who: Signed,
+    run: Text = None,
+    before: Annotated[float | None, Query(ge=0, le=1e12)] = None,
+) -> Response:
+    """What workers could not do and what was refused of them, newest first."""
+    faulty = TaskRow.state.in_(("failed", "rejected"))
+    with serving.database.snapshot() as session:
+        of_run = views.run_view(session, views.find_run(session, run)) if run else None
+        query = (
+            select(TaskRow, RunRow.name, WorkerRow.name, SiteRow.name)
+            .join(RunRow, RunRow.id == TaskRow.run_id)
+            .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+            .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+            .where(faulty)
+            .order_by(TaskRow.created_at.desc(), TaskRow.id)
+            .limit(FAILURES + 1)
+        )
+        if run:
+            query = query.where(TaskRow.run_id == run)
+        if before is not None:
+            query = query.where(TaskRow.created_at < before)
+        rows = session.execute(query).all()
+        lines = [
+            FailureLine(
+                views.task_view(task, f"{site}/{worker}", task.version_number + (task.kind == "train")),
+                name,
+                views.instant(task.created_at),
+            )
+            for task, name, worker, site in rows[:FAILURES]
+        ]
+        paused = select(RunRow).where(RunRow.state == "paused", RunRow.reason.is_not(None)).limit(FAILURES)
+        rounds = (
+            select(RoundRow, RunRow.name)
+            .join(RunRow, RunRow.id == RoundRow.run_id)
+            .where(RoundRow.state == "abandoned", RoundRow.run_id == run if run else true())
+            .order_by(RoundRow.opened_at.desc())
+            .limit(ABANDONED)
+        )
+        of_which = f"run={run}&" if run else ""
+        older = rows[FAILURES - 1][0].created_at if len(rows) > FAILURES else None
+        return render(
+            request,
+            "failures.html",
+            who,
+            now=views.instant(serving.database.now()),
+            run=of_run,
+            failures=lines,
+            abandoned=[]
+            if before
+            else [(views.round_view(session, row), name) for row, name in session.execute(rounds)],
+            paused=[] if run else [views.run_view(session, row) for row in session.scalars(paused)],
+            newer=f"{PREFIX}/failures?{of_which}" if before else None,
+            older=f"{PREFIX}/failures?{of_which}before={older!r}" if older else None,
+        )
+
+
+# ---------------------------------------------------------------- audit
+
+
+@router.get("/audit")
+def list_audit(request: Request, serving: Serving, who: Signed, run: Text = None, before: Place = None) -> Response:
+    """Every change of state, newest first; for administrators, as in the API."""
+    require_role(who, "admin")
+    with serving.database.snapshot() as session:
+        query = select(AuditRow).order_by(AuditRow.seq.desc()).limit(ENTRIES + 1)
+        if run:
+            query = query.where(AuditRow.run_id == run)
+        if before is not None:
+            query = query.where(AuditRow.seq < before)
+        rows = session.scalars(query).all()
+        of_run = f"run={run}&" if run else ""
+        newest = select(RunRow.id, RunRow.name).order_by(RunRow.created_at.desc()).limit(CHOICES)
+        return render(
+            request,
+            "audit.html",
+            who,
+            now=views.instant(serving.database.now()),
+            entries=[views.audit_view(row) for row in rows[:ENTRIES]],
+            runs=session.execute(newest).all(),
+            run=run or "",
+            newer=f"{PREFIX}/audit?{of_run}" if before else None,
+            older=f"{PREFIX}/audit?{of_run}before={rows[ENTRIES - 1].seq}" if len(rows) > ENTRIES else None,
+        )
+
+
+# ---------------------------------------------------------------- storage
+
+
+@dataclass(frozen=True)
+class RunStore:
+    id: str
+    name: str
+    state: str
+    versions: int
+    kept: int
+    blobs: int
+    bytes: int
+    whole: int
+
+
+@router.get("/storage")
+def show_storage(request: Request, serving: Serving, who: Signed) -> Response:
+    with serving.database.snapshot() as session:
+        blobs, blob_bytes = views.blob_totals(session)
+        unfinished = session.execute(
+            select(func.count(), func.coalesce(func.sum(UploadRow.length), 0)).where(~UploadRow.complete)
+        ).one()
+        return render(
+            request,
+            "storage.html",
+            who,
+            now=views.instant(serving.database.now()),
+            blobs=blobs,
+            blob_bytes=blob_bytes,
+            free_bytes=serving.room.free_bytes(),
+            reserve=serving.settings.disk_reserve_bytes,
+            has_room=serving.room.has(),
+            memory=serving.memory.share(),
+            watermark=WATERMARK,
+            uploads=unfinished[0],
+            upload_bytes=unfinished[1],
+            rows=_stores(session),
+            newer=None,
+            older=None,
+            keeping=_keeping(serving.settings),
+        )
+
+
+def _stores(session: Session) -> list[RunStore]:
+    runs = session.scalars(select(RunRow).order_by(RunRow.created_at.desc()).limit(RUNS)).all()
+    ids = [run.id for run in runs]
+    sizes = session.execute(
+        select(RunBlobRow.run_id, func.count(), func.sum(BlobRow.size))
+        .join(BlobRow, BlobRow.digest == RunBlobRow.digest)
+        .where(RunBlobRow.run_id.in_(ids))
+        .group_by(RunBlobRow.run_id)
+    )
+    by_run = {run_id: (count, int(size)) for run_id, count, size in sizes}
+    kept = session.execute(
+        select(VersionRow.run_id, func.count())
+        .where(VersionRow.run_id.in_(ids), VersionRow.retired_at.is_(None))
+        .group_by(VersionRow.run_id)
+    )
+    versions = {run_id: count for run_id, count in kept}  # noqa: C416 (a row is no pair)
+    return [
+        RunStore(
+            run.id,
+            run.name,
+            run.state,
+            run.version_number + 1,
+            versions.get(run.id, 0),
+            *by_run.get(run.id, (0, 0)),
+            versions.get(run.id, 0) * run.model_bytes,
+        )
+        for run in runs
+    ]
+
+
+def _keeping(settings: Settings) -> list[tuple[str, str]]:
+    versions = settings.keep_versions
+    return [
+        ("Versions of a run", "all" if versions is None else f"the first and the latest {versions}"),
+        ("Updates", f"{span(settings.keep_updates_seconds)} after their round has ended"),
+        ("What nothing refers to", span(settings.keep_unused_seconds)),
+        ("Looked after", f"every {span(settings.housekeeping_seconds)}"),
+    ]

@@ -1,0 +1,173 @@
+"""Templates, and how figures are written for people."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import HTMLResponse
+from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
+from jinja2.runtime import Context
+
+from tessera.coordinator.api.errors import headers_of
+from tessera.coordinator.dashboard.security_headers import PREFIX
+from tessera.coordinator.dashboard.session import FORM_TOKEN, Visitor, query_of, theme_of
+from tessera.shared.problems import Problem
+from tessera.shared.sanitize import fit_to_show
+from tessera.shared.version import VERSION
+
+STATIC = Path(__file__).parent / "static"
+
+PART = "part"
+"""The query of a request for no more than what changes of a page."""
+
+UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+NOTHING = "\u2013"
+"""What stands where there is no figure: a dash."""
+SPANS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+@cache
+def environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader("tessera.coordinator.dashboard"),
+        # Everything that a worker or a person wrote is text, and never markup.
+        autoescape=True,
+        # And nothing that turns the order of letters around, or that no letter is.
+        finalize=fit_to_show,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters: dict[str, Callable[..., Any]] = {
+        "size": size,
+        "span": span,
+        "number": number,
+        "percent": percent,
+        "clock": clock,
+        "plural": plural,
+        "short": short,
+        "first_up": first_up,
+        "ago": _ago,
+    }
+    made.filters.update(filters)
+    made.globals.update(version=VERSION, prefix=PREFIX, form_token_field=FORM_TOKEN, asset=asset)
+    return made
+
+
+def render(request: Request, template: str, who: Visitor | None, *, status: int = 200, **shown: Any) -> HTMLResponse:
+    """A page, or no more than what changes of it."""
+    part = PART in request.query_params
+    text = (
+        environment()
+        .get_template(template)
+        .render(
+            frame="part.html" if part else "base.html",
+            path=request.scope["path"],
+            query=query_of(request),
+            theme=theme_of(request),
+            who=who,
+            now=shown.pop("now", None) or datetime.now(UTC),
+            **shown,
+        )
+    )
+    return HTMLResponse(text, status_code=status)
+
+
+def show_problem(request: Request, problem: Problem) -> Response:
+    """A refusal, as a page."""
+    response = render(request, "problem.html", None, status=problem.status, problem=problem.document())
+    response.headers.update(headers_of(problem))
+    return response
+
+
+@cache
+def asset(name: str) -> str:
+    """Where a static file is; its address changes with its content, so that browsers may keep it."""
+    digest = hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:12]
+    return f"{PREFIX}/static/{name}?v={digest}"
+
+
+# ---------------------------------------------------------------- figures
+
+
+def size(count: float | None) -> str:
+    """A number of bytes with its unit, three digits."""
+    if count is None:
+        return NOTHING
+    value = float(count)
+    for unit in UNITS:
+        if abs(value) < 999.5 or unit == UNITS[-1]:
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 99.5 else f"{value:.3g} {unit}"
+
+
+def span(seconds: float | None) -> str:
+    """A duration in its two largest units."""
+    if seconds is None:
+        return NOTHING
+    left = max(0, round(seconds))
+    if left == 0:
+        return "0 s" if seconds == 0 else f"{seconds:.1f} s"
+    parts: list[str] = []
+    for length, unit in SPANS:
+        count, left = divmod(left, length)
+        if count or parts:
+            parts.append(f"{count} {unit}" if count else "")
+        if len(parts) == 2:
+            break
+    return " ".join(part for part in parts if part)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}".replace(",", "\u202f")
+    return f"{value:.{digits}g}"
+
+
+def percent(share: float | None) -> str:
+    if share is None:
+        return NOTHING
+    return f"{share:.0%}" if abs(share) >= 0.1 or share == 0 else f"{share:.1%}"
+
+
+def clock(instant: datetime | None) -> str:
+    return NOTHING if instant is None else instant.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    return f"{number(count)} {one if count == 1 else many or one + 's'}"
+
+
+def first_up(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def short(text: str, most: int = 12) -> str:
+    """The beginning of an id or a digest."""
+    told = text.removeprefix("sha256:")
+    return told if len(told) <= most else f"{told[:most]}…"
+
+
+@pass_context
+def _ago(context: Context, instant: datetime | None) -> str:
+    if instant is None:
+        return "never"
+    passed = (context["now"] - instant).total_seconds()
+    return "just now" if passed < 1 else f"{_largest(passed)} ago"
+
+
+def _largest(seconds: float) -> str:
+    for length, unit in SPANS:
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return "0 s"

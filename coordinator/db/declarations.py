@@ -1,0 +1,65 @@
+"""What live workers declared, parsed once for each text.
+
+Every look at the runs asks for all of it, several times a second, while it hardly ever changes. A text is known by
+its digest, so nothing that is kept can be out of date.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.db.tables import WorkerRow, declared_text
+from tessera.coordinator.domain.eligibility import mirror_of
+
+KEPT_BYTES = 32 << 20
+AT_A_TIME = 500
+
+
+class Declarations:
+    """The latest that were asked for, up to KEPT_BYTES of text. For any thread."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[dict[str, Any], int]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def of(self, session: Session, workers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """What each worker declared, by its id; `workers` has the digests."""
+        found = {}
+        with self._lock:
+            for worker_id, digest in workers.items():
+                if digest in self._kept:
+                    self._kept.move_to_end(digest)
+                    found[worker_id] = self._kept[digest][0]
+        # One of those that declared the same is enough; what has no digest is read each time.
+        lacking = {digest or worker_id: worker_id for worker_id, digest in workers.items() if worker_id not in found}
+        read = {key: self._keep(key, declared) for key, declared in self._read(session, lacking)}
+        return found | {id_: read[workers[id_] or id_] for id_ in workers if id_ not in found}
+
+    def _read(self, session: Session, lacking: Mapping[str, str]) -> Iterable[tuple[str, dict[str, Any]]]:
+        keys = {worker_id: key for key, worker_id in lacking.items()}
+        ids = list(keys)
+        for start in range(0, len(ids), AT_A_TIME):
+            some = WorkerRow.id.in_(ids[start : start + AT_A_TIME])
+            for worker_id, declared in session.execute(select(WorkerRow.id, WorkerRow.declared).where(some)):
+                yield keys[worker_id], declared
+
+    def _keep(self, key: str, declared: dict[str, Any]) -> dict[str, Any]:
+        length = len(declared_text(declared))
+        # Each run is compared with it, so the mirror is read here.
+        declared = {**declared, "mirror": mirror_of(declared)}
+        if key.startswith("sha256:"):
+            with self._lock:
+                if key not in self._kept:
+                    self._kept[key] = (declared, length)
+                    self._bytes += length
+                while self._bytes > KEPT_BYTES:
+                    _, (_, dropped) = self._kept.popitem(last=False)
+                    self._bytes -= dropped
+        return declared

@@ -1,0 +1,368 @@
+"""The database: one engine, one way to write, one way to read, one clock.
+
+SQLite or PostgreSQL, and the same code on both: there is one writer at a time, in whichever process, so what a
+transaction reads nobody changes before it writes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy.engine import URL, Connection
+from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError
+from sqlalchemy.exc import TimeoutError as NoConnection
+from sqlalchemy.orm import Session
+
+from tessera import migrations
+from tessera.shared.urls import without_password
+
+SCHEMA_DIR = Path(migrations.__file__).parent
+_READING = "tessera_reading"
+
+DATABASE_AWAY = (OperationalError, InterfaceError, InternalError, NoConnection)
+"""What is raised when the database is away, busy or was restarted: nothing was done, and trying again may help."""
+
+KEPT_CONNECTIONS = 5
+"""To PostgreSQL, while there is nothing to do."""
+CONNECT_SECONDS = 10
+IDLE_SECONDS = 5
+"""How long a transaction may stand still before PostgreSQL ends it: a process that is paused in the midst of one must
+not hold up the others."""
+TURN_SECONDS = 15
+"""How long a writer waits for its turn: longer than one that stands still can keep it."""
+STATEMENT_SECONDS = 30
+DUTY_SECONDS = 15
+"""How long PostgreSQL keeps the turn of a process that it hears nothing from."""
+LISTEN_SECONDS = 5
+AGAIN_SECONDS = 1
+"""How long is waited before a server that is away is asked again whether it has something to tell."""
+CLOCK_SECONDS = 10
+"""How long the difference between PostgreSQL's clock and this process's counts as known."""
+CLOCK_TRIES = 3
+GOOD_TRIP_SECONDS = 0.05
+"""A question after the time that came back this soon is not asked again."""
+
+
+class DatabaseInUse(RuntimeError):
+    """Another coordinator process has this SQLite file."""
+
+
+class NotAFile(RuntimeError):
+    """A SQLite database that is not a file cannot be a coordinator's."""
+
+
+class UnknownDatabase(RuntimeError):
+    """A database of a kind that this code was not made for."""
+
+
+class SchemaBehind(RuntimeError):
+    """The database's schema is not the one that this code needs."""
+
+
+class Database:
+    """Sessions on one database. There is one writer at a time, and a reader sees one moment.
+
+    `connections` bounds those that one process has to PostgreSQL.
+    """
+
+    def __init__(self, url: str, clock: Callable[[], float] | None = None, *, connections: int = 20) -> None:
+        self.url = _with_driver(make_url(url))
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        if self.is_sqlite:
+            if not self.url.database or self.url.database == ":memory:":
+                raise NotAFile(
+                    f"{url} is a database in memory, which no other process or restart would see; name a file"
+                )
+            _make(Path(self.url.database))
+            self.engine = create_engine(self.url, pool_size=20, max_overflow=40)
+            _tune_sqlite(self.engine)
+            self._reading = self.engine.execution_options(**{_READING: True})
+            # With SQLite the database's clock is this machine's; time.time spares a query.
+            self._clock = clock or time.time
+        else:
+            kept = min(KEPT_CONNECTIONS, connections)
+            self.engine = _postgresql(self.url, pool_size=kept, max_overflow=connections - kept)
+            _take_turns(self.engine)
+            self._reading = self.engine.execution_options(
+                **{_READING: True}, isolation_level="REPEATABLE READ", postgresql_readonly=True
+            )
+            # What is asked in between, by whoever has taken all other connections, has one of its own.
+            self._aside = _postgresql(self.url, pool_size=1, max_overflow=9, isolation_level="AUTOCOMMIT")
+            self._clock = clock or _RemoteClock(self._asked_time)
+        self._writing = threading.Lock()
+        self._lock: IO[str] | None = None
+
+    @property
+    def shown(self) -> str:
+        """The URL, without what is secret of it."""
+        return without_password(self.url.render_as_string(hide_password=True))
+
+    def now(self) -> float:
+        """Seconds since 1970 by the clock that judges every deadline."""
+        return self._clock()
+
+    @contextmanager
+    def transaction(self) -> Iterator[Session]:
+        """A session whose changes are all committed when it ends, or none of them."""
+        with self._turn(), Session(self.engine) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One writer after the other, in whichever process.
+
+        SQLite itself lets those who wait look again only every few milliseconds, and then every few tens of them. On
+        PostgreSQL the database sees to it; here one thread at a time waits for that, with one connection.
+        """
+        if not self.is_sqlite:
+            with self._writing:
+                yield
+            return
+        with _lock_file(f"{self.url.database}.turn") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Session]:
+        """A session to read with, that sees one moment and holds up no writer."""
+        with Session(self._reading) as session:
+            yield session
+
+    def close(self) -> None:
+        self.engine.dispose()
+        if not self.is_sqlite:
+            self._aside.dispose()
+        if self._lock:
+            self._lock.close()
+
+    # ------------------------------------------------------------ several processes
+
+    def hold(self, duty: str, *, wait: bool = False) -> None:
+        """Marks this process as the one that does this duty on a SQLite file, until it ends or closes the database.
+
+        Raises DatabaseInUse if another process has done so, unless it is to `wait` for that one's end. On PostgreSQL
+        any number may.
+        """
+        if not self.is_sqlite:
+            return
+        lock = _lock_file(f"{self.url.database}.{duty}.lock")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise DatabaseInUse(
+                f"another coordinator process uses {self.url.database} to {duty}; SQLite has one of each at a time. "
+                "Stop that one, or put TESSERA_DATABASE_URL on PostgreSQL to run several."
+            ) from None
+        self._lock = lock
+
+    @contextmanager
+    def alone(self, work: str) -> Iterator[bool]:
+        """Whether no other process is at this work, and none will be until the end of `with`.
+
+        A hint that spares doing it twice: who is dead has it no longer, nor who was not heard of for DUTY_SECONDS. So
+        what the work comes to must be guarded by itself. On SQLite, `hold` has seen to it.
+        """
+        if self.is_sqlite:
+            yield True
+            return
+        with self._aside.connect() as connection:
+            # To be ended with what it locks, and not to be had again from the pool.
+            connection.detach()
+            connection.exec_driver_sql(f"SET idle_session_timeout = '{DUTY_SECONDS}s'")
+            locked = bool(connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_number(work)})").scalar())
+            if not locked:
+                yield False
+                return
+            ended = threading.Event()
+            alive = threading.Thread(target=_stay, args=(connection, ended), name="alone", daemon=True)
+            alive.start()
+            try:
+                yield True
+            finally:
+                ended.set()
+                alive.join()
+
+    def tell(self, channel: str, message: str) -> None:
+        """Sends a few bytes to whoever listens on a channel of this PostgreSQL."""
+        with self._aside.connect() as connection:
+            connection.exec_driver_sql("SELECT pg_notify(%s, %s)", (channel, message))
+
+    def heard(self, channel: str, ended: threading.Event) -> Iterator[str]:
+        """What is told on a channel of this PostgreSQL, until it has `ended`: nothing at all at first, and again when
+        something may have been missed."""
+        dbapi = self._aside.dialect.loaded_dbapi
+        while not ended.is_set():
+            try:
+                with self._aside.connect() as connection:
+                    connection.detach()
+                    connection.exec_driver_sql(f"LISTEN {channel}")
+                    yield ""
+                    listening: Any = connection.connection.dbapi_connection
+                    while not ended.is_set():
+                        for notice in listening.notifies(timeout=LISTEN_SECONDS):
+                            yield notice.payload
+                        # A server that is gone without a word is found out so.
+                        connection.exec_driver_sql("SELECT 1")
+            except (DBAPIError, dbapi.Error):
+                ended.wait(AGAIN_SECONDS)
+
+    def _asked_time(self) -> float:
+        with self._aside.connect() as connection:
+            return float(connection.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())").scalar_one())
+
+    # ------------------------------------------------------------ schema
+
+    def at_head(self) -> bool:
+        return set(self._present()) == set(ScriptDirectory.from_config(alembic_config()).get_heads())
+
+    def at_head_or_later(self) -> bool:
+        """Whether the schema is the one that this code needs, or a later one: each step lets the code before it work
+        on, so that a new version can take over from one that runs."""
+        (head,) = ScriptDirectory.from_config(alembic_config()).get_heads()
+        return any(present >= head for present in self._present())
+
+    def require_head(self) -> None:
+        """Raises SchemaBehind unless the schema is the one that this code needs."""
+        if not self.at_head():
+            raise SchemaBehind(f"the schema of {self.shown} is not at head; run 'tessera coordinator migrate'")
+
+    def _present(self) -> tuple[str, ...]:
+        with self._reading.connect() as connection:
+            return tuple(MigrationContext.configure(connection).get_current_heads())
+
+
+def alembic_config(connection: Connection | None = None) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(SCHEMA_DIR))
+    config.attributes["connection"] = connection
+    return config
+
+
+class _RemoteClock:
+    """The database's clock, by this process's and what the two were found to differ by; a question every few seconds.
+
+    Off by half of a question's way there and back at most, and by what two clocks drift apart in CLOCK_SECONDS.
+    """
+
+    def __init__(self, ask: Callable[[], float]) -> None:
+        self._ask = ask
+        self._asking = threading.Lock()
+        # Seconds since 1970 where the monotonic clock shows 0, and until when it shows what counts as known.
+        self._known: tuple[float, float] | None = None
+
+    def __call__(self) -> float:
+        known = self._known
+        outdated = known is None or time.monotonic() > known[1]
+        # While one asks, the others go by what was known.
+        if outdated and self._asking.acquire(blocking=known is None):
+            try:
+                self._known = known = self._compared()
+            finally:
+                self._asking.release()
+        assert known is not None  # noqa: S101 (for the types: it was waited for)
+        return known[0] + time.monotonic()
+
+    def _compared(self) -> tuple[float, float]:
+        best, trip = 0.0, float("inf")
+        for _ in range(CLOCK_TRIES):
+            began = time.monotonic()
+            at = self._ask()
+            ended = time.monotonic()
+            # A process may be paused between the answer and its arrival.
+            if ended - began < trip:
+                best, trip = at - (began + ended) / 2, ended - began
+            if trip < GOOD_TRIP_SECONDS:
+                break
+        return best, time.monotonic() + CLOCK_SECONDS
+
+
+def _with_driver(url: URL) -> URL:
+    """Raises UnknownDatabase unless it is SQLite or PostgreSQL."""
+    kind = url.get_backend_name()
+    if kind not in ("sqlite", "postgresql"):
+        raise UnknownDatabase(f"Tessera keeps its tables in SQLite or PostgreSQL, and not in {kind}")
+    return url.set(drivername="postgresql+psycopg") if kind == "postgresql" else url
+
+
+def _make(file: Path) -> None:
+    """Before SQLite does, which would let others read it; its -wal and -shm are made with the same mode."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Where none can be made, SQLite says so.
+    with suppress(OSError):
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o600))
+
+
+def _lock_file(path: str) -> IO[str]:
+    """A file that its owner alone may open: whoever could lock it would stop the coordinator."""
+    file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")  # noqa: SIM115, PTH123 (open as long as it is held)
+    # Earlier versions let others read it. One of another owner stays as it is.
+    with suppress(PermissionError):
+        os.fchmod(file.fileno(), 0o600)
+    return file
+
+
+def _postgresql(url: URL, **options: Any) -> Engine:
+    # Asked first whether it is still there: a server that was restarted has ended all of them.
+    engine = create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": CONNECT_SECONDS}, **options)
+
+    @event.listens_for(engine, "connect")
+    def _connected(connection: Any, record: object) -> None:  # noqa: ARG001 (the event's signature)
+        seconds = {
+            "idle_in_transaction_session_timeout": IDLE_SECONDS,
+            "lock_timeout": TURN_SECONDS,
+            "statement_timeout": STATEMENT_SECONDS,
+        }
+        connection.execute("".join(f"SET {name} = '{value}s';" for name, value in seconds.items()))
+        connection.commit()
+
+    return engine
+
+
+def _take_turns(engine: Engine) -> None:
+    turn = f"SELECT pg_advisory_xact_lock({_number('writing')})"
+
+    @event.listens_for(engine, "begin")
+    def _begun(connection: Connection) -> None:
+        # As on SQLite: a writer takes its turn before it reads, and gives it back with its commit.
+        if not connection.get_execution_options().get(_READING, False):
+            connection.exec_driver_sql(turn)
+
+
+def _number(name: str) -> int:
+    """The number that PostgreSQL knows a lock by, which belongs to the database."""
+    return int.from_bytes(hashlib.sha256(f"tessera {name}".encode()).digest()[:8], signed=True)
+
+
+def _stay(connection: Connection, ended: threading.Event) -> None:
+    """Is heard of until the work has ended. Should the database be away, so is the lock."""
+    with suppress(DBAPIError):
+        while not ended.wait(DUTY_SECONDS / 3):
+            connection.exec_driver_sql("SELECT 1")
+
+
+def _tune_sqlite(engine: Engine) -> None:
+    @event.listens_for(engine, "connect")
+    def _connected(connection: Any, record: object) -> None:  # noqa: ARG001 (the event's signature)
+        # The driver would begin a transaction only at the first write, too late to read and then write safely.
+        connection.isolation_level = None
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=30000"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def _begun(connection: Connection) -> None:
+        # A writer takes its turn at once: one that had read first could no longer write after another did.
+        reading = connection.get_execution_options().get(_READING, False)
+        connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")

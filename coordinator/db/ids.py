@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+import uuid
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex

@@ -1,0 +1,242 @@
+"""Opening, merging and ending rounds: what the conductor writes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Row, func, select
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.db import audit
+from tessera.coordinator.db.ids import new_id
+from tessera.coordinator.db.snapshots import invitation, sites_due
+from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.transitions import move_round, move_task, move_tasks
+from tessera.coordinator.domain.snapshot import Due
+from tessera.coordinator.domain.workers import Member
+from tessera.shared.api.runs import Bounds, RunSpec
+from tessera.shared.api.versions import Manifest, VersionRef
+from tessera.shared.methods.base import Plan
+from tessera.shared.problems import Conflict
+from tessera.shared.rounds.aggregate import Accepted, Merged
+from tessera.shared.rounds.planning import bounds_of, evaluation_seed, training_seed
+from tessera.shared.schema import ACCEPTED
+
+ACTOR = "conductor"
+
+
+def open_round(
+    session: Session, now: float, run: RunRow, willing: Sequence[Member], plans: Mapping[str, Plan]
+) -> list[str]:
+    """Opens the run's next round with one task for each planned worker; returns the workers' ids.
+
+    The first one to open fixes the run's bounds, by all who were willing to take part.
+    """
+    spec = RunSpec.model_validate(run.spec)
+    number = run.version_number + 1
+    same = (RoundRow.run_id == run.id) & (RoundRow.number == number)
+    before = session.scalar(select(func.max(RoundRow.attempt)).where(same)) or 0
+    planned = [worker for worker in willing if worker.name in plans]
+    round_ = RoundRow(
+        id=new_id(),
+        run_id=run.id,
+        number=number,
+        attempt=before + 1,
+        state="open",
+        stage=plans[planned[0].name].stage,
+        opened_at=now,
+        deadline_at=now + spec.cohort.deadline_seconds,
+    )
+    session.add(round_)
+    # Rows that refer to each other only by id are written in the order of the flushes.
+    session.flush()
+    for worker in planned:
+        seed = training_seed(spec, number, worker.name)
+        session.add(_task(now, run.id, "train", worker.id, run.version_number, seed, plans[worker.name], round_.id))
+    about: dict[str, Any] = {"number": number, "cohort": [worker.name for worker in planned]}
+    if run.bounds is None and run.version_number == 0:
+        bounds = bounds_of(spec, [worker.participant(spec.dataset) for worker in willing])
+        run.bounds = about["bounds"] = bounds.model_dump()
+    audit.record(session, now, ACTOR, "round.open", round_.id, run_id=run.id, **about)
+    return [worker.id for worker in planned]
+
+
+def offer_evaluation(session: Session, now: float, run: RunRow, due: Due, worker: Member) -> None:
+    """Offers a version to a worker, in place of what is no longer wanted: of a central data set the same version from
+    another worker, of a site an earlier version."""
+    spec = RunSpec.model_validate(run.spec)
+    held_out = due.worker is not None
+    kin = (TaskRow.run_id == run.id) & (TaskRow.kind == "evaluate") & (TaskRow.held_out == held_out)
+    if held_out:
+        kin &= TaskRow.worker_id == worker.id
+    same = kin & (TaskRow.version_number == due.version)
+    replaced = (kin if held_out else same) & TaskRow.state.in_(("offered", "lapsed"))
+    cancel_tasks(session, now, session.scalars(select(TaskRow).where(replaced)).all())
+    seed = evaluation_seed(spec, due.version)
+    task = _task(now, run.id, "evaluate", worker.id, due.version, seed, Plan(stage="evaluate"), None)
+    task.held_out = held_out
+    task.leases = session.scalar(select(func.max(TaskRow.leases)).where(same)) or 0
+    session.add(task)
+    about = {"version": due.version, "worker": worker.name, "held_out": held_out}
+    audit.record(session, now, ACTOR, "task.evaluate", task.id, run_id=run.id, **about)
+
+
+def offer_at_sites(session: Session, now: float, run: RunRow, live: Sequence[Member]) -> list[str]:
+    """Offers the run's latest due version to each worker at a site that lacks it; returns their ids."""
+    due = sites_due(session, run, invitation(session, run), live)
+    by_id = {worker.id: worker for worker in live}
+    asked = [(one, by_id[one.worker]) for one in due if one.worker]
+    for one, worker in asked:
+        offer_evaluation(session, now, run, one, worker)
+    return [worker.id for _, worker in asked]
+
+
+def tries_by_worker(session: Session, run_id: str, version: int) -> Counter[str]:
+    """How often each worker was asked in vain to evaluate a version on the central data set."""
+    kin = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & ~TaskRow.held_out
+    return Counter(session.scalars(select(TaskRow.worker_id).where(kin, TaskRow.version_number == version)))
+
+
+def _task(
+    now: float, run_id: str, kind: str, worker_id: str, version: int, seed: int, plan: Plan, round_id: str | None
+) -> TaskRow:
+    return TaskRow(
+        id=new_id(),
+        run_id=run_id,
+        round_id=round_id,
+        worker_id=worker_id,
+        kind=kind,
+        held_out=False,
+        state="offered",
+        version_number=version,
+        seed=seed,
+        plan=plan.model_dump(mode="json"),
+        token=0,
+        leases=0,
+        created_at=now,
+        upload_bytes=0,
+        download_bytes=0,
+        numbers={},
+    )
+
+
+def cancel_tasks(session: Session, now: float, which: Sequence[TaskRow]) -> None:
+    """Cancels what is not over yet."""
+    for task in which:
+        if task.state in ("offered", "leased", "lapsed"):
+            move_task(session, now, ACTOR, task, "cancel")
+
+
+def tasks_of(session: Session, round_id: str) -> Sequence[TaskRow]:
+    return session.scalars(select(TaskRow).where(TaskRow.round_id == round_id).order_by(TaskRow.id)).all()
+
+
+def evaluations_of(session: Session, run_id: str) -> Sequence[TaskRow]:
+    return session.scalars(select(TaskRow).where(TaskRow.run_id == run_id, TaskRow.kind == "evaluate")).all()
+
+
+def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
+    """No more updates are taken; what was accepted is to be merged."""
+    move_round(session, now, ACTOR, round_, "close", reason)
+    cancel_tasks(session, now, tasks_of(session, round_.id))
+
+
+def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
+    """What was accepted came to nothing."""
+    move_round(session, now, ACTOR, round_, "abandon", reason)
+    cancel_tasks(session, now, tasks_of(session, round_.id))
+    move_tasks(session, "leave_out", TaskRow.round_id == round_.id)
+
+
+def bounds_in_force(run: RunRow) -> Bounds:
+    """What was fixed when the run's first round opened; the numbers in its spec if it began before any was."""
+    if run.bounds is not None:
+        return Bounds.model_validate(run.bounds)
+    said = (run.spec.get("max_examples"), run.spec.get("max_norm_of_median"))
+    examples, norm = (None if bound == "unlimited" else bound for bound in said)
+    return Bounds(max_examples=examples, max_norm_of_median=norm)
+
+
+def accepted_updates(session: Session, round_id: str) -> list[Accepted]:
+    # An accepted task has a digest and a count: they are written together with that state.
+    return [
+        Accepted(s, f"{s}/{n}", t.update_digest or "", t.examples or 0, t.numbers, Plan.model_validate(t.plan))
+        for t, n, s in _accepted(session, round_id)
+    ]
+
+
+def _accepted(session: Session, round_id: str) -> Sequence[Row[TaskRow, str, str]]:
+    """The accepted tasks of a round, each with the names of its worker and its site."""
+    return session.execute(
+        select(TaskRow, WorkerRow.name, SiteRow.name)
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .where(TaskRow.round_id == round_id, TaskRow.state.in_(ACCEPTED))
+    ).all()
+
+
+def note_scores(session: Session, round_id: str, scores: Mapping[str, Mapping[str, float]]) -> None:
+    """Adds what was found of each worker's update in a round to its numbers."""
+    for task, name, site in _accepted(session, round_id):
+        task.numbers = {**task.numbers, **scores.get(f"{site}/{name}", {})}
+
+
+def _leave_out(session: Session, round_id: str, merged: Merged) -> list[str]:
+    """Enters which of the accepted updates were not merged, or not in every block; the tasks left out."""
+    left_out = []
+    for task, name, site in _accepted(session, round_id):
+        unmerged = merged.get(f"{site}/{name}")
+        if unmerged is None:
+            left_out.append(task.id)
+        elif unmerged:
+            task.unmerged = list(unmerged)
+    move_tasks(session, "leave_out", TaskRow.id.in_(left_out))
+    return sorted(left_out)
+
+
+def add_version(
+    session: Session, now: float, run_id: str, ref: VersionRef, manifest: Manifest, warnings: Sequence[str]
+) -> list[str]:
+    """Enters a version whose blobs are entered already. Returns the warnings that the one before it did not have,
+    which are entered in the audit too."""
+    before = session.get(VersionRow, (run_id, ref.number - 1))
+    row = VersionRow(run_id=run_id, number=ref.number, digest=ref.digest, created_at=now)
+    row.numbers, row.warnings = dict(manifest.numbers), list(warnings)
+    session.add(row)
+    news = [warning for warning in warnings if not before or warning not in before.warnings]
+    if news:
+        audit.record(
+            session, now, ACTOR, "version.warning", ref.digest, run_id=run_id, number=ref.number, warnings=news
+        )
+    wanted = {ref.digest, *manifest.digests}
+    same = (RunBlobRow.run_id == run_id) & RunBlobRow.digest.in_(wanted)
+    known = set(session.scalars(select(RunBlobRow.digest).where(same)))
+    session.add_all(RunBlobRow(run_id=run_id, digest=blob) for blob in sorted(wanted - known))
+    session.flush()
+    return news
+
+
+def commit_round(
+    session: Session,
+    now: float,
+    run: RunRow,
+    round_: RoundRow,
+    version: VersionRef,
+    manifest: Manifest,
+    warnings: Sequence[str],
+    merged: Merged,
+) -> list[str]:
+    """The round's end and its version, in the caller's one transaction. Returns the warnings that are new."""
+    left_out = _leave_out(session, round_.id, merged)
+    move_round(session, now, ACTOR, round_, "commit", round_.reason, left_out=left_out)
+    if move_tasks(session, "merge", TaskRow.round_id == round_.id) != len(merged):
+        raise Conflict("other updates were accepted in the round than were merged")
+    news = add_version(session, now, run.id, version, manifest, warnings)
+    run.version_number = version.number
+    run.revision += 1
+    run.updated_at = now
+    session.flush()
+    audit.record(session, now, ACTOR, "version", version.digest, run_id=run.id, number=version.number)
+    return news

@@ -1,0 +1,256 @@
+"""What `decide` is given: a run at one moment, and who could take part."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from sqlalchemy import ColumnElement, Row, func, select
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.db import audit
+from tessera.coordinator.db.declarations import Declarations
+from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.domain.eligibility import Invitation, objections
+from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
+from tessera.coordinator.domain.snapshot import Due, RoundSnapshot, RunSnapshot, TaskSnapshot
+from tessera.coordinator.domain.workers import Member, ids, sites_of
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.methods.registry import sticky
+from tessera.shared.schema import ACCEPTED
+
+MAX_UNEVALUATED = 16
+
+DECLARATIONS = Declarations()
+"""Of all databases: a digest is of one text."""
+
+MOST_UNAGREED = 100
+"""Rounds that may be abandoned because sites have not agreed to the run, without counting as tries."""
+
+
+def live_workers(session: Session, since: float) -> list[Member]:
+    """Every worker heard of since then whose site is not suspended, in the order of names (`site/worker`)."""
+    rows = session.execute(
+        select(WorkerRow.id, WorkerRow.name, SiteRow.name.label("site"), WorkerRow.declared_digest)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None))
+    ).all()
+    declared = DECLARATIONS.of(session, {r.id: r.declared_digest for r in rows})
+    return sorted((Member(r.id, f"{r.site}/{r.name}", r.site, declared[r.id]) for r in rows), key=lambda m: m.name)
+
+
+def invitation(session: Session, run: RunRow) -> Invitation:
+    return Invitation(RunSpec.model_validate(run.spec), run.model_bytes, audit.creator_of(session, run.id), run.id)
+
+
+def eligible(invited: Invitation, live: Sequence[Member]) -> list[Member]:
+    """Who could train in a round of this run: allowed, willing, with the data and the method."""
+    return [worker for worker in live if not objections(invited, worker.site, worker.declared)]
+
+
+def candidates(session: Session, invited: Invitation, live: Sequence[Member]) -> list[Member]:
+    """Who of them may be asked in the run's next round: where the method is sticky, nobody in another's place."""
+    able = eligible(invited, live)
+    if not sticky(invited.spec.method):
+        return able
+    # A site with one worker has nobody else.
+    several = select(WorkerRow.site_id).group_by(WorkerRow.site_id).having(func.count() > 1)
+    latest = func.max(TaskRow.version_number)
+    rows: Iterable[Row[str, str]] = session.execute(
+        select(SiteRow.name, TaskRow.worker_id)
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        # What is accepted may be merged yet.
+        .where(TaskRow.run_id == invited.run, TaskRow.kind == "train", TaskRow.state.in_(("accepted", "merged")))
+        .where(WorkerRow.site_id.in_(several))
+        .group_by(SiteRow.name, TaskRow.worker_id)
+        .order_by(latest)
+    )
+    took_part = {row.name: row.worker_id for row in rows}
+    return [worker for worker in able if took_part.get(worker.site, worker.id) == worker.id]
+
+
+def remembering(session: Session, run_id: str, willing: Sequence[Member]) -> list[Member]:
+    """The same workers with the round that each last did, where its site has several to choose from."""
+    counts = Counter(worker.site for worker in willing)
+    crowded = [site for site, count in counts.items() if count > 1]
+    if not crowded:
+        return list(willing)
+    rows: Iterable[Row[str, int]] = session.execute(
+        select(TaskRow.worker_id, func.max(TaskRow.version_number))
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
+        .where(SiteRow.name.in_(crowded))
+        .group_by(TaskRow.worker_id)
+    )
+    rounds = {worker_id: version + 1 for worker_id, version in rows}
+    return [replace(worker, last_round=rounds.get(worker.id, 0)) for worker in willing]
+
+
+def evaluators(invited: Invitation, live: Sequence[Member]) -> list[Member]:
+    """Who could evaluate this run's versions on the central data set."""
+    if invited.spec.evaluation is None:
+        return []
+    wanted = invited.spec.evaluation.dataset
+    return [
+        worker
+        for worker in live
+        if invited.lets_know(worker.site)
+        and "evaluate" in worker.declared["kinds"]
+        and worker.declared["datasets"].get(wanted, 0) > 0
+        and invited.run not in worker.declared.get("withheld", {})
+    ]
+
+
+def site_evaluators(invited: Invitation, live: Sequence[Member]) -> list[Member]:
+    """Who could evaluate them on what it holds out: whoever could train, and holds something out."""
+    spec = invited.spec
+    if spec.evaluation is None or not spec.evaluation.sites:
+        return []
+    return [
+        worker
+        for worker in eligible(invited, live)
+        if "evaluate" in worker.declared["kinds"] and worker.declared.get("held_out", {}).get(spec.dataset, 0) > 0
+    ]
+
+
+def runs_to_decide(session: Session) -> list[str]:
+    """Runs that are live, and ended ones that still have rounds or tasks to wind up."""
+    open_rounds = select(RoundRow.run_id).where(RoundRow.state.in_(LIVE_ROUND))
+    open_tasks = select(TaskRow.run_id).where(TaskRow.state.in_(("offered", "leased")))
+    which = RunRow.state.in_(LIVE_RUN) | RunRow.id.in_(open_rounds) | RunRow.id.in_(open_tasks)
+    return list(session.scalars(select(RunRow.id).where(which).order_by(RunRow.created_at, RunRow.id)))
+
+
+def run_snapshot(session: Session, run_id: str, live: Sequence[Member], *, absent_are_gone: bool) -> RunSnapshot:
+    """A run at this moment. `absent_are_gone` tells whether a worker that is not live is given up on."""
+    here = ids(live) if absent_are_gone else None
+    run = session.get_one(RunRow, run_id)
+    invited = invitation(session, run)
+    spec = invited.spec
+    round_ = session.scalars(
+        select(RoundRow).where(RoundRow.run_id == run_id, RoundRow.state.in_(LIVE_ROUND))
+    ).one_or_none()
+    # A site that let an earlier version lapse is not asked about it again: what it keeps may have moved on.
+    wanted = ~TaskRow.held_out | (TaskRow.version_number == _latest_due(run, spec))
+    pending = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate")
+    pending &= TaskRow.state.in_(("offered", "leased")) | (
+        (TaskRow.state == "lapsed") & (TaskRow.leases < spec.cohort.task_tries) & wanted
+    )
+    return RunSnapshot(
+        id=run.id,
+        state=run.state,
+        rounds=spec.rounds,
+        version=run.version_number,
+        cohort=spec.cohort,
+        round=_round_snapshot(session, round_, here) if round_ else None,
+        abandoned=_abandoned(session, run),
+        eligible=len(sites_of(candidates(session, invited, live))),
+        idle_since=_idle_since(session, run),
+        evaluations=_task_snapshots(session, pending, here),
+        unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),
+        evaluators=len(evaluators(invited, live)),
+    )
+
+
+def _round_snapshot(session: Session, row: RoundRow, here: set[str] | None) -> RoundSnapshot:
+    return RoundSnapshot(
+        row.id, row.number, row.state, row.deadline_at, _task_snapshots(session, TaskRow.round_id == row.id, here)
+    )
+
+
+def _task_snapshots(session: Session, which: ColumnElement[bool], here: set[str] | None) -> tuple[TaskSnapshot, ...]:
+    # These columns alone: this is read at every look at a run, and a task's plan takes long to decode.
+    rows = session.execute(
+        select(
+            TaskRow.id,
+            TaskRow.state,
+            TaskRow.token,
+            TaskRow.leases,
+            TaskRow.lease_expires_at,
+            TaskRow.worker_id,
+            WorkerRow.site_id,
+        )
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .where(which)
+        .order_by(TaskRow.id)
+    )
+    return tuple(
+        TaskSnapshot(id_, site, state, token, leases, expires_at, here is None or worker_id in here)
+        for id_, state, token, leases, expires_at, worker_id, site in rows
+    )
+
+
+def _abandoned(session: Session, run: RunRow) -> int:
+    """Attempts at the next round that were abandoned. Those for which a site had not agreed to the run are counted
+    only beyond a bound: whoever is asked first has to say so once."""
+    ids = session.scalars(
+        select(RoundRow.id).where(
+            RoundRow.run_id == run.id,
+            RoundRow.number == run.version_number + 1,
+            RoundRow.state == "abandoned",
+            RoundRow.opened_at >= run.resumed_at,
+        )
+    ).all()
+    if not ids:
+        return 0
+    cancelled = select(TaskRow.round_id, TaskRow.problem).where(
+        TaskRow.round_id.in_(ids[:MOST_UNAGREED]), TaskRow.state == "cancelled"
+    )
+    unagreed = {row.round_id for row in session.execute(cancelled) if row.problem}
+    return len(ids) - len(unagreed)
+
+
+def _idle_since(session: Session, run: RunRow) -> float:
+    ended = session.scalar(select(func.max(RoundRow.closed_at)).where(RoundRow.run_id == run.id))
+    return max(run.resumed_at, ended or 0.0)
+
+
+def central_due(session: Session, run: RunRow, spec: RunSpec, here: Collection[str] | None) -> list[Due]:
+    """Versions to be measured on the central data set, every n-th, the first and the last, oldest first, that nobody
+    has measured, nor is at it, nor was asked to in vain too often.
+
+    One that was only offered to a worker who is not `here` counts as not asked for, unless `here` is not known.
+    """
+    if spec.evaluation is None or spec.evaluation.dataset is None:
+        return []
+    due = (VersionRow.number % spec.evaluation.every == 0) | (VersionRow.number == spec.rounds)
+    central = (TaskRow.run_id == run.id) & (TaskRow.kind == "evaluate") & ~TaskRow.held_out
+    awaited: ColumnElement[bool] = TaskRow.state.in_(("offered", "lapsed"))
+    if here is not None:
+        awaited &= TaskRow.worker_id.in_(here)
+    taken = awaited | TaskRow.state.in_(("leased", "accepted")) | (TaskRow.leases >= spec.cohort.task_tries)
+    numbers = (
+        select(VersionRow.number)
+        .where(VersionRow.run_id == run.id, due, VersionRow.retired_at.is_(None))
+        .where(VersionRow.number.not_in(select(TaskRow.version_number).where(central, taken)))
+        .order_by(VersionRow.number)
+        .limit(MAX_UNEVALUATED)
+    )
+    return [Due(number) for number in session.scalars(numbers)]
+
+
+def _latest_due(run: RunRow, spec: RunSpec) -> int:
+    """The latest version that is to be measured."""
+    number = run.version_number
+    if spec.evaluation is None or spec.evaluation.due(number, spec.rounds):
+        return number
+    return number - number % spec.evaluation.every
+
+
+def sites_due(session: Session, run: RunRow, invited: Invitation, live: Sequence[Member]) -> list[Due]:
+    """The latest version that is due, for each live worker that has not measured it on what it holds out, nor been
+    asked to too often. All workers of a site are asked, and are one site in every figure (`shared.metrics.site_spread`).
+
+    What a worker missed of earlier versions is not made up for: what it keeps of the run has moved on.
+    """
+    able, spec = site_evaluators(invited, live), invited.spec
+    if not able:
+        return []
+    number = _latest_due(run, spec)
+    tasks = (TaskRow.run_id == run.id) & (TaskRow.version_number == number) & (TaskRow.held_out)
+    over = TaskRow.state.in_(("offered", "leased", "lapsed", "accepted")) | (TaskRow.leases >= spec.cohort.task_tries)
+    asked = set(session.scalars(select(TaskRow.worker_id).where(tasks, over)))
+    return [Due(number, worker.id) for worker in able if worker.id not in asked]

@@ -1,0 +1,168 @@
+"""What is counted for those who watch: of runs, rounds, tasks and sites, straight from the tables.
+
+What grows with the past is never read twice: the commits of rounds are taken from the audit chain, on from where it
+was read last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from sqlalchemy import Row, func, select
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow
+from tessera.coordinator.db.views import measurement_view
+from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.metrics.site_spread import PERSONAL, spreads
+from tessera.shared.schema import ACCEPTED
+
+MOST_RUNS = 100
+"""Live runs that are told of one by one, the latest first: what watches keeps a series of figures for each."""
+
+MOST_SITES = 1_000
+"""The same of sites, those that were silent longest first."""
+
+MEASURED = frozenset(("loss", "accuracy", "macro_f1", "calibration_error"))
+"""Numbers that are told of. Workers may report any other; each name would be a series, and anybody's choice."""
+
+STEPS = ("round.open", "round.close", "round.commit", "round.abandon")
+BATCH = 10_000
+
+Place = Literal["central", "sites"]
+
+
+class RunFigures(NamedTuple):
+    """A live run. What is of its last committed round is 0 before there is one."""
+
+    run: str
+    name: str
+    version: int
+    rounds: int
+    cohort: int
+    """Sites that were asked."""
+    updates: int
+    """Those of which an update was accepted: the updates of one site's workers count as one."""
+    upload_bytes: int
+    download_bytes: int
+    measured: dict[tuple[Place, str], float]
+    """By place and name, of the latest version that was measured there; at sites, the mean over their examples."""
+
+
+def tasks_in_hand(session: Session) -> Sequence[Row[str, str, int]]:
+    """Kind, state and number of the tasks of live rounds, and of live runs' evaluations that are not over."""
+    pending = (TaskRow.kind == "evaluate") & TaskRow.state.in_(("offered", "leased", "lapsed"))
+    pending &= TaskRow.run_id.in_(select(RunRow.id).where(RunRow.state.in_(LIVE_RUN)))
+    of_rounds = TaskRow.round_id.in_(select(RoundRow.id).where(RoundRow.state.in_(LIVE_ROUND)))
+    which = of_rounds | pending
+    return session.execute(
+        select(TaskRow.kind, TaskRow.state, func.count()).where(which).group_by(TaskRow.kind, TaskRow.state)
+    ).all()
+
+
+def silences(session: Session, now: float) -> list[tuple[str, float]]:
+    """Each site that has workers, with the seconds since any of them was heard of."""
+    seen = func.max(WorkerRow.last_seen_at)
+    rows = session.execute(
+        select(SiteRow.name, seen)
+        .join(WorkerRow, WorkerRow.site_id == SiteRow.id)
+        .group_by(SiteRow.name)
+        .order_by(seen)
+        .limit(MOST_SITES)
+    )
+    return [(name, max(0.0, now - last)) for name, last in rows]
+
+
+def run_figures(session: Session) -> list[RunFigures]:
+    """The live runs that were created last."""
+    runs = session.scalars(
+        select(RunRow).where(RunRow.state.in_(LIVE_RUN)).order_by(RunRow.created_at.desc()).limit(MOST_RUNS)
+    )
+    return [_figures(session, run) for run in runs]
+
+
+def _figures(session: Session, run: RunRow) -> RunFigures:
+    spec = RunSpec.model_validate(run.spec)
+    last = (RoundRow.run_id == run.id) & (RoundRow.number == run.version_number) & (RoundRow.state == "committed")
+    # A site's token admits as many workers as the site likes.
+    sites = WorkerRow.site_id.distinct()
+    accepted = func.count(sites).filter(TaskRow.state.in_(ACCEPTED))
+    up, down = func.sum(TaskRow.upload_bytes), func.sum(TaskRow.download_bytes)
+    of_round = (
+        select(func.count(sites), accepted, up, down)
+        .join(RoundRow, RoundRow.id == TaskRow.round_id)
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+    )
+    cohort, updates, upload_bytes, download_bytes = session.execute(of_round.where(last)).one()
+    return RunFigures(
+        run=run.id,
+        name=spec.name,
+        version=run.version_number,
+        rounds=spec.rounds,
+        cohort=cohort,
+        updates=updates,
+        upload_bytes=int(upload_bytes or 0),
+        download_bytes=int(download_bytes or 0),
+        measured={
+            **_measured(session, run.id, held_out=False),
+            **_measured(session, run.id, held_out=True),
+        },
+    )
+
+
+def _measured(session: Session, run_id: str, *, held_out: bool) -> dict[tuple[Place, str], float]:
+    done = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & (TaskRow.state == "accepted")
+    done &= TaskRow.held_out == held_out
+    latest = select(func.max(TaskRow.version_number)).where(done).scalar_subquery()
+    rows = session.scalars(select(TaskRow).where(done, TaskRow.version_number == latest))
+    found = [measurement_view(session, row, "") for row in rows]
+    if not held_out:
+        return {("central", name): value for one in found for name, value in one.numbers.items() if name in MEASURED}
+    return {
+        ("sites", name): spread.weighted_mean
+        for by_name in spreads(found).values()
+        for name, spread in by_name.items()
+        if name.removeprefix(PERSONAL) in MEASURED
+    }
+
+
+class Committed(NamedTuple):
+    """How long a round took."""
+
+    round_seconds: float
+    """From its opening."""
+    merge_seconds: float
+    """From its closing, with whatever the merge waited for."""
+
+
+class Commits:
+    """Tells of every round's commit once. Of those before its time too: all that ever happened is in the audit
+    chain."""
+
+    def __init__(self, tell: Callable[[Committed], None]) -> None:
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._seq = 0
+        self._began: dict[tuple[str, str], float] = {}
+
+    def follow(self, session: Session) -> None:
+        """Tells of those that it has not told of."""
+        query = select(AuditRow.seq, AuditRow.at, AuditRow.action, AuditRow.subject).order_by(AuditRow.seq)
+        query = query.where(AuditRow.action.in_(STEPS)).limit(BATCH)
+        with self._lock:
+            while rows := session.execute(query.where(AuditRow.seq > self._seq)).all():
+                for row in rows:
+                    self._step(row.at, row.action, row.subject)
+                    self._seq = row.seq
+
+    def _step(self, at: float, action: str, round_id: str) -> None:
+        if action in ("round.open", "round.close"):
+            self._began[action, round_id] = at
+            return
+        opened_at = self._began.pop(("round.open", round_id), at)
+        closed_at = self._began.pop(("round.close", round_id), at)
+        if action == "round.commit":
+            self._tell(Committed(max(0.0, at - opened_at), max(0.0, at - closed_at)))

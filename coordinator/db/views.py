@@ -1,0 +1,323 @@
+"""Rows as the API shows them, and pages of them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from pydantic_core import from_json
+from sqlalchemy import Select, func, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from tessera.coordinator.db.tables import (
+    AuditRow,
+    BlobRow,
+    EnrolmentRow,
+    RoundRow,
+    RunRow,
+    SiteRow,
+    TaskRow,
+    TokenRow,
+    VersionRow,
+    WorkerRow,
+)
+from tessera.shared.api.admin import AuditEntry, Enrolment, Site, Token, WorkerView
+from tessera.shared.api.runs import Measurement, Round, Run
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.api.versions import Version, VersionRef
+from tessera.shared.problems import BadRequest, NotFound
+from tessera.shared.schema import Page
+
+V = TypeVar("V", bound=BaseModel)
+
+PAGE_BYTES = 4 << 20
+AT_A_TIME = 20
+
+
+def instant(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def maybe_instant(seconds: float | None) -> datetime | None:
+    return None if seconds is None else instant(seconds)
+
+
+def page(
+    session: Session,
+    query: Select[*tuple[Any, ...]],
+    keys: Sequence[InstrumentedAttribute[Any]],
+    view: Callable[[Any], V],
+    limit: int,
+    cursor: str | None,
+) -> Page[V]:
+    """One page of `query` in the order of `keys`, which must be unique together and selected first.
+
+    The cursor holds the last keys shown, so pages neither skip nor repeat while rows are added. A page also ends
+    where it has PAGE_BYTES: whoever reads it holds it whole.
+    """
+    ordered = query.order_by(*keys).limit(limit + 1)
+    if cursor is not None:
+        ordered = ordered.where(_after(keys, _decode(cursor, [key.type.python_type for key in keys])))
+    items: list[V] = []
+    last: list[Any] = []
+    size = 0
+    # A few at a time: some rows are large, and those that no longer fit are not read.
+    with closing(session.execute(ordered.execution_options(yield_per=AT_A_TIME))) as rows:
+        for row in rows:
+            if len(items) == limit or size >= PAGE_BYTES:
+                return Page(items=tuple(items), next_cursor=_encode(last))
+            items.append(view(row))
+            last = [getattr(row[0], key.key) for key in keys]
+            size += len(items[-1].model_dump_json())
+    return Page(items=tuple(items))
+
+
+def _after(keys: Sequence[InstrumentedAttribute[Any]], values: Sequence[Any]) -> Any:
+    """(a, b) > (x, y), spelled out, which every database understands."""
+    first, value = keys[0], values[0]
+    if len(keys) == 1:
+        return first > value
+    return (first > value) | ((first == value) & _after(keys[1:], values[1:]))
+
+
+def _encode(values: Sequence[object]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(values).encode()).decode()
+
+
+def _decode(cursor: str, kinds: Sequence[type]) -> list[Any]:
+    """The last keys shown. Raises BadRequest unless they are of the kinds of this collection's keys."""
+    try:
+        values = from_json(base64.urlsafe_b64decode(cursor), allow_inf_nan=False)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or len(values) != len(kinds) or not all(map(_fits, values, kinds)):
+        raise BadRequest("the cursor is not one that this collection gave", remedy="Begin without a cursor.")
+    return values
+
+
+def _fits(value: object, kind: type) -> bool:
+    # No database holds a wider integer.
+    return type(value) is kind and not (isinstance(value, int) and value.bit_length() > 63)
+
+
+# ---------------------------------------------------------------- views
+
+
+def run_view(session: Session, row: RunRow) -> Run:
+    version = session.get_one(VersionRow, (row.id, row.version_number))
+    return Run.model_validate(
+        {
+            "id": row.id,
+            "state": row.state,
+            "reason": row.reason,
+            "spec": row.spec,
+            "bounds": row.bounds,
+            "version": VersionRef(number=version.number, digest=version.digest),
+            "model_bytes": row.model_bytes,
+            "revision": row.revision,
+            "created_at": instant(row.created_at),
+            "updated_at": instant(row.updated_at),
+        }
+    )
+
+
+def for_site(run: Run, site: str) -> Run:
+    """What a site is told of a run that it takes part in: nothing that names another, or tells how much it has."""
+    cohort = run.spec.cohort
+    own = cohort.model_copy(update={"sites": None if cohort.sites is None else (site,)})
+    spec = run.spec.model_copy(update={"cohort": own})
+    return run.model_copy(update={"reason": None, "spec": spec, "bounds": None})
+
+
+def find_run(session: Session, run_id: str) -> RunRow:
+    """Raises NotFound."""
+    row = session.get(RunRow, run_id)
+    if row is None:
+        raise NotFound(f"there is no run {run_id}")
+    return row
+
+
+def round_view(session: Session, row: RoundRow) -> Round:
+    named = (
+        select(TaskRow, WorkerRow.name, SiteRow.name)
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .where(TaskRow.round_id == row.id)
+    )
+    tasks = [task_view(task, f"{site}/{name}", row.number) for task, name, site in session.execute(named)]
+    return Round(
+        run=row.run_id,
+        number=row.number,
+        attempt=row.attempt,
+        state=row.state,
+        stage=row.stage,
+        opened_at=instant(row.opened_at),
+        deadline_at=instant(row.deadline_at),
+        closed_at=maybe_instant(row.closed_at),
+        reason=row.reason,
+        version=row.number if row.state == "committed" else None,
+        tasks=tuple(sorted(tasks, key=lambda task: task.worker)),
+    )
+
+
+def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
+    return TaskView.model_validate(
+        {
+            "id": row.id,
+            "run": row.run_id,
+            "round": round_number,
+            "worker": worker,
+            "kind": row.kind,
+            "state": row.state,
+            "token": row.token,
+            "leases": row.leases,
+            "examples": row.examples,
+            "numbers": row.numbers,
+            "upload_bytes": row.upload_bytes,
+            "download_bytes": row.download_bytes,
+            "progress": row.progress or None,
+            "layers": row.layers,
+            "update": row.update_digest,
+            "unmerged": row.unmerged,
+            "audit_head": row.audit_head,
+            "created_at": instant(row.created_at),
+            "problem": row.problem,
+        }
+    )
+
+
+def worker_name(session: Session, worker_id: str) -> str:
+    """`site/worker`."""
+    query = select(SiteRow.name, WorkerRow.name).join(WorkerRow, WorkerRow.site_id == SiteRow.id)
+    return "/".join(session.execute(query.where(WorkerRow.id == worker_id)).one())
+
+
+def version_view(row: VersionRow) -> Version:
+    return Version(
+        number=row.number,
+        digest=row.digest,
+        created_at=instant(row.created_at),
+        retired_at=maybe_instant(row.retired_at),
+        numbers=row.numbers,
+        warnings=tuple(row.warnings),
+    )
+
+
+def measurement_view(session: Session, row: TaskRow, dataset: str) -> Measurement:
+    return Measurement(
+        version=row.version_number,
+        dataset=dataset,
+        worker=worker_name(session, row.worker_id),
+        held_out=row.held_out,
+        examples=row.examples or 0,
+        numbers=row.numbers,
+    )
+
+
+def site_view(row: SiteRow) -> Site:
+    return Site(
+        id=row.id,
+        name=row.name,
+        created_at=instant(row.created_at),
+        suspended_at=maybe_instant(row.suspended_at),
+    )
+
+
+def worker_view(row: WorkerRow, site: SiteRow, live_since: float) -> WorkerView:
+    suspended = site.suspended_at is not None
+    return WorkerView(
+        id=row.id,
+        name=row.name,
+        site=site.name,
+        kinds=tuple(row.declared["kinds"]),
+        datasets=row.declared["datasets"],
+        held_out=row.declared.get("held_out", {}),
+        device=row.declared["device"],
+        version=row.declared.get("version", ""),
+        last_seen_at=instant(row.last_seen_at),
+        live=row.last_seen_at >= live_since and not suspended,
+        suspended=suspended,
+    )
+
+
+def token_view(row: TokenRow, site: str | None) -> Token:
+    return Token(
+        id=row.id,
+        name=row.name,
+        role=row.role,
+        site=site,
+        created_at=instant(row.created_at),
+        expires_at=maybe_instant(row.expires_at),
+        revoked_at=maybe_instant(row.revoked_at),
+        uses_left=row.uses_left,
+    )
+
+
+def enrolment_view(row: EnrolmentRow, now: float, decided_at: float | None = None) -> Enrolment:
+    pending = row.state == "pending"
+    return Enrolment.model_validate(
+        {
+            "id": row.id,
+            "code": row.code,
+            "state": "expired" if pending and row.expires_at <= now else row.state,
+            "site": row.site,
+            "worker": row.worker,
+            "device": row.device,
+            "version": row.version,
+            "address": row.address,
+            "created_at": instant(row.created_at),
+            "decided_at": maybe_instant(decided_at),
+            "expires_in_seconds": max(0.0, row.expires_at - now) if pending else 0.0,
+        }
+    )
+
+
+def audit_view(row: AuditRow) -> AuditEntry:
+    return AuditEntry(
+        seq=row.seq,
+        at=instant(row.at),
+        actor=row.actor,
+        action=row.action,
+        subject=row.subject,
+        run=row.run_id,
+        detail=row.detail,
+        previous=row.previous,
+        digest=row.digest,
+    )
+
+
+def counts_by_state(session: Session) -> dict[str, int]:
+    rows = session.execute(select(RunRow.state, func.count().label("runs")).group_by(RunRow.state))
+    return {row.state: row.runs for row in rows}
+
+
+def rounds_by_state(session: Session) -> dict[str, int]:
+    rows = session.execute(select(RoundRow.state, func.count().label("rounds")).group_by(RoundRow.state))
+    return {row.state: row.rounds for row in rows}
+
+
+def overdue_seconds(session: Session, now: float) -> float:
+    """For how long the round that is open longest beyond its deadline should have been closed; 0 if none should."""
+    first = session.scalar(select(func.min(RoundRow.deadline_at)).where(RoundRow.state == "open"))
+    return 0.0 if first is None else max(0.0, now - first)
+
+
+def merging_seconds(session: Session, now: float) -> float:
+    """For how long the round that merges longest has been merging; 0 if none is."""
+    since: list[float] = []
+    for round_id in session.scalars(select(RoundRow.id).where(RoundRow.state == "merging")):
+        closing = select(AuditRow.at).where(AuditRow.subject == round_id, AuditRow.action == "round.close")
+        # From the end, where it is.
+        since += session.scalars(closing.order_by(AuditRow.seq.desc()).limit(1))
+    return max(0.0, now - min(since, default=now))
+
+
+def blob_totals(session: Session) -> tuple[int, int]:
+    """How many blobs there are and how many bytes they hold."""
+    count, size = session.execute(select(func.count(), func.coalesce(func.sum(BlobRow.size), 0))).one()
+    return count, size

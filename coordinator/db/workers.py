@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Float, String, Text, bindparam, cast, exists, func, or_, select, update
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.db import audit
+from tessera.coordinator.db.ids import new_id
+from tessera.coordinator.db.tables import SiteRow, WorkerRow, declared_text
+from tessera.shared.api.tasks import Claim
+from tessera.shared.problems import Conflict, NotFound, QuotaExceeded
+from tessera.shared.schema import MOST_CLAIM_BYTES
+from tessera.shared.tensors.lazy import digest_of
+
+DECLARED = {"kinds", "datasets", "held_out", "methods", "device", "version", "resources", "mirror", "withheld"}
+"""What is kept of a claim: all that tells which tasks the worker may have, and what it runs on."""
+
+FORGOTTEN_SECONDS = 30 * 86_400.0
+"""How long a name counts among those of a site after it was heard of last: some sites name each process anew."""
+
+DECLARED_SHARE = 4_096
+"""Bytes that each worker of a site may declare on average: those that are live are kept parsed."""
+
+TOO_MANY_SECONDS = 600.0
+"""When a site with too many workers may ask again."""
+
+
+def create_site(session: Session, now: float, actor: str, name: str) -> SiteRow:
+    """Raises Conflict if there is one of that name."""
+    if session.scalar(select(exists().where(SiteRow.name == name))):
+        raise Conflict(f"there is a site {name!r} already", remedy="Use it, or choose another name.")
+    row = SiteRow(id=new_id(), name=name, created_at=now)
+    session.add(row)
+    audit.record(session, now, actor, "site.create", row.id, name=name)
+    return row
+
+
+def suspend_site(session: Session, now: float, actor: str, site_id: str) -> SiteRow:
+    """From now on none of the site's tokens is admitted. Raises NotFound. To do it again changes nothing."""
+    row = find_site(session, site_id)
+    if row.suspended_at is None:
+        row.suspended_at = now
+        audit.record(session, now, actor, "site.suspend", row.id, name=row.name)
+    return row
+
+
+def resume_site(session: Session, now: float, actor: str, site_id: str) -> SiteRow:
+    """Raises NotFound. To do it again changes nothing."""
+    row = find_site(session, site_id)
+    if row.suspended_at is not None:
+        row.suspended_at = None
+        audit.record(session, now, actor, "site.resume", row.id, name=row.name)
+    return row
+
+
+def find_site(session: Session, site_id: str) -> SiteRow:
+    """Raises NotFound."""
+    row = session.get(SiteRow, site_id)
+    if row is None:
+        raise NotFound(f"there is no site {site_id}")
+    return row
+
+
+def workers_of(session: Session, site_id: str | None) -> list[str]:
+    """The ids of a site's workers."""
+    return list(session.scalars(select(WorkerRow.id).where(WorkerRow.site_id == site_id)))
+
+
+def enrolled(session: Session, site_id: str, claim: Claim) -> str | None:
+    """The id of the claiming worker if it is known and has declared nothing new."""
+    row = _worker(session, site_id, claim.worker)
+    # A digest without what it is of was left by an earlier version, which knows of no digests.
+    same = row and row.declared == (told := _declared(claim)) and row.declared_digest == digest_of(_text(told))
+    return row.id if row and same else None
+
+
+def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers: int) -> tuple[str, int]:
+    """Enters what a worker says of itself; its id, and how many bytes that takes.
+
+    Raises QuotaExceeded for one name too many, and if all workers of the site together say too much.
+    """
+    told = _declared(claim)
+    length = len(_text(told))
+    row = _worker(session, site_id, claim.worker)
+    others = (WorkerRow.site_id == site_id) & (WorkerRow.name != claim.worker)
+    others &= WorkerRow.last_seen_at >= now - FORGOTTEN_SECONDS
+    names, declared = session.execute(
+        select(func.count(), func.coalesce(func.sum(func.length(cast(WorkerRow.declared, Text))), 0)).where(others)
+    ).one()
+    if row is None and names >= most_workers:
+        raise QuotaExceeded(
+            f"{names} workers of this site were heard of within {FORGOTTEN_SECONDS / 86400:g} days "
+            "(setting max_workers_per_site)",
+            remedy="Use the names of workers that there are, or have an administrator allow more.",
+            retry_after_seconds=TOO_MANY_SECONDS,
+        )
+    # One may say more than its share, and all of them together not.
+    if declared + length > (most := max(most_workers * DECLARED_SHARE, MOST_CLAIM_BYTES)):
+        raise QuotaExceeded(
+            f"the workers of this site declare {declared} bytes, and {length} more would be over {most} "
+            f"({DECLARED_SHARE} for each of max_workers_per_site)",
+            remedy="Shorten what their policies list.",
+            retry_after_seconds=TOO_MANY_SECONDS,
+        )
+    if row is None:
+        row = WorkerRow(id=new_id(), site_id=site_id, name=claim.worker, created_at=now)
+        session.add(row)
+    row.declared = told
+    row.last_seen_at = now
+    # The chain is kept for good, and what a worker says of itself may be long.
+    audit.record(session, now, f"site:{site_id}", "worker.enrol", row.id, declared=row.declared_digest)
+    return row.id, length
+
+
+def note_seen(session: Session, seen: dict[str, float]) -> None:
+    """Enters when workers were last heard of."""
+    if not seen:
+        return
+    worker, at = bindparam("worker", type_=String), bindparam("at", type_=Float)
+    later = or_(WorkerRow.last_seen_at < at, WorkerRow.last_seen_at.is_(None))
+    # Once for all on the connection: through the session, each worker would cost a statement of its own to make.
+    session.connection().execute(
+        update(WorkerRow).where(WorkerRow.id == worker, later).values(last_seen_at=at),
+        [{"worker": worker_id, "at": when} for worker_id, when in seen.items()],
+    )
+
+
+def _worker(session: Session, site_id: str, name: str) -> WorkerRow | None:
+    which = (WorkerRow.site_id == site_id) & (WorkerRow.name == name)
+    return session.scalars(select(WorkerRow).where(which)).one_or_none()
+
+
+def _declared(claim: Claim) -> dict[str, Any]:
+    return claim.model_dump(mode="json", include=DECLARED)
+
+
+def _text(declared: dict[str, Any]) -> bytes:
+    return declared_text(declared).encode()

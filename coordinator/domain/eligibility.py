@@ -1,0 +1,157 @@
+"""Who would do what a run asks, by what workers say of themselves.
+
+Nothing here binds a site: its worker judges every task anew, by its own policy. What is said here spares a round the
+workers that would refuse it, and tells whoever starts a run why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from tessera.shared.api.runs import Objection, RunSpec
+from tessera.shared.api.tasks import Mirror
+from tessera.shared.methods.base import Plan
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import Model
+from tessera.shared.run_settings.privacy import Budget, about_together
+
+SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """A run as it is judged before a round. `run` is None for one that is not yet."""
+
+    spec: RunSpec
+    model_bytes: int
+    orchestrator: str | None = None
+    run: str | None = None
+
+    def lets_know(self, site: str) -> bool:
+        """Whether the run lets a site know anything of it."""
+        return self.spec.cohort.sites is None or site in self.spec.cohort.sites
+
+
+def mirror_of(declared: Mapping[str, Any]) -> Mirror | None:
+    """What a worker said of its policy; None for one of a version that says nothing."""
+    told = declared.get("mirror")
+    if isinstance(told, Mirror):
+        return told
+    # Each look at a run asks for every live worker's: to parse it takes longer than to write it down.
+    return None if told is None else _mirror(json.dumps(told))
+
+
+@lru_cache(maxsize=4096)
+def _mirror(text: str) -> Mirror:
+    return Mirror.model_validate_json(text)
+
+
+def objections(invitation: Invitation, site: str, declared: Mapping[str, Any]) -> list[Objection]:
+    """Why a worker would not train in a round of the run, whatever the round asks; none if it would."""
+    return [Objection(rule=rule, detail=detail) for rule, detail in _objections(invitation, site, declared)]
+
+
+def _objections(invitation: Invitation, site: str, declared: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    spec = invitation.spec
+    if not invitation.lets_know(site):
+        yield "not-invited", "its site is not among cohort.sites"
+    if "train" not in declared["kinds"]:
+        yield "kinds", "it does not train"
+    if spec.method.name not in declared["methods"]:
+        yield "methods", f"it does not know the method {spec.method.name}, or may not use it"
+    examples = declared["datasets"].get(spec.dataset, 0)
+    if examples <= 0:
+        yield "datasets", f"it has no data set {spec.dataset}, or may not use it"
+    if reason := declared.get("withheld", {}).get(invitation.run):
+        yield "withheld", reason
+    if mirror := mirror_of(declared):
+        yield from _refusals(invitation, examples, mirror)
+
+
+def _refusals(invitation: Invitation, examples: int, mirror: Mirror) -> Iterator[tuple[str, str]]:
+    """What the site's policy has against the run as a whole, by the policy's own rules."""
+    spec, privacy = invitation.spec, invitation.spec.privacy
+    if mirror.orchestrators is not None and invitation.orchestrator not in mirror.orchestrators:
+        yield "orchestrators", f"it takes no runs of {invitation.orchestrator or 'who is not named'}"
+    if spec.training.epochs > mirror.max_epochs:
+        yield "max_epochs", f"{spec.training.epochs} epochs are more than its {mirror.max_epochs}"
+    if (largest := min(spec.training.batch_size or examples, examples)) > mirror.max_batch:
+        yield "max_batch", f"a batch of {largest} is more than its {mirror.max_batch}"
+    if invitation.model_bytes > mirror.max_model_bytes:
+        yield (
+            "max_model_bytes",
+            f"a model of {invitation.model_bytes} bytes is more than its {mirror.max_model_bytes}",
+        )
+    floor = mirror.require_privacy
+    if floor and (privacy is None or privacy.epsilon > floor.epsilon or privacy.delta > floor.delta):
+        yield "require_privacy", f"it requires privacy of epsilon {floor.epsilon:g} at delta {floor.delta:g}"
+    if floor and privacy and privacy.selection == "uncovered":
+        yield "require_privacy", "it requires privacy that covers the choice of blocks"
+    if (budget := mirror.budgets.get(spec.dataset)) is None:
+        return
+    if privacy is None or privacy.selection == "uncovered":
+        yield "privacy", f"its data set {spec.dataset} has a privacy budget, and the run no privacy that covers all"
+    if mirror.spent.get(spec.dataset, 0) >= budget.epsilon:
+        yield (
+            "privacy",
+            f"runs have spent the privacy budget of its data set {spec.dataset}: epsilon {budget.epsilon:g}",
+        )
+
+
+def reservations(invitation: Invitation, mirror: Mirror | None, upload_bytes: int) -> list[Objection]:
+    """What may keep a worker that takes part from doing so to the run's end, or make it late. A round asks it for
+    `upload_bytes` before any codec."""
+    found = _reservations(invitation.spec, mirror, upload_bytes) if mirror else ()
+    return [Objection(rule=rule, detail=detail) for rule, detail in found]
+
+
+def _reservations(spec: RunSpec, mirror: Mirror, upload_bytes: int) -> Iterator[tuple[str, str]]:
+    budget, privacy = mirror.budgets.get(spec.dataset), spec.privacy
+    if budget and privacy:
+        spent = mirror.spent.get(spec.dataset)
+        # A site's budget is judged at half of its delta (`worker.privacy.accountant`).
+        half = budget.delta / 2
+        runs = [privacy, *([Budget(epsilon=spent, delta=half)] if spent else [])]
+        if (total := about_together(runs, half)) > budget.epsilon:
+            before = f"with the {spent:.3g} of runs before, " if spent else ""
+            told = f"{before}the run would come to an epsilon of about {total:.3g}"
+            yield "privacy", f"{told}, and its site allows {budget.epsilon:g}"
+    if upload_bytes > mirror.max_upload_bytes:
+        yield "max_upload_bytes", f"it sends at most {mirror.max_upload_bytes} bytes at a time"
+    if mirror.max_run_upload_bytes is not None and upload_bytes * spec.rounds > mirror.max_run_upload_bytes:
+        yield "max_run_upload_bytes", f"it sends at most {mirror.max_run_upload_bytes} bytes for the whole run"
+    if mirror.max_minutes_per_day is not None:
+        yield "max_minutes_per_day", f"it works at most {mirror.max_minutes_per_day:g} minutes a day"
+    if mirror.hours:
+        yield "hours", f"it works {', '.join(mirror.hours)} by its own clock"
+    if mirror.airlock:
+        yield "airlock", "a person at its site releases each update"
+
+
+def refused_model(mirror: Mirror | None, model: Model) -> Objection | None:
+    """What the site has against the model."""
+    kind = str(model.config.get("model_type"))
+    if mirror is None or mirror.models is None or kind in mirror.models:
+        return None
+    return Objection(rule="models", detail=f"it takes no models of type {kind}")
+
+
+def refused_plan(mirror: Mirror | None, model: Model, plan: Plan) -> Objection | None:
+    """What the site has against sending what a plan asks for."""
+    if mirror is None:
+        return None
+    asked = plan.upload.resolve(model.blocks)
+    if kept := [block for block in asked if mirror.withholds(block)]:
+        return Objection(rule="never_send", detail=f"these blocks never leave it: {_listed(kept)}")
+    if kept := [block for block in asked if not mirror.may_send.holds(block)]:
+        return Objection(rule="may_send", detail=f"these blocks may not leave it: {_listed(kept)}")
+    return None
+
+
+def _listed(blocks: list[Block]) -> str:
+    names = sorted(block.name for block in blocks)
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

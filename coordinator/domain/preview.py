@@ -1,0 +1,119 @@
+"""What would become of a run: who would take part, and what its first round would ask of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime, timedelta
+
+from tessera.coordinator.domain.eligibility import Invitation, objections, refused_model, refused_plan, reservations
+from tessera.coordinator.domain.workers import Member
+from tessera.shared.api.runs import Ask, Objection, Preview, Prospect, RunSpec
+from tessera.shared.api.tasks import Mirror
+from tessera.shared.methods.base import Plan, State
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.selectors import Selector
+from tessera.shared.model.spec import Model
+from tessera.shared.rounds.planning import plan_round, warnings_of
+from tessera.shared.run_settings.schedule import is_open, minutes_until_open
+
+AWAITING = "awaiting-approval"
+
+MOST_NAMED = 5
+
+
+def preview(
+    invited: Invitation, model: Model, state: State, known: Sequence[Member], live: Collection[str], now: float
+) -> Preview:
+    """`known` is every worker that was ever heard of, `live` the names of those heard of lately.
+
+    The first round is planned as the conductor would, for all who would take part, and as if those whose sites have
+    to approve the run had. Raises what the method raises.
+    """
+    found = {worker.name: _before_planning(invited, model, worker, live, now) for worker in known}
+    plans: dict[str, Plan] = {}
+    while pool := [worker for worker in known if not _but_for_approval(found[worker.name])]:
+        plans = plan_round(invited.spec, model, state, [worker.participant(invited.spec.dataset) for worker in pool])
+        planned = [worker for worker in pool if worker.name in plans]
+        refused = {w.name: said for w in planned if (said := refused_plan(w.mirror, model, plans[w.name]))}
+        if not refused:
+            break
+        plans = {}
+        for name, said in refused.items():
+            found[name] = [*found[name], said]
+    asked = {name: _ask(plan, model) for name, plan in plans.items()}
+    prospects = tuple(
+        Prospect(
+            worker=worker.name,
+            objections=tuple(found[worker.name]),
+            reservations=tuple(reservations(invited, worker.mirror, ask.upload_bytes)) if ask else (),
+            asked=ask,
+        )
+        for worker in known
+        for ask in [asked.get(worker.name)]
+    )
+    invited_sites = invited.spec.cohort.sites or ()
+    sites = {worker.site for worker in known if not found[worker.name]}
+    return Preview(
+        quorum=invited.spec.cohort.quorum,
+        willing=len(sites),
+        awaiting=len({worker.site for worker in known if not _but_for_approval(found[worker.name])} - sites),
+        prospects=prospects,
+        missing_sites=tuple(sorted(set(invited_sites) - {worker.site for worker in known})),
+        warnings=(*_shared_data(invited.spec, known), *warnings_of(invited.spec, model, state)),
+    )
+
+
+def _shared_data(spec: RunSpec, known: Sequence[Member]) -> list[str]:
+    """A warning if workers of one site hold the run's data under one name, which may be one data set twice."""
+    holding = Counter(worker.site for worker in known if worker.declared["datasets"].get(spec.dataset, 0) > 0)
+    sites = sorted(site for site, count in holding.items() if count > 1)
+    if not sites:
+        return []
+    more = f" and {len(sites) - MOST_NAMED} more" if len(sites) > MOST_NAMED else ""
+    said = f"several workers of {', '.join(sites[:MOST_NAMED])}{more} hold a data set {spec.dataset!r}"
+    return [f"{said}: if it is the same data, each keeps a privacy budget of its own for it; run one worker on it"]
+
+
+def _but_for_approval(found: Sequence[Objection]) -> list[Objection]:
+    return [said for said in found if said.rule != AWAITING]
+
+
+def _before_planning(
+    invited: Invitation, model: Model, worker: Member, live: Collection[str], now: float
+) -> list[Objection]:
+    found = [_silent(worker.mirror, now)] if worker.name not in live else []
+    found += objections(invited, worker.site, worker.declared)
+    if said := refused_model(worker.mirror, model):
+        found.append(said)
+    if worker.mirror and worker.mirror.approve_runs and invited.run is None:
+        found.append(Objection(rule=AWAITING, detail="a person at its site has to approve the run first"))
+    return found
+
+
+def _silent(mirror: Mirror | None, now: float) -> Objection:
+    """Why a worker is silent: its site's hours, as far as anybody can tell from here."""
+    if mirror and mirror.hours:
+        local = datetime.fromtimestamp(now, UTC) + timedelta(minutes=mirror.utc_offset_minutes)
+        if not is_open(mirror.hours, local):
+            hours, minutes = divmod(minutes_until_open(mirror.hours, local), 60)
+            detail = f"it works {', '.join(mirror.hours)} and begins in {hours} h {minutes} min"
+            return Objection(rule="hours", detail=detail)
+    return Objection(rule="silent", detail="it was not heard of lately")
+
+
+def _ask(plan: Plan, model: Model) -> Ask:
+    def measured(selector: Selector) -> tuple[int, int]:
+        blocks: tuple[Block, ...] = selector.resolve(model.blocks)
+        return len(blocks), sum(block.nbytes for block in blocks)
+
+    fetch, train, upload = map(measured, (plan.fetch, plan.train, plan.upload))
+    return Ask(
+        stage=plan.stage,
+        fetch_blocks=fetch[0],
+        fetch_bytes=fetch[1],
+        train_blocks=train[0],
+        train_bytes=train[1],
+        upload_blocks=upload[0],
+        upload_bytes=upload[1],
+    )

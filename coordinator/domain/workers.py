@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tessera.coordinator.domain.eligibility import mirror_of
+from tessera.shared.api.tasks import Mirror
+from tessera.shared.methods.base import Participant
+
+
+@dataclass(frozen=True)
+class Member:
+    """A live worker: its row, the name that orders and seeds everything, and what it declared."""
+
+    id: str
+    name: str
+    site: str
+    declared: dict[str, Any]
+    last_round: int = 0
+    """As `Participant.last_round`, where `remembering` looked it up."""
+
+    @property
+    def mirror(self) -> Mirror | None:
+        return mirror_of(self.declared)
+
+    def participant(self, dataset: str) -> Participant:
+        examples = self.declared["datasets"].get(dataset, 0)
+        resources = self.declared.get("resources", {})
+        return Participant(self.name, examples, resources, self.site, self.last_round)
+
+
+def ids(workers: Sequence[Member]) -> set[str]:
+    return {worker.id for worker in workers}
+
+
+def sites_of(workers: Iterable[Member]) -> set[str]:
+    return {worker.site for worker in workers}

@@ -1,0 +1,59 @@
+"""How much memory is left: near the limit nothing new is begun, because who crosses it is killed without a word."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+from tessera.shared.host_memory import CGROUPS, MEMBERSHIP, groups
+from tessera.shared.problems import Busy
+
+WATERMARK = 0.85
+RETRY_SECONDS = 10.0
+FRESH_SECONDS = 1.0
+
+
+class Memory:
+    """This process's memory against the limit that is set, else that of the control groups that it is in."""
+
+    def __init__(self, limit_bytes: int | None, cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> None:
+        self._limit_bytes = limit_bytes
+        self._groups = [] if limit_bytes else groups(cgroups, membership)
+        self._lock = threading.Lock()
+        self._share = 0.0
+        self._looked_at = float("-inf")
+
+    def share(self) -> float:
+        """How much of the limit is used, 0 without one; as it was a second ago at most."""
+        with self._lock:
+            if time.monotonic() - self._looked_at > FRESH_SECONDS:
+                self._share = self._measure()
+                self._looked_at = time.monotonic()
+            return self._share
+
+    def require(self) -> None:
+        """Raises Busy if there is too little left to begin anything."""
+        if (share := self.share()) > WATERMARK:
+            raise Busy(f"{share:.0%} of the coordinator's memory is in use", retry_after_seconds=RETRY_SECONDS)
+
+    def _measure(self) -> float:
+        if self._limit_bytes:
+            return _own_bytes() / self._limit_bytes
+        return max((used_bytes(group) / limit for group, limit in self._groups), default=0.0)
+
+
+def used_bytes(group: Path) -> int:
+    """What a group uses, without the cached pages of files, which it gives back."""
+    used = next(group / name for name in ("memory.current", "memory.usage_in_bytes") if (group / name).exists())
+    cached = re.findall(r"^(?:total_)?(?:in)?active_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+    # Version 1 tells each twice: of the group alone, and with what is below it.
+    return int(used.read_text()) - sum(map(int, cached[-2:]))
+
+
+def _own_bytes() -> int:
+    """What this process holds, without the pages of files that it has mapped."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")

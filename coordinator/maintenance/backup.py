@@ -1,0 +1,191 @@
+"""A coordinator's whole memory copied into a folder, and back: whichever database and blob store it has.
+
+    folder/tessera.db     every table, as a SQLite file; it appears last, and whole
+    folder/blobs/ab/...   every blob that is no row of a table, under its digest
+
+A copy into the same folder again adds only the blobs that are new. The folder is a coordinator's own in form: its
+tables and blobs are read and written by the same code.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from alembic import command
+from sqlalchemy import Connection, insert, select
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.blobs.store import PIECE_BYTES, Blobs
+from tessera.coordinator.db import audit
+from tessera.coordinator.db.engine import Database, alembic_config
+from tessera.coordinator.db.tables import BlobRow, RoundRow, RunRow, Table, TaskRow, VersionRow
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.problems import NotFound, Problem, StoreSpoilt
+from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.versions import States
+
+NAME = "tessera.db"
+ROWS = 500
+"""Rows that are held at a time."""
+
+
+class NotEmpty(RuntimeError):
+    """A backup goes back into an empty database only."""
+
+
+class NoBackup(RuntimeError):
+    """A folder without one."""
+
+
+@dataclass
+class Copied:
+    rows: int = 0
+    blobs: int = 0
+    """Those that the other side did not have yet."""
+    bytes: int = 0
+
+
+def back_up(database: Database, blobs: Blobs, folder: Path) -> Copied:
+    """Copies everything into the folder, while the coordinator works on. Raises StoreSpoilt for a blob that is not
+    what its name says: what is in the folder is sound."""
+    copied = Copied()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
+        with _opened(Path(partial), folder / "blobs") as (made, kept):
+            # Most of the blobs first: what the tables then know of can hardly have been removed before it is copied.
+            with database.snapshot() as session:
+                _copy_blobs(session.connection(), blobs, kept, copied)
+            with _one_moment(database) as source, made.transaction() as session:
+                _copy_rows(source, session, copied)
+                _copy_blobs(source, blobs, kept, copied)
+        (Path(partial) / NAME).replace(folder / NAME)
+    return copied
+
+
+def restore(folder: Path, database: Database, blobs: Blobs) -> Copied:
+    """Copies a backup into an empty database, of this version of the schema, and into the blob store.
+
+    Raises NoBackup, NotEmpty, and StoreSpoilt for a blob of the backup that is not what its name says; the tables
+    are filled in one transaction, after all blobs are safe.
+    """
+    if not (folder / NAME).is_file():
+        raise NoBackup(f"{folder} holds no {NAME}; give the folder that was given to 'backup'")
+    copied = Copied()
+    with tempfile.TemporaryDirectory(prefix="restore-", dir=blobs.staging_dir) as partial:
+        # A backup that an older version made is brought to head, and stays as it is in its folder.
+        shutil.copy(folder / NAME, Path(partial) / NAME)
+        with _opened(Path(partial), folder / "blobs") as (saved, kept), saved.snapshot() as source:
+            with database.snapshot() as session:
+                _require_empty(session)
+            _copy_blobs(source.connection(), kept, blobs, copied)
+            with database.transaction() as session:
+                _require_empty(session)
+                _copy_rows(source.connection(), session, copied)
+    return copied
+
+
+def verify(database: Database, blobs: Blobs, states: States) -> Iterator[str]:
+    """Everything that is wrong with what is stored, each as a sentence: blobs are hashed, versions read, the audit
+    chain followed."""
+    with database.snapshot() as session:
+        if (broken := audit.broken_at(session)) is not None:
+            yield f"the audit chain breaks at entry {broken}"
+        with closing(session.scalars(select(BlobRow).execution_options(yield_per=ROWS))) as rows:
+            for row in rows:
+                try:
+                    blobs.rehash(Stored(row.digest, row.size, row.inline))
+                except StoreSpoilt as fault:
+                    yield fault.detail
+        for run in session.scalars(select(RunRow)).all():
+            yield from _faulty_versions(session, run, blobs, states)
+        live = select(RoundRow.id).where(RoundRow.state.in_(("open", "merging")))
+        accepted = select(TaskRow).where(TaskRow.round_id.in_(live), TaskRow.state == "accepted")
+        for task in session.scalars(accepted):
+            if task.update_digest and session.get(BlobRow, task.update_digest) is None:
+                yield f"task {task.id}: its accepted update {task.update_digest} is not stored"
+
+
+def _faulty_versions(session: Session, run: RunRow, blobs: Blobs, states: States) -> Iterator[str]:
+    try:
+        model = states.model(RunSpec.model_validate(run.spec).model)
+    except (Problem, ValueError) as fault:
+        yield f"run {run.id}: its model cannot be read: {fault}"
+        return
+    for version in session.scalars(select(VersionRow).where(VersionRow.run_id == run.id)).all():
+        here = f"run {run.id}, version {version.number}"
+        try:
+            manifest = states.manifest(version.digest)
+        except (Problem, ValueError) as fault:
+            yield f"{here}: its manifest cannot be read: {fault}"
+            continue
+        for block in model.blocks if version.retired_at is None else ():
+            try:
+                nbytes = blobs.size(manifest.blocks[block.name])
+            except (NotFound, KeyError):
+                yield f"{here}: block {block.name} is not stored"
+            else:
+                if nbytes != block.nbytes:
+                    yield f"{here}: block {block.name} has {nbytes} bytes, not {block.nbytes}"
+
+
+# ---------------------------------------------------------------- copying
+
+
+@contextmanager
+def _opened(folder: Path, blob_folder: Path) -> Iterator[tuple[Database, Blobs]]:
+    """A backup's tables at head, and its blobs. At the end the tables are one file with all that was written."""
+    blob_folder.mkdir(parents=True, exist_ok=True)
+    with closing(Database(f"sqlite:///{folder / NAME}")) as database:
+        with database.engine.begin() as connection:
+            command.upgrade(alembic_config(connection), "head")
+        yield database, Blobs(database, str(blob_folder), folder / "staging", 0, PIECE_BYTES)
+
+
+@contextmanager
+def _one_moment(database: Database) -> Iterator[Connection]:
+    """A connection that sees the database as it is now, for as long as it is used."""
+    if database.url.get_backend_name() == "sqlite":
+        with database.snapshot() as session:
+            yield session.connection()
+    else:
+        with database.engine.connect().execution_options(isolation_level="REPEATABLE READ") as connection:
+            yield connection
+
+
+def _copy_rows(source: Connection, target: Session, copied: Copied) -> None:
+    for table in Table.metadata.sorted_tables:
+        with closing(source.execute(select(table), execution_options={"yield_per": ROWS})) as rows:
+            for some in rows.mappings().partitions():
+                target.execute(insert(table), [dict(row) for row in some])
+                copied.rows += len(some)
+
+
+def _copy_blobs(source: Connection, blobs: Blobs, target: Blobs, copied: Copied) -> None:
+    """Those that are no rows of the table and that the target lacks."""
+    stored = select(BlobRow.digest, BlobRow.size).where(BlobRow.inline.is_(None))
+    with target.batch() as batch:
+        for digest, size in source.execute(stored).all():
+            if Stored(digest, size) in target:
+                continue
+            with blobs.open(digest) as file, batch.writer() as writer:
+                while piece := file.read(PIECE_BYTES):
+                    writer.write(piece)
+                found = writer.finish()
+            if found.digest != digest:
+                raise StoreSpoilt(f"blob {digest} no longer has the bytes of its name")
+            copied.blobs += 1
+            copied.bytes += size
+
+
+def _require_empty(session: Session) -> None:
+    for table in Table.metadata.sorted_tables:
+        if session.execute(select(table).limit(1)).first() is not None:
+            raise NotEmpty(
+                f"the database is in use: there are {table.name}. A backup goes into an empty one: name another in "
+                "TESSERA_DATABASE_URL and run 'tessera coordinator migrate'."
+            )

@@ -1,0 +1,214 @@
+"""What is no longer needed goes: updates that were merged, versions beyond those to be kept, bytes nobody refers to.
+
+A blob's row goes first, in a transaction that finds once more that nothing refers to it, and its file only after that
+was committed. A file that was written since, because the same bytes came again, is left alone by its age. Killed at
+any point, this leaves a file without a row at worst, which the next pass finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import structlog
+from sqlalchemy import ColumnElement, delete, exists, select, update
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.blobs.uploads import Uploads
+from tessera.coordinator.db import audit
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.snapshots import central_due
+from tessera.coordinator.db.tables import (
+    BlobRow,
+    DifferenceRow,
+    IdempotencyRow,
+    RoundRow,
+    RunBlobRow,
+    RunRow,
+    TaskRow,
+    UploadRow,
+    VersionRow,
+)
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.rounds.versions import States
+
+AT_A_TIME = 500
+"""Rows that go in one transaction, so that no writer waits for long."""
+
+ACTOR = "retention"
+
+ANSWERS_SECONDS = 7 * 86_400.0
+"""How long the answer to a creating request is kept for its repeats."""
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Freed:
+    """What a pass removed, or would have."""
+
+    updates: int = 0
+    blobs: int = 0
+    bytes: int = 0
+    versions: int = 0
+    uploads: int = 0
+    strays: int = 0
+    """Files of the store that no row knows of."""
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Several processes may each do this at any time."""
+
+    database: Database
+    blobs: Blobs
+    states: States
+    uploads: Uploads
+    updates_seconds: float
+    """How long an update is kept after its round has ended."""
+    unused_seconds: float
+    """How long bytes are kept that nothing refers to: longer than any merge or upload takes."""
+    versions: int | None = None
+    """Of each run, how many of the latest versions are kept beside the first; all if None."""
+
+    def collect(self) -> Freed:
+        """One pass over everything; returns what it removed."""
+        freed = Freed()
+        now = self.database.now()
+        if self.versions is not None:
+            freed.versions = self._retire(now, self.versions)
+        self._sweep_uploads(now, freed)
+        unused_before, merged_before = now - self.unused_seconds, now - self.updates_seconds
+        freed.updates = self._remove(_update_of_ended_round(merged_before), merged_before, freed)
+        self._remove(BlobRow.created_at < unused_before, unused_before, freed)
+        for digest in self._strays(unused_before):
+            freed.strays += self.blobs.discard(digest, unused_before)
+        with self.database.transaction() as session:
+            session.execute(delete(IdempotencyRow).where(IdempotencyRow.created_at < now - ANSWERS_SECONDS))
+        if freed:
+            log.info("retention.freed", **vars(freed))
+        return freed
+
+    # ------------------------------------------------------------ blobs
+
+    def _remove(self, which: ColumnElement[bool], before: float, freed: Freed) -> int:
+        """Removes those of the blobs that nothing refers to, nor was announced since; returns how many."""
+        removed = 0
+        while True:
+            with self.database.transaction() as session:
+                unused = select(BlobRow.digest).where(which, _unreferenced(before)).limit(AT_A_TIME)
+                digests = session.scalars(unused).all()
+                stale = UploadRow.digest.in_(digests) & UploadRow.complete & (UploadRow.created_at < before)
+                session.execute(delete(UploadRow).where(stale))
+                # Judged again: one may have been announced since, and whoever comes now finds no upload of it.
+                gone = session.execute(
+                    delete(BlobRow)
+                    .where(BlobRow.digest.in_(digests), _unreferenced(before))
+                    .returning(BlobRow.digest, BlobRow.size)
+                ).all()
+            for digest, size in gone:
+                self.blobs.discard(digest, before)
+                freed.bytes += size
+            freed.blobs += len(gone)
+            removed += len(gone)
+            if len(digests) < AT_A_TIME:
+                return removed
+
+    def _strays(self, before: float) -> Iterator[str]:
+        """Files of the store that are older, and that no row knows of."""
+        for digests in self.blobs.listed(before, AT_A_TIME):
+            with self.database.snapshot() as session:
+                known = set(session.scalars(select(BlobRow.digest).where(BlobRow.digest.in_(digests))))
+            yield from sorted(set(digests) - known)
+
+    def _sweep_uploads(self, now: float, freed: Freed) -> None:
+        """Unfinished uploads that nobody has gone on with."""
+        stale = (~UploadRow.complete) & (UploadRow.created_at < now - self.unused_seconds)
+        with self.database.snapshot() as session:
+            found = session.scalars(select(UploadRow.id).where(stale)).all()
+        for upload_id in found:
+            freed.uploads += self.uploads.forget(upload_id, now - self.unused_seconds)
+
+    # ------------------------------------------------------------ versions
+
+    def _retire(self, now: float, keep: int) -> int:
+        with self.database.snapshot() as session:
+            runs = session.scalars(select(RunRow.id).where(RunRow.version_number > keep)).all()
+        return sum(self._retire_in(now, run_id, keep) for run_id in runs)
+
+    def _retire_in(self, now: float, run_id: str, keep: int) -> int:
+        """Lets go of the blocks of a run's older versions. Their manifests stay, and what was measured of them."""
+        with self.database.transaction() as session:
+            run = session.get_one(RunRow, run_id)
+            there = session.scalars(
+                select(VersionRow).where(VersionRow.run_id == run_id, VersionRow.retired_at.is_(None))
+            ).all()
+            wanted = self._wanted(session, run, keep)
+            old = [version for version in there if version.number not in wanted]
+            if not old:
+                return 0
+            kept = [version for version in there if version.number in wanted]
+            used = {blob for version in kept for blob in self.states.manifest(version.digest).digests}
+            unused = {blob for version in old for blob in self.states.manifest(version.digest).digests} - used
+            # Manifests are kept: later ones may be written as differences from them.
+            unused -= set(session.scalars(select(VersionRow.digest).where(VersionRow.run_id == run_id)))
+            unused -= {root for version in there if (root := self.states.manifest(version.digest).root)}
+            numbers = [version.number for version in old]
+            session.execute(
+                update(VersionRow)
+                .where(VersionRow.run_id == run_id, VersionRow.number.in_(numbers))
+                .values(retired_at=now)
+            )
+            audit.record(session, now, ACTOR, "version.retire", run_id, run_id=run_id, numbers=numbers)
+            unused |= _forget_differences(session, run_id, numbers)
+            for some in _batches(sorted(unused)):
+                session.execute(delete(RunBlobRow).where(RunBlobRow.run_id == run_id, RunBlobRow.digest.in_(some)))
+            return len(old)
+
+    def _wanted(self, session: Session, run: RunRow, keep: int) -> set[int]:
+        """The first version, the latest ones, those that a task is about, and those that are yet to be measured."""
+        live = (TaskRow.run_id == run.id) & TaskRow.state.in_(("offered", "leased", "lapsed"))
+        about = session.scalars(select(TaskRow.version_number).where(live))
+        due = central_due(session, run, RunSpec.model_validate(run.spec), None)
+        latest = range(run.version_number - keep + 1, run.version_number + 1)
+        return {0, *latest, *about, *(one.version for one in due)}
+
+
+def _forget_differences(session: Session, run_id: str, numbers: Sequence[int]) -> set[str]:
+    """Those to or from these versions; returns the blobs that they were."""
+    to_or_from = DifferenceRow.number.in_(numbers) | DifferenceRow.since.in_(numbers)
+    forgotten = delete(DifferenceRow).where(DifferenceRow.run_id == run_id, to_or_from)
+    return set(session.scalars(forgotten.returning(DifferenceRow.digest)))
+
+
+def _update_of_ended_round(before: float) -> ColumnElement[bool]:
+    """Blobs that were handed in, in rounds that all ended before then."""
+    return exists().where(TaskRow.update_digest == BlobRow.digest, _over(before))
+
+
+def _unreferenced(before: float) -> ColumnElement[bool]:
+    """Blobs of no run, neither announced since nor on their way, and handed in for no round that is live or ended
+    since."""
+    wanted = ~UploadRow.complete | (UploadRow.created_at >= before)
+    recent = (UploadRow.digest == BlobRow.digest) & wanted
+    needed = (TaskRow.update_digest == BlobRow.digest) & ~_over(before)
+    return (
+        ~exists().where(RunBlobRow.digest == BlobRow.digest)
+        & ~exists().where(DifferenceRow.digest == BlobRow.digest)
+        & ~exists().where(recent)
+        & ~exists().where(needed)
+    )
+
+
+def _over(before: float) -> ColumnElement[bool]:
+    ended = RoundRow.state.in_(("committed", "abandoned")) & (RoundRow.closed_at < before)
+    return exists().where(RoundRow.id == TaskRow.round_id, ended)
+
+
+def _batches(digests: Sequence[str]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(digests), AT_A_TIME):
+        yield digests[start : start + AT_A_TIME]

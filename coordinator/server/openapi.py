@@ -1,0 +1,32 @@
+"""The API's description, as it is committed: `python -m tessera.coordinator.server.openapi > docs/openapi.json`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from tessera.coordinator.app import create_app
+from tessera.coordinator.services import assemble
+from tessera.coordinator.settings import Settings
+
+
+def document() -> str:
+    """The description as JSON, with a line break at its end. Nothing is served, and no table is read."""
+    with tempfile.TemporaryDirectory() as folder:
+        nowhere = Settings(
+            database_url=f"sqlite:///{folder}/none.db",
+            blob_url=f"{folder}/blobs",
+            staging_dir=Path(folder) / "staging",
+        )
+        description = create_app(assemble(nowhere), conduct=False).openapi()
+    return json.dumps(description, indent=2, ensure_ascii=False) + "\n"
+
+
+def main() -> None:
+    sys.stdout.write(document())
+
+
+if __name__ == "__main__":
+    main()

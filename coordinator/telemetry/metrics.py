@@ -1,0 +1,182 @@
+"""What Prometheus is told. Counters count in this process; gauges are read from the tables when asked for.
+
+Names begin with `tessera_` and end in their unit; labels are taken from what is bounded: states, codes, routes,
+sites, and the runs that are live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.db.snapshots import live_workers
+from tessera.coordinator.db.stats import Commits, Committed, run_figures, silences, tasks_in_hand
+from tessera.coordinator.db.views import (
+    blob_totals,
+    counts_by_state,
+    merging_seconds,
+    overdue_seconds,
+    rounds_by_state,
+)
+from tessera.coordinator.services import Services
+from tessera.coordinator.telemetry.readiness import readiness
+from tessera.shared.problems import PROBLEMS
+from tessera.shared.schema import RoundState, RunState
+from tessera.shared.version import VERSION
+
+# Else each counter and histogram has another series that says when it began.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+REGISTRY = CollectorRegistry()
+ProcessCollector(registry=REGISTRY)
+PlatformCollector(registry=REGISTRY)
+
+PROBLEMS_TOTAL = Counter("tessera_problems", "Requests refused, by problem code", ["code"], registry=REGISTRY)
+RECEIVED_BYTES = Counter("tessera_received_bytes", "Bytes of uploads received", registry=REGISTRY)
+SENT_BYTES = Counter("tessera_sent_bytes", "Bytes of blobs sent", registry=REGISTRY)
+CONNECTIONS = Gauge("tessera_connections", "Connections open", registry=REGISTRY)
+UPDATES_TOTAL = Counter("tessera_updates", "Updates handed in, by outcome", ["outcome"], registry=REGISTRY)
+REQUEST_SECONDS = Histogram(
+    "tessera_request_duration_seconds",
+    "From a request's head to the end of its answer, by route and class of status",
+    ["method", "route", "status"],
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
+    registry=REGISTRY,
+)
+BUILD = Gauge("tessera_build_info", "1, with the version that runs", ["version"], registry=REGISTRY)
+BUILD.labels(version=VERSION).set(1)
+
+# A series that begins at its first 1 has not risen as far as Prometheus can see.
+for code in PROBLEMS:
+    PROBLEMS_TOTAL.labels(code=code)
+for outcome in ("accepted", "rejected"):
+    UPDATES_TOTAL.labels(outcome=outcome)
+
+ROUND_BUCKETS = (1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400)
+MERGE_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+
+
+class Metrics:
+    """What one coordinator process tells. What is of the tables holds for all of them together."""
+
+    def __init__(self, services: Services) -> None:
+        self._tables = CollectorRegistry()
+        self._round_seconds = Histogram(
+            "tessera_round_duration_seconds",
+            "From a round's opening to its commit",
+            buckets=ROUND_BUCKETS,
+            registry=self._tables,
+        )
+        self._merge_seconds = Histogram(
+            "tessera_merge_duration_seconds",
+            "From a round's closing to its commit",
+            buckets=MERGE_BUCKETS,
+            registry=self._tables,
+        )
+        self._database = services.database
+        self._commits = Commits(self._count)
+        self._tables.register(TableCollector(services))
+
+    def exposition(self) -> bytes:
+        """Everything in the Prometheus text format."""
+        with self._database.snapshot() as session:
+            self._commits.follow(session)
+        return generate_latest(REGISTRY) + generate_latest(self._tables)
+
+    def _count(self, committed: Committed) -> None:
+        self._round_seconds.observe(committed.round_seconds)
+        self._merge_seconds.observe(committed.merge_seconds)
+
+
+class TableCollector(Collector):
+    """Gauges over the tables."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def describe(self) -> list[Metric]:
+        """Nothing, so that to register it reads no table."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        database = self._services.database
+        with database.snapshot() as session:
+            now = database.now()
+            yield from _of_runs(session)
+            yield from _of_rounds(session, now)
+            yield from _of_sites(session, now)
+            live = len(live_workers(session, now - self._services.settings.live_seconds))
+            blobs, blob_bytes = blob_totals(session)
+        ready = float(readiness(self._services).ready)
+        yield GaugeMetricFamily("tessera_ready", "Whether this process can do its work", ready)
+        yield GaugeMetricFamily("tessera_live_workers", "Workers heard of lately", live)
+        yield GaugeMetricFamily("tessera_waiting_workers", "Workers waiting here", len(self._services.gate.workers))
+        yield GaugeMetricFamily("tessera_blobs", "Blobs stored", blobs)
+        yield GaugeMetricFamily("tessera_disk_free_bytes", "Bytes free on the disk", self._services.room.free_bytes())
+        yield GaugeMetricFamily("tessera_memory_share", "Share of the memory in use", self._services.memory.share())
+        yield GaugeMetricFamily("tessera_blob_bytes", "Bytes of the blobs stored", blob_bytes)
+
+
+def _of_runs(session: Session) -> Iterator[Metric]:
+    states = counts_by_state(session)
+    runs = GaugeMetricFamily("tessera_runs", "Runs, by state", labels=["state"])
+    for state in RunState.__args__:  # type: ignore[attr-defined]  # a Literal's values
+        runs.add_metric([state], states.get(state, 0))
+    yield runs
+    figures = run_figures(session)
+    for name, told in PER_RUN.items():
+        family = GaugeMetricFamily(f"tessera_run_{name}", told, labels=["run", "name"])
+        for one in figures:
+            family.add_metric([one.run, one.name], getattr(one, name))
+        yield family
+    measured = GaugeMetricFamily("tessera_run_measured", MEASURED, labels=["run", "name", "measure", "place"])
+    for one in figures:
+        for (place, measure), value in one.measured.items():
+            measured.add_metric([one.run, one.name, measure, place], value)
+    yield measured
+
+
+PER_RUN = {
+    "version": "The latest version of a live run, which is the number of rounds that it has committed",
+    "rounds": "Rounds that a live run is to have",
+    "cohort": "Sites asked in a live run's last committed round",
+    "updates": "Sites of which an update was accepted in it",
+    "upload_bytes": "Bytes of these sites' updates",
+    "download_bytes": "Bytes that their workers had fetched for it",
+}
+MEASURED = "What the latest measured version of a live run came to, at the central worker or as a mean over sites"
+
+
+def _of_rounds(session: Session, now: float) -> Iterator[Metric]:
+    states = rounds_by_state(session)
+    rounds = GaugeMetricFamily("tessera_rounds", "Attempts at rounds, by state", labels=["state"])
+    for state in RoundState.__args__:  # type: ignore[attr-defined]  # a Literal's values
+        rounds.add_metric([state], states.get(state, 0))
+    yield rounds
+    overdue, merging = overdue_seconds(session, now), merging_seconds(session, now)
+    yield GaugeMetricFamily("tessera_round_overdue_seconds", "Since an open round should have closed", overdue)
+    yield GaugeMetricFamily("tessera_merging_seconds", "Since a round that merges has closed", merging)
+    tasks = GaugeMetricFamily("tessera_tasks", "Tasks of live rounds, and evaluations", labels=["kind", "state"])
+    for kind, state, count in tasks_in_hand(session):
+        tasks.add_metric([kind, state], count)
+    yield tasks
+
+
+def _of_sites(session: Session, now: float) -> Iterator[Metric]:
+    silent = GaugeMetricFamily("tessera_site_silent_seconds", "Since a site was last heard of", labels=["site"])
+    for site, seconds in silences(session, now):
+        silent.add_metric([site], seconds)
+    yield silent

@@ -1,0 +1,23 @@
+"""Whether a process can do its work."""
+
+from __future__ import annotations
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from tessera.coordinator.services import Services
+from tessera.shared.api.admin import Readiness
+
+
+def readiness(services: Services) -> Readiness:
+    """The schema must be the right one, or a later one, and the store take bytes; what else is lacking is told."""
+    try:
+        schema = services.database.at_head_or_later()
+    except SQLAlchemyError:
+        schema = False
+    writable = services.blobs.writable()
+    return Readiness(
+        ready=schema and writable,
+        schema_at_head=schema,
+        store_writable=writable,
+        store_has_room=services.room.has(),
+    )

@@ -1,0 +1,69 @@
+"""How long requests take, by what they asked for: counted, and as spans where these are wanted."""
+
+from __future__ import annotations
+
+from functools import cache
+from time import perf_counter
+
+from prometheus_client import Histogram
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tessera.coordinator.telemetry.metrics import REQUEST_SECONDS
+from tessera.coordinator.telemetry.trace_middleware import sent_in
+from tessera.shared.telemetry import spans
+from tessera.shared.telemetry.trace_ids import Attributes
+
+NOTHING = "none"
+"""For requests of what there is not: their paths and methods are anybody's choice, and so no labels."""
+
+
+class Timing:
+    """Counts each request under the template of its route, once its answer has ended."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # What fails without an answer is answered further out, with this.
+        status = 500
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        began = perf_counter()
+        try:
+            # Who sends no trace would only begin one of a single span: scrapes, probes, polls that end in nothing.
+            if spans.on() and (parent := sent_in(scope)):
+                with spans.span(scope["method"], kind="server", parent=parent):
+                    try:
+                        await self._app(scope, receive, noting)
+                    finally:
+                        _tell(scope, status)
+            else:
+                await self._app(scope, receive, noting)
+        finally:
+            _series(*asked_of(scope), status // 100).observe(perf_counter() - began)
+
+
+def _tell(scope: Scope, status: int) -> None:
+    method, route = asked_of(scope)
+    seen: Attributes = {"http.request.method": method, "http.route": route, "http.response.status_code": status}
+    spans.tell(f"{method} {route}", seen)
+
+
+def asked_of(scope: Scope) -> tuple[str, str]:
+    """The method and the template of the path that a request was for, as `/v1/runs/{run_id}`, once it was routed."""
+    route, method = scope.get("route"), scope["method"]
+    return (method, route.path) if route is not None and method in (route.methods or ()) else (NOTHING, NOTHING)
+
+
+# The library finds a series under a lock and by texts that it checks. There are some tens of them.
+@cache
+def _series(method: str, route: str, hundreds: int) -> Histogram:
+    return REQUEST_SECONDS.labels(method=method, route=route, status=f"{hundreds}xx")

@@ -1,0 +1,53 @@
+"""Sparse weighted averaging: each block over the workers that sent it.
+
+McMahan et al. 2017 (arXiv 1602.05629), Algorithm 1, block by block. Steps, not weights, are averaged: a block that a
+worker did not send says 'no change' rather than zero, and a block that nobody sent keeps its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from tessera.shared.tensors.lazy import Tensor, mean_step
+
+Divide = Literal["participants", "cohort", "inverse-probability"]
+"""What a block's step is divided by: the weight of those who sent it, or that of all whose update was accepted, or
+the latter times the probability with which a worker sends the block."""
+
+
+def average(
+    model: Mapping[str, Tensor],
+    senders: Sequence[tuple[float, Mapping[str, Tensor]]],
+    divide: Divide,
+    inclusion: Callable[[str], float] = lambda _: 1.0,
+) -> dict[str, Tensor]:
+    """The blocks that somebody sent, averaged with each sender's weight.
+
+    `participants` divides a block's step by the weights of those who sent it: full-size steps for rare blocks, with a
+    random denominator. `cohort` divides by the weights of all senders: linear and of bounded sensitivity, damped by
+    the share that sent. `inverse-probability` divides by the weights of all senders times the block's `inclusion`
+    (Horvitz and Thompson 1952): over random selections with that probability the step is, in the mean, the one that
+    would have been made had everybody sent the block. Where everybody sends everything, the three agree.
+
+    Raises ValueError for an inclusion that is not in (0, 1], of a block that was sent.
+    """
+    accepted = sum(weight for weight, _ in senders)
+
+    def whole(name: str) -> float | None:
+        match divide:
+            case "participants":
+                return None
+            case "cohort":
+                return accepted
+            case "inverse-probability":
+                return accepted * _probability(name, inclusion(name))
+
+    sent = {name: [(weight, blocks[name]) for weight, blocks in senders if name in blocks] for name in model}
+    return {name: mean_step(model[name], those, whole(name)) for name, those in sent.items() if those}
+
+
+def _probability(name: str, chance: float) -> float:
+    if not 0 < chance <= 1:
+        raise ValueError(f"block {name!r} was sent, so the probability of that is in (0, 1] and not {chance}")
+    return chance

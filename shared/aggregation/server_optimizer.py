@@ -1,0 +1,145 @@
+"""Server optimizers: what a round came to is taken as a gradient, and stepped along with momentum or adaptively.
+
+Reddi et al. 2021, Adaptive Federated Optimization, arXiv 2003.00295, Algorithms 1 and 2; SGD with momentum is FedAvgM
+of Hsu et al. 2019, arXiv 1909.06335. As there, no moment is corrected for its bias, and the second starts at tau^2.
+
+They go with any method: whatever block its merge changed, and however it did, g = base - merged is that block's
+gradient. Moments belong to a block and live in the version, as memory called `server/m/<block>` and
+`server/v/<block>`. A block that a round did not merge keeps its value and its moments, bit for bit, where a gradient
+of zero would still have moved it. That holds for stages, too: freezing a block holds its moments, and it goes on with
+them if it is ever trained again.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from tessera.shared.schema import Frozen
+from tessera.shared.tensors.lazy import Array
+
+PREFIX = "server/"
+"""What the names of a server optimizer's memory begin with, and no method's may."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is remembered of a block's gradients: where it starts, and the next value from the last and a gradient."""
+
+    start: float
+    next: Callable[[Array, Array], Array]
+
+
+class Rule(Frozen):
+    """One kind of server optimizer. Its arithmetic is on flat float64 chunks."""
+
+    @property
+    def neutral(self) -> bool:
+        """Whether it leaves every merge as it is."""
+        return False
+
+    def moments(self) -> dict[str, Moment]:
+        """What it remembers, by letter."""
+        return {}
+
+    @abstractmethod
+    def step(self, g: Array, moments: Mapping[str, Array]) -> Array:
+        """What to take off the base, given the gradient and the moments that it has already entered."""
+
+
+class Plain(Rule):
+    """The merged blocks are the next version."""
+
+    kind: Literal["none"] = "none"
+
+    @property
+    def neutral(self) -> bool:
+        return True
+
+    def step(self, g: Array, moments: Mapping[str, Array]) -> Array:
+        return g
+
+
+class Momentum(Rule):
+    """m = momentum m + g; w = w - learning_rate m. At its defaults it is `none`, bit for bit."""
+
+    kind: Literal["sgd"] = "sgd"
+    learning_rate: float = Field(default=1.0, gt=0, le=1000)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+
+    @property
+    def neutral(self) -> bool:
+        return (self.learning_rate, self.momentum) == (1.0, 0.0)
+
+    def moments(self) -> dict[str, Moment]:
+        return {"m": Moment(0.0, lambda m, g: self.momentum * m + g)} if self.momentum else {}
+
+    def step(self, g: Array, moments: Mapping[str, Array]) -> Array:
+        step: Array = self.learning_rate * moments.get("m", g)
+        return step
+
+
+class Adaptive(Rule):
+    """m = beta1 m + (1 - beta1) g; w = w - learning_rate m / (sqrt(v) + tau), with v as the kind says.
+
+    An entry that moves by much more than `tau` a round moves by about `learning_rate` instead. The paper tunes that
+    for every task; 1e-3 is of the size of what a few dozen local steps of fine-tuning come to.
+    """
+
+    learning_rate: float = Field(default=1e-3, gt=0, le=1000)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    tau: float = Field(default=1e-3, gt=0, le=1)
+
+    def moments(self) -> dict[str, Moment]:
+        first = {"m": Moment(0.0, lambda m, g: self.beta1 * m + (1 - self.beta1) * g)} if self.beta1 else {}
+        return {**first, "v": Moment(self.tau**2, self.second)}
+
+    @abstractmethod
+    def second(self, v: Array, g: Array) -> Array:
+        """The next v."""
+
+    def step(self, g: Array, moments: Mapping[str, Array]) -> Array:
+        step: Array = self.learning_rate * moments.get("m", g) / (np.sqrt(moments["v"]) + self.tau)
+        return step
+
+
+class Adam(Adaptive):
+    """v = beta2 v + (1 - beta2) g^2."""
+
+    kind: Literal["adam"] = "adam"
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+
+    def second(self, v: Array, g: Array) -> Array:
+        after: Array = self.beta2 * v + (1 - self.beta2) * g * g
+        return after
+
+
+class Yogi(Adaptive):
+    """v = v - (1 - beta2) g^2 sign(v - g^2)."""
+
+    kind: Literal["yogi"] = "yogi"
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+
+    def second(self, v: Array, g: Array) -> Array:
+        after: Array = v - (1 - self.beta2) * g * g * np.sign(v - g * g)
+        return after
+
+
+class Adagrad(Adaptive):
+    """v = v + g^2, and no momentum unless asked for, as is usual with Adagrad."""
+
+    kind: Literal["adagrad"] = "adagrad"
+    beta1: float = Field(default=0.0, ge=0, lt=1)
+
+    def second(self, v: Array, g: Array) -> Array:
+        after: Array = v + g * g
+        return after
+
+
+ServerOptimizer = Annotated[Plain | Momentum | Adam | Yogi | Adagrad, Field(discriminator="kind")]
+"""How a version follows from what was merged."""

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Self
+
+from pydantic import (
+    Field,
+    JsonValue,
+    PositiveInt,
+    model_validator,
+)
+
+from tessera.shared.api.runs import Round
+from tessera.shared.schema import (
+    EnrolmentState,
+    Frozen,
+    Identifier,
+    Label,
+    Message,
+    SecretHash,
+    TaskKind,
+    TokenRole,
+    Told,
+)
+
+# ---------------------------------------------------------------- sites, tokens, status
+
+
+class SiteSpec(Frozen):
+    name: Label
+
+
+class Site(Message):
+    id: str
+    name: str
+    created_at: datetime
+    suspended_at: datetime | None = None
+
+
+class WorkerView(Message):
+    id: str
+    name: str
+    site: str
+    kinds: tuple[TaskKind, ...]
+    datasets: dict[str, int]
+    held_out: dict[str, int] = {}
+    device: str
+    version: str = ""
+    """Of its code, as far as it says."""
+    last_seen_at: datetime
+    live: bool
+    suspended: bool = False
+    """With its site; a worker that is suspended is not live."""
+
+
+class TokenSpec(Frozen):
+    name: Label
+    role: TokenRole
+    site: Label | None = Field(default=None, description="for roles site and enrolment: whose workers it admits")
+    expires_in_days: PositiveInt | None = Field(default=None, le=3650)
+    uses: PositiveInt | None = Field(default=None, le=10_000, description="for role enrolment: how many workers")
+
+    @model_validator(mode="after")
+    def _site_only_for_sites(self) -> Self:
+        if (self.role in ("site", "enrolment")) != (self.site is not None):
+            raise ValueError("a token of role 'site' or 'enrolment' names its site, and no other role does")
+        if (self.role == "enrolment") != (self.uses is not None):
+            raise ValueError("a token of role 'enrolment' says how many workers it admits, and no other role does")
+        return self
+
+
+class Token(Message):
+    """A token without its secret."""
+
+    id: str
+    name: str
+    role: TokenRole
+    site: str | None
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    uses_left: int | None = None
+
+
+class IssuedToken(Token):
+    """A token with its secret, which is shown this once."""
+
+    secret: str
+
+
+class Rotation(Message):
+    """Another secret for the token that is shown, by its hash."""
+
+    secret_hash: SecretHash
+
+
+class Rotated(Message):
+    """For how long the secret before is admitted too."""
+
+    grace_seconds: float
+
+
+class EnrolmentSpec(Message):
+    """A worker that asks to be admitted. Its secret stays with it; this is the hash that its token is to have."""
+
+    site: Label | None = Field(
+        default=None, description="the site that it says it is of; an enrolment token's, if shown"
+    )
+    worker: Label
+    device: Told = ""
+    version: Told = ""
+    secret_hash: SecretHash
+
+
+class Enrolment(Message):
+    """What became of a worker's wish to be admitted. An administrator admits it by its `code`."""
+
+    id: Identifier
+    code: Annotated[str, Field(pattern=r"^[A-Z]{4}-[A-Z]{4}$")]
+    state: EnrolmentState
+    site: Label
+    worker: Label
+    device: Told = ""
+    version: Told = ""
+    address: str = ""
+    created_at: datetime
+    decided_at: datetime | None = None
+    """When it was admitted or declined, told in lists."""
+    expires_in_seconds: Annotated[float, Field(ge=0, le=86_400)]
+    poll_seconds: Annotated[float, Field(ge=0.5, le=60)] = 2.0
+
+
+class Approval(Frozen):
+    """An administrator's yes. The code shows that it is the worker's that was meant, and not another's."""
+
+    code: str = Field(max_length=16)
+    site: Label = Field(description="the site that its worker is to be of, as it says or otherwise")
+    create_site: bool = Field(default=False, description="whether to make the site if there is none")
+
+
+class AuditEntry(Message):
+    seq: int
+    at: datetime
+    actor: str
+    action: str
+    subject: str
+    run: str | None
+    detail: dict[str, JsonValue]
+    previous: str
+    digest: str
+
+
+class Happening(Message):
+    """One change of state, as those who listen are told of it: an entry of the audit chain without its detail."""
+
+    seq: int
+    at: datetime
+    action: str
+    subject: str
+    run: str | None
+
+
+class Status(Message):
+    """The coordinator at a glance."""
+
+    version: str
+    protocol: int
+    runs: dict[str, int]
+    open_rounds: tuple[Round, ...]
+    workers: tuple[WorkerView, ...]
+    blobs: int
+    blob_bytes: int
+
+
+class About(Message):
+    version: str
+    protocol_min: int
+    protocol_max: int
+
+
+class Readiness(Message):
+    ready: bool
+    schema_at_head: bool
+    store_writable: bool
+    store_has_room: bool = True
+    """Whether the disk has more free than the reserve."""

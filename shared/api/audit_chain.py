@@ -1,0 +1,38 @@
+"""The coordinator's audit chain, as it is made there and verified by whoever may read it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from tessera.shared.api.admin import AuditEntry
+
+GENESIS = "0" * 64
+"""The digest that the first entry names as the one before it."""
+
+
+def link(previous: str, entry: dict[str, Any]) -> str:
+    """The digest of an entry behind the entry whose digest is `previous`."""
+    text = json.dumps([previous, entry], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def first_broken(entries: Iterable[AuditEntry]) -> int | None:
+    """The number of the first entry that is not what was chained there, or None if the chain holds."""
+    digest = GENESIS
+    for number, shown in enumerate(entries, start=1):
+        entry = {
+            "seq": shown.seq,
+            "at": round(shown.at.timestamp(), 6),
+            "actor": shown.actor,
+            "action": shown.action,
+            "subject": shown.subject,
+            "run_id": shown.run,
+            "detail": shown.detail,
+        }
+        if (shown.seq, shown.previous, shown.digest) != (number, digest, link(digest, entry)):
+            return number
+        digest = shown.digest
+    return None

@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+from tessera.shared.schema import Digest, Message
+
+
+class UploadView(Message):
+    id: str
+    digest: Digest
+    offset: int
+    length: int
+    complete: bool

@@ -1,0 +1,261 @@
+"""Every request and response of the API. Frozen; what is kept at a site has no place in any of them.
+
+Requests that people write refuse fields they do not know, since a misspelt setting must not pass for a default.
+Messages between coordinator and worker ignore them, so that versions one apart still understand each other.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from tessera.shared.aggregation.mean import Divide
+from tessera.shared.aggregation.robust import Mean, Robust
+from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Chosen
+from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.run_settings.training import Training
+from tessera.shared.schema import Bytes, Digest, Frozen, Label, Message, Rounds, RoundState, RunState, Seed
+from tessera.shared.updates.codecs import pipeline
+
+# ---------------------------------------------------------------- runs
+
+
+class Cohort(Frozen):
+    """Who takes part in a round, and how long it may take. What is counted are sites: a site's token admits any
+    number of workers, under names that the site chooses."""
+
+    size: PositiveInt | None = Field(
+        default=None, description="sites chosen per round; all that are live if left out"
+    )
+    workers_per_site: PositiveInt = Field(
+        default=1, le=1000, description="workers of a chosen site that take part; their updates count as one"
+    )
+    enough: PositiveInt | None = Field(
+        default=None, description="sites whose updates close a round before its deadline"
+    )
+    quorum: PositiveInt = Field(default=1, description="sites without whose updates a round is abandoned")
+    deadline_seconds: float = Field(default=3600, gt=0, le=30 * 86400)
+    tries: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")
+    task_tries: PositiveInt = Field(default=3, le=100, description="leases of a task before it counts as lapsed")
+    sites: tuple[Label, ...] | None = Field(
+        default=None, description="sites that may take part, be it to train or to evaluate; all if left out"
+    )
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.size is not None and self.quorum > self.size:
+            raise ValueError(f"a quorum of {self.quorum} cannot come from a cohort of {self.size}")
+        return self
+
+
+class Evaluation(Frozen):
+    """What new versions are measured on: a central data set, what each site holds out, or both."""
+
+    dataset: Label | None = Field(default=None, description="central: a worker that holds this data set evaluates")
+    sites: bool = Field(default=False, description="each site that trains evaluates on what it holds out of its data")
+    every: PositiveInt = Field(default=1, description="rounds between evaluations; the last version always counts")
+
+    @model_validator(mode="after")
+    def _measures_something(self) -> Self:
+        if self.dataset is None and not self.sites:
+            raise ValueError("name a central dataset, or set sites, or leave evaluation out")
+        return self
+
+    def due(self, number: int, rounds: int) -> bool:
+        """Whether this version of a run of so many rounds is measured."""
+        return number % self.every == 0 or number == rounds
+
+
+Unlimited = Literal["unlimited"]
+
+
+class Bounds(Message):
+    """How much one site may count for in a round, at the most; None for no bound."""
+
+    max_examples: PositiveInt | None = None
+    max_norm_of_median: float | None = None
+    median_norm: float = 0.0
+    """The largest median norm of any round so far: where a run converges, a site that returns may move further than
+    the others without being an attacker. Norms are as the method stretches them (`CoordinatorHalf.stretch`)."""
+
+    @property
+    def told(self) -> str:
+        """The bounds in words, for people."""
+        examples = f"at most {self.max_examples} examples" if self.max_examples else "any number of examples"
+        norm = f"{self.max_norm_of_median:g} times the median norm" if self.max_norm_of_median else "any norm"
+        return f"{examples}, {norm}"
+
+
+class RunSpec(Frozen):
+    """What an orchestrator asks for. `model` and `version` are digests of blobs uploaded before."""
+
+    name: Label
+    method: Chosen
+    model: Digest
+    version: Digest
+    dataset: Label = Field(description="what sites call the data to train on")
+    rounds: Rounds
+    seed: Seed = 0
+    cohort: Cohort = Cohort()
+    training: Training = Training()
+    privacy: Privacy | None = Field(default=None, description="differential privacy of what each worker trains on")
+    evaluation: Evaluation | None = None
+    codec: str = Field(default=pipeline.LOSSLESS, max_length=128, description="how updates are written for the wire")
+    upload_budget: Bytes | None = Field(
+        default=None, description="the most bytes of an update, as in '5 MB'; coarser codecs are taken to keep to it"
+    )
+    upload_seconds: PositiveFloat | None = Field(
+        default=None, description="the most that an update may take on the line that its worker declares"
+    )
+    divide: Divide = "participants"
+    robust: Robust = Mean()
+    server_optimizer: ServerOptimizer = Plain()
+    max_examples: PositiveInt | Unlimited | None = Field(
+        default=None,
+        description="a site with more examples weighs as if it had this many; if left out, 4 times the median of "
+        "what the willing sites have when the first round opens",
+    )
+    max_update_norm: float | None = Field(default=None, gt=0, description="updates of a larger l2 norm are refused")
+    max_norm_of_median: Annotated[float, Field(gt=1, le=1e6)] | Unlimited | None = Field(
+        default=None,
+        description="updates of more times the round's median l2 norm are not merged; if left out, 10 for the mean, "
+        "and unlimited with a robust rule",
+    )
+
+    @field_validator("codec")
+    @classmethod
+    def _known_codec(cls, codec: str) -> str:
+        pipeline.parse(codec)
+        return codec
+
+    @model_validator(mode="after")
+    def _rule_can_work(self) -> Self:
+        if self.robust.neutral:
+            return self
+        if self.divide == "inverse-probability":
+            raise ValueError(
+                f"dividing by probabilities is right for means, which {self.robust.rule} is not: divide by "
+                "participants or cohort"
+            )
+        if (reached := self.cohort.quorum) < self.robust.least:
+            raise ValueError(
+                f"{self.robust.rule} takes updates of {self.robust.least} sites a round to bear what it is told to; "
+                f"with a quorum of {reached} there may be fewer: raise cohort.quorum"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _private_throughout(self) -> Self:
+        if self.privacy and self.training.precision == "float16":
+            raise ValueError("privacy does not go with float16, whose scaled losses are not clipped: use bfloat16")
+        if self.privacy and self.evaluation and self.evaluation.dataset == self.dataset:
+            raise ValueError(
+                f"exact figures of the examples of {self.dataset!r} undo privacy: evaluate on other data"
+            )
+        return self
+
+
+class Run(Message):
+    id: str
+    state: RunState
+    reason: str | None = None
+    spec: RunSpec
+    bounds: Bounds | None = None
+    """In force since the run's first round opened, and the same for all its rounds; None until then."""
+    version: VersionRef
+    model_bytes: int
+    revision: int
+    created_at: datetime
+    updated_at: datetime
+
+
+class Objection(Message):
+    """Why a worker would not take part: a rule of its policy, or what it lacks."""
+
+    rule: str
+    detail: str
+
+
+class Ask(Message):
+    """What a round asks of a worker, in blocks and bytes, before any codec. What it holds already is not fetched
+    again."""
+
+    stage: str
+    fetch_blocks: int
+    fetch_bytes: int
+    train_blocks: int
+    train_bytes: int
+    upload_blocks: int
+    upload_bytes: int
+
+
+class Prospect(Message):
+    """What is to be expected of a worker."""
+
+    worker: str
+    objections: tuple[Objection, ...] = ()
+    """Why it would not take part; it would if there are none."""
+    reservations: tuple[Objection, ...] = ()
+    """What may keep one that takes part from doing so to the run's end, or make it late."""
+    asked: Ask | None = None
+    """What the first round asks of it; None if it would not take part, or is not drawn for that round."""
+
+
+class Preview(Message):
+    """What would become of a run if it were started now."""
+
+    quorum: int
+    willing: int
+    """The sites that would take part."""
+    awaiting: int
+    """The sites that also would, once a person there has approved the run."""
+    prospects: tuple[Prospect, ...]
+    missing_sites: tuple[str, ...] = ()
+    """Sites that the run invites and that no worker was ever heard of from."""
+    warnings: tuple[str, ...] = ()
+
+
+class RunPatch(Frozen):
+    state: Literal["running", "paused", "cancelled"]
+
+
+class Round(Message):
+    """One attempt at a round. `version` is the number of the version that it made, once committed."""
+
+    run: str
+    number: int
+    attempt: int
+    state: RoundState
+    stage: str
+    opened_at: datetime
+    deadline_at: datetime
+    closed_at: datetime | None = None
+    reason: str | None = None
+    version: int | None = None
+    tasks: tuple[TaskView, ...] = ()
+
+
+class Measurement(Message):
+    """One evaluation of one version, on a central data set or on what a site holds out of the run's own."""
+
+    version: int
+    dataset: str
+    worker: str
+    held_out: bool = False
+    examples: int
+    numbers: dict[str, float]
+
+    @property
+    def site(self) -> str:
+        return self.worker.partition("/")[0]

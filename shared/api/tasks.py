@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+from datetime import datetime
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+
+from tessera.shared.aggregation.mean import Divide
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.model.blocks import Block, Name
+from tessera.shared.model.selectors import EVERYTHING, Selector
+from tessera.shared.problems import ProblemDocument
+from tessera.shared.run_settings.privacy import Budget, Privacy
+from tessera.shared.run_settings.schedule import Span
+from tessera.shared.run_settings.training import Training
+from tessera.shared.schema import (
+    ACCEPTED,
+    MOST_ALONG,
+    MOST_CLAIM_BYTES,
+    MOST_PATTERNS,
+    MOST_WITHHELD,
+    PROTOCOL,
+    AuditHead,
+    Counted,
+    Digest,
+    Examples,
+    Identifier,
+    Label,
+    LeaseSeconds,
+    Message,
+    Number,
+    Phase,
+    Reported,
+    Resources,
+    Rounds,
+    Seed,
+    Short,
+    TaskKind,
+    TaskState,
+    Told,
+)
+
+
+class Progress(Message):
+    """How far a worker is with its task, as it says itself.
+
+    `step` of `steps` while it trains or evaluates, `bytes` of `of_bytes` while it moves some; `loss` is the mean over
+    the examples of the epoch so far.
+    """
+
+    phase: Phase
+    step: Counted | None = None
+    steps: Counted | None = None
+    loss: Number | None = None
+    bytes: Counted | None = None
+    of_bytes: Counted | None = None
+
+
+def _or_nothing(value: object, validate: ValidatorFunctionWrapHandler) -> Progress | None:
+    """What cannot be read of it is no reason to lose a lease."""
+    try:
+        read: Progress | None = validate(value)
+    except ValidationError:
+        return None
+    return read
+
+
+class Receipt(Message):
+    """What became of an accepted update: whether it was merged, and no more. While its round is under way it is still
+    `accepted`."""
+
+    task: Identifier
+    token: int
+    state: Literal["accepted", "merged", "left_out"]
+    unmerged: tuple[Name, ...] = ()
+    """The blocks of a merged update that stayed as they were in the version."""
+
+
+class TaskView(Message):
+    """A task as people see it."""
+
+    id: str
+    run: str
+    round: int
+    worker: str
+    kind: TaskKind
+    state: TaskState
+    token: int
+    leases: int
+    examples: int | None = None
+    numbers: dict[str, float] = {}
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    progress: Progress | None = None
+    layers: tuple[str, ...] = ()
+    """Of which layers the accepted update holds blocks."""
+    update: str | None = None
+    """The digest of the update that was handed in."""
+    unmerged: tuple[str, ...] = ()
+    """The blocks of a merged update that stayed as they were in the version."""
+    receipt: Receipt | None = None
+    """For the task's site, to which the state of an accepted task stays `accepted`."""
+    audit_head: str | None = None
+    """What the site's own audit had as its last entry when this left, if the worker said so."""
+    created_at: datetime | None = None
+    problem: ProblemDocument | None = None
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether its report was accepted, whatever became of it afterwards."""
+        return self.state in ACCEPTED
+
+
+# ---------------------------------------------------------------- tasks
+
+
+class Mirror(Message):
+    """What a site's policy would refuse, as far as it helps to plan: what may leave, how much, when, for whom. No
+    promise of either side: the worker judges each task itself."""
+
+    orchestrators: tuple[Short, ...] | None = Field(default=None, max_length=256)
+    models: tuple[Short, ...] | None = Field(default=None, max_length=256)
+    may_send: Selector = EVERYTHING
+    never_send: tuple[Annotated[str, Field(max_length=512)], ...] = Field(default=(), max_length=MOST_PATTERNS)
+    max_epochs: PositiveInt = 1 << 53
+    max_batch: PositiveInt = 1 << 53
+    max_model_bytes: PositiveInt = 1 << 53
+    max_upload_bytes: PositiveInt = 1 << 53
+    max_run_upload_bytes: PositiveInt | None = None
+    max_upload_bytes_per_second: PositiveFloat | None = None
+    max_task_seconds: PositiveFloat | None = None
+    max_minutes_per_day: PositiveFloat | None = None
+    hours: tuple[Span, ...] = Field(default=(), max_length=64)
+    utc_offset_minutes: Annotated[int, Field(gt=-1440, lt=1440)] = 0
+    """What the site's clock is ahead of UTC."""
+    require_privacy: Budget | None = None
+    budgets: dict[Label, Budget] = Field(default={}, max_length=256)
+    """What all runs together may find out, by data set."""
+    spent: dict[Label, PositiveFloat] = Field(default={}, max_length=256)
+    """The least budget, at the same delta, that holds what they have found out so far of those data sets."""
+    approve_runs: bool = False
+    airlock: bool = False
+
+    @field_validator("may_send")
+    @classmethod
+    def _soon_judged(cls, selector: Selector) -> Selector:
+        if sum(1 + len(match.names or ()) for match in (*selector.include, *selector.exclude)) > MOST_PATTERNS:
+            raise ValueError(f"at most {MOST_PATTERNS} conditions and names are taken")
+        return selector
+
+    def withholds(self, block: Block) -> bool:
+        return any(fnmatchcase(block.name, pattern) for pattern in self.never_send)
+
+
+class Claim(Message):
+    """What a worker says of itself when it asks for a task. `datasets` gives the examples that it trains on of each,
+    and `held_out` those that it keeps apart to evaluate on.
+
+    `instance` is new for each process: who asks again because an answer was lost is given the same lease again,
+    while a second process under the same name is not.
+    """
+
+    worker: Label
+    instance: Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
+    protocol_min: int = PROTOCOL
+    protocol_max: int = PROTOCOL
+    kinds: tuple[TaskKind, ...] = Field(default=("train",), max_length=8)
+    datasets: Examples = Field(max_length=256)
+    held_out: Examples = Field(default={}, max_length=256)
+    methods: tuple[Short, ...] = Field(default=(), max_length=256)
+    device: Told = "cpu"
+    version: Told = ""
+    """Of the worker's own code; none of a worker that does not say."""
+    resources: Resources = {}
+    mirror: Mirror | None = None
+    withheld: dict[Identifier, Annotated[str, Field(max_length=300)]] = Field(default={}, max_length=MOST_WITHHELD)
+    """Runs that it is to be offered no task of, and why."""
+
+    def shortened(self) -> Claim:
+        """Return the claim without what a coordinator can do without, if it is longer than one takes: first why runs
+        are withheld, then the mirror, which only helps to plan."""
+        changes: tuple[dict[str, object], ...] = (
+            {"withheld": dict.fromkeys(self.withheld, "withheld")},
+            {"mirror": None},
+        )
+        claim = self
+        for change in changes:
+            if len(claim.model_dump_json().encode()) <= MOST_CLAIM_BYTES:
+                break
+            claim = claim.model_copy(update=change)
+        return claim
+
+
+class Task(Message):
+    """What one worker is asked to do in one round. Only who shows `token` may report on it."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    id: Identifier
+    token: Annotated[int, Field(ge=0, lt=1 << 53)]
+    kind: TaskKind
+    run: Identifier
+    run_name: Label
+    round: NonNegativeInt
+    rounds: Rounds
+    seed: Seed
+    method: Chosen
+    plan: Plan
+    dataset: Label
+    held_out: bool = False
+    """Whether to evaluate on what the worker holds out of the data set, rather than on the data set."""
+    training: Training
+    privacy: Privacy | None = None
+    codec: str
+    upload_budget: PositiveInt | None = None
+    upload_seconds: PositiveFloat | None = None
+    divide: Divide
+    model: Digest
+    version: VersionRef
+    inline_bytes: NonNegativeInt = 0
+    """An update of so many bytes may come with its submission."""
+    orchestrator: Annotated[str, Field(max_length=64)] | None = None
+    """Whose token started the run, as the coordinator tells it: worth as much as the coordinator's word."""
+    lease_seconds: LeaseSeconds
+    receipt: Receipt | None = None
+    """Of the last update that was accepted from this worker in this run."""
+    along: Annotated[tuple[bytes, ...], Field(max_length=MOST_ALONG)] = ()
+    """Blobs that need not be fetched any more: what is new in the version, where that is little. A worker goes by the
+    digests of what is here, and by nothing else."""
+
+    @model_validator(mode="after")
+    def _within_the_run(self) -> Self:
+        if self.round > self.rounds:
+            raise ValueError(f"there is no round {self.round} in a run of {self.rounds}")
+        if self.held_out and self.kind != "evaluate":
+            raise ValueError("nothing trains on what is held out")
+        return self
+
+
+class Heartbeat(Message):
+    token: int
+    progress: Annotated[Progress | None, WrapValidator(_or_nothing)] = None
+
+
+class Lease(Message):
+    lease_seconds: LeaseSeconds
+
+
+class Submission(Message):
+    """A finished `train` task: the digest of an update, and what goes with it. The update was uploaded before or, if
+    the task says that so few bytes may be, is here."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    token: int
+    version: Digest
+    update: Digest
+    data: bytes | None = None
+    examples: PositiveInt = Field(lt=1 << 40)
+    numbers: Reported = {}
+    download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
+    audit_head: AuditHead | None = None
+
+
+class Evaluated(Message):
+    """A finished `evaluate` task."""
+
+    token: int
+    version: Digest
+    examples: PositiveInt = Field(lt=1 << 40)
+    numbers: Reported
+    download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
+    audit_head: AuditHead | None = None
+
+
+class Failure(Message):
+    token: int
+    code: str = Field(max_length=64)
+    detail: str = Field(max_length=2000)

@@ -1,0 +1,133 @@
+"""What the commands print: results on stdout, everything about them on stderr, so that stdout can be piped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel, TypeAdapter
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from tessera.shared.problems import MAX_FAULTS, Problem
+from tessera.shared.sanitize import fit_to_show
+
+_JSON = "tessera.json"
+
+# A pipe has no width of its own; what reads it wants whole ids.
+PIPE_COLUMNS = 160
+
+_ANY = TypeAdapter(Any)
+
+
+def _remember(ctx: typer.Context, value: bool) -> bool:
+    # A context shares `meta` with those above it, where a problem is shown once the command is gone.
+    ctx.meta[_JSON] = value
+    return value
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.", callback=_remember)]
+"""The option that every command has."""
+
+
+def wants_json(ctx: typer.Context) -> bool:
+    """Whether the command that ran under `ctx` was given `--json`."""
+    return bool(ctx.meta.get(_JSON))
+
+
+class Terminal(Console):
+    """A console on which no text moves the cursor, changes colours or turns letters around: workers say what they
+    like of themselves, and rich lets escape sequences through."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(fit_to_show(text), **options)
+
+
+def out() -> Console:
+    """The console for results."""
+    return Terminal(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+
+
+def err() -> Console:
+    """The console for progress and complaints."""
+    return Terminal(stderr=True, width=None if sys.stderr.isatty() else PIPE_COLUMNS, highlight=False)
+
+
+def complain(sentence: str) -> None:
+    err().print(f"[red]error:[/] {escape(sentence)}", soft_wrap=True)
+
+
+def note(sentence: str) -> None:
+    """Says something that is not the result."""
+    err().print(escape(sentence), soft_wrap=True)
+
+
+def show_problem(problem: Problem, *, as_json: bool) -> None:
+    """A problem as people read it on stderr, and with `as_json` as its document on stdout too."""
+    complain(problem.detail)
+    shown = problem.errors[:MAX_FAULTS]
+    console = err()
+    for fault in shown:
+        console.print(f"  {escape(fault.pointer)}: {escape(fault.detail)}", soft_wrap=True)
+    if len(problem.errors) > len(shown):
+        console.print(f"  and {len(problem.errors) - len(shown)} more")
+    console.print(escape(problem.advice), soft_wrap=True)
+    if as_json:
+        print_json(problem.document())
+
+
+def print_json(value: BaseModel | Iterable[BaseModel] | dict[str, Any], *, line: bool = False) -> None:
+    """A value as JSON on stdout: indented, or on one line."""
+    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else _ANY.dump_python(value, mode="json")
+    typer.echo(json.dumps(plain, indent=None if line else 2))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()) -> Table:
+    """A table with these columns, those in `right` aligned for numbers. None is shown as a dash."""
+    made = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
+    aligned = set(right)
+    for column in columns:
+        made.add_column(
+            escape(column), justify="right" if column in aligned else "left", no_wrap=column in {"id", *aligned}
+        )
+    for row in rows:
+        made.add_row(*("-" if cell is None else escape(str(cell)) for cell in row))
+    return made
+
+
+def progress(*, quiet: bool) -> Progress:
+    """A bar of bytes on stderr, unless `quiet` or nobody watches."""
+    console = err()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, console=console, disable=quiet or not console.is_terminal)
+
+
+def size(count: int | None) -> str | None:
+    """A number of bytes, as people read it."""
+    return None if count is None else decimal(count)
+
+
+def share(value: float | None) -> str | None:
+    """A share of one, such as an accuracy, with three decimals."""
+    return None if value is None else f"{value:.3f}"
+
+
+def seconds(value: float | None) -> str | None:
+    return None if value is None else f"{value:.1f}"
+
+
+def ago(instant: datetime, now: datetime | None = None) -> str:
+    """How long ago an instant was, in its largest unit."""
+    passed = max(0, int(((now or datetime.now(UTC)) - instant).total_seconds()))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if passed >= length:
+            return f"{passed // length} {unit} ago"
+    return f"{passed} s ago"

@@ -1,0 +1,88 @@
+"""Reads what a run is to be from a TOML file: a `RunSpec` without its model and version, which are uploaded."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.methods.registry import UnknownMethod, check
+from tessera.shared.problems import Fault, Invalid, faults_of
+from tessera.shared.tensors.lazy import digest_of
+
+REMEDY = "Mend what is named and try again; nothing was sent."
+
+# Stands for the digests that are not known before the upload, so that all else is checked before it.
+_LATER = digest_of(b"")
+
+
+def read_spec(file: Path, settings: Iterable[str] = ()) -> dict[str, Any]:
+    """The file's settings changed by `KEY=VALUE` ones, found to make a RunSpec once `model` and `version` are added.
+
+    Raises Invalid naming every wrong setting.
+    """
+    given = read_toml(file, settings)
+    taken = [Fault(pointer=f"/{key}", detail="is what --model gives") for key in ("model", "version") if key in given]
+    if taken:
+        raise Invalid(f"{file} says what is uploaded", errors=taken, remedy=REMEDY)
+    check_spec(file, given)
+    return given
+
+
+def read_toml(file: Path, settings: Iterable[str]) -> dict[str, Any]:
+    """A file changed by `KEY=VALUE` settings. Keys are dotted (`cohort.quorum`); a value is TOML, or else text.
+
+    Raises Invalid.
+    """
+    try:
+        given = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as fault:
+        raise Invalid(f"{file} cannot be read: {fault.strerror}", remedy=REMEDY) from fault
+    except ValueError as fault:
+        raise Invalid(f"{file} is not TOML: {fault}", remedy=REMEDY) from fault
+    for setting in settings:
+        _change(given, setting)
+    return given
+
+
+def _change(given: dict[str, Any], setting: str) -> None:
+    key, equals, text = setting.partition("=")
+    *above, last = key.strip().split(".")
+    if not equals or not last or not all(above):
+        raise Invalid(f"--set {setting!r} is not KEY=VALUE", remedy="Write it as in --set cohort.quorum=2.")
+    table = given
+    for step in above:
+        below = table.setdefault(step, {})
+        if not isinstance(below, dict):
+            raise Invalid(f"--set {setting!r}: {step} is not a table but {below!r}", remedy=REMEDY)
+        table = below
+    table[last] = _value(text)
+
+
+def _value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # A line break in `text` could have begun a second key.
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def check_spec(file: Path, given: Mapping[str, Any]) -> None:
+    """Raises Invalid naming every setting for which this makes no RunSpec, whatever its model and version."""
+    try:
+        spec = RunSpec.model_validate({**given, "model": _LATER, "version": _LATER})
+    except ValidationError as fault:
+        raise Invalid(f"{file} does not make a run", errors=faults_of(fault), remedy=REMEDY) from None
+    try:
+        check(spec.method)
+    except UnknownMethod:
+        # The coordinator may have more methods than are installed here: it will say.
+        return
+    except ValidationError as fault:
+        errors = faults_of(fault, "/method/settings")
+        raise Invalid(f"{file}: {spec.method.name} has no such settings", errors=errors, remedy=REMEDY) from None

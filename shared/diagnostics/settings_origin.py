@@ -1,0 +1,87 @@
+"""Settings as they took effect: each value, and where it came from. Secrets are not among what is shown."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import SecretStr
+
+from tessera.shared.urls import without_password
+
+HIDDEN = "***"
+
+_SECRET = re.compile(
+    r"(^|_)(token|secret|password|passwd|passphrase|credentials?|(api|access|private|account)_?key)$"
+)
+_URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    value: Any
+    origin: str
+    """`default`, `file`, or the name of a variable of the environment."""
+
+
+def flat(value: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings, each under its dotted name."""
+    if isinstance(value, Mapping) and value:
+        for key, below in value.items():
+            yield from flat(below, f"{above}.{key}" if above else str(key))
+    elif above:
+        yield above, value
+
+
+def shown(name: str, value: Any) -> Any:
+    """A value as anybody may see it: without what is secret by its type, its name, or its place in a URL."""
+    if isinstance(value, SecretStr) or (value and _SECRET.search(name.rpartition(".")[2].lower())):
+        return HIDDEN
+    if isinstance(value, list | tuple):
+        return [shown(name, item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: shown(str(key), item) for key, item in value.items()}
+    if isinstance(value, str) and _URL.match(value):
+        return without_password(value)
+    return value
+
+
+def effective(
+    values: Mapping[str, Any], file: Mapping[str, Any], environment: Mapping[str, str], prefix: str
+) -> list[Setting]:
+    """`values` are the settings in force, `file` what a settings file says, and `environment` what wins over it in
+    variables that begin with `prefix` and have `__` between the parts of a name."""
+    of_file = {name.lower() for name, _ in flat(file)}
+    of_environment = _by_name(environment, prefix)
+    found = []
+    for name, value in flat(values):
+        variable = of_environment.get(name.lower())
+        origin = variable or ("file" if _is_under(name.lower(), of_file) else "default")
+        found.append(Setting(name, shown(name, value), origin))
+    return found
+
+
+def _is_under(name: str, given: set[str]) -> bool:
+    """Whether a setting, or a list or table that it is in, was given."""
+    return any(name == one or name.startswith(f"{one}.") or one.startswith(f"{name}.") for one in given)
+
+
+def _by_name(environment: Mapping[str, str], prefix: str) -> dict[str, str]:
+    """The variable that each setting comes from. A variable may hold a whole table, as JSON."""
+    found: dict[str, str] = {}
+    for variable, text in sorted(environment.items()):
+        if not variable.upper().startswith(prefix):
+            continue
+        name = variable[len(prefix) :].lower().replace("__", ".")
+        found[name] = variable
+        try:
+            parsed = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(parsed, dict):
+            found |= {below.lower(): variable for below, _ in flat(parsed, name)}
+    return found

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from tessera.shared.model.blocks import Block, Role
+from tessera.shared.schema import Frozen
+
+MAX_PATTERNS = 16_384
+"""The most names in a selector: each is compared with each block, which for more would take minutes."""
+
+
+class Match(Frozen):
+    """Blocks that meet every condition given; a condition left out holds for all. Names are shell patterns."""
+
+    roles: tuple[Role, ...] | None = None
+    adapts: tuple[Role, ...] | None = Field(default=None, exclude_if=lambda roles: roles is None)
+    """Adapters of matrices with any of these roles."""
+    layers: tuple[int, ...] | None = None
+    names: tuple[str, ...] | None = None
+
+    def holds(self, block: Block) -> bool:
+        return (
+            (self.roles is None or block.role in self.roles)
+            and (self.adapts is None or any(role in self.adapts for role in block.adapts))
+            and (self.layers is None or block.layer in self.layers)
+            and (self.names is None or any(fnmatchcase(block.name, pattern) for pattern in self.names))
+        )
+
+
+class Selector(Frozen):
+    """Blocks that match any of `include` and none of `exclude`."""
+
+    include: tuple[Match, ...] = (Match(),)
+    exclude: tuple[Match, ...] = ()
+
+    @model_validator(mode="after")
+    def _soon_resolved(self) -> Self:
+        conditions = (*self.include, *self.exclude)
+        if len(conditions) + sum(len(match.names or ()) for match in conditions) > MAX_PATTERNS:
+            raise ValueError(f"a selector has at most {MAX_PATTERNS} conditions and names")
+        return self
+
+    def holds(self, block: Block) -> bool:
+        return any(match.holds(block) for match in self.include) and not any(
+            match.holds(block) for match in self.exclude
+        )
+
+    def resolve(self, blocks: Iterable[Block]) -> tuple[Block, ...]:
+        """The selected blocks, in the table's order.
+
+        Raises SelectorError for a match, included or excluded, that no block meets: a condition that selects
+        nothing is nearly always a misspelling, and training the wrong blocks is not noticed by any loss.
+        """
+        table = tuple(blocks)
+        for match in (*self.include, *self.exclude):
+            if not any(match.holds(block) for block in table):
+                raise SelectorError(match, table)
+        return tuple(block for block in table if self.holds(block))
+
+    def __bool__(self) -> bool:
+        return bool(self.include)
+
+
+EVERYTHING = Selector()
+NOTHING = Selector(include=())
+
+
+def roles(*names: Role) -> Selector:
+    """Selects the blocks with any of these roles."""
+    return Selector(include=(Match(roles=names),))
+
+
+def all_but(*names: Role) -> Selector:
+    """Selects the blocks with none of these roles."""
+    return Selector(exclude=(Match(roles=names),))
+
+
+def named(names: Iterable[str]) -> Selector:
+    """Selects blocks by name or shell pattern."""
+    return Selector(include=(Match(names=tuple(names)),))
+
+
+class SelectorError(ValueError):
+    """A selector has a condition that no block of the model meets."""
+
+    def __init__(self, match: Match, blocks: Sequence[Block]) -> None:
+        wanted = match.model_dump(exclude_none=True, mode="json")
+        seen = sorted({block.role for block in blocks})
+        layers = sorted({block.layer for block in blocks if block.layer is not None})
+        super().__init__(
+            f"no block matches {wanted}; the model has the roles {', '.join(seen)}"
+            + (f" and the layers {layers[0]} to {layers[-1]}" if layers else " and no layers")
+        )

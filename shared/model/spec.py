@@ -1,0 +1,118 @@
+"""A model as the coordinator knows it: a transformers config, a head, and a table of blocks. No code, no paths.
+
+On disk a model is a folder in transformers' own layout (`config.json`, `model.safetensors`) with one more file,
+`blocks.json`, which is the `Model` below. `from_pretrained` loads it as it is.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, JsonValue, PositiveFloat, model_validator
+
+from tessera.shared.model.blocks import Block, Role, check_table
+from tessera.shared.schema import Frozen
+
+Head = Literal[
+    "image-classification",
+    "text-classification",
+    "token-classification",
+    "masked-lm",
+    "causal-lm",
+    "seq2seq-lm",
+    "contrastive",
+    "features",
+]
+"""Which of transformers' Auto classes builds the model: what is put on top of the stack."""
+
+MAX_DOCUMENT_BYTES = 64 << 20
+"""The most that a model document or a manifest may have: both are JSON of a few hundred bytes a block."""
+
+WEIGHTS_FILE = "model.safetensors"
+BLOCKS_FILE = "blocks.json"
+
+
+Modality = Literal["vision", "text"]
+"""A tower of a dual encoder, and the prompts that go into it."""
+
+MODALITIES: tuple[Modality, ...] = ("vision", "text")
+
+MAX_TOKENS = 1024
+"""The most prompt tokens that a tower may be given."""
+
+
+LocalStart = Literal["global", "random"]
+"""What a site's own prompts start from: the federation's as they are then, or noise."""
+
+
+class Fusion(Frozen):
+    """How one prompt is made of a federation's and a site's own, both [tokens, width].
+
+    `attention`: one of them asks and the other answers, through multi-head cross-attention, and the answer, no larger
+    than what asks, is added to it; it starts as what asks. `mean`: half of each. `concat`: the federation's, then the
+    site's own.
+    """
+
+    kind: Literal["attention", "mean", "concat"] = "attention"
+    asks: Literal["local", "global"] = "global"
+    heads: Annotated[int, Field(ge=1, le=256)] = 8
+
+
+class Prompts(Frozen):
+    """Learnt tokens that go into a dual encoder beside its own: so many for each tower.
+
+    With `fusion` the model also holds the modules that fuse them with a site's own prompts, one for each tower, so
+    that a run may average those too; the model itself does not use them.
+    """
+
+    vision: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    text: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    fusion: Fusion | None = None
+
+    def count(self, modality: Modality) -> int:
+        return self.vision if modality == "vision" else self.text
+
+
+class Lora(Frozen):
+    """Low-rank adapters, alpha / rank * B A, beside each matrix that has a block of one of these roles."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)]
+    alpha: PositiveFloat
+    roles: Annotated[tuple[Role, ...], Field(min_length=1)] = ("query", "value")
+
+
+def stored_name(tensor: str) -> str:
+    """What a tensor is called in a file of weights: as in transformers' own model, which `from_pretrained` builds.
+
+    Where a matrix has an adapter beside it, PEFT moves it one step down, to `base_layer`.
+    """
+    return tensor.replace(".base_layer.", ".")
+
+
+class Model(Frozen):
+    """What every worker of a run builds: `config` is a transformers config as JSON, `model_type` among it.
+
+    `prompts` and `lora` are what Tessera adds to the model that transformers builds from it.
+    """
+
+    config: dict[str, JsonValue]
+    head: Head
+    prompts: Prompts | None = None
+    lora: Lora | None = None
+    blocks: tuple[Block, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if not isinstance(self.config.get("model_type"), str):
+            raise ValueError("config has no model_type; give a transformers config such as config.json")
+        check_table(self.blocks)
+        return self
+
+    @cached_property
+    def by_name(self) -> dict[str, Block]:
+        return {block.name: block for block in self.blocks}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)

@@ -1,0 +1,198 @@
+"""Blobs in, blobs out: a round's accepted updates become the next version, block by block, chunk by chunk.
+
+The updates are merged in the order of their workers' names, so the same set of updates gives the same bytes whatever
+the order in which they came (invariant I6), and memory is bounded by a few chunks per update (invariant I11).
+
+Sites count and workers do not: a site's token admits as many workers as the site likes. So the updates of one site
+are made one before anything is judged, weighed or averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import fsum
+from typing import Any
+
+from tessera.shared.aggregation.mean import Divide, average
+from tessera.shared.api.runs import Bounds, RunSpec
+from tessera.shared.api.versions import Manifest, VersionRef
+from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, State, Update
+from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.outliers import LEFT_OUT, NORM, median_norm, relative_norms, scores
+from tessera.shared.rounds.planning import run_facts
+from tessera.shared.rounds.server_step import merge
+from tessera.shared.rounds.validation import Inspector
+from tessera.shared.rounds.versions import States
+from tessera.shared.tensors.lazy import Tensor
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """An accepted update: by whom, made under which plan, and where its bytes are."""
+
+    site: str
+    """The admitted site whose token the worker showed."""
+    worker: str
+    digest: str
+    examples: int
+    numbers: Mapping[str, float]
+    plan: Plan
+
+
+Merged = Mapping[str, tuple[str, ...]]
+"""The workers whose updates were merged, each with the blocks of its update that stayed as they were: a robust rule
+leaves a block alone that too few workers sent."""
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    states: States
+    inspector: Inspector
+
+    def merge(
+        self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
+    ) -> tuple[Manifest, list[Stored], Merged]:
+        """The next version, its new blobs made safe (the last is the manifest's own), and what was merged."""
+        state, merged = self._merged(spec, bounds, base, accepted)
+        return *self.states.store(state, base.digest), merged
+
+    def next_state(self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]) -> State:
+        """The next version, nothing of it computed yet."""
+        return self._merged(spec, bounds, base, accepted)[0]
+
+    def _merged(
+        self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
+    ) -> tuple[State, Merged]:
+        half, state, updates, sent = self._round(spec, bounds, base, accepted)
+        after = merge(half, spec.server_optimizer, state, updates)
+        same = {name for name, tensor in after.model.items() if tensor is state.model[name]}
+        # An update of which no block was merged came to nothing. One that has none is a method's that sends none.
+        merged = {worker: tuple(sorted(b & same)) for worker, b in sent.items() if not b or b - same}
+        return after, merged
+
+    def scores(
+        self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
+    ) -> dict[str, dict[str, float]]:
+        """How far each site's update is from what the run's robust rule makes of them, by the names of its workers.
+        Reads the updates once more; nothing for a run without such a rule."""
+        if spec.robust.neutral:
+            return {}
+        half, state, updates, _ = self._round(spec, bounds, base, accepted)
+        found = scores(state.model, half.merge(state, updates).model, updates)
+        by_site = {update.site: found[update.worker] for update in updates}
+        return {entry.worker: by_site[entry.site] for entry in accepted if entry.site in by_site}
+
+    def _round(
+        self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
+    ) -> tuple[CoordinatorHalf[Any], State, list[Update], dict[str, set[str]]]:
+        """The method's half, the version, an update of each site, and the blocks that each worker sent."""
+        model = self.states.model(spec.model)
+        manifest = self.states.manifest(base.digest)
+        state = self.states.load(model, manifest, base.number)
+        half = coordinator_half(spec.method, run_facts(spec, model))
+        aside = set(outlying(half, bounds, accepted))
+        updates: list[Update] = []
+        blocks: dict[str, set[str]] = {}
+        for entries in _by_site(entry for entry in accepted if entry.worker not in aside):
+            sent = [
+                Update(
+                    worker=entry.worker,
+                    examples=entry.examples,
+                    blocks=self.inspector.open(entry.digest, model, manifest, entry.plan),
+                    numbers=entry.numbers,
+                    site=entry.site,
+                    plan=entry.plan,
+                )
+                for entry in entries
+            ]
+            blocks |= {update.worker: set(update.blocks) for update in sent}
+            update = pooled(state.model, sent, spec.divide)
+            updates.append(replace(update, examples=min(update.examples, bounds.max_examples or update.examples)))
+        return half, state, updates, blocks
+
+
+def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], divide: Divide) -> Update:
+    """The updates of one site's workers as one: the mean by their examples, which come to its weight.
+
+    A block that only some of them sent is averaged over those with `participants`. Else it counts as unchanged by the
+    others, so that averaging the sites comes to what averaging the workers would.
+    """
+    if len(updates) == 1:
+        return updates[0]
+    senders = [(float(update.examples), update.blocks) for update in updates]
+    blocks = average(model, senders, "participants" if divide == "participants" else "cohort")
+    numbers = _means([(update.examples, update.numbers) for update in updates])
+    return replace(updates[0], examples=sum(update.examples for update in updates), blocks=blocks, numbers=numbers)
+
+
+def _by_site(accepted: Iterable[Accepted]) -> list[list[Accepted]]:
+    """Each site's updates, in the order of its workers' names; sites in that of the first of them."""
+    found: dict[str, list[Accepted]] = {}
+    for entry in sorted(accepted, key=lambda entry: entry.worker):
+        found.setdefault(entry.site, []).append(entry)
+    return list(found.values())
+
+
+def _means(told: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Each number's mean by examples over those who told it."""
+    names = sorted({name for _, numbers in told for name in numbers})
+    having = {name: [(weight, numbers[name]) for weight, numbers in told if name in numbers] for name in names}
+    return {
+        name: fsum(weight * number for weight, number in those) / sum(weight for weight, _ in those)
+        for name, those in having.items()
+    }
+
+
+def norm_scores(
+    half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Accepted]
+) -> dict[str, dict[str, float]]:
+    """The norm of each worker's site beside the others', and whether its update is left out for that."""
+    aside = outlying(half, bounds, accepted)
+    return {
+        worker: {NORM: ratio, **({LEFT_OUT: 1.0} if worker in aside else {})}
+        for worker, ratio in _ratios(half, accepted).items()
+    }
+
+
+def outlying(half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Accepted]) -> list[str]:
+    """The workers whose site's update is larger than the run takes, beside the largest median of any round so far.
+
+    Judged when the round is over: on arrival it would depend on who came first (docs/decisions/0021).
+    """
+    most, norms = bounds.max_norm_of_median, _norms(half, accepted)
+    middle = median_norm(norms)
+    if most is None or middle == 0:
+        return []
+    limit = most * max(middle, bounds.median_norm)
+    return sorted(entry.worker for entry in accepted if norms.get(entry.site, 0.0) > limit)
+
+
+def observed(half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Accepted]) -> Bounds:
+    """Return the bounds of the rounds after the one that these updates made."""
+    return bounds.model_copy(update={"median_norm": max(bounds.median_norm, median_norm(_norms(half, accepted)))})
+
+
+def _ratios(half: CoordinatorHalf[Any], accepted: Sequence[Accepted]) -> dict[str, float]:
+    """Each worker's site's norm over the median of the sites'."""
+    ratios = relative_norms(_norms(half, accepted))
+    return {entry.worker: ratios[entry.site] for entry in accepted if entry.site in ratios}
+
+
+def stretched_norm(half: CoordinatorHalf[Any], numbers: Mapping[str, float]) -> float | None:
+    """Return the norm of an update's step as the method merges it, in a unit that is the same in every round.
+
+    None for an update that was not measured.
+    """
+    return numbers[UPDATE_NORM] * half.stretch(numbers) if UPDATE_NORM in numbers else None
+
+
+def _norms(half: CoordinatorHalf[Any], accepted: Sequence[Accepted]) -> dict[str, float]:
+    """The norm of each site's update. That of several updates as one is at most the mean of theirs, which is what is
+    taken for it: nothing is read again."""
+    means = {
+        entries[0].site: _means([(entry.examples, entry.numbers) for entry in entries])
+        for entries in _by_site(accepted)
+    }
+    return {site: norm for site, mean in means.items() if (norm := stretched_norm(half, mean)) is not None}

@@ -1,0 +1,214 @@
+"""What a run asks for, round by round: pure functions of its spec, its state and who is willing.
+
+The coordinator asks them when it opens a round in its tables, a simulation when it opens one in its own process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
+from itertools import chain
+from operator import attrgetter
+from random import Random
+from statistics import median
+
+from pydantic import ValidationError
+
+from tessera.shared.aggregation.robust import FEW_SENDERS
+from tessera.shared.api.runs import Bounds, RunSpec
+from tessera.shared.api.tasks import Receipt, Task
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Chosen, Participant, Plan, RunFacts, State, Unsuited, begin
+from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half
+from tessera.shared.model.spec import Model
+from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
+from tessera.shared.rounds.cohort import choose
+from tessera.shared.seeds import dice
+
+MAX_WEIGHT_OF_MEDIAN = 4
+"""How many times the median site's weight a site may have, unless its run says otherwise."""
+MAX_NORM_OF_MEDIAN = 10.0
+"""How many times the median norm an update may have, unless its run says otherwise."""
+
+MAX_WARNINGS = 16
+MAX_WARNING_CHARACTERS = 500
+
+
+def run_facts(spec: RunSpec, model: Model) -> RunFacts:
+    """What both halves of the run's method may know of it."""
+    return RunFacts(
+        model.blocks,
+        spec.rounds,
+        spec.divide,
+        spec.training,
+        spec.privacy,
+        upload_budget=spec.upload_budget,
+        upload_seconds=spec.upload_seconds,
+        robust=spec.robust,
+        workers_per_site=spec.cohort.workers_per_site,
+        max_update_norm=spec.max_update_norm,
+    )
+
+
+def check_method(chosen: Chosen) -> None:
+    """Raises Invalid for a method that is not installed here, or for settings that it does not take."""
+    try:
+        check(chosen)
+    except UnknownMethod as fault:
+        unknown = Fault(pointer="/method/name", detail=str(fault))
+        raise Invalid("the run's method is not known here", errors=[unknown]) from None
+    except ValidationError as refusal:
+        faults = faults_of(refusal, "/method/settings")
+        raise Invalid(f"the settings of method {chosen.name!r} have faults", errors=faults) from None
+
+
+def begun(spec: RunSpec, model: Model, first: State) -> State:
+    """The run's state before its first round. Raises Invalid for a run that its method cannot do."""
+    try:
+        return begin(coordinator_half(spec.method, run_facts(spec, model)), first)
+    except Unsuited as fault:
+        raise Invalid("the method cannot do this run", errors=[Fault(pointer="/method", detail=str(fault))]) from None
+
+
+def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Participant]) -> dict[str, Plan]:
+    """What the round after `state` asks of whom, by name, in that order. No plans at all end the run.
+
+    The cohort is drawn from all who are willing, in whatever order they come: sites first, so that no site is drawn
+    more often for having more workers, then workers of each. Raises SelectorError for a plan that selects what the
+    model does not have, and what the method raises.
+    """
+    number = state.round + 1
+    rng = Random(dice(spec.seed, "cohort", number))  # noqa: S311 (no secret: reproducible)
+    of_sites = by_site(willing)
+    drawn = [_of_site(spec, number, of_sites[site]) for site in choose(list(of_sites), spec.cohort.size, rng)]
+    cohort = sorted(chain.from_iterable(drawn), key=attrgetter("name"))
+    plans = coordinator_half(spec.method, run_facts(spec, model)).plan(state, cohort, rng)
+    for plan in plans.values():
+        for selector in (plan.fetch, plan.train, plan.upload):
+            selector.resolve(model.blocks)
+    return {participant.name: plans[participant.name] for participant in cohort if participant.name in plans}
+
+
+def by_site(willing: Iterable[Participant]) -> dict[str, list[Participant]]:
+    """The participants of each site, by the site's name."""
+    found: dict[str, list[Participant]] = {}
+    for participant in willing:
+        found.setdefault(participant.site, []).append(participant)
+    return found
+
+
+def _of_site(spec: RunSpec, number: int, workers: Sequence[Participant]) -> list[Participant]:
+    """Those of a site's workers that take part: who did so last, since a vault is its worker's own, then by dice."""
+
+    def place(worker: Participant) -> tuple[int, int]:
+        return -worker.last_round, dice(spec.seed, "worker", number, worker.name)
+
+    return sorted(workers, key=place)[: spec.cohort.workers_per_site]
+
+
+def bounds_of(spec: RunSpec, willing: Iterable[Participant]) -> Bounds:
+    """The bounds of a run whose first round opens while these are willing.
+
+    They are the run's from then on: a bound that followed each cohort would follow whoever is in it. It is a median
+    over sites, so that one which declares examples without end moves it by half a place.
+    """
+    largest = (
+        nlargest(spec.cohort.workers_per_site, (worker.examples for worker in workers))
+        for workers in by_site(willing).values()
+    )
+    examples: int | None = max(1, int(MAX_WEIGHT_OF_MEDIAN * median(map(sum, largest))))
+    norm = MAX_NORM_OF_MEDIAN if spec.robust.neutral else None
+    if spec.max_examples is not None:
+        examples = None if spec.max_examples == "unlimited" else spec.max_examples
+    if spec.max_norm_of_median is not None:
+        norm = None if spec.max_norm_of_median == "unlimited" else spec.max_norm_of_median
+    return Bounds(max_examples=examples, max_norm_of_median=norm)
+
+
+def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
+    """Asks the method about what a worker reports beside its blocks. Raises InvalidUpdate."""
+    try:
+        coordinator_half(spec.method, run_facts(spec, model)).check(plan, examples, numbers)
+    except ValueError as fault:
+        unusable = Fault(pointer="/numbers", detail=str(fault)[:300], code="numbers-unusable")
+        raise InvalidUpdate("the method cannot merge the update's numbers", errors=[unusable]) from None
+
+
+def dataset_of(spec: RunSpec, kind: str, *, held_out: bool) -> str:
+    """What a worker calls the data that a task is about."""
+    central = kind == "evaluate" and not held_out and spec.evaluation
+    return (central and central.dataset) or spec.dataset
+
+
+def task_of(
+    spec: RunSpec,
+    plan: Plan,
+    version: VersionRef,
+    *,
+    task_id: str,
+    token: int,
+    kind: str,
+    held_out: bool,
+    run: str,
+    number: int,
+    seed: int,
+    lease_seconds: float,
+    inline_bytes: int = 0,
+    orchestrator: str | None = None,
+    receipt: Receipt | None = None,
+) -> Task:
+    """What a worker is told: what the plan asks of it in round `number`, and what the run says for all rounds."""
+    return Task(
+        id=task_id,
+        token=token,
+        kind=kind,
+        run=run,
+        run_name=spec.name,
+        round=number,
+        rounds=spec.rounds,
+        seed=seed,
+        method=spec.method,
+        plan=plan,
+        dataset=dataset_of(spec, kind, held_out=held_out),
+        held_out=held_out,
+        training=spec.training,
+        privacy=spec.privacy,
+        codec=spec.codec,
+        upload_budget=spec.upload_budget,
+        upload_seconds=spec.upload_seconds,
+        divide=spec.divide,
+        model=spec.model,
+        version=version,
+        inline_bytes=inline_bytes,
+        orchestrator=orchestrator,
+        lease_seconds=lease_seconds,
+        receipt=receipt,
+    )
+
+
+def training_seed(spec: RunSpec, number: int, worker: str) -> int:
+    """The dice of one worker in one round: the same at every attempt, so that who tries again gets the same."""
+    return dice(spec.seed, "train", number, worker)
+
+
+def evaluation_seed(spec: RunSpec, version: int) -> int:
+    return dice(spec.seed, "evaluate", version)
+
+
+def warnings_of(
+    spec: RunSpec, model: Model, state: State, bounds: Bounds | None = None, left_out: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """What people are told about a version, within bounds: whose updates were left out, what the run's robust rule
+    could not do, and what the method has to say."""
+    larger = f"larger than {bounds.max_norm_of_median} times the largest median norm" if bounds and left_out else ""
+    aside = [f"the updates of {', '.join(left_out)} were left out: {larger}"] if left_out else []
+    said = [*aside, *_of_rule(spec, state), *coordinator_half(spec.method, run_facts(spec, model)).warnings(state)]
+    return tuple(sentence[:MAX_WARNING_CHARACTERS] for sentence in said[:MAX_WARNINGS])
+
+
+def _of_rule(spec: RunSpec, state: State) -> list[str]:
+    rule = spec.robust
+    if rule.neutral or not state.numbers.get(FEW_SENDERS):
+        return []
+    few = f"some blocks stayed as they were, sent by fewer than the {rule.least} sites that {rule.rule} takes"
+    return [f"{few}: {FEW_SENDERS} of the version says how many"]

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tessera.shared.aggregation.server_optimizer import PREFIX, Moment, Rule
+from tessera.shared.methods.base import CoordinatorHalf, State, Update
+from tessera.shared.tensors.dtypes import DType
+from tessera.shared.tensors.lazy import Array, Computed, Derived, Moved, Tensor
+
+
+def merge(half: CoordinatorHalf[Any], optimizer: Rule, state: State, updates: Sequence[Update]) -> State:
+    """A method's next state, with each block that its merge changed stepped by the optimizer instead.
+
+    The method sees nothing of the optimizer's memory. Raises ValueError if its own has names like that.
+    """
+    moments = {name: tensor for name, tensor in state.memory.items() if name.startswith(PREFIX)}
+    own = {name: tensor for name, tensor in state.memory.items() if name not in moments}
+    merged = half.merge(replace(state, memory=own), updates)
+    if taken := sorted(name for name in merged.memory if name.startswith(PREFIX)):
+        raise ValueError(f"the method's memory has names that are kept for server optimizers: {taken[:8]}")
+    model = dict(merged.model)
+    if not optimizer.neutral:
+        for name, tensor in merged.model.items():
+            if tensor is not state.model[name]:
+                model[name], changed = _step(optimizer, name, state.model[name], tensor, moments)
+                moments |= changed
+    return replace(merged, model=model, memory={**merged.memory, **moments})
+
+
+def _step(
+    optimizer: Rule, name: str, base: Tensor, merged: Tensor, moments: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A block's next value, and its moments by their names in memory."""
+    gradient = _gradient(base, merged)
+    entered = {
+        letter: _entered(moment, moments.get(f"{PREFIX}{letter}/{name}"), gradient, base.dtype)
+        for letter, moment in optimizer.moments().items()
+    }
+
+    def stepped(parts: Sequence[Array]) -> Array:
+        start, g, *rest = map(_wide, parts)
+        # Subtracted, because x - 0.0 is x for every x, while -0.0 + 0.0 is 0.0.
+        moved: Array = start - optimizer.step(g, dict(zip(entered, rest, strict=True)))
+        return moved
+
+    new = Computed(base.shape, base.dtype, (base, gradient, *entered.values()), stepped)
+    return new, {f"{PREFIX}{letter}/{name}": tensor for letter, tensor in entered.items()}
+
+
+def _gradient(base: Tensor, merged: Tensor) -> Tensor:
+    """base - merged, taken before `merged` is rounded: in sixteen bits that can be as much as the step."""
+    if isinstance(merged, Moved) and merged.sources[0] is base:
+        return merged.step
+    exact = replace(merged, dtype="F64") if isinstance(merged, Derived) else merged
+    return Computed(base.shape, "F64", (base, exact), lambda parts: _wide(parts[0]) - _wide(parts[1]))
+
+
+def _entered(moment: Moment, last: Tensor | None, gradient: Tensor, kind: DType) -> Tensor:
+    """The moment with one more gradient in it: in float32, or in float64 for blocks of that."""
+
+    def enter(parts: Sequence[Array]) -> Array:
+        g, *before = map(_wide, parts)
+        return moment.next(before[0] if before else np.full_like(g, moment.start), g)
+
+    if last is not None and last.shape != gradient.shape:
+        raise ValueError(f"a moment of shape {last.shape} is not one of a block of shape {gradient.shape}")
+    sources = (gradient,) if last is None else (gradient, last)
+    return Computed(gradient.shape, "F64" if kind == "F64" else "F32", sources, enter)
+
+
+def _wide(part: Array) -> Array:
+    return part.astype(np.float64, copy=False)

@@ -1,0 +1,112 @@
+"""Every update is checked before it is accepted (invariant I10): its form first, then each value in it, streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite, sqrt
+
+import numpy as np
+
+from tessera.shared.api.versions import Manifest
+from tessera.shared.methods.base import UPDATE_NORM, Plan
+from tessera.shared.model.spec import Model
+from tessera.shared.problems import MAX_FAULTS, Fault, InvalidUpdate
+from tessera.shared.rounds.blob_store import BlobStore
+from tessera.shared.rounds.versions import States
+from tessera.shared.tensors.lazy import PIECE, Array, Tensor, numel, squares
+from tessera.shared.updates.codecs.delta import difference
+from tessera.shared.updates.errors import Malformed
+from tessera.shared.updates.update_file import EncodedTensor, of_whole, read_update
+
+MOST_TIMES = 2.0**23
+"""How many times as far from its version a block may be as the version is from zero, with 1 added to each of its mean
+squares for blocks that begin at zero. In float32, nothing of a version is left when so much is added to it: an update
+beyond this does not train the version, it replaces it."""
+
+
+@dataclass(frozen=True)
+class Inspector:
+    blobs: BlobStore
+    states: States
+
+    def open(self, digest: str, model: Model, manifest: Manifest, plan: Plan) -> dict[str, EncodedTensor]:
+        """An update's blocks, lazily decoded, by name. Raises InvalidUpdate if its form is wrong."""
+        asked = {block.name: block for block in plan.upload.resolve(model.blocks)}
+        self.blobs.expect({manifest.blocks[name] for name in asked})
+        bases = {name: self.states.tensor(block, manifest) for name, block in asked.items()}
+        return read_update(partial(self.blobs.open, digest), self.blobs.size(digest), asked, bases)
+
+    def check(
+        self, digest: str, model: Model, manifest: Manifest, plan: Plan, max_norm: float | None
+    ) -> Mapping[str, float]:
+        """Reads the whole update and returns what was measured: its norm. Raises as `checked` does."""
+        return self.checked(digest, model, manifest, plan, max_norm)[0]
+
+    def checked(
+        self, digest: str, model: Model, manifest: Manifest, plan: Plan, max_norm: float | None
+    ) -> tuple[Mapping[str, float], Sequence[str]]:
+        """The same, with the names of the update's blocks in the order of the table.
+
+        Raises InvalidUpdate naming every block that cannot be decoded, is not finite or is absurdly far from its
+        version, or a norm out of bounds.
+        """
+        blocks = self.open(digest, model, manifest, plan)
+        if not blocks and plan.upload:
+            raise of_whole("no-block", "the update holds no block", "Send at least one of the blocks asked for.")
+        faults: list[Fault] = []
+        squares = 0.0
+        for name, tensor in blocks.items():
+            try:
+                squares += step_squares(tensor, tensor.base)
+            except Malformed as fault:
+                faults.append(Fault(pointer=name, detail=str(fault)[:300], code=fault.code))
+            if len(faults) >= MAX_FAULTS:
+                break
+        if faults:
+            raise InvalidUpdate(f"{len(faults)} blocks of the update cannot be used", errors=faults)
+        norm = sqrt(squares)
+        if not isfinite(norm):
+            raise of_whole("norm-overflow", "the update is so far from its version that its l2 norm overflows")
+        if max_norm is not None and norm > max_norm:
+            said = f"the update's l2 norm is {norm:.6g}; this run takes at most {max_norm:.6g}"
+            raise of_whole("norm-limit", said)
+        return {UPDATE_NORM: norm}, [block.name for block in model.blocks if block.name in blocks]
+
+
+class NotFinite(Malformed):
+    """A block holds NaN or infinity."""
+
+
+class TooFar(Malformed):
+    """A block is finite, and absurdly far from its version."""
+
+
+def step_squares(tensor: Tensor, base: Tensor) -> float:
+    """The sum of squares of the difference, infinite if it overflows. Raises NotFinite, TooFar, and CodecError."""
+    total, before = 0.0, 0.0
+    # Decoding is in here too: scales from anywhere overflow what they scale, which is then not finite.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for chunk, start in zip(tensor.chunks(), base.chunks(), strict=True):
+            for at in range(0, chunk.size, PIECE):
+                values = chunk[at : at + PIECE]
+                found = squares(difference(values, start[at : at + PIECE]))
+                # What is not finite in the values is not so in the sum.
+                if not isfinite(found):
+                    if wrong := int((~np.isfinite(values)).sum()):
+                        raise NotFinite("not-finite", f"{wrong} or more values are NaN or infinite")
+                    found = _wide_squares(values, start[at : at + PIECE])
+                total += found
+                before += squares(start[at : at + PIECE].astype(np.float32, copy=False))
+    if total > MOST_TIMES**2 * (before + numel(tensor)):
+        moved, was = sqrt(total / numel(tensor)), sqrt(before / numel(tensor))
+        detail = f"its values moved by {moved:.3g} and were {was:.3g} (root mean squares): nothing of them is left"
+        raise TooFar("too-far", detail)
+    return total
+
+
+def _wide_squares(values: Array, start: Array) -> float:
+    """The same in float64, which overflows on no finite float32."""
+    step = values.astype(np.float64) - start.astype(np.float64)
+    return float(np.einsum("i,i", step, step))

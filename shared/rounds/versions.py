@@ -1,0 +1,190 @@
+"""Versions as values: a manifest of digests becomes a `State` of lazy tensors, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from tessera.shared.api.versions import Manifest, MemoryEntry
+from tessera.shared.methods.base import State
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
+from tessera.shared.problems import Fault, Invalid, NotFound, faults_of
+from tessera.shared.rounds.blob_store import Batch, BlobStore, Stored
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
+from tessera.shared.tensors.lazy import Array, Tensor, as_bytes, chunk_counts, from_bytes, lockstep, numel, related
+from tessera.shared.tensors.mmap_file import taken
+
+Groups = Sequence[Sequence[Tensor]]
+Settle = Callable[[BlobStore, Groups], list[list[Stored]]]
+"""What computes and stores groups of tensors: `settle` in this process, or the same on other machines."""
+
+D = TypeVar("D", Model, Manifest)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that is a blob: read anew, chunk by chunk, each time."""
+
+    blobs: BlobStore
+    digest: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    def chunks(self) -> Iterator[Array]:
+        width = NUMPY_DTYPES[self.dtype].itemsize
+        with self.blobs.open(self.digest) as file:
+            for count in chunk_counts(numel(self)):
+                yield from_bytes(taken(file, count * width), self.dtype)
+
+
+class States:
+    """Reads and writes versions. Models and manifests never change, so those read lately are kept."""
+
+    def __init__(self, blobs: BlobStore, settle: Settle | None = None) -> None:
+        self._blobs = blobs
+        self._settle = settle or _settle_here
+        self.model = lru_cache(maxsize=16)(self._read_model)
+        self.manifest = lru_cache(maxsize=64)(self._read_manifest)
+
+    def _read_model(self, digest: str) -> Model:
+        return Model.model_validate_json(self._document(digest))
+
+    def _read_manifest(self, digest: str) -> Manifest:
+        return Manifest.read(self._document(digest), self._document)
+
+    def _document(self, digest: str) -> bytes:
+        size = self._blobs.size(digest)
+        if size > MAX_DOCUMENT_BYTES:
+            raise Invalid(f"blob {digest} has {size} bytes; a document has at most {MAX_DOCUMENT_BYTES}")
+        return self._blobs.read(digest)
+
+    def load(self, model: Model, manifest: Manifest, number: int) -> State:
+        """The state that a version holds, none of its tensors read yet."""
+        return State(
+            round=number,
+            model={block.name: self.tensor(block, manifest) for block in model.blocks},
+            memory={
+                name: StoredTensor(self._blobs, entry.digest, entry.shape, entry.dtype)
+                for name, entry in manifest.memory.items()
+            },
+            numbers=manifest.numbers,
+        )
+
+    def tensor(self, block: Block, manifest: Manifest) -> StoredTensor:
+        return StoredTensor(self._blobs, manifest.blocks[block.name], block.shape, block.dtype)
+
+    def store(self, state: State, before: str | None = None) -> tuple[Manifest, list[Stored]]:
+        """Makes a state's tensors safe, computing what is not stored yet: tensors that share sources in one pass.
+        `before` is the digest of the version that it came from, if there is one.
+
+        Returns its manifest and the new blobs, the manifest's own last.
+        """
+        tensors = [tensor for part in (state.model, state.memory) for _, tensor in sorted(part.items())]
+        new: list[Stored] = []
+        digests = {id(tensor): tensor.digest for tensor in tensors if isinstance(tensor, StoredTensor)}
+        groups = related([tensor for tensor in tensors if not isinstance(tensor, StoredTensor)])
+        for group, stored in zip(groups, self._settle(self._blobs, groups), strict=True):
+            digests |= {id(tensor): blob.digest for tensor, blob in zip(group, stored, strict=True)}
+            new += stored
+        manifest = Manifest(
+            blocks={name: digests[id(tensor)] for name, tensor in state.model.items()},
+            memory={
+                name: MemoryEntry(digest=digests[id(tensor)], shape=tensor.shape, dtype=tensor.dtype)
+                for name, tensor in state.memory.items()
+            },
+            numbers=dict(state.numbers),
+        )
+        root = self._root(manifest, before)
+        manifest = manifest.model_copy(update={"root": root})
+        new.append(self._blobs.put([manifest.document(self.manifest(root) if root else None)]))
+        return manifest, new
+
+    def _root(self, manifest: Manifest, before: str | None) -> str | None:
+        """What the manifest is written as a difference from: the root of the version before it, or that version, as
+        long as it shares half of the blocks."""
+        if before is None:
+            return None
+        last = self.manifest(before)
+        if manifest == last.model_copy(update={"root": None}):
+            # The same version, and so the same document.
+            return last.root
+        root = last.root or before
+        return root if 2 * len(manifest.changed(self.manifest(root))) <= len(manifest.blocks) else None
+
+    # ------------------------------------------------------------ checking what an orchestrator brings
+
+    def check(self, model_digest: str, version_digest: str) -> tuple[Model, Manifest]:
+        """A new run's model and first version. Raises Invalid saying everything that does not fit together."""
+        model = self._checked("/model", self.model, model_digest)
+        manifest = self._checked("/version", self.manifest, version_digest)
+        faults = [
+            Fault(pointer=f"/version/blocks/{name}", detail="the model has no such block")
+            for name in sorted(set(manifest.blocks) - set(model.by_name))
+        ]
+        for name, block in sorted(model.by_name.items()):
+            faults += self._blob_faults(f"/version/blocks/{name}", block.nbytes, manifest.blocks.get(name))
+        for name, entry in sorted(manifest.memory.items()):
+            faults += self._blob_faults(f"/version/memory/{name}", entry.nbytes, entry.digest)
+        if faults:
+            raise Invalid("the first version does not fit the model", errors=faults)
+        return model, manifest
+
+    def _checked(self, pointer: str, read: Callable[[str], D], digest: str) -> D:
+        try:
+            return read(digest)
+        except NotFound as problem:
+            faults = [Fault(pointer=pointer, detail=f"a blob was not uploaded: {problem.detail}")]
+        except ValidationError as refusal:
+            faults = faults_of(refusal, pointer)
+        except ValueError as fault:
+            faults = [Fault(pointer=pointer, detail=str(fault))]
+        raise Invalid(f"the run's {pointer[1:]} document cannot be used", errors=faults)
+
+    def _blob_faults(self, pointer: str, nbytes: int, digest: str | None) -> Iterator[Fault]:
+        if digest is None:
+            yield Fault(pointer=pointer, detail="this block of the model is missing")
+            return
+        try:
+            size = self._blobs.size(digest)
+        except NotFound:
+            yield Fault(pointer=pointer, detail=f"blob {digest} was not uploaded")
+        else:
+            if size != nbytes:
+                yield Fault(pointer=pointer, detail=f"blob {digest} has {size} bytes; {nbytes} are needed")
+
+
+def settle(blobs: BlobStore, groups: Groups, threads: int = 1) -> list[list[Stored]]:
+    """Computes groups of tensors, each group in one pass, and makes them safe. Returns what each was stored as."""
+    # The largest first, so that no thread is left with one when the others have done.
+    order = sorted(range(len(groups)), key=lambda index: -sum(map(numel, groups[index])))
+    with blobs.batch() as batch:
+        if threads == 1 or len(groups) <= 1:
+            stored = [_settle(batch, groups[index]) for index in order]
+        else:
+            with ThreadPoolExecutor(threads, thread_name_prefix="merge") as pool:
+                try:
+                    stored = list(pool.map(lambda index: _settle(batch, groups[index]), order))
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+    return [blobs for _, blobs in sorted(zip(order, stored, strict=True), key=lambda entry: entry[0])]
+
+
+def _settle_here(blobs: BlobStore, groups: Groups) -> list[list[Stored]]:
+    return settle(blobs, groups)
+
+
+def _settle(batch: Batch, group: Sequence[Tensor]) -> list[Stored]:
+    with ExitStack() as stack:
+        writers = [stack.enter_context(batch.writer()) for _ in group]
+        for chunks in lockstep(group):
+            for writer, chunk in zip(writers, chunks, strict=True):
+                writer.write(as_bytes(chunk))
+        return [writer.finish() for writer in writers]

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+from typing import Annotated, Generic, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    TypeAdapter,
+)
+
+
+class Frozen(BaseModel):
+    """A value: immutable, with no unknown fields, and no number that JSON cannot carry."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+PROTOCOL = 1
+"""The version of the worker protocol that this code speaks."""
+
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""A name that people give: letters, digits, dot, dash and underscore."""
+
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")]
+"""What a coordinator calls a run or a task. Workers name files after them, so it can be nothing but a name."""
+
+LARGEST_NUMBER = 1e100
+"""Far above what anything is measured at, and with room for the sums and squares of those who read it."""
+
+Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
+
+Reported = Annotated[dict[Annotated[str, Field(pattern=r"^[ -~]{1,64}$")], Number], Field(max_length=4096)]
+"""What a worker tells beside blocks. A few for each layer of a deep model, and well below what a body may have."""
+
+Resources = Annotated[dict[Literal["memory_bytes", "upload_bytes_per_second"], PositiveFloat], Field(max_length=8)]
+"""What a worker may spend on a task, as its site declares it."""
+
+Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(gt=0, lt=1 << 53)]
+"""A number of bytes; also taken with its unit, as in '5 MB'."""
+
+Examples = dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]]
+"""How many there are, by data set."""
+
+Short = Annotated[str, Field(max_length=128)]
+
+MOST_PATTERNS = 256
+"""Of a site's policy that it shows: each is compared with each block at every round."""
+
+MOST_WITHHELD = 256
+
+MOST_CLAIM_BYTES = 1 << 16
+"""The longest claim, as JSON."""
+
+MOST_WANTED = 4_096
+"""Blobs that one request may ask for."""
+
+Rounds = Annotated[int, Field(gt=0, le=1_000_000)]
+
+Seed = Annotated[int, Field(ge=0, lt=1 << 53)]
+
+LeaseSeconds = Annotated[float, Field(gt=0, le=86400)]
+
+TaskKind = Literal["train", "evaluate"]
+RunState = Literal["running", "paused", "completed", "failed", "cancelled"]
+RoundState = Literal["open", "merging", "committed", "abandoned"]
+TaskState = Literal[
+    "offered", "leased", "accepted", "merged", "left_out", "rejected", "lapsed", "failed", "cancelled"
+]
+ACCEPTED: tuple[TaskState, ...] = ("accepted", "merged", "left_out")
+"""The states of a task whose report was accepted, whatever became of it afterwards."""
+
+TokenRole = Literal["admin", "orchestrator", "viewer", "site", "enrolment"]
+EnrolmentState = Literal["pending", "approved", "declined", "expired"]
+
+SecretHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""The SHA-256 of a whole token: all that a coordinator keeps of one."""
+
+Told = Annotated[str, Field(pattern=r"^[ -~]*$", max_length=64)]
+"""What a worker says of itself, for people to read."""
+
+
+class Message(BaseModel):
+    """A value whose reader passes over fields that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+def canonical(value: BaseModel) -> bytes:
+    """The value as JSON in one form only, so that equal values have equal digests."""
+    return json.dumps(value.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+
+Phase = Literal["waiting", "fetching", "training", "evaluating", "uploading"]
+
+Counted = Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
+EPSILON = "epsilon"
+"""The name, among a task's numbers, of what all that the worker did for the run tells of one example at the most, by
+its own ledger and at the run's delta."""
+
+MOST_ALONG = 1024
+"""Blobs that may come with a task."""
+
+
+AuditHead = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""The digest, under the site's key, of the entry of its audit that says what left. By it the site finds what its
+chain has lost; nobody else learns anything of it."""
+
+
+GIVEN_BACK = frozenset({"awaiting-approval", "declined", "approval-ended"})
+"""Codes of a failure that is none: a task is given back because its site has not agreed to the run."""
+
+
+T = TypeVar("T")
+
+
+class Page(Message, Generic[T]):
+    """A page of a collection; `next_cursor` is null on the last one."""
+
+    items: tuple[T, ...]
+    next_cursor: str | None = None

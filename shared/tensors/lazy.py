@@ -1,0 +1,408 @@
+"""Tensors too large to hold at once: streams of flat chunks, and arithmetic on them.
+
+Everything that the coordinator computes is elementwise over blocks, so a tensor is only ever read as flat chunks of
+`CHUNK` elements, in order. What merges eight updates of any size then needs memory for a few chunks, not for a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite, prod
+from typing import Protocol, cast
+
+import numpy as np
+
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
+
+CHUNK = 1 << 18
+"""Elements per chunk: 1 MiB of float32, which stays in a core's cache between the steps of a sum."""
+
+PIECE = 1 << 15
+"""Elements that a `Computed` is handed at a time: 256 KiB of float64, so that what it makes on the way is still in
+the core's second cache."""
+
+Array = np.ndarray
+
+
+class Tensor(Protocol):
+    """A tensor that can be read again and again, chunk by chunk."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> DType: ...
+    def chunks(self) -> Iterator[Array]:
+        """Yields flat arrays of `CHUNK` elements, the last one shorter, in C order and in `dtype`."""
+        ...
+
+
+@dataclass(frozen=True)
+class ArrayTensor:
+    """A tensor held in memory."""
+
+    values: Array
+    dtype: DType = "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def chunks(self) -> Iterator[Array]:
+        flat = np.ascontiguousarray(self.values, dtype=NUMPY_DTYPES[self.dtype]).reshape(-1)
+        for start in range(0, flat.size, CHUNK):
+            yield flat[start : start + CHUNK]
+
+
+# ---------------------------------------------------------------- tensors that arrive as differences
+
+
+class Steps(Protocol):
+    """A chunk of differences from a base, as they were sent: what adds itself to a sum without being unpacked first.
+
+    A flat array of numbers is one too.
+    """
+
+    def __len__(self) -> int: ...
+    def add_to(self, total: Array, weight: float) -> None:
+        """Adds the differences, times `weight`, to `total`. An element that did not change stays as it is."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Small integers, in blocks of `block` elements with a float32 scale each; the last block may be shorter."""
+
+    codes: Array
+    scales: Array
+    block: int
+
+    def __len__(self) -> int:
+        return self.codes.size
+
+    def add_to(self, total: Array, weight: float) -> None:
+        scales = self.scales * total.dtype.type(weight)
+        steps = self.codes.astype(total.dtype)
+        whole = steps.size // self.block
+        body = steps[: whole * self.block].reshape(whole, self.block)
+        body *= scales[:whole, None]
+        if body.size < steps.size:
+            steps[body.size :] *= scales[whole]
+        total += steps
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """The few elements that changed: their places, each once, and their differences."""
+
+    size: int
+    places: Array
+    values: Array
+
+    def __len__(self) -> int:
+        return self.size
+
+    def add_to(self, total: Array, weight: float) -> None:
+        total[self.places] += self.values.astype(total.dtype) * total.dtype.type(weight)
+
+
+def unpacked(steps: Array | Steps) -> Array:
+    """The differences themselves, float32."""
+    if isinstance(steps, np.ndarray):
+        return steps
+    total = np.zeros(len(steps), np.float32)
+    steps.add_to(total, 1.0)
+    return total
+
+
+class Stepped(Protocol):
+    """A tensor that may have been sent as differences from the version's value, which are then had for less.
+
+    A sum of differences from that same value reads `steps` instead of `chunks` where `sent_as_steps` says so.
+    """
+
+    @property
+    def sent_as_steps(self) -> bool: ...
+    def steps(self) -> Iterator[Array | Steps]:
+        """Yields the difference of each chunk."""
+        ...
+
+
+@dataclass(frozen=True)
+class _StepsOf:
+    """The differences of a tensor, where its values would stand."""
+
+    tensor: Stepped
+    shape: tuple[int, ...]
+    dtype: DType
+
+    def chunks(self) -> Iterator[Array]:
+        # Only a `Summed` has such a source, and it knows.
+        return cast("Iterator[Array]", self.tensor.steps())
+
+
+# ---------------------------------------------------------------- tensors that are computed
+
+
+@dataclass(frozen=True)
+class Derived(ABC):
+    """A tensor that follows from others, element by element; nothing is computed until it is read.
+
+    Its sources may be derived in their turn, and several results may share them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    sources: tuple[Tensor, ...]
+
+    @abstractmethod
+    def fill(self, out: Array, parts: Sequence[Array]) -> None:
+        """Computes a chunk into `out` from the same chunk of each source, which it leaves as it is."""
+
+    def chunks(self) -> Iterator[Array]:
+        return (chunk for (chunk,) in lockstep([self]))
+
+
+@dataclass(frozen=True)
+class Computed(Derived):
+    """The result of `compute` over its sources, which is handed pieces of them of any length."""
+
+    compute: Callable[[Sequence[Array]], Array]
+
+    def fill(self, out: Array, parts: Sequence[Array]) -> None:
+        for start in range(0, len(out), PIECE):
+            out[start : start + PIECE] = self.compute([part[start : start + PIECE] for part in parts])
+
+
+@dataclass(frozen=True)
+class Summed(Derived):
+    """The sum of each sender's difference from a base, times its weight: see `weighted_steps`.
+
+    The first source is the base; each weight belongs to one of the others.
+    """
+
+    weights: tuple[float, ...]
+
+    def fill(self, out: Array, parts: Sequence[Array]) -> None:
+        base = parts[0].astype(out.dtype, copy=False)
+        step = np.empty_like(out)
+        # The sum begins at zero, so that it is never -0.0 where nobody changed anything: 0.0 + -0.0 is 0.0.
+        out.fill(0)
+        for weight, source, part in zip(self.weights, self.sources[1:], parts[1:], strict=True):
+            if not isinstance(source, _StepsOf):
+                np.subtract(part.astype(out.dtype, copy=False), base, out=step)
+                np.multiply(step, out.dtype.type(weight), out=step)
+            elif isinstance(part, np.ndarray):
+                np.multiply(part.astype(out.dtype, copy=False), out.dtype.type(weight), out=step)
+            else:
+                part.add_to(out, weight)
+                continue
+            np.add(out, step, out=out)
+
+
+@dataclass(frozen=True)
+class Moved(Derived):
+    """Its first source less its second, which says by how much: rounded once, to `dtype`."""
+
+    @property
+    def step(self) -> Derived:
+        return cast("Derived", self.sources[1])
+
+    def fill(self, out: Array, parts: Sequence[Array]) -> None:
+        start, step = parts
+        if start.dtype == step.dtype == out.dtype:
+            np.subtract(start, step, out=out)
+        else:
+            # In what the step is in, for a base of sixteen bits; in float64 where it is asked for unrounded.
+            wide = max(step.dtype, out.dtype, key=lambda dtype: dtype.itemsize)
+            out[...] = start.astype(wide) - step.astype(wide, copy=False)
+
+
+@dataclass(frozen=True)
+class Replaced(Moved):
+    """Moved all the way to its third source, whose bits it takes: what a single sender sent is not rounded again."""
+
+    def fill(self, out: Array, parts: Sequence[Array]) -> None:
+        out[...] = parts[2]
+
+
+def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
+    """Reads tensors of one size side by side: yields the next chunk of each.
+
+    What several of them are computed from is read, and computed, once per chunk, however many need it. A chunk of
+    each is held at a time, and of each of their sources. Raises ValueError if the sizes differ.
+    """
+    order = _sources_first(tensors)
+    derived = [tensor for tensor in order if isinstance(tensor, Derived)]
+    read = [tensor for tensor in order if not isinstance(tensor, Derived)]
+    for parts in zip(*(tensor.chunks() for tensor in read), strict=True):
+        at_hand = {_identity(tensor): part for tensor, part in zip(read, parts, strict=True)}
+        for tensor in derived:
+            result = np.empty(len(parts[0]), NUMPY_DTYPES[tensor.dtype])
+            tensor.fill(result, [at_hand[_identity(source)] for source in tensor.sources])
+            at_hand[_identity(tensor)] = result
+        yield tuple(at_hand[_identity(tensor)] for tensor in tensors)
+
+
+def _identity(tensor: Tensor) -> tuple[int, bool]:
+    """What tells tensors apart. The steps of one tensor are the same however many sums need them."""
+    return (id(tensor.tensor), True) if isinstance(tensor, _StepsOf) else (id(tensor), False)
+
+
+def related(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors in groups, so that those which share a source, however deep, are together: to be read in lockstep.
+
+    The order is that given, among groups and within each.
+    """
+    above: dict[tuple[int, bool], tuple[int, bool]] = {}
+
+    def top(node: tuple[int, bool]) -> tuple[int, bool]:
+        while above[node] != node:
+            above[node] = node = above[above[node]]
+        return node
+
+    for tensor in tensors:
+        own = _identity(tensor)
+        for source in map(_identity, _sources_first([tensor])):
+            above.setdefault(source, source)
+            above[top(above.setdefault(own, own))] = top(source)
+    groups: dict[tuple[int, bool], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(top(_identity(tensor)), []).append(tensor)
+    return list(groups.values())
+
+
+def _sources_first(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors and all that they are computed from, each once, every one after its sources."""
+    found: dict[tuple[int, bool], Tensor] = {}
+
+    def visit(tensor: Tensor) -> None:
+        if _identity(tensor) not in found:
+            for source in tensor.sources if isinstance(tensor, Derived) else ():
+                visit(source)
+            found[_identity(tensor)] = tensor
+
+    for tensor in tensors:
+        visit(tensor)
+    return list(found.values())
+
+
+# ---------------------------------------------------------------- sums of differences
+
+
+@dataclass(frozen=True)
+class Stretched:
+    """As far from `base` as `tensor` is, times `factor`."""
+
+    base: Tensor
+    tensor: Tensor
+    factor: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.base.dtype
+
+    def chunks(self) -> Iterator[Array]:
+        return _moved(self.base, weighted_steps(self.base, [(-self.factor, self.tensor)])).chunks()
+
+
+def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> Summed:
+    """The sum of each sender's difference from `base` times its weight, which may be of any sign.
+
+    It runs in the order given, in float32, or in float64 for a base of that (docs/decisions/0019): the same senders
+    in the same order give the same bits on every machine, and where nobody changed anything it is exactly 0.0.
+    """
+    weights: list[float] = []
+    sources: list[Tensor] = [base]
+    for weight, sent in senders:
+        factor, tensor = weight, sent
+        while isinstance(tensor, Stretched):
+            factor, tensor = factor * tensor.factor, tensor.tensor
+        weights.append(factor)
+        if getattr(tensor, "sent_as_steps", False):
+            sources.append(_StepsOf(cast("Stepped", tensor), sent.shape, sent.dtype))
+        else:
+            sources.append(tensor)
+    return Summed(base.shape, "F64" if base.dtype == "F64" else "F32", tuple(sources), tuple(weights))
+
+
+def mean_step(base: Tensor, senders: Sequence[tuple[float, Tensor]], whole: float | None = None) -> Moved:
+    """`base` plus the weighted sum of each sender's difference from it, over `whole` (default: the weights' sum).
+
+    With the default this is the senders' weighted mean; with the weight of a whole cohort it is a step damped by
+    the share that sent. A block that no sender changed comes out bit for bit as it was.
+
+    Raises ValueError if a weight is not positive or a shape differs.
+    """
+    if any(weight <= 0 for weight, _ in senders):
+        raise ValueError(f"weights must be positive: {[weight for weight, _ in senders]}")
+    if any(tensor.shape != base.shape for _, tensor in senders):
+        raise ValueError(f"shapes differ from {base.shape}: {[tensor.shape for _, tensor in senders]}")
+    total = sum(weight for weight, _ in senders) if whole is None else whole
+    # Summed with the sign turned and then subtracted, because x - 0.0 is x for every x, while -0.0 + 0.0 is 0.0.
+    moved = _moved(base, weighted_steps(base, [(-weight / total, tensor) for weight, tensor in senders]))
+    if len(senders) == 1 and senders[0][0] == total and moved.step.sources[1:] == (senders[0][1],):
+        return Replaced(base.shape, base.dtype, (*moved.sources, senders[0][1]))
+    return moved
+
+
+def _moved(base: Tensor, step: Tensor) -> Moved:
+    return Moved(base.shape, base.dtype, (base, step))
+
+
+def to_array(tensor: Tensor) -> Array:
+    """The whole tensor, in its shape and dtype. For small tensors and tests: it holds all of it."""
+    empty = np.empty(0, dtype=NUMPY_DTYPES[tensor.dtype])
+    return np.concatenate([empty, *tensor.chunks()]).reshape(tensor.shape)
+
+
+def chunk_counts(numel: int) -> Iterator[int]:
+    """The number of elements in each chunk of a tensor with `numel` elements."""
+    for start in range(0, numel, CHUNK):
+        yield min(CHUNK, numel - start)
+
+
+def numel(tensor: Tensor) -> int:
+    return prod(tensor.shape)
+
+
+def squares(steps: Array) -> float:
+    """The sum of squares of float32 elements, infinite or NaN if one is or the sum overflows.
+
+    Each row is summed as float32, and the rows as float64: seven times as fast as float64 throughout, and off by a
+    few parts in 10^8.
+    """
+    whole = steps.size - steps.size % _ROW
+    rows, rest = steps[:whole].reshape(-1, _ROW), steps[whole:]
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = float(np.vecdot(rows, rows).sum(dtype=np.float64)) + float(np.vecdot(rest, rest))
+        if not isfinite(found):
+            wide = steps.astype(np.float64)
+            found = float(np.einsum("i,i", wide, wide))
+    return found
+
+
+_ROW = 1 << 12
+"""Short enough that BLAS leaves a row to one thread: several would spin while they wait for each other."""
+
+
+def as_bytes(chunk: Array) -> memoryview:
+    """The chunk's bytes as they are stored and sent: little-endian, C order, without a copy where it can be."""
+    # The view as uint8 is for bfloat16, which does not speak the buffer protocol.
+    return np.ascontiguousarray(chunk).view(np.uint8).data.cast("B")
+
+
+def from_bytes(data: bytes | memoryview, dtype: DType) -> Array:
+    """The inverse of `as_bytes`: a flat, read-only array over `data`."""
+    return np.frombuffer(data, dtype=NUMPY_DTYPES[dtype])
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """The name of these bytes: `sha256:` and 64 hexadecimal digits."""
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"

@@ -1,0 +1,110 @@
+"""A matrix of differences as the product of two thin ones: `lowrank=16` sends 16 columns and 16 rows.
+
+The subspace is found by power iteration from a random start, as in PowerSGD (Vogels, Karimireddy and Jaggi 2019,
+arXiv 1905.13727), with a second iteration in place of a warm start. What is left out is kept at the site and added to
+the next round's difference. Blocks that are no matrices, or too small to gain by it, go without this stage.
+
+The product is summed one rank at a time, so that it has the same bits on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Self
+
+import numpy as np
+
+from tessera.shared.tensors.lazy import Array, chunk_counts
+from tessera.shared.updates.codecs.stage import F32, CodecError
+
+ITERATIONS = 2
+LARGEST_FACTORS = 1 << 22
+"""Elements of both factors, which are held at once: 16 MiB."""
+HIGHEST_RANK = 128
+"""To multiply the factors out costs as many passes over the block, at the coordinator too."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Works on a whole block, and comes right behind `delta`; its factors go on as one flat float32 array."""
+
+    name = "lowrank"
+    lossless = False
+
+    rank: int
+
+    @classmethod
+    def of(cls, parameter: str | None) -> Self:
+        rank = int(parameter) if parameter and parameter.isdecimal() and len(parameter) < 5 else 0
+        if not 0 < rank <= HIGHEST_RANK:
+            raise CodecError("codec-parameter", f"stage lowrank takes a rank up to {HIGHEST_RANK}, as in lowrank=16")
+        return cls(rank)
+
+    def pays(self, shape: tuple[int, ...]) -> bool:
+        """Whether the factors of a block of this shape are at most half of it, and few enough to be held."""
+        return len(shape) > 1 and 2 * self.size(shape) <= prod(shape) and self.size(shape) <= LARGEST_FACTORS
+
+    def size(self, shape: tuple[int, ...]) -> int:
+        """Elements of both factors."""
+        rows, columns = _matrix(shape)
+        return self.rank * (rows + columns)
+
+    def encode(
+        self, chunks: Callable[[], Iterable[Array]], shape: tuple[int, ...], dice: np.random.Generator
+    ) -> Array:
+        """The factors, float32, of the block that `chunks` gives anew each time, in flat chunks."""
+        rows, columns = _matrix(shape)
+        right = dice.standard_normal((columns, self.rank), dtype=np.float32)
+        left = np.empty((rows, self.rank), F32)
+        for _ in range(ITERATIONS):
+            for start, part in _rows(chunks(), columns):
+                left[start : start + len(part)] = part @ right
+            left = np.linalg.qr(left)[0]
+            right = np.zeros((columns, self.rank), F32)
+            for start, part in _rows(chunks(), columns):
+                right += part.T @ left[start : start + len(part)]
+        # Each pair of columns at one size, and column by column, so that a stage behind may round them by one scale.
+        sizes = np.sqrt(np.linalg.norm(right, axis=0))
+        sizes[sizes == 0] = 1
+        return np.concatenate([(left * sizes).T.reshape(-1), (right / sizes).T.reshape(-1)])
+
+    def decode(self, factors: Array, shape: tuple[int, ...]) -> Iterator[Array]:
+        """The flat chunks of the product."""
+        rows, columns = _matrix(shape)
+        left = factors[: rows * self.rank].reshape(self.rank, rows)
+        right = factors[rows * self.rank :].reshape(self.rank, columns)
+        start = 0
+        for count in chunk_counts(rows * columns):
+            first, last = start // columns, -(-(start + count) // columns)
+            product = np.zeros((last - first, columns), F32)
+            for column, row in zip(left[:, first:last], right, strict=True):
+                product += column[:, None] * row
+            skipped = start - first * columns
+            yield product.reshape(-1)[skipped : skipped + count]
+            start += count
+
+    def bound(self, values: Array) -> float:
+        """The most by which the block comes out different, as the l2 norm of the difference: all of it."""
+        return float(np.linalg.norm(values.astype(np.float64)))
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns; further axes are taken together with the second."""
+    return shape[0], prod(shape[1:])
+
+
+def _rows(chunks: Iterable[Array], columns: int) -> Iterator[tuple[int, Array]]:
+    """Whole rows out of flat chunks, with the number of the first."""
+    start, left = 0, np.empty(0, F32)
+    for chunk in chunks:
+        together = np.concatenate([left, chunk]) if left.size else chunk
+        whole = together.size // columns
+        if whole:
+            yield start, together[: whole * columns].reshape(whole, columns)
+        start += whole
+        left = together[whole * columns :].copy()
+
+
+STAGE = LowRank

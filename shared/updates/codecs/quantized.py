@@ -1,0 +1,74 @@
+"""What `int8` and `int4` share: blocks of elements, each as small integers times one float32 scale of its own.
+
+Rounding is stochastic, up with the probability of the fraction (Alistarh et al. 2017, arXiv 1610.02132), so that the
+mean of many workers' updates is right in expectation. An array of zeros comes out as zeros.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tessera.shared.tensors.lazy import Array, Scaled, unpacked
+from tessera.shared.updates.codecs.stage import F32, U8, Layout, Stage, floats_only
+
+
+class Quantized(Stage):
+    lossless = False
+    block: int
+    """Elements that share a scale."""
+    levels: int
+    """The largest integer."""
+
+    def layout(self, layout: Layout) -> Layout:
+        size = floats_only(type(self), layout).size
+        return Layout(F32.itemsize * self._blocks(size) + self._packed_bytes(size), U8)
+
+    def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
+        rows = self._rows(values)
+        scales = self._scales(rows)
+        # A block of zeros, or of differences too small for a scale, is all zeros.
+        whole = np.where(scales > 0, scales, np.float32(1))
+        steps = rows / whole[:, None]
+        steps += dice.random(rows.shape, dtype=np.float32)
+        np.floor(steps, out=steps)
+        np.clip(np.nan_to_num(steps, copy=False), -self.levels, self.levels, out=steps)
+        packed = self._pack(steps.astype(np.int8).reshape(-1)[: values.size])
+        return np.concatenate([scales.view(U8), packed])
+
+    def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
+        return unpacked(self.packed(encoded, layout))
+
+    def packed(self, encoded: Array, layout: Layout) -> Scaled:
+        split = F32.itemsize * self._blocks(layout.size)
+        scales = encoded[:split].copy().view(F32)
+        return Scaled(self._unpack(encoded[split:], layout.size), scales, self.block)
+
+    def bound(self, values: Array, base: Array) -> Array:
+        """One step of the element's block."""
+        steps = np.repeat(self._scales(self._rows(values)).astype(np.float64), self.block)[: values.size]
+        most: Array = steps * (1 + 2.0**-20) + np.finfo(F32).tiny
+        return most
+
+    def _blocks(self, size: int) -> int:
+        return -(-size // self.block)
+
+    def _rows(self, values: Array) -> Array:
+        """float32 [blocks, block], the last filled up with zeros."""
+        missing = self._blocks(values.size) * self.block - values.size
+        padded = np.concatenate([values, np.zeros(missing, F32)]) if missing else values
+        rows: Array = padded.reshape(-1, self.block)
+        return rows
+
+    def _scales(self, rows: Array) -> Array:
+        scales: Array = np.abs(rows).max(axis=1) / np.float32(self.levels)
+        return scales
+
+    def _packed_bytes(self, size: int) -> int:
+        raise NotImplementedError
+
+    def _pack(self, steps: Array) -> Array:
+        """int8 [size] as bytes."""
+        raise NotImplementedError
+
+    def _unpack(self, packed: Array, size: int) -> Array:
+        raise NotImplementedError

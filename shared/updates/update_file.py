@@ -1,0 +1,189 @@
+"""An update on the wire: a safetensors file with a byte string per block, and each block's codec in its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+
+from tessera.shared.model.blocks import Block
+from tessera.shared.problems import Fault, InvalidUpdate
+from tessera.shared.tensors.dtypes import DType
+from tessera.shared.tensors.lazy import CHUNK, Array, Steps, Tensor, chunk_counts
+from tessera.shared.updates.codecs import pipeline
+from tessera.shared.updates.codecs.delta import difference
+from tessera.shared.updates.errors import Kind
+from tessera.shared.updates.safetensors_file import ContainerError, Entry, Header, read_header, write_streams
+
+FORMAT = "tessera-update/1"
+WHOLE = "/update"
+"""Points to the update as a whole."""
+_CODEC = "codec:"
+HEADER_BYTES_PER_BLOCK = 2_048
+MAX_HEADER_BYTES = 4 << 20
+"""Room for some ten thousand blocks, and a bound on what reading a hostile header takes."""
+SPARE_TENSORS = 64
+"""So many more than were asked for are named in the refusal; a header with yet more is not looked into."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A block as the worker leaves it, beside the version's value that it started from."""
+
+    block: Block
+    value: Tensor
+    base: Tensor
+    rest: Array | None = None
+    """What earlier updates left out of the block's differences, float32 and flat, to be added to this one."""
+
+    def values(self) -> Iterator[Array]:
+        """The new value with the rest, in the block's own type, chunk by chunk."""
+        for value, rest in zip(self.value.chunks(), self._rests(), strict=True):
+            yield value if rest is None else (value + rest).astype(value.dtype)
+
+    def steps(self) -> Iterator[Array]:
+        """The difference from the version with the rest, as float32, chunk by chunk."""
+        for value, base, rest in zip(self.value.chunks(), self.base.chunks(), self._rests(), strict=True):
+            step = difference(value, base)
+            yield step if rest is None else step + rest
+
+    def _rests(self) -> Iterator[Array | None]:
+        counts = chunk_counts(self.block.numel)
+        return (None if self.rest is None else self.rest[CHUNK * n :][:count] for n, count in enumerate(counts))
+
+
+def codec_for(codec: str, change: Change) -> str:
+    """What of `codec` is of use to this block."""
+    return pipeline.worthwhile(pipeline.suited(codec, change.block), change)
+
+
+def write_update(file: BinaryIO, chosen: str | Mapping[str, str], changes: Sequence[Change], seed: int = 0) -> None:
+    """Writes an update: each block by its chosen codec, or all by one, as far as it is of use to them. `file` must be
+    seekable. Where a codec rounds by chance, the same seed gives the same bytes."""
+    if isinstance(chosen, str):
+        chosen = {change.block.name: codec_for(chosen, change) for change in changes}
+    dice = np.random.Generator(np.random.SFC64(seed))
+    write_streams(
+        file,
+        ((c.block.name, pipeline.encode(chosen[c.block.name], c, dice)) for c in changes),
+        {"format": FORMAT, **{_CODEC + name: codec for name, codec in chosen.items()}},
+        chosen,
+    )
+
+
+@dataclass(frozen=True)
+class EncodedTensor:
+    """A block inside an update file: decoded chunk by chunk, anew each time it is read."""
+
+    block: Block
+    codec: str
+    base: Tensor
+    open: Callable[[], BinaryIO]
+    start: int
+    nbytes: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.block.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.block.dtype
+
+    def chunks(self) -> Iterator[Array]:
+        with self.open() as file:
+            file.seek(self.start)
+            yield from pipeline.decode(self.codec, self.block, self.base, file, self.nbytes)
+
+    @property
+    def sent_as_steps(self) -> bool:
+        return pipeline.parse(self.codec).of_differences
+
+    def steps(self) -> Iterator[Array | Steps]:
+        """The difference of each chunk from the version, as it was sent or as float32."""
+        if self.sent_as_steps:
+            with self.open() as file:
+                file.seek(self.start)
+                yield from pipeline.decode_steps(self.codec, self.block, file, self.nbytes)
+        else:
+            for chunk, start in zip(self.chunks(), self.base.chunks(), strict=True):
+                yield difference(chunk, start)
+
+
+def read_update(
+    open_file: Callable[[], BinaryIO], nbytes: int, asked: Mapping[str, Block], bases: Mapping[str, Tensor]
+) -> dict[str, EncodedTensor]:
+    """The update's blocks, lazily decoded. `asked` are the blocks that the plan lets it carry.
+
+    Raises InvalidUpdate naming everything that is wrong with its form: an unreadable header, blocks that were not
+    asked for, unknown codecs, more bytes than a block can need. The values themselves are checked as they are read.
+    """
+    header = _header(open_file, nbytes, asked)
+    faults = [_not_asked(name, asked) for name in sorted(set(header.entries) - set(asked))]
+    chosen = {name: header.metadata.get(_CODEC + name, "") for name in header.entries}
+    for name in sorted(set(header.entries) & set(asked)):
+        faults += _form_faults(name, asked[name], chosen[name], header)
+    if faults:
+        raise InvalidUpdate(f"the update has {len(faults)} malformed or unwanted blocks", errors=faults)
+    return {
+        name: EncodedTensor(
+            asked[name], chosen[name], bases[name], open_file, header.data_start + entry.start, entry.nbytes
+        )
+        for name, entry in sorted(header.entries.items())
+    }
+
+
+def _header(open_file: Callable[[], BinaryIO], nbytes: int, asked: Mapping[str, Block]) -> Header:
+    try:
+        with open_file() as file:
+            most = min(HEADER_BYTES_PER_BLOCK * (1 + len(asked)), MAX_HEADER_BYTES)
+            header = read_header(file, nbytes, most, len(asked) + SPARE_TENSORS)
+    except ContainerError as fault:
+        raise of_whole(fault.code, f"the update is not a well-formed safetensors file: {fault}") from None
+    if header.metadata.get("format") != FORMAT:
+        found = header.metadata.get("format", "none")
+        raise of_whole("unknown-format", f"the update's format is {found[:64]!r}; this coordinator reads {FORMAT!r}")
+    return header
+
+
+def of_whole(code: Kind, detail: str, remedy: str | None = None) -> InvalidUpdate:
+    """A refusal of an update for what is wrong with it as a whole."""
+    detail = detail[:1000]
+    return InvalidUpdate(detail, errors=[Fault(pointer=WHOLE, detail=detail[:300], code=code)], remedy=remedy)
+
+
+def _not_asked(name: str, asked: Mapping[str, Block]) -> Fault:
+    of_asked = {block.tensor for block in asked.values()}
+    if name in of_asked or name.partition("#")[0] in of_asked:
+        detail = "this slice was not asked for; another of its tensor was"
+        return Fault(pointer=name[:300], detail=detail, code="slice-not-asked")
+    return Fault(pointer=name[:300], detail="this block was not asked for", code="block-not-asked")
+
+
+def _form_faults(name: str, block: Block, codec: str, header: Header) -> list[Fault]:
+    wrong = _form_fault(block, codec, header.entries[name])
+    return [Fault(pointer=name, detail=wrong[1][:300], code=wrong[0])] if wrong else []
+
+
+def _form_fault(block: Block, codec: str, entry: Entry) -> tuple[Kind, str] | None:
+    if entry.dtype != "U8" or len(entry.shape) != 1:
+        return "not-bytes", f"an encoded block is a U8 vector, not {entry.dtype} {list(entry.shape)}"
+    if not codec:
+        return "codec-missing", "the metadata name no codec for this block"
+    try:
+        line = pipeline.parse(codec).line
+        suited = pipeline.suited(codec, block)
+        most = pipeline.longest(codec, block)
+    except pipeline.CodecError as fault:
+        return fault.code, str(fault)
+    if suited != codec:
+        return "codec-unsuited", f"{codec[:64]} is of no use to a block of shape {list(block.shape)}"
+    if not line and entry.nbytes != block.nbytes:
+        want = f"{block.nbytes} bytes ({block.dtype} {list(block.shape)})"
+        kind: Kind = "block-too-short" if entry.nbytes < block.nbytes else "block-too-long"
+        return kind, f"{entry.nbytes} bytes were sent for a block of {want}"
+    if entry.nbytes > most:
+        return "block-too-long", f"{entry.nbytes} encoded bytes are more than a block of {block.nbytes} needs"
+    return None

@@ -1,0 +1,72 @@
+"""Which rows of a layer's matrices belong to which head of its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from tessera.shared.model.attention_stats import ByHead
+from tessera.shared.model.blocks import Block, Role
+from tessera.shared.model.layers import Layer
+from tessera.shared.tensors.lazy import Array
+
+
+def by_head(model: nn.Module, layer: Layer, path: str, heads: Array) -> dict[str, ByHead]:
+    """The layer's blocks whose rows (columns, in an output projection) belong to heads of its attention at `path`.
+
+    `heads` [heads] is each head's mass; query heads that share a key and a value give these their mean. In every
+    family of the block map a projection's rows are equal runs, one for each head in turn. What becomes heads only
+    later (a latent) or is none of theirs (norms, tables of positions) is left out.
+    """
+    attention = model.get_submodule(path)
+    shared = heads.reshape(-1, _sharing(attention, len(heads))).mean(1)
+    found: dict[str, ByHead] = {}
+    by_role: dict[Role, Array] = {"query": heads, "key": shared, "value": shared, "output": heads}
+    for role, mass in by_role.items():
+        for block, axis in _projections(model, layer, path, role):
+            if block.shape[axis] % len(mass) == 0:
+                found[block.name] = ByHead(axis, np.repeat(mass, block.shape[axis] // len(mass)))
+    return found
+
+
+def _sharing(attention: Any, heads: int) -> int:
+    """How many query heads share a key. Two names for it cover the families whose heads share."""
+    groups = int(getattr(attention, "num_key_value_groups", 0)) or heads // getattr(attention, "num_kv_heads", heads)
+    return groups if groups and heads % groups == 0 else 1
+
+
+def _projections(model: nn.Module, layer: Layer, path: str, role: Role) -> list[tuple[Block, int]]:
+    """The blocks of one role that heads divide, with the axis along which they do."""
+    of_role = [block for block in layer.blocks if block.role == role]
+    # Some families leave the output projection to a sibling of the attention.
+    held = _under(path, of_role) or (_under(path.rpartition(".")[0], of_role) if role == "output" else [])
+    found = [(block, axis) for block in held if (axis := _axis(model, block)) is not None]
+    if any(block.part for block, _ in found):
+        found = [(block, axis) for block, axis in found if block.part]
+    # A smaller matrix of the same role makes a latent, or a gate.
+    most = max((block.shape[axis] for block, axis in found), default=0)
+    return [(block, axis) for block, axis in found if block.shape[axis] == most]
+
+
+def _under(path: str, blocks: Sequence[Block]) -> list[Block]:
+    return [block for block in blocks if block.tensor.startswith(f"{path}.")]
+
+
+def _axis(model: nn.Module, block: Block) -> int | None:
+    """The axis of a projection that heads divide: what it puts out or, of an output projection, what it takes in."""
+    owner = model.get_submodule(block.tensor.rpartition(".")[0])
+    if block.part:
+        return block.part.axis
+    if isinstance(owner, nn.Embedding) or "norm" in type(owner).__name__.lower():
+        return None
+    # XLNet's bare [width, heads, head width]; Linear keeps [out, in] and Conv1D [in, out].
+    bare = not isinstance(owner, nn.Linear | Conv1D)
+    if len(block.shape) == 3 and bare:
+        return 1
+    if len(block.shape) == 1:
+        return None if block.role == "output" else 0
+    return None if bare else int((block.role == "output") != isinstance(owner, Conv1D))

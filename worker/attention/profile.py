@@ -1,0 +1,370 @@
+"""Measures how a model's layers attend, whatever its family and also where a fused kernel hides the probabilities.
+
+Every attention ends in one of a few functions of torch: `scaled_dot_product_attention`, which returns no
+probabilities, or a softmax. While the model runs as it is, with the implementation that it was built with, a
+`TorchFunctionMode` sees these calls with their arguments. From the queries and keys of a fused call it computes the
+probabilities once more, a few query rows at a time, takes what is wanted and drops them: no [heads, queries, keys] of
+a long sequence ever exists. Of a softmax the result is there anyway and is read in the same way.
+
+The block map says whose call it is. The module that calls is an attention if it lies within a layer and holds blocks
+of role query; it counts for that layer. Attention to another sequence (an encoder's, in a decoder) has no place for
+the task's tokens and does not count. A layer that attends in several ways (over patches, over frames) is measured by
+the one over the most keys, and a layer that is passed through several times by the mean.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Self
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.layers import Layer, layers_of
+from tessera.shared.tensors.lazy import Array
+from tessera.worker.attention.heads import by_head
+from tessera.worker.attention.probabilities import READERS, SOFTMAXES, Probabilities, UnknownAttention, of_softmax
+from tessera.worker.model.measuring import measuring
+
+OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states")
+"""What an attention is handed, under either name, if its keys are not its queries' tokens."""
+
+PADDING_MASKS = ("attention_mask", "pixel_attention_mask")
+"""What a tower is handed that says which of its tokens are padding: of a text, or of an image's patches."""
+
+RAW_INPUTS = ("input_ids", "pixel_values", "input_values", "input_features")
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A module that is running, and what it was handed."""
+
+    path: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What it was handed, by name."""
+        bound = _signature(type(self.module).forward).bind_partial(self.module, *self.args, **self.kwargs).arguments
+        return {**bound, **bound.get("kwargs", {})}
+
+
+@cache
+def _signature(forward: Callable[..., object]) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What the nearest module around an attention that was handed raw inputs was handed."""
+
+    examples: int | None
+    ids: Tensor | None  # [examples, tokens]
+    mask: Tensor | None  # [examples, tokens]: zero where there is padding
+    per_example: bool = True
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Which of an attention's tokens are no padding, which are the task's, and which is the first."""
+
+    real: Tensor  # bool [sequences, tokens]
+    task: Tensor  # bool [sequences, tokens]
+    first: Tensor  # bool [sequences, tokens]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one call of an attention came to, over one batch."""
+
+    path: str
+    keys: int
+    mass: Tensor  # float64 [examples, heads]
+    sink: Tensor  # float64 [examples]
+    entropy: Tensor  # float64 [examples]
+    per_example: bool = True
+
+
+def attention_profile(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    batches: Iterable[Mapping[str, Tensor]],
+    forward: Callable[[Mapping[str, Tensor]], object],
+    tokens: TaskTokens,
+    common: Callable[[Mapping[str, Tensor]], Collection[str]] = lambda _: (),
+) -> dict[str, LayerAttention]:
+    """How each layer with an attention attends over the batches, by the layer's name (`shared.model.layers`).
+
+    `forward` runs the model on a batch; `common` says which of its inputs belong to no example. The model is run for
+    evaluation, without gradients, and left as it was: its modules' modes, its implementation of attention, and the
+    state of torch's random numbers. Where an attention takes an example in pieces (frames, windows) positions count
+    within the piece, and pieces are averaged. An example without a task token has a mass of 0.
+
+    Raises UnknownAttention, with its name, for a layer whose attention to itself is not seen or is not of all tokens
+    to all tokens, and for task tokens by id where a layer's tokens have no ids.
+    """
+    layers = [layer for layer in layers_of(blocks) if any(block.role == "query" for block in layer.blocks)]
+    gathered: dict[str, list[_Seen]] = {layer.name: [] for layer in layers}
+    # Not inference mode: what a model caches in it could not be used in training afterwards.
+    with measuring(model), torch.no_grad(), _Watch(model, _places(layers), tokens) as watch:
+        for batch in batches:
+            watch.common = common(batch)
+            forward(batch)
+            for name, calls in watch.taken().items():
+                gathered[name].append(_together(calls))
+    if missed := [name for name, seen in gathered.items() if not seen]:
+        raise UnknownAttention(f"no attention of a sequence to itself was seen in {', '.join(missed[:8])}")
+    return {layer.name: _measured(model, layer, gathered[layer.name]) for layer in layers}
+
+
+def isolated_profile(
+    profile: Callable[[Iterable[Mapping[str, Tensor]]], dict[str, LayerAttention]],
+    placeholder: Mapping[str, Tensor],
+    batches: Iterable[Mapping[str, Tensor]],
+    common: Callable[[Mapping[str, Tensor]], Collection[str]],
+) -> dict[str, LayerAttention]:
+    """As `profile` gives for the batches, with a mass of 0 for an example that makes it fail by itself.
+
+    What a model cannot do whatever the examples are fails on the placeholder, a batch of one made-up example. Only
+    `mass` and `sink` are of all the batches.
+    """
+    nothing = {
+        name: replace(layer, mass=np.zeros_like(layer.mass), sink=np.zeros_like(layer.sink))
+        for name, layer in profile([placeholder]).items()
+    }
+    found = []
+    for batch in batches:
+        try:
+            found.append(profile([batch]))
+        except Exception as fault:  # noqa: BLE001  (a model's own code fails in any of its own ways)
+            structlog.get_logger("worker").info("attention-not-measured", reason=repr(fault))
+            apart = _apart(batch, common(batch))
+            found += [nothing] if len(apart) == 1 else [isolated_profile(profile, placeholder, apart, common)]
+    return {
+        name: replace(
+            layer,
+            mass=np.concatenate([each[name].mass for each in found]),
+            sink=np.concatenate([each[name].sink for each in found]),
+        )
+        for name, layer in nothing.items()
+    }
+
+
+def _apart(batch: Mapping[str, Tensor], common: Collection[str]) -> list[dict[str, Tensor]]:
+    """The examples of a batch, in batches of one."""
+    examples = len(batch["labels"])
+    return [
+        {name: tensor if name in common else tensor[row : row + 1] for name, tensor in batch.items()}
+        for row in range(examples)
+    ]
+
+
+def _places(layers: Sequence[Layer]) -> dict[str, str]:
+    """The modules that are an attention if they call one, with their layer's name: within a layer, above a query."""
+    places: dict[str, str] = {}
+    for layer in layers:
+        outermost = layer.name.count(".") + 1
+        for block in layer.blocks:
+            if block.role == "query":
+                steps = block.tensor.split(".")
+                places |= {".".join(steps[:end]): layer.name for end in range(outermost, len(steps))}
+    return places
+
+
+def _together(calls: Sequence[_Seen]) -> _Seen:
+    """One batch's calls of a layer's attentions: those over the most keys, in the mean."""
+    widest = max(calls, key=lambda call: call.keys)
+    counted = [call for call in calls if call.path == widest.path]
+    return _Seen(
+        widest.path,
+        widest.keys,
+        torch.stack([call.mass for call in counted]).mean(0),
+        torch.stack([call.sink for call in counted]).mean(0),
+        torch.stack([call.entropy for call in counted]).mean(0),
+        widest.per_example,
+    )
+
+
+def _measured(model: nn.Module, layer: Layer, seen: Sequence[_Seen]) -> LayerAttention:
+    mass = torch.cat([each.mass for each in seen]).cpu().numpy()  # [examples, heads]
+    heads: Array = mass.mean(0)
+    return LayerAttention(
+        mass=mass.mean(1),
+        sink=torch.cat([each.sink for each in seen]).cpu().numpy(),
+        heads=heads,
+        entropy=float(torch.cat([each.entropy for each in seen]).mean()),
+        per_example=seen[0].per_example,
+        rows=by_head(model, layer, seen[0].path, heads),
+    )
+
+
+class _Watch(TorchFunctionMode):
+    """Sees each attention of a running model, and measures it."""
+
+    def __init__(self, model: nn.Module, places: Mapping[str, str], tokens: TaskTokens) -> None:
+        super().__init__()
+        self._model = model
+        self._places = places
+        self._tokens = tokens
+        self.common: Collection[str] = ()
+        self._frames: list[_Frame] = []
+        self._handles: list[RemovableHandle] = []
+        self._seen: dict[str, list[_Seen]] = {}
+
+    def __enter__(self) -> Self:
+        for path, module in self._model.named_modules():
+            self._handles.append(
+                module.register_forward_pre_hook(partial(self._enter_module, path), with_kwargs=True)
+            )
+            self._handles.append(module.register_forward_hook(self._leave_module))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+
+    def taken(self) -> dict[str, list[_Seen]]:
+        """What was seen since the last call, by layer."""
+        seen, self._seen = self._seen, {}
+        return seen
+
+    def _enter_module(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._frames.append(_Frame(path, module, args, kwargs))
+
+    def _leave_module(self, *_: Any) -> None:
+        self._frames.pop()
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        result = function(*args, **given)
+        if function not in SOFTMAXES and function not in READERS:
+            return result
+        frame = self._attention()
+        if frame and not any(frame.inputs.get(name) is not None for name in OTHER_SEQUENCE):
+            context = self._context()
+            if function in READERS:
+                probabilities = READERS[function](*args, **given)
+            else:
+                probabilities = of_softmax(result, context.examples, frame.path)
+            self._measure(frame, probabilities, context)
+        return result
+
+    def _attention(self) -> _Frame | None:
+        """The attention that is running, if one is. What has no parameters, such as a softmax, works for another."""
+        for frame in reversed(self._frames):
+            if frame.path in self._places:
+                return frame
+            if next(frame.module.parameters(), None) is not None:
+                return None
+        return None
+
+    def _context(self) -> _Context:
+        """What the nearest module around that was handed a raw input was handed, and the nearest mask of padding."""
+        mask = None
+        for frame in reversed(self._frames):
+            inputs = frame.inputs
+            if mask is None:
+                mask = next((inputs[name] for name in PADDING_MASKS if _is_flat(inputs.get(name))), None)
+            raw = next((name for name in RAW_INPUTS if inputs.get(name) is not None), None)
+            if raw is not None:
+                ids = inputs.get("input_ids")
+                per_example = raw not in self.common
+                return _Context(len(inputs[raw]), ids if _is_flat(ids) else None, mask, per_example)
+        return _Context(None, None, mask)
+
+    def _measure(self, frame: _Frame, probabilities: Probabilities, context: _Context) -> None:
+        # GPT-OSS gives every head a last key that is no token.
+        if hasattr(frame.module, "sinks") and probabilities.keys == probabilities.queries + 1:
+            probabilities = probabilities.of_first(probabilities.queries)
+        if probabilities.keys != probabilities.queries:
+            raise UnknownAttention(
+                f"the attention {frame.path} has {probabilities.keys} keys for {probabilities.queries} tokens"
+            )
+        examples = context.examples or probabilities.batch
+        if probabilities.batch % examples:
+            raise UnknownAttention(
+                f"the attention {frame.path} sees {examples} examples as {probabilities.batch} sequences"
+            )
+        where = _located(self._tokens, context, (examples, probabilities.keys), frame)
+        seen = replace(_seen(frame.path, probabilities, where), per_example=context.per_example)
+        self._seen.setdefault(self._places[frame.path], []).append(seen)
+
+
+def _is_flat(value: object) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 2
+
+
+def _located(wanted: TaskTokens, context: _Context, size: tuple[int, int], frame: _Frame) -> _Tokens:
+    """The tokens of an attention over so many examples and keys. Raises UnknownAttention if they cannot be told."""
+    device = next(frame.module.parameters()).device
+    real = torch.ones(size, dtype=torch.bool, device=device)
+    if context.mask is not None and not bool(context.mask.all()):
+        if context.mask.shape != size:
+            raise UnknownAttention(
+                f"the attention {frame.path} is over {list(size)} tokens, and padding is told of "
+                f"{list(context.mask.shape)}"
+            )
+        real = context.mask.to(device).bool()
+    place = torch.arange(size[1], device=device)
+    first = place == real.int().argmax(1, keepdim=True)
+    match wanted.where:
+        case "first":
+            task = first
+        case "last":
+            task = place == (place * real).amax(1, keepdim=True)
+        case "ids":
+            if context.ids is None or context.ids.shape != size:
+                raise UnknownAttention(f"the tokens of the attention {frame.path} have no input ids to be found by")
+            task = torch.isin(context.ids.to(device), torch.tensor(wanted.ids, device=device))
+    return _Tokens(real, task & real, first & real)
+
+
+def _seen(path: str, probabilities: Probabilities, where: _Tokens) -> _Seen:
+    """The sums over one call, chunk by chunk of query rows."""
+    examples, keys = where.real.shape
+    pieces = probabilities.batch // examples
+    real, task, first = (part.repeat_interleave(pieces, 0) for part in (where.real, where.task, where.first))
+    towards = torch.stack([task / task.sum(1, keepdim=True).clamp(min=1), first], 2).float()  # [sequences, keys, 2]
+    shape = (probabilities.batch, probabilities.heads)
+    mass, sink, entropy, choosing = torch.zeros(4, *shape, dtype=torch.float64, device=real.device)
+    for start in range(0, probabilities.queries, probabilities.rows_at_a_time):
+        stop = min(start + probabilities.rows_at_a_time, probabilities.queries)
+        rows = probabilities.rows(start, stop).float()  # [sequences, heads, rows, keys]
+        counted = real[:, None, start:stop]  # [sequences, 1, rows]
+        columns = (rows @ towards[:, None]).double() * counted[..., None]  # [sequences, heads, rows, 2]
+        mass += columns[..., 0].sum(2)
+        sink += columns[..., 1].sum(2)
+        share, choice = _entropies(rows)
+        # A first token that sees only itself has no choice; any other that sees one key has lost it.
+        choice = counted & (choice | ~first[:, None, start:stop])
+        entropy += share.double().where(choice, 0.0).sum(2)
+        choosing += choice.sum(2)
+    queries = real.sum(1, keepdim=True).clamp(min=1)
+    parts = (mass / queries, sink / queries, entropy / choosing.clamp(min=1))
+    mass, sink, entropy = (part.unflatten(0, (examples, pieces)).mean(1) for part in parts)  # [examples, heads]
+    return _Seen(path, keys, mass, sink.mean(1), entropy.mean(1))
+
+
+def _entropies(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's entropy over the largest that the keys which it sees allow, and whether it sees several.
+
+    A row need not sum to 1: where it is given a key that is no token, its entropy is that of the rest.
+    """
+    total, visible = rows.sum(-1), (rows > 0).sum(-1)
+    entropy = torch.special.entr(rows).sum(-1) / total + total.log()
+    return (entropy / visible.clamp(min=2).log()).nan_to_num(0.0), visible > 1

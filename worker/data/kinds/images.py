@@ -1,0 +1,146 @@
+"""Images to classify: a folder with a folder for each class, or a table that names or holds them.
+
+[datasets.scans]
+kind = "images"
+folder = "/data/scans"
+labels = ["benign", "malignant"]
+processor = "/models/vit"
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from tessera.worker.data.dataset import Adapter, DataError, Dataset
+from tessera.worker.data.readers.class_labels import Names, numbered
+from tessera.worker.data.readers.image_processor import SUFFIXES, Picture, PixelOptions, inputs_of
+from tessera.worker.data.readers.tables import Files, numbered_domains, read_table
+
+
+class ImagesOptions(PixelOptions):
+    folder: Path | None = Field(default=None, description="holds a folder of images for each class")
+    domain_folders: bool = Field(default=False, description="`folder` holds a folder of such folders for each domain")
+    file: Files | None = Field(default=None, description="a table with a row for each image")
+    image: str = Field(default="image", description="column: the image's path, from the table's folder, or its bytes")
+    label: str = Field(default="label", description="column: the class")
+    domain: str | None = Field(default=None, description="column: where the image comes from")
+    group: str | None = Field(default=None, description="column: what is held out together, such as the patient")
+    labels: Names | None = Field(default=None, description="the classes' names in order; without, labels are numbers")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.folder is None) == (self.file is None):
+            raise ValueError("give folder, or else file")
+        if self.folder is None and self.domain_folders:
+            raise ValueError("domain_folders goes with folder; with file, domain names a column")
+        if self.folder is not None and self.model_fields_set & {"image", "label", "domain", "group"}:
+            raise ValueError("image, label, domain and group name columns of a file, and there is only a folder")
+        return self
+
+
+@dataclass(frozen=True)
+class Found:
+    """Pictures and what is said of each, in the same order."""
+
+    pictures: Sequence[Picture]
+    labels: Sequence[int]
+    domains: Tensor | None
+    groups: list[bytes] | None = None
+
+    def sources(self) -> list[bytes]:
+        """A digest of each picture's file, whatever a processor makes of it."""
+        return [_digest(picture) for picture in self.pictures]
+
+
+def images(options: ImagesOptions) -> Dataset:
+    """`pixel_values` float32 [n, channels, height, width], what else a processor gives, and `labels` int64 [n]."""
+    found = find(options)
+    tensors = {**inputs_of(found.pictures, options), "labels": torch.tensor(found.labels)}
+    return Dataset(tensors, domains=found.domains, sources=found.sources(), groups=found.groups)
+
+
+def find(options: ImagesOptions) -> Found:
+    """The pictures of a folder or table, and the class number and domain of each. Raises DataError."""
+    if options.folder is not None:
+        return _in_folder(options.folder, options)
+    table = read_table("file", options.file or ())
+    values = table.column("label", options.label)
+    pictures = [
+        _picture(value, row, table.files[0].parent, table.where)
+        for row, value in enumerate(table.column("image", options.image))
+    ]
+    return Found(
+        pictures,
+        numbered("label", table.where, values, options.labels),
+        None if options.domain is None else table.domains("domain", options.domain),
+        None if options.group is None else table.groups("group", options.group),
+    )
+
+
+def _digest(picture: Picture) -> bytes:
+    if isinstance(picture, bytes):
+        return hashlib.sha256(picture).digest()
+    with picture.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def _picture(value: object, row: int, folder: Path, where: str) -> Picture:
+    """A cell of a table: a path, bytes, or both as `datasets` writes them, where bytes win."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, str) and value:
+        return folder / value
+    if isinstance(value, bytes) and value:
+        return value
+    raise DataError(f"image: row {row} of {where} has neither a path nor the bytes of an image")
+
+
+def _in_folder(folder: Path, options: ImagesOptions) -> Found:
+    """Every image in `folder/CLASS`, or `folder/DOMAIN/CLASS`, at any depth below, in the order of their paths."""
+    if not folder.is_dir():
+        raise DataError(f"folder: there is no folder {folder}")
+    depth = 2 if options.domain_folders else 1
+    files = sorted(file.relative_to(folder) for file in _images_below(folder))
+    steps = [file.parts for file in files]
+    if astray := [file for file, parts in zip(files, steps, strict=True) if len(parts) <= depth]:
+        raise DataError(f"folder: {folder / astray[0]} is in no class's folder")
+    if not files:
+        raise DataError(f"folder: {folder} has no images in it ({', '.join(sorted(SUFFIXES))})")
+    return Found(
+        [folder / file for file in files],
+        numbered("folder", str(folder), [parts[depth - 1] for parts in steps], options.labels),
+        numbered_domains([parts[0] for parts in steps]) if options.domain_folders else None,
+    )
+
+
+def _images_below(folder: Path) -> Iterator[Path]:
+    """Links are followed, since data sets are put together of them, but none that leads back up."""
+    for at, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
+        here = Path(at)
+        # What is hidden, files or folders, some systems and programs leave beside images, and name alike.
+        folders[:] = [name for name in folders if name[0] != "." and not _leads_up(here, name)]
+        yield from (here / name for name in names if name[0] != "." and _is_image(here / name))
+
+
+def _refuse(fault: OSError) -> None:
+    raise DataError(f"folder: {fault.filename} cannot be read: {fault.strerror}") from fault
+
+
+def _leads_up(here: Path, name: str) -> bool:
+    return here.resolve().is_relative_to((here / name).resolve())
+
+
+def _is_image(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES and file.is_file()
+
+
+ADAPTER = Adapter("images", ImagesOptions, images)

@@ -1,0 +1,44 @@
+"""How many examples of each class, and of each domain, the sites of a partition have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from tessera.worker.data.dataset import Dataset
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts of one kind of thing at each site."""
+
+    what: str
+    names: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]  # [sites][names]
+
+
+def tallies(parts: Sequence[Dataset], names: Sequence[str] | None = None) -> list[Tally]:
+    """The parts' classes, and their domains if they have any; without either, all are of one class called none.
+
+    `names` are what the classes are called, as far as that is known.
+    """
+    found = [("class", [part.classes for part in parts]), ("domain", [part.domains for part in parts])]
+    told = [_tally(what, [value for value in values if value is not None]) for what, values in found]
+    classes, domains = told
+    if classes and names:
+        known = dict(enumerate(names))
+        classes = Tally(classes.what, tuple(known.get(int(name), name) for name in classes.names), classes.counts)
+    plain = Tally("class", ("none",), tuple((part.examples,) for part in parts))
+    return [tally for tally in (classes, domains) if tally] or [plain]
+
+
+def _tally(what: str, values: Sequence[Tensor]) -> Tally | None:
+    """How often each value occurs at each site; the ones that occur nowhere are left out."""
+    if not values:
+        return None
+    everywhere = np.unique(np.concatenate([of_site.numpy() for of_site in values]))
+    counts = tuple(tuple(int((of_site == value).sum()) for value in everywhere.tolist()) for of_site in values)
+    return Tally(what, tuple(str(value) for value in everywhere.tolist()), counts)

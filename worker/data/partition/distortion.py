@@ -1,0 +1,54 @@
+"""The same images as another scanner would have taken them: feature shift, made."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field, NonNegativeFloat
+from torch import Tensor
+
+from tessera.shared.schema import Frozen
+from tessera.worker.data.dataset import DataError, Dataset
+
+PIXELS = "pixel_values"
+
+
+class Distortion(Frozen):
+    """What becomes of a site's images: turned, then inverted, then noisy."""
+
+    quarter_turns: int = Field(default=0, ge=0, le=3, description="counter-clockwise")
+    invert: bool = False
+    noise: NonNegativeFloat = Field(default=0.0, description="standard deviation, in the units of the pixels")
+
+    def __str__(self) -> str:
+        said = [
+            f"turned {90 * self.quarter_turns} degrees" if self.quarter_turns else "",
+            "inverted" if self.invert else "",
+            f"noise {self.noise:g}" if self.noise else "",
+        ]
+        return ", ".join(filter(None, said)) or "as they are"
+
+
+def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Dataset:
+    """A part of `whole` with its `pixel_values` [n, channels, height, width] distorted.
+
+    Inverting mirrors each channel about the middle of the range that it has in `whole`. Raises DataError where there
+    are no such images, or they are turned and not square.
+    """
+    pixels = part.tensors.get(PIXELS)
+    if pixels is None or pixels.ndim != 4 or not pixels.is_floating_point():
+        raise DataError(f"scheme shift changes images, and there is no floating-point {PIXELS} [n, c, h, w] here")
+    if how.quarter_turns % 2 and pixels.shape[-1] != pixels.shape[-2]:
+        raise DataError(f"images of {pixels.shape[-2]} x {pixels.shape[-1]} do not keep their shape when turned")
+    pixels = torch.rot90(pixels, how.quarter_turns, (-2, -1))
+    if how.invert:
+        pixels = _range_sum(whole.tensors[PIXELS]) - pixels
+    if how.noise:
+        drawn = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(seed))
+        pixels = pixels + how.noise * drawn.to(pixels.dtype)
+    tensors = {**part.tensors, PIXELS: pixels.contiguous()}
+    return Dataset(tensors, part.common, domains=part.domains, sources=part.sources, groups=part.groups)
+
+
+def _range_sum(pixels: Tensor) -> Tensor:
+    """The smallest value of each channel plus the largest, [channels, 1, 1]."""
+    return pixels.amin(dim=(0, 2, 3)).add(pixels.amax(dim=(0, 2, 3)))[:, None, None]

@@ -1,0 +1,186 @@
+"""How a data set is divided among sites, as settings say it, and which part of it is this site's.
+
+part = { scheme = "dirichlet", count = 4, alpha = 0.1, index = 0 }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Literal, Self
+
+import numpy as np
+import torch
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
+
+from tessera.shared.schema import Frozen
+from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.partition.algorithms import dirichlet, domains, iid, quantity, shards
+from tessera.worker.data.partition.distortion import Distortion, distort
+
+MAX_SITES = 1000
+
+Alpha = Annotated[float, Field(gt=0, le=1e6)]
+
+
+class Scheme(Frozen):
+    """What every scheme says: how many sites there are, which of them this is, and the seed of its dice."""
+
+    scheme: str
+    count: PositiveInt = Field(le=MAX_SITES, description="sites")
+    index: NonNegativeInt | None = Field(default=None, description="which of them this is, from 0")
+    seed: NonNegativeInt = Field(default=0, lt=1 << 32)
+
+    @model_validator(mode="after")
+    def _in_range(self) -> Self:
+        if self.index is not None and self.index >= self.count:
+            raise ValueError(f"index {self.index} is not below count {self.count}")
+        return self
+
+    def rows(self, dataset: Dataset) -> list[np.ndarray]:
+        """The rows of each site. Raises ValueError for a data set that cannot be divided so."""
+        raise NotImplementedError
+
+    def made(self, part: Dataset, whole: Dataset, index: int) -> Dataset:
+        """A site's rows as the site has them."""
+        return part
+
+    def told(self, index: int) -> str | None:
+        """What is done to a site's examples, for people."""
+        return None
+
+    def _classes(self, dataset: Dataset) -> np.ndarray:
+        if dataset.classes is None:
+            raise ValueError(f"scheme {self.scheme} needs one class for each example, as labels [n] of integers")
+        return dataset.classes.numpy()
+
+
+class Iid(Scheme):
+    """The sites are alike."""
+
+    scheme: Literal["iid"]
+
+    def rows(self, dataset: Dataset) -> list[np.ndarray]:
+        return iid(dataset.examples, self.count, self.seed)
+
+
+class Dirichlet(Scheme):
+    """Each class is divided in proportions of its own."""
+
+    scheme: Literal["dirichlet"]
+    alpha: Alpha = Field(default=1.0, description="small: each site has few classes; large: all are alike")
+
+    def rows(self, dataset: Dataset) -> list[np.ndarray]:
+        return dirichlet(self._classes(dataset), self.count, self.alpha, self.seed)
+
+
+class Shards(Scheme):
+    """Each site has a few runs of the examples sorted by class."""
+
+    scheme: Literal["shards"]
+    each: PositiveInt = Field(default=2, description="shards for each site")
+
+    def rows(self, dataset: Dataset) -> list[np.ndarray]:
+        return shards(self._classes(dataset), self.count, self.each, self.seed)
+
+
+class Quantity(Scheme):
+    """The sites are alike but for how much they have."""
+
+    scheme: Literal["quantity"]
+    alpha: Alpha = Field(default=1.0, description="small: few sites have most; large: all have as much")
+
+    def rows(self, dataset: Dataset) -> list[np.ndarray]:
+        return quantity(dataset.examples, self.count, self.alpha, self.seed)
+
+
+class Domain(Scheme):
+    """Each site has examples of one domain, or with `alpha` its own mix of them."""
+
+    scheme: Literal["domain"]
+    alpha: Alpha | None = Field(default=None, description="divides each domain in proportions of its own")
+    label_alpha: Alpha | None = Field(default=None, description="skews the labels of the sites that share a domain")
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if self.alpha is not None and self.label_alpha is not None:
+            raise ValueError("alpha mixes domains, label_alpha is for sites with one: give one of them")
+        return self
+
+    def rows(self, dataset: Dataset) -> list[np.ndarray]:
+        if dataset.domains is None:
+            raise ValueError("scheme domain needs the domain of each example, and this data set does not tell it")
+        found = dataset.domains.numpy()
+        if self.alpha is not None:
+            return dirichlet(found, self.count, self.alpha, self.seed)
+        labels = None if self.label_alpha is None else self._classes(dataset)
+        return domains(found, self.count, self.seed, labels, self.label_alpha)
+
+
+class Shift(Scheme):
+    """The sites' images look different: site i has the (i mod d)th of d distortions."""
+
+    scheme: Literal["shift"]
+    alpha: Alpha | None = Field(default=None, description="skews labels too, as scheme dirichlet")
+    distortions: tuple[Distortion, ...] = Field(
+        default=(Distortion(), Distortion(quarter_turns=1), Distortion(invert=True), Distortion(noise=0.5)),
+        min_length=1,
+    )
+
+    def rows(self, dataset: Dataset) -> list[np.ndarray]:
+        if self.alpha is None:
+            return iid(dataset.examples, self.count, self.seed)
+        return dirichlet(self._classes(dataset), self.count, self.alpha, self.seed)
+
+    def made(self, part: Dataset, whole: Dataset, index: int) -> Dataset:
+        # No two sites draw the same noise.
+        return distort(part, whole, self._of(index), seed=self.seed * MAX_SITES + index)
+
+    def told(self, index: int) -> str:
+        return str(self._of(index))
+
+    def _of(self, index: int) -> Distortion:
+        return self.distortions[index % len(self.distortions)]
+
+
+Partition = Annotated[Iid | Dirichlet | Shards | Quantity | Domain | Shift, Field(discriminator="scheme")]
+"""How a data set is divided, whoever has which part."""
+
+
+def _says_which(part: Scheme) -> Scheme:
+    if part.index is None:
+        raise ValueError(f"index: say which of the {part.count} parts this site has, from 0")
+    return part
+
+
+Part = Annotated[Partition, AfterValidator(_says_which)]
+"""A partition that says which part of it is meant."""
+
+
+def divide(whole: Dataset, partition: Scheme) -> list[Dataset]:
+    """Every site's part. Raises DataError for a data set that cannot be divided so."""
+    return [make() for make in makers(whole, partition)]
+
+
+def makers(whole: Dataset, partition: Scheme) -> list[Callable[[], Dataset]]:
+    """What makes each site's part when it is wanted. Raises DataError, here or then, as `divide` does."""
+    return [partial(_made, whole, partition, rows, index) for index, rows in enumerate(_rows(whole, partition))]
+
+
+def part_of(whole: Dataset, partition: Scheme, index: int) -> Dataset:
+    """The part of the site `index`. Raises DataError for a data set that cannot be divided so."""
+    return _made(whole, partition, _rows(whole, partition)[index], index)
+
+
+def _rows(whole: Dataset, partition: Scheme) -> list[np.ndarray]:
+    try:
+        return partition.rows(whole)
+    except ValueError as fault:
+        raise DataError(f"part: {fault}") from fault
+
+
+def _made(whole: Dataset, partition: Scheme, rows: np.ndarray, index: int) -> Dataset:
+    try:
+        return partition.made(whole.rows(torch.from_numpy(rows)), whole, index)
+    except DataError as fault:
+        raise DataError(f"part: {fault}") from fault

@@ -1,0 +1,155 @@
+"""How a worker comes to be admitted, and how its secret is replaced: either way the secret is made here, and only its
+hash is told."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+import tomllib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tessera.shared.api.admin import Enrolment, EnrolmentSpec, Rotated
+from tessera.shared.client.client import Client
+from tessera.shared.problems import Unauthenticated
+from tessera.shared.token_format import hash_of, new_secret
+from tessera.worker.settings import SettingsError
+from tessera.worker.state.atomic_files import replace, write_secret
+
+NEXT = ".next"
+"""How the name of a file ends that holds a secret which the coordinator may not know of yet."""
+
+TLS = ("ca_bundle", "client_cert", "client_key")
+
+SKELETON = """\
+# Made by `tessera worker join`. docs/operating.md has every setting.
+url = {url}
+token_file = {token_file}
+name = {name}
+state_dir = {state_dir}
+{more}
+# What runs may train on, under the name by which they ask for it.
+# [datasets.ward-images]
+# kind = "arrays"
+# file = "/data/ward-images.safetensors"
+
+# What leaves this site is yours to say, whatever a coordinator asks.
+[policy]
+# never_send = ["*embeddings*"]
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker's settings are, and its secret. `tls` are those settings that are about TLS, `missing` are lines
+    that the file lacks."""
+
+    config: Path
+    token_file: Path
+    name: str
+    secret: str
+    tls: dict[str, Path]
+    missing: tuple[str, ...]
+
+
+def prepared(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> Place:
+    """A file of settings and one with a new secret; where there are such already, they are kept.
+
+    `tls` are settings too (`ca_bundle`, `client_cert`, `client_key`), which win over those that are there. Raises
+    SettingsError if what is there is for another coordinator: its secret is not to be shown to this one.
+    """
+    config, url = config.absolute(), url.rstrip("/")
+    given = _read(config) if config.exists() else {}
+    if given.get("url", url).rstrip("/") != url:
+        raise SettingsError(f"{config} is for {given['url']}; remove it, or choose another with --config")
+    if "token" in given:
+        raise SettingsError(f"{config} has a token; remove it, or choose another file with --config")
+    token_file = Path(given.get("token_file", config.with_suffix(".token"))).absolute()
+    called = name or given.get("name") or _host_name()
+    if token_file.exists():
+        if "url" not in given:
+            raise SettingsError(f"{token_file} holds a secret, nobody knows for which coordinator; remove it")
+        secret = _secret_in(token_file)
+    else:
+        secret = new_secret("site")
+    wanted = {"url": url, "token_file": str(token_file), "name": called, "state_dir": str(config.parent / "state")}
+    more = {key: str(file.absolute()) for key, file in tls.items()}
+    if not config.exists():
+        lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in more.items())
+        quoted = {key: json.dumps(value) for key, value in wanted.items()}
+        config.parent.mkdir(parents=True, exist_ok=True)
+        with config.open("x", encoding="utf-8") as file:
+            file.write(SKELETON.format(**quoted, more=lines))
+        given = wanted | more
+    if not token_file.exists():
+        write_secret(token_file, secret)
+    missing = tuple(f"{key} = {json.dumps(value)}" for key, value in (wanted | more).items() if key not in given)
+    trusted = {key: Path(given[key]) for key in TLS if key in given} | tls
+    return Place(config, token_file, called, secret, trusted, missing)
+
+
+def asked(client: Client, place: Place, site: str | None, device: str, version: str) -> Enrolment:
+    """Asks for the worker to be admitted. Asked again with the same secret, it is the same wish."""
+    spec = EnrolmentSpec(
+        site=site, worker=place.name, device=device, version=version, secret_hash=hash_of(place.secret)
+    )
+    return client.ask_to_join(spec)
+
+
+def awaited(client: Client, enrolment: Enrolment, sleep: Callable[[float], None] = time.sleep) -> Enrolment:
+    """What becomes of it in the end. `client` shows the secret."""
+    while enrolment.state == "pending":
+        sleep(enrolment.poll_seconds)
+        enrolment = client.enrolment(enrolment.id)
+    return enrolment
+
+
+def rotate(connect: Callable[[str], Client], file: Path) -> Rotated:
+    """Puts a new secret in the place of the one in `file`. Cut off at any point, it is done by doing it again.
+
+    Raises Problem, and SettingsError for a file that holds none.
+    """
+    present = _secret_in(file)
+    following = file.with_name(file.name + NEXT)
+    if not following.exists():
+        write_secret(following, new_secret("site"))
+    fresh = _secret_in(following)
+    try:
+        with connect(present) as client:
+            rotated = client.rotate(hash_of(fresh))
+    except Unauthenticated as refusal:
+        # The coordinator may have been told before, and the grace of the old secret be over.
+        with connect(fresh) as client, suppress(Unauthenticated):
+            rotated = client.rotate(hash_of(fresh))
+            replace(following, file)
+            return rotated
+        raise refusal from None
+    replace(following, file)
+    return rotated
+
+
+def _secret_in(file: Path) -> str:
+    try:
+        secret = file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise SettingsError(f"{file} cannot be read as a token") from fault
+    if not secret.isprintable() or not secret:
+        raise SettingsError(f"{file} holds no token")
+    return secret
+
+
+def _read(config: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as fault:
+        raise SettingsError(f"{config} cannot be read: {fault}") from fault
+
+
+def _host_name() -> str:
+    """This machine's, as far as it makes a label."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", socket.gethostname().partition(".")[0]).strip("-")[:64] or "worker"

@@ -1,0 +1,184 @@
+"""Runs that a person at the site has to approve: what each would do, and what was decided.
+
+A file each, in a folder that the workers of a site may share. What is approved are a run's terms, by their digest:
+should they change, the run has to be approved anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from tessera.shared.api.tasks import Task
+from tessera.shared.schema import MOST_WITHHELD, Frozen, TaskKind, canonical
+from tessera.worker.governance.run_history import terms_of
+from tessera.worker.state.atomic_files import written_whole
+
+INBOX_FOLDER = "inbox"
+"""What the folder is called beside a worker's other state."""
+
+REASON_CHARACTERS = 200
+
+Standing = Literal["approved", "awaiting-approval", "declined", "approval-ended"]
+
+
+class InboxError(ValueError):
+    """A request cannot be read, or there is none such."""
+
+
+class Unapproved(Exception):
+    """A task of a run that the site has not agreed to. `code` is what the coordinator is told."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+
+
+class Decision(Frozen):
+    """What a person decided."""
+
+    approved: bool
+    by: str
+    at: datetime
+    until: datetime | None = None
+    reason: str = ""
+
+
+class Request(Frozen):
+    """What a run asks of the site, in plain words."""
+
+    run: str
+    run_name: str
+    terms: str
+    """The digest of the run's terms."""
+    orchestrator: str | None
+    dataset: str
+    examples: int
+    worker: str
+    asked_at: datetime
+    summary: str
+    decision: Decision | None = None
+
+    def standing(self, now: datetime) -> Standing:
+        if self.decision is None:
+            return "awaiting-approval"
+        if not self.decision.approved:
+            return "declined"
+        ended = self.decision.until is not None and now >= self.decision.until
+        return "approval-ended" if ended else "approved"
+
+    def reason(self, now: datetime) -> str:
+        """Why no task of the run is taken, as the coordinator is told."""
+        decision, standing = self.decision, self.standing(now)
+        if standing == "declined" and decision:
+            return f"declined: {decision.reason}"[:REASON_CHARACTERS]
+        if standing == "approval-ended" and decision and decision.until:
+            return f"approval-ended: the approval was until {decision.until:%Y-%m-%d %H:%M} UTC"
+        return "awaiting-approval: a person at the site has to approve the run"
+
+
+class Inbox:
+    """The requests in `folder`, as one worker asks them and people answer them."""
+
+    def __init__(self, folder: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        self._folder = folder
+        self._now = now
+
+    def require(self, task: Task, make: Callable[[str], Request]) -> None:
+        """Lets a task of an approved run pass. `make` makes the request of a run whose terms, of the digest that it
+        is handed, nobody was asked about yet.
+
+        Raises Unapproved.
+        """
+        terms = terms_digest(task)
+        now = self._now()
+        # Who lets a run train was told that it measures on what is held out too.
+        trained = self._find(task.run, terms_digest(task, "train")) if task.held_out else None
+        if trained and trained.standing(now) == "approved":
+            return
+        request = self._find(task.run, terms)
+        if request is None:
+            request = self._ask(make(terms))
+        if (standing := request.standing(now)) != "approved":
+            raise Unapproved(standing, request.reason(now))
+
+    def _ask(self, request: Request) -> Request:
+        with self._alone():
+            # Another worker of the site may have asked meanwhile, and a person answered.
+            if found := self._find(request.run, request.terms):
+                return found
+            self._write(request)
+        return request
+
+    def decide(self, named: str, decision: Decision) -> list[Request]:
+        """Enters what was decided of all that a run asks, by its id, the beginning of it, or its name.
+
+        Raises InboxError if there is no such run, or more than one.
+        """
+        with self._alone():
+            meant = self.find(named)
+            decided = [request.model_copy(update={"decision": decision}) for request in meant]
+            for request in decided:
+                self._write(request)
+        return decided
+
+    def find(self, named: str) -> list[Request]:
+        """The requests of one run. Raises InboxError."""
+        found = [r for r in self.requests() if named and (r.run_name == named or r.run.startswith(named))]
+        if not found:
+            raise InboxError(f"no run {named!r} has asked for anything here")
+        if len(runs := sorted({request.run for request in found})) > 1:
+            raise InboxError(f"{named!r} could be any of the runs {', '.join(runs)}: give more of the id")
+        return found
+
+    def requests(self) -> list[Request]:
+        """All of them, oldest first. Raises InboxError."""
+        read = [self._read(path) for path in self._folder.glob("*.json")]
+        return sorted(read, key=lambda request: (request.asked_at, request.run))
+
+    def withheld(self) -> dict[str, str]:
+        """The runs of which no task is to be offered, and why: those with anything that is not approved now."""
+        now = self._now()
+        unapproved = [request for request in self.requests() if request.standing(now) != "approved"]
+        withheld = {request.run: request.reason(now) for request in unapproved}
+        return dict(list(withheld.items())[-MOST_WITHHELD:])
+
+    def _find(self, run: str, terms: str) -> Request | None:
+        path = self._path(run, terms)
+        return self._read(path) if path.exists() else None
+
+    def _read(self, path: Path) -> Request:
+        try:
+            return Request.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as fault:
+            raise InboxError(f"{path} cannot be read as a request: {str(fault).splitlines()[0]}") from fault
+
+    def _write(self, request: Request) -> None:
+        with written_whole(self._path(request.run, request.terms)) as file:
+            file.write(canonical(request))
+
+    def _path(self, run: str, terms: str) -> Path:
+        # A run's identifier cannot be a path.
+        return self._folder / f"{run}.{terms[:16]}.json"
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self._folder / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def terms_digest(task: Task, kind: TaskKind | None = None) -> str:
+    """What an approval is bound to: all that a run says once for all of its tasks, on which data set, and whether it
+    trains on it or measures."""
+    terms = {**terms_of(task), "dataset": task.dataset, "kind": kind or task.kind}
+    return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,104 @@
+"""A site's own chain beside what the coordinator says of its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tessera.shared.api.tasks import TaskView
+from tessera.worker.state.audit import Entry
+
+Kind = Literal[
+    "counted-never-sent", "sent-not-counted", "other-digest", "other-bytes", "other-examples", "chain-rolled-back",
+    "ledger-rolled-back",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that the two do not agree on."""
+
+    kind: Kind
+    task: str
+    run: str
+    round: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    agreed: int
+    """Results that both sides have, as the same."""
+    earlier: int
+    """Tasks from before the chain began, or of workers who do not write to it: nothing can be said of them."""
+    differences: tuple[Difference, ...]
+
+
+def compare(entries: Sequence[Entry], tasks: Iterable[TaskView], worker: str | None = None) -> Comparison:
+    """`entries` are the chain's, `tasks` what the coordinator says of all of the site's tasks. `worker` writes to the
+    chain, even if there is nothing in it."""
+    workers = {entry.worker for entry in entries} | {worker}
+    digests = {entry.digest for entry in entries}
+    left = {
+        (entry.task, entry.token): entry for entry in entries if entry.action in ("update.leave", "figures.leave")
+    }
+    known = {entry.task for entry in entries}
+    shown: dict[tuple[str | None, int | None], TaskView] = {}
+    earlier = agreed = 0
+    found: list[Difference] = []
+    for task in tasks:
+        shown[task.id, task.token] = task
+        if task.audit_head and task.audit_head not in digests and task.worker.partition("/")[2] in workers:
+            detail = (
+                f"{task.worker} sent it with the digest {task.audit_head} of this chain, which has no such entry: "
+                "it was cut off, written anew, or is an older copy"
+            )
+            found.append(Difference("chain-rolled-back", task.id, task.run, task.round, detail))
+            continue
+        if not task.is_accepted:
+            continue
+        sent = left.get((task.id, task.token))
+        began_later = not entries or (task.created_at is not None and task.created_at < entries[0].at)
+        if sent is None and task.id not in known and (began_later or task.worker.partition("/")[2] not in workers):
+            earlier += 1
+        elif sent is None:
+            detail = f"the coordinator counts a result of {task.worker}; none is written down here"
+            found.append(Difference("counted-never-sent", task.id, task.run, task.round, detail))
+        elif other := list(_others(sent, task)):
+            found += other
+        else:
+            agreed += 1
+    found += _uncounted(entries, left, shown)
+    return Comparison(agreed, earlier, tuple(found))
+
+
+def _others(sent: Entry, task: TaskView) -> Iterator[Difference]:
+    """In what the two sides have other things of one result."""
+    pairs: list[tuple[Kind, object, object]] = [("other-examples", sent.detail.get("examples"), task.examples)]
+    if sent.action == "update.leave":
+        pairs.append(("other-digest", sent.detail.get("update"), task.update))
+        pairs.append(("other-bytes", sent.detail.get("bytes"), task.upload_bytes))
+    for kind, here, there in pairs:
+        if here != there:
+            detail = f"here it is {here}, at the coordinator {there}"
+            yield Difference(kind, task.id, task.run, task.round, detail)
+
+
+def _uncounted(
+    entries: Sequence[Entry],
+    left: dict[tuple[str | None, int | None], Entry],
+    shown: dict[tuple[str | None, int | None], TaskView],
+) -> Iterator[Difference]:
+    """What was sent and does not count, unless this side knows so."""
+    over = {
+        (entry.task, entry.token) for entry in entries if entry.action in ("task.drop", "task.fail", "task.refuse")
+    }
+    for key, sent in left.items():
+        task = shown.get(key)
+        under_way = task is not None and task.state == "leased"
+        if (task is not None and task.is_accepted) or key in over or under_way:
+            continue
+        state = f"says that its task is {task.state}" if task else "knows of no such task under this token"
+        detail = f"it left here on {sent.at:%Y-%m-%d %H:%M:%S} UTC; the coordinator {state}"
+        yield Difference("sent-not-counted", sent.task or "", sent.run or "", sent.round or 0, detail)

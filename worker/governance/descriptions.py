@@ -1,0 +1,125 @@
+"""What a run would do with a site's data, in words for who has to approve it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from tessera.shared.api.tasks import Task
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.selectors import EVERYTHING
+from tessera.shared.model.spec import Model
+from tessera.shared.run_settings.privacy import Privacy
+from tessera.worker.governance.policy import Policy
+
+NAMES = {
+    "bert": "BERT", "roberta": "RoBERTa", "distilbert": "DistilBERT", "deberta-v2": "DeBERTa", "vit": "ViT",
+    "clip": "CLIP", "siglip": "SigLIP", "gpt2": "GPT-2", "t5": "T5", "llama": "Llama", "dinov2": "DINOv2",
+}  # fmt: skip
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the unit that people read."""
+    for unit, width in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= width:
+            return f"{nbytes / width:.1f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def summary(task: Task, model: Model, examples: int) -> str:
+    """A few sentences: what is trained or measured, on what, how often, what leaves, for whom, and how privately."""
+    return " ".join([_work(task, model, examples), _leaving(task, model), _privacy(task)])
+
+
+def _work(task: Task, model: Model, examples: int) -> str:
+    on = f"on `{task.dataset}` ({examples:,} examples)"
+    if task.kind == "evaluate":
+        held_out = "what is held out of " if task.held_out else ""
+        return f"Measures versions of {_model(model)} {on.replace('on ', f'on {held_out}', 1)}."
+    trained = in_words(task.plan.train.resolve(model.blocks), model.blocks)
+    epochs = task.training.epochs
+    often = f"for {epochs} {'epoch' if epochs == 1 else 'epochs'} a round, {task.rounds} rounds"
+    return f"Trains {trained} of {_model(model)} {on} {often}, by the method {task.method.name}."
+
+
+def _leaving(task: Task, model: Model) -> str:
+    to = f"to orchestrator {task.orchestrator}" if task.orchestrator else "to an orchestrator who is not named"
+    if task.kind == "evaluate":
+        return f"Sends figures such as its accuracy, and no blocks, {to}."
+    sent = task.plan.upload.resolve(model.blocks)
+    nbytes = size(sum(block.nbytes for block in sent))
+    return (
+        f"Sends {len(sent)} blocks ({in_words(sent, model.blocks)}), {nbytes} a round before coding, {to}; later "
+        "rounds may ask for other blocks, within the site's policy. Versions may also be measured on what is held "
+        "out here, which sends figures."
+    )
+
+
+def _privacy(task: Task) -> str:
+    privacy: Privacy | None = task.privacy
+    if privacy is None:
+        return (
+            "No differential privacy: whoever sees what is sent, which the coordinator's operator does, may find out "
+            "about single examples."
+        )
+    if task.kind == "evaluate":
+        return "Figures are exact: the run's differential privacy covers what is trained, not what is measured."
+    uncovered = "; what the choice of blocks tells is not covered" if privacy.selection == "uncovered" else ""
+    return (
+        "Differential privacy: all updates together tell of one example at most epsilon "
+        f"{privacy.epsilon:g} at delta {privacy.delta:g}{uncovered}."
+    )
+
+
+def _model(model: Model) -> str:
+    layers = len({block.layer for block in model.blocks if block.layer is not None})
+    kind = str(model.config["model_type"])
+    return f"a {NAMES.get(kind, kind)} with {layers} {'layer' if layers == 1 else 'layers'}"
+
+
+def in_words(chosen: Sequence[Block], blocks: Sequence[Block]) -> str:
+    """Which of a model's blocks, by role: 'all value and 1 of 2 head blocks'."""
+    if len(chosen) == len(blocks):
+        return "all blocks"
+    of = Counter(block.role for block in blocks)
+    parts = [
+        f"all {role}" if count == of[role] else f"{count} of {of[role]} {role}"
+        for role, count in Counter(block.role for block in chosen).items()
+    ]
+    if not parts:
+        return "no blocks"
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts) + " blocks"
+
+
+def policy_in_words(policy: Policy) -> Iterator[str]:
+    """What a site allows, for people."""
+    yield f"Runs of {_any_of(policy.orchestrators, 'any orchestrator')} may ask."
+    yield (
+        f"They may use {_any_of(policy.methods, 'any installed method')} on {_any_of(policy.models, 'any model')} "
+        f"and {_any_of(policy.datasets, 'any data set that is set up')}."
+    )
+    never = f", never {', '.join(policy.never_send)}" if policy.never_send else ""
+    what = "Any block may leave" if policy.may_send == EVERYTHING else "Only blocks that may_send names may leave"
+    whole = f", {size(policy.max_run_upload_bytes)} over a run" if policy.max_run_upload_bytes else ""
+    yield f"{what}{never}; at most {size(policy.max_upload_bytes)} at a time{whole}."
+    if floor := policy.require_privacy:
+        yield f"Runs that train need privacy: at most epsilon {floor.epsilon:g} at delta {floor.delta:g}."
+    else:
+        yield "Runs need no differential privacy, except on data sets with a budget."
+    yield (
+        f"Versions are measured on {policy.min_measured} examples or more that nothing trains on, at most "
+        f"{policy.max_measurements:,} times for a data set."
+    )
+    yield f"A person approves each run: {_yes(policy.approve_runs)}; releases each update: {_yes(policy.airlock)}."
+    when = f"It works {', '.join(policy.hours)}" if policy.hours else "It works at all hours"
+    most = f", {policy.max_minutes_per_day:g} minutes a day at most" if policy.max_minutes_per_day else ""
+    slow = policy.max_upload_bytes_per_second
+    yield f"{when}{most}{f', and uploads {size(int(slow))} a second at most' if slow else ''}."
+
+
+def _any_of(names: Sequence[str] | None, otherwise: str) -> str:
+    return otherwise if names is None else ", ".join(names) or "none at all"
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"

@@ -1,0 +1,97 @@
+"""When a site lets its worker work: at its hours, and for so many minutes a day."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import NonNegativeFloat, ValidationError
+
+from tessera.shared.run_settings.schedule import is_open, minutes_until_open
+from tessera.shared.schema import Frozen, canonical
+from tessera.worker.governance.policy import Policy
+from tessera.worker.state.atomic_files import written_whole
+
+USAGE_FILE = "usage.json"
+"""What the file is called beside a worker's other state."""
+
+NOTED_SECONDS = 5.0
+"""Work is entered this often, and no more of it is forgotten by a process that is killed."""
+
+
+def local_time() -> datetime:
+    return datetime.now(UTC).astimezone()
+
+
+class Used(Frozen):
+    """How long was worked on one day of the site's calendar."""
+
+    day: str
+    seconds: NonNegativeFloat = 0.0
+
+
+class Opening:
+    """Judges by `now`, the site's own time of day; durations are taken from `clock`, in seconds."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        path: Path,
+        now: Callable[[], datetime] = local_time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._policy = policy
+        self._path = path
+        self._now = now
+        self._clock = clock
+        self._noted_at = clock()
+
+    def closed(self) -> str | None:
+        """Why nothing is claimed now, or None."""
+        hours = self._policy.hours
+        if hours and not is_open(hours, self._now()):
+            waits = minutes_until_open(hours, self._now())
+            return f"outside of its hours ({', '.join(hours)}) for {waits // 60} h {waits % 60} min"
+        if (most := self._policy.max_minutes_per_day) is not None and self.used_seconds() >= 60 * most:
+            return f"the {most:g} minutes of this day are used up"
+        return None
+
+    def used_seconds(self) -> float:
+        """How long was worked today."""
+        used = self._read()
+        return used.seconds if used.day == self._today() else 0.0
+
+    def begin(self) -> None:
+        """Work begins."""
+        self._noted_at = self._clock()
+
+    def rest(self) -> None:
+        """What passed since work was entered last was no work: somebody was waited for."""
+        self._noted_at = self._clock()
+
+    def check(self) -> None:
+        """Enters the work since the last time, now and then. Raises PolicyViolation once the day's is used up."""
+        if self._policy.max_minutes_per_day is not None and self._clock() - self._noted_at >= NOTED_SECONDS:
+            self.end()
+            self._policy.check_day(self.used_seconds())
+
+    def end(self) -> None:
+        """Enters the work since the last time."""
+        if self._policy.max_minutes_per_day is None:
+            return
+        at = self._clock()
+        used = Used(day=self._today(), seconds=self.used_seconds() + at - self._noted_at)
+        with written_whole(self._path) as file:
+            file.write(canonical(used))
+        self._noted_at = at
+
+    def _today(self) -> str:
+        return self._now().date().isoformat()
+
+    def _read(self) -> Used:
+        try:
+            return Used.model_validate_json(self._path.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return Used(day="")

@@ -1,0 +1,41 @@
+"""What Tessera adds to the model that transformers builds: prompts and low-rank adapters, as ordinary blocks."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from transformers import PreTrainedModel
+
+from tessera.shared.model.spec import Lora, Prompts
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.config import ConfigError
+from tessera.worker.model.layouts import MappingFile
+from tessera.worker.model.prompts import add_prompts
+
+
+def insert(
+    model: PreTrainedModel, prompts: Prompts | None, lora: Lora | None, mapping: MappingFile | None = None
+) -> None:
+    """Adds, in place, what a model document says; what is random in it follows torch's seed.
+
+    Raises ConfigError if the model cannot take it or PEFT is not installed, and as `block_table` does.
+    """
+    if lora:
+        _lora().add_lora(model, lora, block_table(model, mapping))
+    if prompts:
+        add_prompts(model, prompts)
+
+
+def merge(model: PreTrainedModel) -> None:
+    """Adds the adapters to their matrices, in place, so that nothing but transformers is needed to run the model."""
+    _lora().merge_lora(model)
+
+
+def _lora() -> ModuleType:
+    try:
+        return importlib.import_module("tessera.worker.model.lora")
+    except ImportError as error:
+        raise ConfigError(
+            f"the model has adapters, which need another package ({error}): install tessera[lora]"
+        ) from error

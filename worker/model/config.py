@@ -1,0 +1,134 @@
+"""What of a transformers config a site believes.
+
+A config comes from the coordinator, which a site does not trust: `check_config` refuses whatever could run code,
+reach a network or exhaust memory before transformers sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from inspect import getattr_static
+from typing import Any, cast
+
+from pydantic import JsonValue
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+from tessera.worker.model.block_map import DTYPES
+
+# What each key of a config could make transformers do.
+UNSAFE_KEYS = {
+    "auto_map": "names code to import",
+    "custom_pipelines": "names code to import",
+    "trust_remote_code": "allows code to be imported",
+    "quantization_config": "loads quantisation kernels",
+    "attn_implementation": "may name a kernel to download",
+    "experts_implementation": "may name a kernel to download",
+    "use_kernels": "downloads kernels",
+    "kernel_config": "names kernels to download",
+    "name_or_path": "names a place to load from",
+    "pretrained_model_name_or_path": "names a place to load from",
+    "transformers_weights": "names a file to load",
+    "gguf_file": "names a file to load",
+    "distributed_config": "starts processes that talk to each other",
+    "fusion_config": "replaces modules",
+    "backbone": "looks a model up on a hub",
+    "backbone_kwargs": "is passed on to a model from a hub",
+    "use_pretrained_backbone": "loads weights from a hub",
+    "use_timm_backbone": "looks a model up on a hub",
+}
+UNSAFE_MODEL_TYPES = {"timm_backbone", "timm_wrapper"}  # timm resolves names to hubs and to local folders
+
+# Methods and tables of the config classes. A config that set `attribute_map` would pass one key off as another.
+_SETTINGS = {field.name for field in fields(cast("Any", PreTrainedConfig))} | {"model_type"}
+_INTERNAL = {
+    name
+    for name in dir(PreTrainedConfig)
+    if name not in _SETTINGS and not isinstance(getattr_static(PreTrainedConfig, name), property)
+}
+
+MAX_DEPTH = 16
+MAX_COUNT = 1 << 20
+"""The most layers, heads, labels or experts: a config class may make a list as long as it is told to. It spares the
+sandbox what is plainly absurd; what bounds the rest is the sandbox."""
+
+
+class ConfigError(ValueError):
+    """Transformers builds no model from this config and head."""
+
+
+class UnsafeConfig(ConfigError):
+    """A config holds something that could run code, reach a network or exhaust memory."""
+
+
+def check_config(config: Mapping[str, JsonValue]) -> None:
+    """Refuses a config that could run code, reach a network or exhaust memory, at any depth, naming every such key.
+
+    Raises UnsafeConfig.
+    """
+    faults = list(_faults(config, "", 0))
+    if config.get("model_type") not in CONFIG_MAPPING:
+        faults.append(f"model_type: transformers has none called {config.get('model_type')!r}")
+    if faults:
+        raise UnsafeConfig("the config is refused: " + "; ".join(sorted(faults)))
+
+
+def _faults(value: JsonValue | Mapping[str, JsonValue], path: str, depth: int) -> Iterator[str]:
+    if depth > MAX_DEPTH:
+        yield f"{path}: nested more than {MAX_DEPTH} deep"
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _faults(item, f"{path}[{index}]", depth + 1)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            where = f"{path}.{key}" if path else key
+            # Labels are keys of the user's choosing, and their values plain.
+            if not (key == "label2id" and isinstance(item, Mapping)):
+                yield from (f"{where}: {reason}" for reason in _reasons(key, item))
+                yield from _faults(item, where, depth + 1)
+
+
+def _reasons(key: str, value: JsonValue) -> Iterator[str]:
+    """Why a key with this value is not safe: nothing if it is."""
+    if key.startswith("_") or key in _INTERNAL:
+        yield "is internal to transformers"
+    elif key in UNSAFE_KEYS:
+        yield UNSAFE_KEYS[key]
+    elif key == "model_type" and (value in UNSAFE_MODEL_TYPES or not isinstance(value, str)):
+        yield f"may not be {value!r}"
+    elif (key == "dtype" or key.endswith("_dtype")) and value is not None:
+        if value not in {str(dtype).removeprefix("torch.") for dtype in DTYPES}:
+            yield f"may not be {value!r}"
+    elif ("num" in key or "layer" in key or "depth" in key) and _sum(value) > MAX_COUNT:
+        yield f"is more than {MAX_COUNT}"
+
+
+def _sum(value: JsonValue) -> int:
+    """Add up a count, or the counts in a list, such as the layers of each stage."""
+    if isinstance(value, list):
+        return sum(map(_sum, value))
+    return value if isinstance(value, int) else 0
+
+
+def config_from(config: Mapping[str, JsonValue]) -> PreTrainedConfig:
+    """The transformers config, checked. Raises UnsafeConfig, or ConfigError if transformers does not accept it."""
+    check_config(config)
+    settings = {key: value for key, value in config.items() if key != "model_type"}
+    try:
+        made = AutoConfig.for_model(str(config["model_type"]), **cast("dict[str, Any]", settings))
+    except Exception as error:  # each of hundreds of config classes has its own way to refuse
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"transformers does not accept the {config['model_type']} config: {reason}") from error
+    _check_made(made)
+    return made
+
+
+def _check_made(config: PreTrainedConfig) -> None:
+    """Looks at what the config became: a class's own default may name a backbone of timm."""
+    if config.model_type in UNSAFE_MODEL_TYPES or any(
+        getattr(config, f"_{kind}_implementation", None) is not None for kind in ("attn", "experts")
+    ):
+        raise UnsafeConfig(f"the config is refused: {type(config).__name__} would load code or weights from a hub")
+    for key in config.sub_configs:
+        if isinstance(part := getattr(config, key, None), PreTrainedConfig):
+            _check_made(part)

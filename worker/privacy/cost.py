@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterable
+
+from tessera.worker.state.privacy_ledger import Event, Exact
+
+
+def epsilon_of(events: Iterable[Event], delta: float) -> float:
+    """What the events of a run together cost at `delta`; infinite if something exact is among them.
+
+    Raises ImportError without the extra `privacy`.
+    """
+    return _found("epsilon", events, delta)
+
+
+def least_budget_of(events: Iterable[Event], delta: float) -> float:
+    """Return the least epsilon of a site's budget at `delta` that admits the events of all runs.
+
+    Infinite if something exact is among them. Raises ImportError without the extra `privacy`.
+    """
+    return _found("least_budget", events, delta)
+
+
+def _found(function: str, events: Iterable[Event], delta: float) -> float:
+    events = list(events)
+    if any(isinstance(event, Exact) for event in events):
+        return math.inf
+    if not events:
+        return 0.0
+    found: float = getattr(importlib.import_module("tessera.worker.privacy.accountant"), function)(events, delta)
+    return found

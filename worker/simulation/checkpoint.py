@@ -1,0 +1,132 @@
+"""What a simulation has come to, as small files that are whole or not there: a killed one goes on from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, JsonValue
+
+from tessera.shared.api.runs import Measurement, Round
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.api.versions import Version
+from tessera.shared.methods.base import Plan
+from tessera.shared.problems import Fault, Invalid
+from tessera.shared.rounds.aggregate import Accepted
+from tessera.shared.schema import Message
+from tessera.worker.state.atomic_files import sweep, written_whole
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Committed(Message):
+    """A version, and every attempt at the round that made it; the first version has none."""
+
+    version: Version
+    attempts: tuple[Round, ...] = ()
+
+
+class Reported(Message):
+    """An accepted update of a round that is not committed yet: what it weighs, where it is, what was asked."""
+
+    view: TaskView
+    update: str
+    plan: Plan
+
+    def accepted(self, site: str) -> Accepted:
+        view = self.view
+        return Accepted(site, view.worker, self.update, view.examples or 0, view.numbers, self.plan)
+
+
+class Measured(Message):
+    """What was measured of a version."""
+
+    measurements: tuple[Measurement, ...]
+
+
+class Records:
+    """The files under a folder. Starting them removes what a killed process left half-written."""
+
+    def __init__(self, folder: Path) -> None:
+        for kind in ("versions", "measurements", "open"):
+            (folder / kind).mkdir(parents=True, exist_ok=True)
+        sweep(folder / "versions")
+        sweep(folder / "measurements")
+        sweep(folder / "open")
+        self._folder = folder
+
+    def claim(self, identity: Mapping[str, JsonValue]) -> None:
+        """Notes what is simulated here. Raises Invalid naming each setting that was another before."""
+        file = self._folder / "simulation.json"
+        if not file.exists():
+            _write(file, json.dumps(identity, indent=1, sort_keys=True))
+            return
+        before = json.loads(file.read_text(encoding="utf-8"))
+        if faults := [
+            Fault(pointer=pointer, detail=f"was {_short(was)} and is {_short(now)}")
+            for pointer, was, now in _differences("", before, json.loads(json.dumps(identity)))
+        ]:
+            raise Invalid(
+                f"{self._folder} holds a simulation with other settings",
+                errors=faults,
+                remedy="Choose another folder, or remove this one to begin anew.",
+            )
+
+    def committed(self) -> list[Committed]:
+        """Every version so far, in order."""
+        return [_read(Committed, file) for file in sorted((self._folder / "versions").glob("*.json"))]
+
+    def commit(self, entry: Committed) -> None:
+        """Enters a version; from here on a simulation goes on from it."""
+        _write(self._folder / "versions" / f"{entry.version.number:07}.json", entry.model_dump_json())
+
+    def accepted(self, task: str) -> Reported | None:
+        file = self._folder / "open" / f"{task}.json"
+        return _read(Reported, file) if file.exists() else None
+
+    def accept(self, reported: Reported) -> None:
+        _write(self._folder / "open" / f"{reported.view.id}.json", reported.model_dump_json())
+
+    def accepted_updates(self) -> set[str]:
+        """The digests of all updates of the round that is not committed yet."""
+        return {_read(Reported, file).update for file in (self._folder / "open").glob("*.json")}
+
+    def forget_accepted(self) -> None:
+        """The round is over."""
+        shutil.rmtree(self._folder / "open")
+        (self._folder / "open").mkdir()
+
+    def measured(self, version: int) -> tuple[Measurement, ...] | None:
+        """What a version was measured at; None if it was not."""
+        file = self._measurements(version)
+        return _read(Measured, file).measurements if file.exists() else None
+
+    def measure(self, version: int, measurements: Sequence[Measurement]) -> None:
+        _write(self._measurements(version), Measured(measurements=tuple(measurements)).model_dump_json())
+
+    def _measurements(self, version: int) -> Path:
+        return self._folder / "measurements" / f"{version:07}.json"
+
+
+def _write(path: Path, text: str) -> None:
+    with written_whole(path, durable=False) as file:
+        file.write(text.encode())
+
+
+def _read(kind: type[M], file: Path) -> M:
+    return kind.model_validate_json(file.read_bytes())
+
+
+def _differences(pointer: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = sorted({*before, *now})
+        return [d for key in keys for d in _differences(f"{pointer}/{key}", before.get(key), now.get(key))]
+    return [] if before == now else [(pointer, before, now)]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

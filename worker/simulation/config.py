@@ -1,0 +1,164 @@
+"""A federation as a TOML file: a run's spec, the model that it starts from, and a table for its sites and their data.
+
+rounds = 10
+model = "model"
+method = { name = "fedavg" }
+
+[simulation]
+sites = 8
+
+[simulation.data]
+kind = "digits"
+part = { scheme = "dirichlet", alpha = 0.3 }
+
+[simulation.test]
+kind = "digits"
+split = "test"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tessera.shared.cli.run_file import check_spec, read_toml
+from tessera.shared.problems import Invalid, faults_of
+from tessera.shared.schema import Label, Resources
+from tessera.worker.data.partition.held_out import hold_out, key_of_seed
+from tessera.worker.data.partition.schemes import MAX_SITES, Partition, makers
+from tessera.worker.data.registry import DataError, Dataset, load
+from tessera.worker.settings import DataSource, check_no_seed
+from tessera.worker.simulation.conditions import Conditions
+from tessera.worker.simulation.virtual_sites import Site
+
+REMEDY = "Mend what is named and try again."
+
+
+class Pool(BaseModel):
+    """A data set to be divided among the sites; beside what is said here, the options of its kind."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    kind: str
+    part: Partition | None = Field(default=None, description="how it is divided; `count` is the number of sites")
+    held_out: float | None = Field(default=None, gt=0, lt=1, description="share of each part that nothing trains on")
+
+    @model_validator(mode="after")
+    def _has_no_seed(self) -> Self:
+        check_no_seed(self.model_extra or {})
+        return self
+
+    @cached_property
+    def makers(self) -> list[Callable[[], Dataset]]:
+        """What makes each site's part. Loads the whole, which stays in memory."""
+        whole = load(self.kind, self.model_extra or {})
+        return makers(whole, self.part) if self.part else [lambda: whole]
+
+    def site(self, index: int, key: bytes) -> Dataset:
+        """The examples of one site; `key` decides which are held out. Raises DataError."""
+        part = self.makers[index]()
+        return part if self.held_out is None else hold_out(part, self.held_out, key)
+
+
+class Table(Conditions):
+    """The file's `[simulation]`."""
+
+    sites: Annotated[int, Field(ge=1, le=MAX_SITES)] | tuple[Label, ...] | dict[Label, DataSource] = Field(
+        description="how many, or their names, among which `data` are divided; or a data set for each by name"
+    )
+    data: Pool | None = None
+    test: DataSource | None = Field(default=None, description="central data, to measure every version on")
+    resources: dict[Label, Resources] = Field(default={}, description="what a site's worker may spend on a task")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _counts_sites(cls, given: Any) -> Any:
+        """Puts the number of sites into `data.part`, where it need not be said again."""
+        if not (isinstance(given, dict) and isinstance(data := given.get("data"), dict)):
+            return given
+        sites, division = given.get("sites"), data.get("part")
+        if not isinstance(division, dict) or "count" in division:
+            return given
+        count = len(sites) if isinstance(sites, list | dict) else sites
+        return {**given, "data": {**data, "part": {**division, "count": count}}}
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if isinstance(self.sites, dict):
+            if self.data:
+                raise ValueError("sites have data of their own: leave out data, or give only the sites' names")
+        elif self.data is None:
+            raise ValueError("data: say what is divided among the sites, or give each site a table of its own")
+        elif self.data.part is None and len(self.names) > 1:
+            raise ValueError("data.part: say how the data are divided, as in part = { scheme = 'iid' }")
+        elif self.data.part and self.data.part.count != len(self.names):
+            raise ValueError(f"data.part.count: there are {len(self.names)} sites; leave it out")
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        if isinstance(self.sites, int):
+            width = len(str(self.sites))
+            return [f"site-{number:0{width}}" for number in range(1, self.sites + 1)]
+        return list(self.sites)
+
+    def population(self, seed: int) -> dict[str, Site]:
+        """Every site, its data not loaded yet; `seed` decides which examples are held out."""
+        key = key_of_seed(seed)
+        return {name: Site(make, self._resources(name)) for name, make in self._makers(key).items()}
+
+    def _resources(self, site: str) -> dict[str, float]:
+        return {str(kind): value for kind, value in self.resources.get(site, {}).items()}
+
+    def _makers(self, key: bytes) -> dict[str, Callable[[], Dataset]]:
+        if isinstance(self.sites, dict):
+            return {
+                name: partial(_loaded, f"simulation.sites.{name}", partial(own.load, key))
+                for name, own in self.sites.items()
+            }
+        pool = self.data
+        return {
+            name: partial(_loaded, "simulation.data", partial(pool.site, place, key))
+            for place, name in enumerate(self.names)
+            if pool
+        }
+
+    def central(self) -> Dataset | None:
+        return _loaded("simulation.test", self.test.load) if self.test else None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a file asks for."""
+
+    spec: Mapping[str, Any]
+    model: Path | None
+    table: Table
+
+
+def read_file(file: Path, settings: Iterable[str] = ()) -> Wanted:
+    """The file changed by `KEY=VALUE` settings. Raises Invalid naming every wrong one."""
+    given = {"name": "simulation", "dataset": "data", **read_toml(file, settings)}
+    table, model = given.pop("simulation", None), given.pop("model", None)
+    check_spec(file, given)
+    if not isinstance(model, str | None):
+        raise Invalid(f"{file}: the model is {model!r}, not a folder's name", remedy=REMEDY)
+    if table is None:
+        raise Invalid(f"{file} has no [simulation] table", remedy="Add one: it says which sites there are.")
+    try:
+        return Wanted(given, None if model is None else Path(model), Table.model_validate(table))
+    except ValidationError as fault:
+        errors = faults_of(fault, "/simulation")
+        raise Invalid(f"{file} does not make a federation", errors=errors, remedy=REMEDY) from None
+
+
+def _loaded(where: str, make: Callable[[], Dataset]) -> Dataset:
+    try:
+        return make()
+    except DataError as fault:
+        raise Invalid(f"{where}.{fault}", remedy=REMEDY) from fault

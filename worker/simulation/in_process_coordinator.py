@@ -1,0 +1,198 @@
+"""A coordinator in the worker's own process: it stands where `Client` stands, and nothing goes over a socket.
+
+What crosses it is what crosses the wire: the same documents, as JSON and back, and the same update files, which are
+checked as the coordinator checks them before they count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from tessera.shared.api.runs import Measurement, Round, RunSpec
+from tessera.shared.api.tasks import Evaluated, Receipt, Submission, Task, TaskView
+from tessera.shared.api.versions import Difference, VersionRef
+from tessera.shared.client.client import Progress
+from tessera.shared.hashing import Sink
+from tessera.shared.methods.base import Plan
+from tessera.shared.model.spec import Model
+from tessera.shared.problems import NotFound, Problem
+from tessera.shared.rounds.planning import check_report, dataset_of, evaluation_seed, task_of, training_seed
+from tessera.shared.rounds.validation import Inspector
+from tessera.shared.rounds.versions import States
+from tessera.shared.schema import TaskKind, TaskState
+from tessera.worker.simulation.blob_folder import PIECE_BYTES, Folder
+from tessera.worker.simulation.checkpoint import Records, Reported
+
+RUN = "simulation"
+"""The id of the one run that a simulation has."""
+
+TOKEN = 1
+LEASE_SECONDS = 3600.0
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker is asked to do."""
+
+    id: str
+    worker: str
+    kind: TaskKind
+    number: int
+    """The round, or the version that is measured."""
+    plan: Plan
+    version: VersionRef
+    held_out: bool = False
+
+
+class LocalCoordinator:
+    """Implements `worker.task.runner.Coordinator` for the orders that it gave out."""
+
+    def __init__(self, spec: RunSpec, model: Model, folder: Folder, states: States, records: Records) -> None:
+        self._spec = spec
+        self._model = model
+        self._folder = folder
+        self._states = states
+        self._inspector = Inspector(folder, states)
+        self._records = records
+        self._orders: dict[str, Order] = {}
+        self._measured: dict[str, Measurement] = {}
+        self._over: dict[str, TaskView] = {}
+        """The accepted tasks of rounds that are over."""
+        self._receipts: dict[str, Receipt] = {}
+        """The last of them, by worker."""
+
+    def end(self, made: Round) -> None:
+        """Notes what became of the accepted updates of an attempt that is over."""
+        for view in made.tasks:
+            if view.is_accepted:
+                self._over[view.id] = view
+                about = view.model_dump(include={"token", "state", "unmerged"})
+                self._receipts[view.worker] = Receipt.model_validate({"task": view.id, **about})
+
+    def give(self, order: Order) -> Task:
+        """The order as its worker gets it."""
+        self._orders[order.id] = order
+        trains = order.kind == "train"
+        return _sent(
+            task_of(
+                self._spec,
+                order.plan,
+                order.version,
+                task_id=order.id,
+                token=TOKEN,
+                kind=order.kind,
+                held_out=order.held_out,
+                run=RUN,
+                number=order.number,
+                seed=training_seed(self._spec, order.number, order.worker)
+                if trains
+                else evaluation_seed(self._spec, order.number),
+                lease_seconds=LEASE_SECONDS,
+                receipt=self._receipts.get(order.worker),
+            )
+        )
+
+    def view(self, order: Order, state: TaskState, problem: Problem | None = None) -> TaskView:
+        """How an order ended, or would have."""
+        return TaskView(
+            id=order.id,
+            run=RUN,
+            round=order.number,
+            worker=order.worker,
+            kind=order.kind,
+            state=state,
+            token=TOKEN,
+            leases=1,
+            problem=problem.document() if problem else None,
+        )
+
+    def answered(self, order: Order) -> TaskView | None:
+        """The order's accepted update, if there is one."""
+        found = self._records.accepted(order.id)
+        return found.view if found else None
+
+    def measurement(self, order: Order) -> Measurement:
+        """What an order to evaluate came to."""
+        return self._measured.pop(order.id)
+
+    # ------------------------------------------------------------ what workers ask
+
+    @property
+    def fast_line(self) -> bool:
+        """Not: what is counted is what a run would send over a line that is worth saving."""
+        return False
+
+    def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None:
+        for digest in digests:
+            self.copy_blob(digest, file, progress)
+
+    def copy_blob(self, digest: str, file: Sink, progress: Progress | None = None) -> None:
+        with self._folder.open(digest) as blob:
+            while piece := blob.read(PIECE_BYTES):
+                file.write(piece)
+        if progress:
+            progress(file.tell())
+
+    def difference(self, run_id: str, number: int, since: int) -> Difference | None:
+        """None: what a simulation counts as fetched is blocks as they are."""
+        return None
+
+    def put_file(self, path: Path, progress: Progress | None = None, digest: str | None = None) -> str:
+        with path.open("rb") as file, self._folder.writer() as writer:
+            while piece := file.read(PIECE_BYTES):
+                writer.write(piece)
+            stored = writer.finish()
+        if progress:
+            progress(stored.size)
+        return stored.digest
+
+    def submit(self, task_id: str, submission: Submission) -> TaskView:
+        """Raises InvalidUpdate for one that may not be merged."""
+        order, report = self._orders[task_id], _sent(submission)
+        check_report(self._spec, self._model, order.plan, report.examples, report.numbers)
+        manifest = self._states.manifest(order.version.digest)
+        measured = self._inspector.check(report.update, self._model, manifest, order.plan, self._spec.max_update_norm)
+        told = {
+            "examples": report.examples,
+            "numbers": {**report.numbers, **measured},
+            "upload_bytes": self._folder.size(report.update),
+            "download_bytes": report.download_bytes,
+        }
+        view = self.view(order, "accepted").model_copy(update=told)
+        self._records.accept(Reported(view=view, update=report.update, plan=order.plan))
+        return view
+
+    def submit_evaluation(self, task_id: str, evaluated: Evaluated) -> TaskView:
+        order, report = self._orders[task_id], _sent(evaluated)
+        self._measured[task_id] = Measurement(
+            version=order.version.number,
+            dataset=dataset_of(self._spec, order.kind, held_out=order.held_out),
+            worker=order.worker,
+            held_out=order.held_out,
+            examples=report.examples,
+            numbers=report.numbers,
+        )
+        return self.view(order, "accepted")
+
+    def task(self, task_id: str) -> TaskView:
+        """What became of a task, for vaults that have something pending. Raises NotFound."""
+        if over := self._over.get(task_id):
+            return over
+        if found := self._records.accepted(task_id):
+            return found.view
+        problem = NotFound(f"no update of task {task_id} was accepted")
+        # Said by who knows: what is staged for that task is to go.
+        problem.from_document = True
+        raise problem
+
+
+def _sent(message: M) -> M:
+    """The message as it arrives."""
+    return type(message).model_validate_json(message.model_dump_json(exclude_defaults=True))

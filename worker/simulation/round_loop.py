@@ -1,0 +1,317 @@
+"""The rounds of one run, one after the other, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tessera.shared.api.runs import Bounds, Measurement, Round, RunSpec
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.api.versions import Manifest, Version, VersionRef
+from tessera.shared.client.round_outcomes import Outcome, outcomes
+from tessera.shared.methods.base import CoordinatorHalf, Plan, State
+from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.metrics.site_spread import scores_by_version, spreads
+from tessera.shared.model.spec import Model
+from tessera.shared.rounds.aggregate import Aggregation, Merged, norm_scores, outlying, stretched_norm
+from tessera.shared.rounds.outliers import median_norm
+from tessera.shared.rounds.planning import begun, bounds_of, plan_round, run_facts, warnings_of
+from tessera.shared.rounds.versions import States
+from tessera.shared.seeds import dice
+from tessera.worker.simulation.blob_folder import Folder
+from tessera.worker.simulation.checkpoint import Committed, Records
+from tessera.worker.simulation.conditions import Conditions
+from tessera.worker.simulation.in_process_coordinator import RUN, LocalCoordinator, Order
+from tessera.worker.simulation.result import Result
+from tessera.worker.simulation.virtual_sites import Population, worker_of
+from tessera.worker.simulation.virtual_workers import EVALUATOR, Workers
+
+Watch = Callable[[Outcome], None]
+"""Told of every attempt at a round once it is over and what it made is measured."""
+
+
+class Stalled(RuntimeError):
+    """A run cannot go on under its own rules. Says why."""
+
+
+@dataclass
+class Simulation:
+    """A run and its sites. What it has come to is in `records` and `blobs`; it goes on from there."""
+
+    spec: RunSpec
+    model: Model
+    population: Population
+    conditions: Conditions
+    states: States
+    blobs: Folder
+    records: Records
+    aggregation: Aggregation
+    coordinator: LocalCoordinator
+    workers: Workers
+    versions: list[Committed] = field(default_factory=list)
+
+    def run(self, until: int | None, watch: Watch) -> bool:
+        """Goes on to this version, or to the last; whether the run is over then.
+
+        Raises Stalled, Invalid, and what a method's code raises.
+        """
+        self.versions = self.records.committed() or [self._first()]
+        for entry in self.versions:
+            for made in entry.attempts:
+                self.coordinator.end(made)
+        self.workers.settle()
+        over = self._go_on(until, watch)
+        # No later task of this call says what became of the last updates.
+        self.workers.settle()
+        return over
+
+    def _go_on(self, until: int | None, watch: Watch) -> bool:
+        self.blobs.keep_only(self._needed())
+        self._measure()
+        last = self.spec.rounds if until is None else min(until, self.spec.rounds)
+        while self.latest.number < last:
+            attempts = self._attempts(watch)
+            if not attempts:
+                return True
+            made = self._merge(attempts)
+            found, versions = self._measure(), [entry.version for entry in self.versions[-2:]]
+            watch(outcomes([made], scores_by_version(found), spreads(found), versions)[0])
+        return self.latest.number >= self.spec.rounds
+
+    def result(self, folder: Path, *, over: bool) -> Result:
+        """What it has come to."""
+        measured = (self.records.measured(entry.version.number) or () for entry in self.versions)
+        measurements = tuple(measurement for found in measured for measurement in found)
+        bounds = self.bounds if self.latest.number else None
+        return Result(self.spec, bounds, self.model, tuple(self.versions), measurements, over, self.states, folder)
+
+    @property
+    def latest(self) -> Version:
+        return self.versions[-1].version
+
+    # ------------------------------------------------------------ versions
+
+    def _first(self) -> Committed:
+        given = self.states.load(self.model, self.states.manifest(self.spec.version), 0)
+        state = begun(self.spec, self.model, given)
+        digest = self.spec.version if state == given else self.states.store(state, self.spec.version)[1][-1].digest
+        return self._commit(digest, state, ())
+
+    def _merge(self, attempts: Sequence[Round]) -> Round:
+        """Commits what the last attempt came to, and returns it with the scores of its updates."""
+        reports = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
+        accepted = [reported.accepted(self.population.site_of(reported.view.worker)) for reported in reports]
+        bounds = self.bounds
+        manifest, new, merged = self.aggregation.merge(self.spec, bounds, _ref(self.latest), accepted)
+        state = self.states.load(self.model, manifest, self.latest.number + 1)
+        scores = self.aggregation.scores(self.spec, bounds, _ref(self.latest), accepted)
+        found = [norm_scores(self._half, bounds, accepted), scores]
+        made = _ended(_scored(attempts[-1], found), merged)
+        aside = outlying(self._half, bounds, accepted)
+        self.versions.append(self._commit(new[-1].digest, state, [*attempts[:-1], made], aside))
+        self.coordinator.end(made)
+        updates = self.records.accepted_updates()
+        self.records.forget_accepted()
+        self.blobs.remove(updates)
+        keep = self.conditions.keep_versions
+        if keep != "all" and len(self.versions) > keep:
+            self.blobs.remove(self._digests(self.versions[-1 - keep].version) - self._needed())
+        return made
+
+    def _commit(
+        self, digest: str, state: State, attempts: Sequence[Round], left_out: Sequence[str] = ()
+    ) -> Committed:
+        version = Version(
+            number=state.round,
+            digest=digest,
+            created_at=datetime.now(UTC),
+            numbers=dict(state.numbers),
+            warnings=warnings_of(self.spec, self.model, state, self.bounds if left_out else None, left_out),
+        )
+        entry = Committed(version=version, attempts=tuple(attempts))
+        self.records.commit(entry)
+        return entry
+
+    def _needed(self) -> set[str]:
+        """The blobs of what may still be asked for."""
+        keep = self.conditions.keep_versions
+        kept = self.versions if keep == "all" else self.versions[-keep:]
+        digests = set[str]().union(*(self._digests(entry.version) for entry in kept))
+        return {self.spec.model} | self.records.accepted_updates() | digests
+
+    def _digests(self, version: Version) -> set[str]:
+        """A version's blobs; none of one that was dropped when fewer were kept."""
+        if not self.blobs.has_blob(version.digest):
+            return set()
+        return {version.digest, *self.states.manifest(version.digest).digests}
+
+    # ------------------------------------------------------------ rounds
+
+    def _attempts(self, watch: Watch) -> list[Round]:
+        """Attempts at the next round until one has its quorum. Empty if the method plans nothing more."""
+        made: list[Round] = []
+        for attempt in range(1, self.spec.cohort.tries + 1):
+            opened_at, orders = datetime.now(UTC), self._orders(attempt)
+            if not orders:
+                return []
+            views = self._answers(orders, attempt)
+            made.append(self._closed(orders, attempt, opened_at, views))
+            if made[-1].state == "committed":
+                return made
+            made[-1] = _ended(made[-1], {})
+            self.coordinator.end(made[-1])
+            watch(Outcome(made[-1]))
+        raise Stalled(f"round {made[-1].number} was abandoned {len(made)} times. {_told(made[-1])}")
+
+    def _orders(self, attempt: int) -> list[Order]:
+        number = self.latest.number + 1
+        there = self._there(number)
+        quorum = self.spec.cohort.quorum
+        if len(there) < quorum:
+            raise Stalled(f"round {number} cannot open: {len(there)} sites are there, and the quorum is {quorum}")
+        state = self.states.load(self.model, self._manifest, self.latest.number)
+        plans = plan_round(self.spec, self.model, state, [self.population.participant(site) for site in there])
+        return [self._order(number, attempt, worker, plan) for worker, plan in plans.items()]
+
+    def _there(self, number: int) -> list[str]:
+        return [site for site in self.population.holdings if self._may_be_asked(site, number)]
+
+    @property
+    def bounds(self) -> Bounds:
+        """The bounds of the next round, as a coordinator has them."""
+        rounds = (entry.attempts[-1] for entry in self.versions if entry.attempts)
+        largest = max((median_norm(self._norms_in(made)) for made in rounds), default=0.0)
+        return self._fixed_bounds.model_copy(update={"median_norm": largest})
+
+    def _norms_in(self, made: Round) -> dict[str, float]:
+        """The norm of each update of a committed round, as they are compared: a site has one worker here."""
+        return {
+            task.worker: norm
+            for task in made.tasks
+            if task.state in ("merged", "left_out") and (norm := stretched_norm(self._half, task.numbers)) is not None
+        }
+
+    @cached_property
+    def _half(self) -> CoordinatorHalf[Any]:
+        return coordinator_half(self.spec.method, run_facts(self.spec, self.model))
+
+    @cached_property
+    def _fixed_bounds(self) -> Bounds:
+        """As a coordinator fixes them when the first round opens: it follows from the settings who is there then."""
+        return bounds_of(self.spec, map(self.population.participant, self._there(1)))
+
+    def _may_be_asked(self, site: str, number: int) -> bool:
+        allowed = self.spec.cohort.sites
+        return (allowed is None or site in allowed) and self.conditions.is_there(site, number)
+
+    def _order(self, number: int, attempt: int, worker: str, plan: Plan) -> Order:
+        task = f"{number}-{attempt}-{self.population.place(self.population.site_of(worker))}"
+        return Order(task, worker, "train", number, plan, _ref(self.latest))
+
+    def _answers(self, orders: Sequence[Order], attempt: int) -> list[TaskView]:
+        """How each order ended, in the order in which they were given."""
+        cohort, views = self.spec.cohort, dict[str, TaskView]()
+        for order in self._arrivals(orders, attempt):
+            accepted = sum(view.state == "accepted" for view in views.values())
+            if cohort.enough and accepted >= max(cohort.enough, cohort.quorum):
+                views[order.id] = self.coordinator.view(order, "cancelled")
+            elif self.conditions.falls_silent(self.spec.seed, order.number, attempt, order.worker):
+                views[order.id] = self.coordinator.view(order, "lapsed")
+            else:
+                views[order.id] = self.workers.train(order, self._manifest)
+        return [views[order.id] for order in orders]
+
+    def _arrivals(self, orders: Sequence[Order], attempt: int) -> list[Order]:
+        """The orders as they come in. Where the first are enough, the dice say who is first."""
+        if self.spec.cohort.enough is None:
+            return list(orders)
+        rng = Random(dice(self.spec.seed, "arrival", orders[0].number, attempt))  # noqa: S311 (no secret: reproducible)
+        return rng.sample(orders, len(orders))
+
+    def _closed(self, orders: Sequence[Order], attempt: int, opened_at: datetime, views: Sequence[TaskView]) -> Round:
+        number, quorum = orders[0].number, self.spec.cohort.quorum
+        accepted = sum(view.state == "accepted" for view in views)
+        came = accepted >= quorum
+        return Round(
+            run=RUN,
+            number=number,
+            attempt=attempt,
+            state="committed" if came else "abandoned",
+            stage=orders[0].plan.stage,
+            opened_at=opened_at,
+            deadline_at=opened_at + timedelta(seconds=self.spec.cohort.deadline_seconds),
+            closed_at=datetime.now(UTC),
+            reason="all tasks ended" if came else f"{accepted} of {len(views)} updates came; the quorum is {quorum}",
+            version=number if came else None,
+            tasks=tuple(views),
+        )
+
+    # ------------------------------------------------------------ evaluation
+
+    @property
+    def _manifest(self) -> Manifest:
+        return self.states.manifest(self.latest.digest)
+
+    def _measure(self) -> tuple[Measurement, ...]:
+        """What the latest version is measured at, if it is to be: now, unless that was done before."""
+        evaluation, number = self.spec.evaluation, self.latest.number
+        if evaluation is None or not evaluation.due(number, self.spec.rounds):
+            return ()
+        if (before := self.records.measured(number)) is not None:
+            return before
+        sites = [site for site in self.population.holdings if self._measures(site)] if evaluation.sites else []
+        orders = [self._evaluation(site, held_out=True) for site in sites]
+        if evaluation.dataset:
+            orders.append(self._evaluation(EVALUATOR, held_out=False))
+        found = tuple(filter(None, (self.workers.evaluate(order, self._manifest) for order in orders)))
+        self.records.measure(number, found)
+        return found
+
+    def _measures(self, site: str) -> bool:
+        return self.population.holdings[site].held_out > 0 and self._may_be_asked(site, self.latest.number)
+
+    def _evaluation(self, site: str, *, held_out: bool) -> Order:
+        number, plan = self.latest.number, Plan(stage="evaluate")
+        task = f"evaluate-{number}-{self.population.place(site) if held_out else 'central'}"
+        return Order(task, worker_of(site), "evaluate", number, plan, _ref(self.latest), held_out)
+
+
+def _ref(version: Version) -> VersionRef:
+    return VersionRef(number=version.number, digest=version.digest)
+
+
+def _scored(made: Round, found: Sequence[Mapping[str, Mapping[str, float]]]) -> Round:
+    """The round with what was found of each worker's update among its numbers."""
+    tasks = tuple(
+        task.model_copy(
+            update={
+                "numbers": {**task.numbers, **{k: v for one in found for k, v in one.get(task.worker, {}).items()}}
+            }
+        )
+        for task in made.tasks
+    )
+    return made.model_copy(update={"tasks": tasks})
+
+
+def _ended(made: Round, merged: Merged) -> Round:
+    """The round with what became of each accepted update."""
+
+    def ended(task: TaskView) -> TaskView:
+        if task.state != "accepted":
+            return task
+        unmerged = merged.get(task.worker)
+        fate = {"state": "left_out"} if unmerged is None else {"state": "merged", "unmerged": unmerged}
+        return task.model_copy(update=fate)
+
+    return made.model_copy(update={"tasks": tuple(map(ended, made.tasks))})
+
+
+def _told(made: Round) -> str:
+    """Why a round was abandoned, with what its workers said."""
+    said = [f"{task.worker}: {task.problem.detail}" for task in made.tasks if task.problem]
+    return "; ".join([made.reason or "", *said])

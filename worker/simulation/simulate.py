@@ -1,0 +1,187 @@
+"""`simulate`: from a spec, a model and data sets to a result."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import ValidationError
+from transformers import PreTrainedModel
+
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.cli.upload import Start, Uploaded, upload_model
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import Head, Model
+from tessera.shared.problems import Fault, Invalid, faults_of
+from tessera.shared.rounds.aggregate import Aggregation
+from tessera.shared.rounds.planning import check_method
+from tessera.shared.rounds.validation import Inspector
+from tessera.shared.rounds.versions import States
+from tessera.shared.tensors.lazy import Array, as_bytes
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.data.registry import Dataset
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import read_block
+from tessera.worker.settings import device_of, mappings_of
+from tessera.worker.simulation.blob_folder import Folder
+from tessera.worker.simulation.checkpoint import Records
+from tessera.worker.simulation.conditions import Conditions
+from tessera.worker.simulation.in_process_coordinator import LocalCoordinator
+from tessera.worker.simulation.result import Result
+from tessera.worker.simulation.round_loop import Simulation, Watch
+from tessera.worker.simulation.virtual_sites import Population, Site
+from tessera.worker.simulation.virtual_workers import Workers
+from tessera.worker.state.atomic_files import alone
+
+TEST = "test"
+"""What the central data set is called where a spec does not say."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model in memory to start from. Implements `shared.cli.upload.Start`."""
+
+    model: Model
+    values: Mapping[str, Array]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, config: Mapping[str, Any], head: Head) -> Self:
+        """A transformers model as it is, and the config that builds it."""
+        blocks, tensors = block_table(model), named_tensors(model)
+        values = {block.name: read_block(tensors, block) for block in blocks}
+        return cls(Model(config=dict(config), head=head, blocks=blocks), values)
+
+    def blocks(self) -> Iterator[tuple[Block, memoryview]]:
+        for block in self.model.blocks:
+            yield block, as_bytes(self.values[block.name])
+
+
+def simulate(
+    spec: Mapping[str, Any],
+    model: Start | Path,
+    sites: Mapping[str, Dataset | Site],
+    *,
+    test: Dataset | None = None,
+    conditions: Conditions | None = None,
+    out: Path | None = None,
+    until: int | None = None,
+    watch: Watch = lambda _: None,
+) -> Result:
+    """Runs a federation in this process, with results that are bit for bit those of the same run over HTTP.
+
+    `spec` is a run's as `tessera run create` takes it: `method` and `rounds` at least. Sites train, by name, and the
+    central `test` set measures every version unless `spec.evaluation` says otherwise. What it comes to lies under
+    `out`, from which a simulation that was stopped goes on when it is called again; without `out` it is gone with the
+    result. `until` stops at that version.
+
+    Raises Invalid for a spec that makes no run or an `out` that holds another one, Stalled when a round cannot reach
+    its quorum, and whatever a method's own code raises.
+    """
+    start = ModelFolder.open(model) if isinstance(model, Path) else model
+    federation = _Federation(spec, start, sites, test, conditions or Conditions())
+    if out is not None:
+        return federation.run(out, until, watch)
+    folder = Path(tempfile.mkdtemp(prefix="tessera-simulation-"))
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        result = federation.run(folder, until, watch)
+        weakref.finalize(result, undo.pop_all().close)
+        return result
+
+
+@dataclass(frozen=True)
+class _Federation:
+    """What is simulated, wherever it is put."""
+
+    given: Mapping[str, Any]
+    start: Start
+    sites: Mapping[str, Dataset | Site]
+    test: Dataset | None
+    conditions: Conditions
+
+    def run(self, folder: Path, until: int | None, watch: Watch) -> Result:
+        with _to_itself(folder), _threads(self.conditions.threads):
+            simulation = self._begun(folder)
+            over = simulation.run(until, watch)
+            return simulation.result(folder, over=over)
+
+    def _begun(self, folder: Path) -> Simulation:
+        blobs, records, model = Folder(folder / "blobs"), Records(folder), self.start.model
+        uploaded = upload_model(blobs, self.start)
+        spec = _spec(self.given, uploaded, self.test)
+        device, mappings = device_of(self.conditions.device), mappings_of(self.conditions.mappings)
+        population = Population(self.sites, self.conditions.loaded)
+        records.claim(self._identity(spec, population))
+        states = States(blobs)
+        coordinator = LocalCoordinator(spec, model, blobs, states, records)
+        return Simulation(
+            spec=spec,
+            model=model,
+            population=population,
+            conditions=self.conditions,
+            states=states,
+            blobs=blobs,
+            records=records,
+            aggregation=Aggregation(states, Inspector(blobs, states)),
+            coordinator=coordinator,
+            workers=Workers(
+                population, self.test, coordinator, blobs, folder, device, self.conditions.policy, mappings
+            ),
+        )
+
+    def _identity(self, spec: RunSpec, population: Population) -> dict[str, Any]:
+        """All that decides what comes out, as far as it can be told without reading the data."""
+        sites = {name: [holding.examples, holding.held_out] for name, holding in population.holdings.items()}
+        test = self.test.examples if self.test else None
+        said = self.conditions.model_dump(mode="json", include={"dropout", "away", "policy"})
+        return {"spec": spec.model_dump(mode="json"), "sites": sites, "test": test, **said}
+
+
+def _spec(given: Mapping[str, Any], uploaded: Uploaded, test: Dataset | None) -> RunSpec:
+    plain = {
+        "name": "simulation",
+        "dataset": "data",
+        **given,
+        "model": uploaded.model,
+        "version": uploaded.version,
+    }
+    if test is not None:
+        plain["evaluation"] = {"dataset": TEST, **(plain.get("evaluation") or {})}
+    try:
+        spec = RunSpec.model_validate(plain)
+    except ValidationError as fault:
+        raise Invalid("the spec does not make a run", errors=faults_of(fault), remedy="Mend what is named.") from None
+    check_method(spec.method)
+    if spec.evaluation and spec.evaluation.dataset and test is None:
+        missing = Fault(pointer="/evaluation/dataset", detail=f"{spec.evaluation.dataset} is not given")
+        raise Invalid("the run is to be measured on data that are not there", errors=[missing], remedy="Give them.")
+    return spec
+
+
+@contextmanager
+def _to_itself(folder: Path) -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(alone(folder))
+        except BlockingIOError as fault:
+            raise Invalid(f"another process is simulating in {folder}", remedy="Wait, or choose another.") from fault
+        except OSError as fault:
+            raise Invalid(f"{folder} cannot be used: {fault.strerror}", remedy="Choose another folder.") from fault
+        yield
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,121 @@
+"""The virtual sites: their data, brought into memory when they take part, and what each keeps on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from tessera.shared.client.client import Progress
+from tessera.shared.methods.base import Participant
+from tessera.shared.problems import Invalid
+from tessera.worker.data.registry import Dataset
+from tessera.worker.simulation.blob_folder import Folder
+from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.state.blob_cache import BlobTooLarge, Row, Source
+
+WORKER = "worker"
+"""What the one worker of each virtual site is called."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A virtual site's data, or how to load them, and what its worker declares that a task may spend."""
+
+    data: Dataset | Callable[[], Dataset]
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+    def load(self) -> Dataset:
+        return self.data if isinstance(self.data, Dataset) else self.data()
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What is known of a site's data while they are not in memory."""
+
+    examples: int
+    held_out: int
+
+
+class Population:
+    """All sites, in the order of their names. At most `loaded` data sets that have to be loaded are held at once."""
+
+    def __init__(self, sites: Mapping[str, Dataset | Site], loaded: int) -> None:
+        if not sites:
+            raise Invalid("a federation needs a site", remedy="Give one at least.")
+        self._sites = {name: site if isinstance(site, Site) else Site(site) for name, site in sorted(sites.items())}
+        self._places = {name: place for place, name in enumerate(self._sites)}
+        self._of_workers = {worker_of(name): name for name in self._sites}
+        self.dataset = lru_cache(maxsize=loaded)(self._load)
+        self.holdings = {name: self._holding(name) for name in self._sites}
+
+    def place(self, site: str) -> int:
+        """Which of the sites this is, in the order of their names."""
+        return self._places[site]
+
+    def site_of(self, worker: str) -> str:
+        return self._of_workers[worker]
+
+    def participant(self, site: str) -> Participant:
+        return Participant(worker_of(site), self.holdings[site].examples, self._sites[site].resources, site)
+
+    def _load(self, site: str) -> Dataset:
+        return self._sites[site].load()
+
+    def _holding(self, site: str) -> Holding:
+        dataset = self.dataset(site)
+        return Holding(dataset.examples, dataset.held_out.examples if dataset.held_out else 0)
+
+
+def worker_of(site: str) -> str:
+    return f"{site}/{WORKER}"
+
+
+class Lent:
+    """The cache of a worker that shares its coordinator's disk: what it fetches it reads where it lies.
+
+    A blob counts as moved when the worker did not hold it after its last task, as if it had a cache of its own, with
+    room for one version. Implements `worker.task.runner.Shelf`.
+    """
+
+    def __init__(self, folder: Folder, note: Path) -> None:
+        self._folder = folder
+        self._note = note
+        self._held = set(json.loads(note.read_text())) if note.exists() else set[str]()
+        self._fetched: set[str] = set()
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._held
+
+    def path(self, digest: str) -> Path:
+        return self._folder.path(digest)
+
+    def put(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> bool:
+        """It reads where blobs lie, and makes none."""
+        raise NotImplementedError
+
+    def fetch_all(self, wanted: Mapping[str, int], source: Row, progress: Progress | None = None) -> None:
+        """Nothing: each is found where it lies."""
+
+    @contextmanager
+    def pinning(self) -> Iterator[None]:
+        yield
+
+    def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path:
+        path = self._folder.path(digest)
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise BlobTooLarge(f"{digest} has more than the {max_bytes} bytes that it may have")
+        if progress and digest not in self._held and digest not in self._fetched:
+            progress(size)
+        self._fetched.add(digest)
+        return path
+
+    def keep(self, version: set[str]) -> None:
+        """Ends a task: of what was held before, what is of the present version stays."""
+        self._held = self._fetched | (self._held & version)
+        with written_whole(self._note, durable=False) as file:
+            file.write(json.dumps(sorted(self._held)).encode())

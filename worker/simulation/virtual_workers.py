@@ -1,0 +1,109 @@
+"""The virtual workers: each does its tasks on a workbench of its own, one after the other, with one model for all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tessera.shared.api.runs import Measurement
+from tessera.shared.api.tasks import Task, TaskView
+from tessera.shared.api.versions import Manifest
+from tessera.shared.problems import InvalidUpdate, Problem, WorkerFailed
+from tessera.worker.agent import TELLABLE, told
+from tessera.worker.data.registry import Dataset
+from tessera.worker.governance.policy import Policy
+from tessera.worker.model.layouts import MappingFile
+from tessera.worker.simulation.blob_folder import Folder
+from tessera.worker.simulation.in_process_coordinator import LocalCoordinator, Order
+from tessera.worker.simulation.virtual_sites import Lent, Population
+from tessera.worker.state.atomic_files import sweep
+from tessera.worker.state.vault import Vault
+from tessera.worker.task.runner import Models, TaskFailure, Workbench
+from tessera.worker.training.progress import Report
+
+EVALUATOR = "evaluator"
+"""The site that holds the central data set, and trains nothing."""
+
+OF_THE_RUN: tuple[type[Exception], ...] = (TaskFailure, Problem, *TELLABLE)
+"""Failures that a run lives with. Any other is a fault in somebody's code, and is to be seen."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    population: Population
+    test: Dataset | None
+    coordinator: LocalCoordinator
+    blobs: Folder
+    folder: Path
+    device: torch.device
+    policy: Policy
+    mappings: Mapping[str, MappingFile]
+    models: Models = field(default_factory=Models)
+
+    def settle(self) -> None:
+        """Commits or discards what the vaults have pending of rounds that are over."""
+        for site in self.population.holdings:
+            if (home := self._home(site)).exists():
+                sweep(home)
+                Vault(home / "vault", durable=False).settle(self.coordinator.task)
+
+    def train(self, order: Order, manifest: Manifest) -> TaskView:
+        """How the task ended: before the process was last killed, or now."""
+        if before := self.coordinator.answered(order):
+            return before
+        try:
+            self._do(order, self.population.dataset(self.population.site_of(order.worker)), manifest)
+        except InvalidUpdate as problem:
+            return self.coordinator.view(order, "rejected", problem)
+        except OF_THE_RUN as fault:
+            return self.coordinator.view(order, "failed", WorkerFailed.of(*told(fault)))
+        return self.coordinator.task(order.id)
+
+    def evaluate(self, order: Order, manifest: Manifest) -> Measurement | None:
+        """What was measured; None if the version cannot be measured there."""
+        try:
+            if order.held_out:
+                self._do(order, self.population.dataset(self.population.site_of(order.worker)), manifest)
+            elif self.test:
+                self._do(order, self.test, manifest)
+        except OF_THE_RUN:
+            return None
+        return self.coordinator.measurement(order)
+
+    def _do(self, order: Order, dataset: Dataset, manifest: Manifest) -> None:
+        central = order.kind == "evaluate" and not order.held_out
+        site = None if central else self.population.site_of(order.worker)
+        home = self._home(site) if site else self.folder / "evaluator"
+        lent = Lent(self.blobs, home / "held.json")
+        task = self.coordinator.give(order)
+        bench = Workbench(
+            coordinator=self.coordinator,
+            datasets={task.dataset: dataset},
+            for_evaluation=frozenset({task.dataset} if central else ()),
+            device=self.device,
+            vault=Vault(home / "vault", durable=False),
+            shelf=lent,
+            scratch=home,
+            policy=self.policy,
+            mappings=self.mappings,
+            models=self.models,
+            resources=self.population.participant(site).resources if site else {},
+            noise_key=noise_key_of,
+        )
+        bench.do(task, lambda: None, Report())
+        lent.keep(manifest.digests)
+
+    def _home(self, site: str) -> Path:
+        return self.folder / "sites" / site
+
+
+def noise_key_of(task: Task) -> bytes:
+    """Return a key for a private task's noise that follows from the run's seed, so that a simulation can be repeated.
+
+    The seed is in the run's settings: such noise protects nobody.
+    """
+    return hashlib.sha256(f"{task.seed}/{task.id}".encode()).digest()

@@ -1,0 +1,123 @@
+"""What a worker did, was asked to decide, and let leave: a chained file that only it writes (`worker.state.hash_chain`).
+
+The coordinator keeps a chain of its own. This one is the site's, and is what the site compares that with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import JsonValue
+
+from tessera.shared.api.tasks import Task
+from tessera.shared.schema import canonical
+from tessera.shared.tensors.lazy import digest_of
+from tessera.worker.state.hash_chain import Chain, Head, Link, derived
+
+AUDIT_FOLDER = "audit"
+"""What the folder is called beside a worker's other state."""
+
+AUDIT_FILE = "audit.jsonl"
+
+Action = Literal[
+    "worker.start", "worker.stop", "policy.change", "task.start", "task.refuse", "task.give-back", "task.fail",
+    "task.drop", "run.ask", "run.approve", "run.decline", "update.hold", "update.release", "update.withhold",
+    "update.leave", "update.count", "figures.leave", "figures.count", "chain.adopt", "vault.remove",
+]  # fmt: skip
+"""`leave` is entered before the first byte goes, `count` when the coordinator has said that it counts."""
+
+LEDGER_HEAD = "ledger"
+"""The name, in the detail of what leaves, of how far the data set's ledger had come."""
+
+
+class Entry(Link):
+    """One deed, and the task that it was about if there was one."""
+
+    worker: str
+    action: Action
+    run: str | None = None
+    run_name: str | None = None
+    round: int | None = None
+    task: str | None = None
+    token: int | None = None
+    detail: dict[str, JsonValue] = {}
+
+
+class Audit:
+    """The chain in `folder`, which the workers of a site may share."""
+
+    def __init__(self, folder: Path, worker: str, key: bytes | None = None) -> None:
+        self._chain: Chain[Entry] = Chain(folder / AUDIT_FILE, Entry, key=derived(key, "audit"))
+        self._worker = worker
+
+    def record(self, action: Action, task: Task | None = None, /, **detail: JsonValue) -> Entry:
+        """Adds an entry, which is on disk when this returns. Raises ChainError if the file's end was changed."""
+        about: dict[str, str | int] = (
+            {}
+            if task is None
+            else {
+                "run": task.run,
+                "run_name": task.run_name,
+                "round": task.round,
+                "task": task.id,
+                "token": task.token,
+            }
+        )
+        return self._record(action, about, detail)
+
+    def record_of_run(self, action: Action, run: str, run_name: str, /, **detail: JsonValue) -> Entry:
+        """The same of what is about a run and no task."""
+        return self._record(action, {"run": run, "run_name": run_name}, detail)
+
+    def _record(self, action: Action, about: dict[str, str | int], detail: dict[str, JsonValue]) -> Entry:
+        at = datetime.now(UTC)
+        given = {"at": at, "worker": self._worker, "action": action, "detail": detail, **about}
+        return self._chain.append(
+            lambda seq, previous: Entry.model_validate({"seq": seq, "previous": previous, **given})
+        )
+
+    def read(self) -> tuple[Entry, ...]:
+        """All entries, oldest first. Raises ChainError."""
+        return self._chain.read()
+
+    def check(self) -> tuple[Entry, ...]:
+        """Return all entries. Raises ChainError if none can be added."""
+        return self._chain.check()
+
+    def adopt(self) -> Entry | None:
+        """Take the entries as they are: from before there was a key, or under a key that was lost. None if they are
+        under the key. Raises ChainError for lines that do not follow on each other."""
+        at = datetime.now(UTC)
+        return self._chain.adopt(
+            lambda seq, previous, adopts: Entry(
+                seq=seq, at=at, previous=previous, adopts=adopts, worker=self._worker, action="chain.adopt"
+            )
+        )
+
+    def ledger_heads(self, entries: Iterable[Entry]) -> dict[str, Head]:
+        """Return how far each data set's ledger had come when this worker last let something of it leave."""
+        return {
+            dataset: head
+            for entry in entries
+            if entry.worker == self._worker
+            for dataset, head in heads_of(entry).items()
+        }
+
+
+def heads_of(entry: Entry) -> dict[str, Head]:
+    """How far ledgers had come by an entry, by data set."""
+    told = entry.detail.get(LEDGER_HEAD)
+    return {name: Head.model_validate(head) for name, head in told.items()} if isinstance(told, dict) else {}
+
+
+def plan_digest(task: Task) -> str:
+    return digest_of(canonical(task.plan))
+
+
+def names_digest(names: Iterable[str]) -> str:
+    """A digest of a set of names, so that two lists of hundreds are compared at a glance."""
+    return f"sha256:{hashlib.sha256(chr(10).join(sorted(names)).encode()).hexdigest()}"

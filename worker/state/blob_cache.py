@@ -1,0 +1,249 @@
+"""Blobs that a worker has fetched, by digest, so that what has not changed is not fetched again.
+
+A cache belongs to one process. Its size is bounded; what was used longest ago goes first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tessera.shared.hashing import Hashing, Sink, digest_at
+from tessera.shared.model.blocks import Block
+from tessera.shared.problems import DigestMismatch
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
+from tessera.shared.tensors.lazy import Array, chunk_counts
+from tessera.worker.state.atomic_files import sweep, written_whole
+
+DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+NAMES = re.compile(r"sha256-([0-9a-f]{64})")
+
+Progress = Callable[[int], None]
+Source = Callable[[str, Sink, Progress], object]
+"""Writes the blob of a digest to a file, telling of the bytes as they come: `Client.copy_blob`."""
+
+
+Row = Callable[[tuple[str, ...], Sink, Progress], object]
+"""The same for several, one behind the other: `Client.copy_blobs`."""
+
+
+class BlobTooLarge(ValueError):
+    """A blob has more bytes than what it should hold can have, or than the cache has room for."""
+
+
+class Cache:
+    """The blobs under `folder`, at most `limit_bytes` of them. Starting it removes what a killed process left."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder)
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._pinned: set[str] = set()
+        # A disk may have spoilt what an earlier process wrote, so each blob is hashed once more before its first use.
+        self._checked: set[str] = set()
+        self._bytes = OrderedDict(_found(folder))  # by digest, the longest unused first
+        self._make_room(0)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self._bytes.values())
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._bytes
+
+    @contextmanager
+    def pinning(self) -> Iterator[None]:
+        """While it lasts, nothing that is fetched is evicted."""
+        try:
+            yield
+        finally:
+            self._pinned.clear()
+
+    def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path:
+        """Where the blob lies, once it is there. `source` is asked only for what is not.
+
+        Raises DigestMismatch for bytes that are not the digest's, and BlobTooLarge for more than `max_bytes` of them
+        or more than fit beside what the present task needs.
+        """
+        path = self._path(digest)
+        self._pinned.add(digest)
+        if not self._holds(digest, path):
+            self._download(digest, path, max_bytes, source, progress)
+        self._bytes.move_to_end(digest)
+        os.utime(path)
+        return path
+
+    def fetch_all(self, wanted: Mapping[str, int], source: Row, progress: Progress | None = None) -> None:
+        """Fetches what is not here of blobs of these sizes, in bytes, in one go.
+
+        Raises DigestMismatch for bytes that are not the digests', and BlobTooLarge as `fetch` does. What was whole by
+        then stays.
+        """
+        lacking = {digest: nbytes for digest, nbytes in wanted.items() if not self._holds(digest, self._path(digest))}
+        self._pinned.update(wanted)
+        if lacking:
+            self._make_room(sum(lacking.values()))
+            with closing(_Shelving(self, lacking)) as shelving:
+                source(tuple(lacking), shelving, progress or (lambda _: None))
+                shelving.finish()
+
+    def take(self, digest: str, size: int) -> None:
+        """Counts a blob that has come to lie in its place."""
+        self._bytes[digest] = size
+        self._checked.add(digest)
+
+    def put(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> bool:
+        """Takes a blob that was made here; whether its bytes are those of its name. If not, nothing is kept.
+
+        Raises BlobTooLarge as `fetch` does.
+        """
+
+        def made(_: str, file: Sink, progress: Progress) -> None:
+            for piece in pieces:
+                progress(file.write(piece))
+
+        try:
+            self.fetch(digest, max_bytes, made)
+        except DigestMismatch:
+            return False
+        return True
+
+    def path(self, digest: str) -> Path:
+        """Where a blob lies if it is here."""
+        return self._path(digest)
+
+    def _path(self, digest: str) -> Path:
+        match = DIGEST.fullmatch(digest)
+        if match is None:
+            raise ValueError(f"not a digest: {digest[:80]!r}")
+        return self._folder / match[1][:2] / f"sha256-{match[1]}"
+
+    def _holds(self, digest: str, path: Path) -> bool:
+        if digest not in self._bytes:
+            return False
+        if path.exists() and (digest in self._checked or digest_at(path) == digest):
+            self._checked.add(digest)
+            return True
+        path.unlink(missing_ok=True)
+        del self._bytes[digest]
+        return False
+
+    def _download(self, digest: str, path: Path, max_bytes: int, source: Source, progress: Progress | None) -> None:
+        received = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal received
+            received += nbytes
+            if received > max_bytes:
+                raise BlobTooLarge(f"{digest} has more than the {max_bytes} bytes that it may have")
+            if progress:
+                progress(nbytes)
+
+        # Not durable: after a power cut each blob is hashed before its first use anyway.
+        with written_whole(path, durable=False) as file:
+            hashing = Hashing(file)
+            source(digest, hashing, count)
+            hashing.require(digest)
+            size = file.tell()
+            self._make_room(size)
+        self.take(digest, size)
+
+    def _make_room(self, nbytes: int) -> None:
+        over = self.total_bytes + nbytes - self._limit_bytes
+        for digest in [digest for digest in self._bytes if digest not in self._pinned]:
+            if over <= 0:
+                return
+            self._path(digest).unlink(missing_ok=True)
+            over -= self._bytes.pop(digest)
+        if over > 0:
+            raise BlobTooLarge(f"the task needs {over} bytes more than cache_bytes ({self._limit_bytes}): raise it")
+
+
+class _Shelving:
+    """Where blobs of known sizes are written to one behind the other: puts each in its place once it is whole."""
+
+    def __init__(self, cache: Cache, sizes: Mapping[str, int]) -> None:
+        self._cache = cache
+        self._left = deque(sizes.items())
+        self._written = 0
+        self._stack = ExitStack()
+        self._hashing: Hashing | None = None
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        view = memoryview(data)
+        while view:
+            if not self._left:
+                raise DigestMismatch("more bytes came than the blobs have", remedy="Fetch them again.")
+            digest, size = self._left[0]
+            if self._hashing is None:
+                path = self._cache.path(digest)
+                self._hashing = Hashing(self._stack.enter_context(written_whole(path, durable=False)))
+            piece = view[: size - self._hashing.tell()]
+            self._hashing.write(piece)
+            self._written += len(piece)
+            view = view[len(piece) :]
+            if self._hashing.tell() == size:
+                self._settle(digest, size)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._written
+
+    def finish(self) -> None:
+        """Raises DigestMismatch if some of the bytes did not come."""
+        if self._left:
+            raise DigestMismatch(f"the bytes ended before those of {self._left[0][0]}", remedy="Fetch them again.")
+
+    def _settle(self, digest: str, size: int) -> None:
+        if self._hashing:
+            self._hashing.require(digest)
+        self._hashing = None
+        self._stack.close()
+        self._cache.take(digest, size)
+        self._left.popleft()
+
+    def close(self) -> None:
+        """What is not whole by now leaves nothing behind."""
+        if self._hashing:
+            unfinished = DigestMismatch("unfinished")
+            with suppress(DigestMismatch):
+                self._stack.__exit__(DigestMismatch, unfinished, None)
+
+
+def _found(folder: Path) -> list[tuple[str, int]]:
+    used = {}
+    for path in folder.glob("??/sha256-*"):
+        if match := NAMES.fullmatch(path.name):
+            stat = path.stat()
+            used[f"sha256:{match[1]}"] = (stat.st_mtime_ns, stat.st_size)
+    return [(digest, size) for digest, (_, size) in sorted(used.items(), key=lambda item: item[1])]
+
+
+@dataclass(frozen=True)
+class BlobTensor:
+    """A block in a blob: its bytes in C order, read chunk by chunk, anew each time."""
+
+    path: Path
+    block: Block
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.block.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.block.dtype
+
+    def chunks(self) -> Iterator[Array]:
+        dtype = NUMPY_DTYPES[self.block.dtype]
+        with self.path.open("rb") as file:
+            for count in chunk_counts(self.block.numel):
+                yield np.frombuffer(file.read(count * dtype.itemsize), dtype=dtype)

@@ -1,0 +1,297 @@
+"""What runs have spent of each data set's privacy: an append-only file per data set, written before it is spent.
+
+Noise is reserved before a task trains, and stays spent unless the process that reserved it knows that nothing left:
+then it is void. What no noise covers is written down as exact, whose epsilon is infinite. Each line is chained to the
+one before (`worker.state.hash_chain`). A crash can leave half a line at the end; its task had not begun to train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from tessera.shared.api.tasks import Task
+from tessera.shared.run_settings.privacy import Budget
+from tessera.shared.schema import Frozen, Label
+from tessera.worker.state.hash_chain import Chain, ChainError, Head, Held, Link, derived, head_of, missing
+
+LEDGER_FOLDER = "ledger"
+"""What the folder of ledgers is called beside a worker's other state."""
+
+
+class LedgerError(ChainError):
+    """A ledger cannot be relied on; says which line and why. Nothing may be spent until a person has looked."""
+
+
+class NoisySteps(Frozen):
+    """`steps` sums of clipped gradients, each of a Poisson sample, with Gaussian noise of
+    `noise_multiplier` times the clip norm."""
+
+    kind: Literal["noisy-steps"] = "noisy-steps"
+    noise_multiplier: float = Field(gt=0)
+    sampling_rate: float = Field(gt=0, le=1)
+    steps: PositiveInt
+
+
+class NoisyChoice(Frozen):
+    """A choice of some out of many by noisy scores, `rho`-zCDP as a whole."""
+
+    kind: Literal["noisy-choice"] = "noisy-choice"
+    rho: float = Field(gt=0)
+
+
+Use = Literal["training", "choice", "evaluation", "lost"]
+"""What is exact: training on the examples; a choice of blocks by them; figures of a version on those that nothing
+trains on; or all that stood in a ledger which was lost."""
+
+
+class Exact(Frozen):
+    """A use of the data without noise, from the first task of a run on: no epsilon bounds what it tells."""
+
+    kind: Literal["exact"] = "exact"
+    use: Use
+
+
+Event = Annotated[NoisySteps | NoisyChoice | Exact, Field(discriminator="kind")]
+"""One use of a mechanism on a data set."""
+
+
+class Entry(Link):
+    """What one task, at one try, was allowed to spend; or, with `voids`, that nothing came of that."""
+
+    dataset: Label
+    examples: NonNegativeInt = 0
+    run: str = ""
+    run_name: str = ""
+    round: int = 0
+    task: str = ""
+    token: int = 0
+    target: Budget | None = None
+    """What the run as a whole may spend; None if it has no privacy."""
+    events: tuple[Event, ...] = ()
+    voids: tuple[NonNegativeInt, ...] = ()
+    """The numbers of entries of which nothing left."""
+    sketch: tuple[NonNegativeInt, ...] = ()
+    """A sample of keyed hashes of all examples that were ever used under this name (`worker.data.overlap`)."""
+
+
+class Page:
+    """One data set's entries, held against every other process. Use `Ledger.page`."""
+
+    def __init__(self, held: Held[Entry], dataset: str) -> None:
+        self._held = held
+        self._dataset = dataset
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Those that count."""
+        return counting(self._held.entries)
+
+    @property
+    def head(self) -> Head | None:
+        return head_of(self._held.entries)
+
+    def spend(self, task: Task, examples: int, target: Budget, events: Sequence[Event]) -> Entry:
+        """Reserve what the events cost. The entry is on disk when this returns, and counts unless it is made void."""
+        return self._add(
+            task,
+            examples=examples,
+            target=Budget(epsilon=target.epsilon, delta=target.delta),
+            events=tuple(events),
+        )
+
+    def void(self, task: Task, seqs: Collection[int]) -> Entry:
+        """Take back entries of this task of which nothing left."""
+        return self._add(task, voids=tuple(sorted(seqs)))
+
+    @property
+    def sketch(self) -> tuple[int, ...]:
+        """The latest."""
+        return _latest_sketch(self._held.entries)
+
+    def know(self, task: Task, examples: int, sketch: tuple[int, ...]) -> None:
+        """Write down which examples there are, unless that is known."""
+        if sketch != self.sketch:
+            self._add(task, examples=examples, sketch=sketch)
+
+    def exact(self, task: Task, examples: int, use: Use) -> None:
+        """Write down that a run uses the data without noise, unless that is known of this run."""
+        event = Exact(use=use)
+        if not any(entry.run == task.run and event in entry.events for entry in self._held.entries):
+            self._add(task, examples=examples, events=(event,))
+
+    def _add(self, task: Task, **given: Any) -> Entry:
+        return self._held.append(
+            lambda seq, previous: Entry(
+                seq=seq,
+                at=datetime.now(UTC),
+                previous=previous,
+                dataset=self._dataset,
+                run=task.run,
+                run_name=task.run_name,
+                round=task.round,
+                task=task.id,
+                token=task.token,
+                **given,
+            )
+        )
+
+
+class Ledger:
+    """The ledgers of a worker's data sets, one file each in `folder`, under the site's `key`.
+
+    `shared` gives the name of a ledger to data sets that do not have one of their own name.
+    """
+
+    def __init__(self, folder: Path, key: bytes | None = None, shared: Mapping[str, str] | None = None) -> None:
+        self._folder = folder
+        self._key = key
+        self._shared = shared or {}
+        self._seen: dict[str, tuple[tuple[int, int], tuple[Entry, ...]]] = {}
+        self._latest: dict[str, Head] = {}
+        self._expected: dict[str, Head] = {}
+
+    def read(self, dataset: str) -> tuple[Entry, ...]:
+        """Return the data set's entries that count, oldest first; none if there are none. Raises LedgerError."""
+        return counting(self._judged(dataset, self._chain(dataset).read()))
+
+    def check(self, dataset: str) -> tuple[Entry, ...]:
+        """Return what `read` does. Raises LedgerError if nothing may be spent of the data set."""
+        return counting(self._judged(dataset, self._chain(dataset).check()))
+
+    def latest(self, dataset: str) -> tuple[Entry, ...]:
+        """Return what `read` does, from memory if the file has not changed. Raises LedgerError, OSError."""
+        path = self._path(dataset)
+        if not path.exists():
+            return ()
+        seen = (path.stat().st_mtime_ns, path.stat().st_size)
+        if dataset not in self._seen or self._seen[dataset][0] != seen:
+            self._seen[dataset] = seen, self.read(dataset)
+        return self._seen[dataset][1]
+
+    @contextmanager
+    def page(self, dataset: str) -> Iterator[Page]:
+        """Hold the data set's entries, to judge and add to while no other process can. Raises LedgerError."""
+        with self._chain(dataset).held() as held:
+            self._judged(dataset, held.entries)
+            page = Page(held, self.name(dataset))
+            try:
+                yield page
+            finally:
+                if page.head:
+                    self._latest[dataset] = page.head
+
+    def name(self, dataset: str) -> str:
+        """Return what the data set's ledger is called."""
+        return self._shared.get(dataset, dataset)
+
+    # ------------------------------------------------------------ the same examples under other names
+
+    @property
+    def hash_key(self) -> bytes:
+        """The key by which examples are hashed."""
+        return derived(self._key, "examples") or b""
+
+    def besides(self, datasets: Iterable[str]) -> list[str]:
+        """Return the names of the ledgers in the folder that are of none of these data sets."""
+        return sorted({path.stem for path in self._folder.glob("*.jsonl")} - set(map(self.name, datasets)))
+
+    def sketches(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Return the sketches of the ledgers of these names. Raises LedgerError."""
+        return {name: _latest_sketch(self._named(name).read()) for name in names}
+
+    @property
+    def by_name(self) -> Ledger:
+        """The same ledgers, each under its own name alone: those that no data set here has."""
+        return Ledger(self._folder, self._key)
+
+    # ------------------------------------------------------------ rollback
+
+    def leaving(self, dataset: str) -> Head | None:
+        """Return how far the data set's ledger had come when this process last had its page. It must not fall behind
+        that any more, for something is about to leave."""
+        head = self._latest.get(dataset)
+        if head:
+            self.expect({dataset: head})
+        return head
+
+    def expect(self, heads: Mapping[str, Head]) -> None:
+        """Refuse from now on ledgers that had not come as far as this, or are others."""
+        self._expected |= heads
+
+    def adopt(self, dataset: str) -> Head | None:
+        """Take a ledger as it is: from before there was a key, under a lost key, cut off, or gone.
+
+        Unless it is whole and only without a key, what was spent is unknown from then on. Returns its new head, or
+        None if it was in order. Raises LedgerError for lines that do not follow on each other.
+        """
+        chain = self._chain(dataset)
+
+        def entry(seq: int, previous: str, adopts: str | None = None, *, lost: bool) -> Entry:
+            events = (Exact(use="lost"),) if lost else ()
+            name = self.name(dataset)
+            return Entry(seq=seq, at=datetime.now(UTC), previous=previous, dataset=name, adopts=adopts, events=events)
+
+        known = self._expected.pop(dataset, None)
+        try:
+            before = chain.read()
+            lost = known is not None and missing(before, known)
+        except LedgerError:
+            lost = True
+        adopted = chain.adopt(lambda seq, previous, adopts: entry(seq, previous, adopts, lost=lost))
+        if lost and adopted is None:
+            adopted = chain.append(lambda seq, previous: entry(seq, previous, lost=True))
+        if adopted is None:
+            if known:
+                self._expected[dataset] = known
+            return None
+        self._expected[dataset] = Head(entries=adopted.seq + 1, digest=adopted.digest)
+        return self._expected[dataset]
+
+    def _judged(self, dataset: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+        if other := next((entry.dataset for entry in entries if entry.dataset != self.name(dataset)), None):
+            raise LedgerError(f"{self._path(dataset)} is the ledger of {other!r}; give it its own name back")
+        known = self._expected.get(dataset)
+        if known and missing(entries, known):
+            raise LedgerError(
+                f"{self._path(dataset)} has {len(entries)} entries, and not those {known.entries} that it had when "
+                f"something last left: it was cut off, removed, or is an older copy. Put back the newest copy; if "
+                f"there is none, `tessera worker adopt --config FILE` goes on with what was spent as unknown"
+            )
+        return entries
+
+    def _chain(self, dataset: str) -> Chain[Entry]:
+        return self._named(self.name(dataset))
+
+    def _named(self, name: str) -> Chain[Entry]:
+        return Chain(self._folder / f"{name}.jsonl", Entry, LedgerError, key=derived(self._key, f"ledger {name}"))
+
+    def _path(self, dataset: str) -> Path:
+        # A data set's name is a label, which cannot be a path.
+        return self._folder / f"{self.name(dataset)}.jsonl"
+
+
+def _latest_sketch(entries: Sequence[Entry]) -> tuple[int, ...]:
+    return next((entry.sketch for entry in reversed(entries) if entry.sketch), ())
+
+
+def counting(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The entries that something was spent by, without those of which nothing left."""
+    entries = tuple(entries)
+    void = {seq for entry in entries for seq in entry.voids}
+    return tuple(entry for entry in entries if entry.events and entry.seq not in void)
+
+
+def exact_in(entries: Iterable[Entry]) -> tuple[tuple[Entry, Use], ...]:
+    """What of the entries no noise covers, oldest first."""
+    return tuple((entry, event.use) for entry in entries for event in entry.events if isinstance(event, Exact))
+
+
+def noisy_in(entries: Iterable[Entry]) -> list[Event]:
+    """What of the entries noise covers."""
+    return [event for entry in entries for event in entry.events if not isinstance(event, Exact)]

@@ -1,0 +1,191 @@
+"""One task, as the method's worker half sees it: a model, what the plan asks of it, and the ways to reach into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tessera.shared.methods.base import Output, Plan
+from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.selectors import Selector
+from tessera.shared.model.spec import Fusion, Head, LocalStart, Modality
+from tessera.shared.tensors.lazy import Array
+from tessera.worker.attention.layer_scores import common_to_all, fisher, gradient_norms
+from tessera.worker.attention.profile import attention_profile, isolated_profile
+from tessera.worker.data.registry import Dataset
+from tessera.worker.model.block_map import DTYPES, named_tensors
+from tessera.worker.model.build import read_block, write_block
+from tessera.worker.model.config import ConfigError
+from tessera.worker.model.forward import IGNORED, forward
+from tessera.worker.model.prompts import REMEDY, PromptError, fused_prompts, prompts_of
+
+
+def largest(scores: Array, count: int, picks: int | None = None) -> list[int]:  # noqa: ARG001 (it is for noise)
+    """The places of the `count` largest sums of scores [examples, candidates], of equals the first."""
+    return [int(place) for place in np.argsort(-scores.sum(axis=0), kind="stable")[:count]]
+
+
+@dataclass
+class LocalWork:
+    """Implements `shared.methods.base.Work` on a transformers model. Call `close` when the task is over."""
+
+    model: PreTrainedModel
+    head: Head
+    plan: Plan
+    blocks: Sequence[Block]
+    vault: Mapping[str, Array] = field(default_factory=dict)
+    memory: Mapping[str, Array] = field(default_factory=dict)
+    private: list[Block] = field(default_factory=list)
+    choosing: Callable[[Array, int, int | None], list[int]] = largest
+    """How `choose` chooses: without noise, unless the task is private."""
+    placeholder: Mapping[str, Tensor] | None = None
+    """A made-up example, if the task is private: then no measurement fails by what the examples are."""
+    _added: list[str] = field(default_factory=list)
+
+    def read(self, block: Block) -> Array:
+        return read_block(self._tensor(block), block)
+
+    def write(self, block: Block, values: Array) -> None:
+        write_block(self._tensor(block), block, values)
+
+    def made_up(self, dataset: Dataset, examples: int) -> dict[str, Tensor]:
+        """Return made-up examples of a data set, whose texts end as the model's configuration says."""
+        end, words = (getattr(self.model.config, name, None) for name in ("eos_token_id", "vocab_size"))
+        known = isinstance(end, int) and isinstance(words, int) and 0 <= end < words
+        return dataset.placeholder(examples, end if known else None)
+
+    def _tensor(self, block: Block) -> dict[str, Tensor]:
+        """The tensor of a block by its name, looked up alone: going through all of them takes long."""
+        path, _, name = block.tensor.rpartition(".")
+        try:
+            return {block.tensor: getattr(self.model.get_submodule(path), name)}
+        except AttributeError:
+            return {}
+
+    def restore(self, private: Selector) -> None:
+        """Gives the run's blocks that stay here the values that the vault holds. SelectorError as `resolve`."""
+        for block in private.resolve(self.blocks):
+            if block.name in self.vault:
+                self.write(block, self.vault[block.name])
+
+    def tensors(self, values: Mapping[str, Array]) -> dict[str, Tensor]:
+        wanted = {block.tensor for block in self.blocks if block.name in values}
+        whole = {name: torch.zeros_like(t) for name, t in named_tensors(self.model).items() if name in wanted}
+        for block in self.blocks:
+            if block.name in values:
+                write_block(whole, block, values[block.name])
+        return whole
+
+    def forward(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None) -> Output:
+        return forward(self.model, self.head, batch, values)
+
+    def forward_with_features(self, batch: Mapping[str, Tensor]) -> tuple[Output, Tensor]:
+        return self._featured(batch, None)
+
+    def features(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Tensor:
+        # Module by module: some may be in evaluation mode already, such as normalisations of a private task.
+        modes = [(module, module.training) for module in self.model.modules()]
+        for module, _ in modes:
+            module.training = False
+        try:
+            with torch.no_grad():
+                return self._featured(batch, values)[1]
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _featured(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None) -> tuple[Output, Tensor]:
+        handed: list[Tensor] = []
+        handle = self._head_module().register_forward_pre_hook(lambda _, inputs: handed.append(inputs[0]))
+        try:
+            output = self.forward(batch, values)
+        finally:
+            handle.remove()
+        found = handed[0]  # [examples, width] or [examples, positions, width]
+        if found.ndim == 2:
+            return output, found
+        real = self._real_tokens(batch)  # [examples, positions]
+        if real is None or found.shape[:-1] != real.shape:
+            return output, found.flatten(1, -2).mean(dim=1)
+        weights = real.to(found.dtype).unsqueeze(-1)
+        return output, (found * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+
+    def _real_tokens(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Which of the tokens that the head is handed are no padding; None where nothing says so."""
+        told = self._with_padding(batch)
+        return told.get("decoder_attention_mask" if self.head == "seq2seq-lm" else "attention_mask")
+
+    def _head_module(self) -> nn.Module:
+        paths = [block.tensor.rpartition(".")[0] for block in self.blocks if block.role == "head"]
+        if not paths or not paths[0]:
+            raise ValueError("the model has no head module of its own, hence no features that lead to it")
+        return self.model.get_submodule(paths[0])
+
+    def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
+        common = partial(common_to_all, head=self.head)
+        told = map(self._with_padding, batches)
+
+        def profile(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, LayerAttention]:
+            return attention_profile(self.model, self.blocks, batches, self.forward, tokens, common)
+
+        if self.placeholder is None:
+            return profile(told)
+        return isolated_profile(profile, self._with_padding(self.placeholder), told, common)
+
+    def _with_padding(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A decoder that is taught by labels learns from them alone which of its tokens are padding."""
+        if self.head != "seq2seq-lm" or "decoder_attention_mask" in batch:
+            return batch
+        return {**batch, "decoder_attention_mask": (batch["labels"] != IGNORED).long()}
+
+    def gradient_norms(self, batches: Iterable[Mapping[str, Tensor]], blocks: Sequence[Block]) -> dict[str, float]:
+        return gradient_norms(self.model, blocks, batches, self._loss)
+
+    def fisher(self, batches: Iterable[Mapping[str, Tensor]], blocks: Sequence[Block]) -> dict[str, float]:
+        return fisher(self.model, blocks, batches, self._loss, self.head)
+
+    def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.forward(batch).loss
+
+    def choose(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
+        return self.choosing(scores, count, picks)
+
+    def add_private(self, name: str, module: nn.Module) -> None:
+        if hasattr(self.model, name):
+            raise ConfigError(f"the model has a {name!r} of its own, where the method would put what stays here")
+        self.model.add_module(name, module.to(self.model.device))
+        self._added.append(name)
+        for path, tensor in named_tensors(module).items():
+            block = Block(
+                tensor=f"{name}.{path}", role="other", shape=tuple(tensor.shape), dtype=DTYPES[tensor.dtype]
+            )
+            self.private.append(block)
+            if block.name in self.vault:
+                self.write(block, self.vault[block.name])
+
+    def fuse_prompts(
+        self, modalities: Sequence[Modality], fusion: Fusion, start: LocalStart, *, shared_fusion: bool = False
+    ) -> None:
+        tokens = prompts_of(self.model)
+        if tokens is None:
+            raise PromptError(f"the model has no prompts; {REMEDY}")
+        fused = fused_prompts(tokens, modalities, fusion, start, shared_fusion=shared_fusion)
+        self.add_private("local", fused.local)
+        if not shared_fusion:
+            self.add_private("fusion", fused.fusion)
+        tokens.ways = {modality: partial(fused.way, modality) for modality in modalities}
+
+    def close(self) -> None:
+        """Takes what was added out of the model again."""
+        if tokens := prompts_of(self.model):
+            tokens.ways = {}
+        for name in self._added:
+            delattr(self.model, name)
+        self._added.clear()

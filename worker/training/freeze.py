@@ -1,0 +1,70 @@
+"""Training some blocks of a model, or some rows of a tensor, while every other bit stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor, nn
+
+from tessera.shared.model.blocks import Block
+from tessera.worker.model.block_map import named_tensors
+from tessera.worker.model.build import rows_of, tensor_of
+
+
+class Freeze:
+    """Trains the given blocks of a model and keeps every other bit of it as it is.
+
+    Create it when the model is on its device. In each step call `mask_gradients` after the backward pass and before
+    clipping, so that frozen rows do not count towards the norm, and `restore` after the optimizer's step, since
+    weight decay and old moments move rows whose gradient is zero. With `keep_buffers` buffers stay as they are even
+    where a block names one. Raises ModelMismatch for a block that the model lacks.
+    """
+
+    def __init__(self, model: nn.Module, train: Sequence[Block], *, keep_buffers: bool = False) -> None:
+        tensors = named_tensors(model)
+        trained: dict[str, list[Block]] = {}
+        for block in train:
+            tensor_of(tensors, block)
+            trained.setdefault(block.tensor, []).append(block)
+        self.parameters: list[nn.Parameter] = []
+        """What to hand to an optimizer: the parameters with a trained block."""
+        self._rows: list[tuple[Tensor, int, Tensor, Tensor]] = []  # tensor, axis, its frozen rows, their values
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # buffers move in the forward pass, not by gradients
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                tensor.requires_grad_(name in trained)
+                if name in trained:
+                    self.parameters.append(tensor)
+                    self._keep(tensor, trained[name])
+            elif keep_buffers or name not in trained:
+                self._buffers.append((tensor, tensor.detach().clone()))
+
+    def _keep(self, tensor: Tensor, blocks: Sequence[Block]) -> None:
+        parts = [block.part for block in blocks if block.part]
+        if len(parts) < len(blocks):
+            return
+        axis = parts[0].axis
+        covered = np.concatenate([part.index() for part in parts])
+        frozen = rows_of(np.setdiff1d(np.arange(tensor.shape[axis]), covered), tensor)
+        if len(frozen):
+            self._rows.append((tensor, axis, frozen, tensor.detach().index_select(axis, frozen)))
+
+    def mask_gradients(self) -> None:
+        """Zeroes the gradients of frozen rows."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self.mask(parameter, parameter.grad)
+
+    def mask(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Zeroes the frozen rows of one parameter in a gradient of its shape, which may have axes in front of it."""
+        for tensor, axis, frozen, _ in self._rows:
+            if tensor is parameter:
+                gradient.index_fill_(axis - tensor.ndim, frozen, 0)
+
+    def restore(self) -> None:
+        """Puts frozen rows and buffers back, bit for bit."""
+        for tensor, axis, frozen, values in self._rows:
+            tensor.detach().index_copy_(axis, frozen, values)
+        for buffer, values in self._buffers:
+            buffer.copy_(values)

@@ -1,0 +1,250 @@
+"""The one local training loop: every method trains through it, and says only what differs."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tessera.shared.methods.base import Phase, Tally, Unsuited, WorkerHalf
+from tessera.shared.run_settings.training import Training
+from tessera.worker.data.registry import Dataset
+from tessera.worker.model.block_map import named_tensors
+from tessera.worker.model.measuring import measuring
+from tessera.worker.training.context import LocalWork
+from tessera.worker.training.freeze import Freeze
+from tessera.worker.training.progress import Check, Report
+
+if TYPE_CHECKING:
+    # They bring libraries along that only private tasks need.
+    from tessera.worker.privacy.dp_sgd import NoisyGradients
+    from tessera.worker.privacy.private_task import PrivateTask
+
+
+Batch = dict[str, Tensor]
+
+
+LEAST_SCALE = 2.0**-24
+"""Gradients that overflow float16 at this scale are not finite at any: it is float16's smallest positive number."""
+
+
+class TrainingDiverged(ArithmeticError):
+    """The loss is no longer a number."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A data set in batches on a device, in a new order each time it is gone through if there is a generator."""
+
+    dataset: Dataset
+    size: int | None
+    device: torch.device
+    generator: torch.Generator | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.dataset.batches(self.size, self.generator):
+            yield {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds every global source of randomness: Python's, numpy's, and torch's on each device."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002  (the global state is what other libraries draw from)
+    torch.manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Trains a model for one task.
+
+    In float32 on the CPU, the same model, data, seed and number of threads give the same bits; with `private` only
+    where its dice have the same key too.
+    """
+
+    half: WorkerHalf[Any]
+    work: LocalWork
+    training: Training
+    device: torch.device
+    check: Check
+    private: PrivateTask | None = None
+    report: Report = field(default_factory=Report)
+    """Told of each step."""
+    least_told: int = 1
+    """Examples that a loss must be the mean of before it is told."""
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
+    """Scales the loss for float16. Pass the run's own to begin at the scale that its last round found."""
+
+    def train(self, phases: Sequence[Phase], dataset: Dataset, seed: int) -> Tally:
+        """Goes through the phases, each with an optimizer of its own over the blocks that it trains.
+
+        The tally's loss is the mean over the examples of the last epoch; not a number if there is no phase, and
+        nothing trains, or if training is private. Raises TrainingDiverged, SelectorError for a phase that names
+        blocks which the model lacks, and what `check` and `private` raise.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        batches = Batches(dataset, self.training.batch_size, self.device, generator)
+        self.work.model.train()
+        steps, loss = 0, math.nan
+        epochs = sum(epochs_of(phase, self.training) for phase in phases)
+        steps_ahead = epochs * steps_in(dataset.examples, self.training.batch_size)
+        self.report.begin("training", steps=steps_ahead, by_quarter=self.private is not None)
+        if self.private and phases:
+            self._rehearse(dataset)
+            self.private.begin(epochs)
+        for phase in phases:
+            self.half.enter(self.work, phase)
+            epoch = _Epoch(self, phase)
+            if self.private:
+                self._train_privately(self.private, epoch, epochs_of(phase, self.training), dataset)
+            else:
+                for _ in range(epochs_of(phase, self.training)):
+                    loss = epoch.run(batches)
+            steps += epoch.steps
+        return Tally(examples=dataset.examples, steps=steps, loss=loss)
+
+    def _rehearse(self, dataset: Dataset) -> None:
+        """Compute one loss on no example of the data set. Raises Unsuited for a model that does not fit the data set,
+        before anything is paid for and whatever the examples are; afterwards a private task does not fail by them."""
+        batch = {**self.work.made_up(dataset, 1), **dataset.common}
+        try:
+            with measuring(self.work.model), torch.no_grad(), autocast(self.training, self.device):
+                self.half.loss(self.work, {name: tensor.to(self.device) for name, tensor in batch.items()})
+        except torch.OutOfMemoryError:
+            raise
+        except (IndexError, RuntimeError, TypeError, ValueError) as fault:
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(batch.items()))
+            raise Unsuited(
+                f"the model gives no loss for a made-up example of this data set ({shapes}): {type(fault).__name__}: "
+                f"{fault}. A private run pads texts to the data set's max_length, which the model must take."
+            ) from fault
+
+    def _train_privately(self, private: PrivateTask, epoch: _Epoch, epochs: int, dataset: Dataset) -> None:
+        noisy = private.phase(self, epoch.freeze, dataset)
+        try:
+            for _ in range(epochs * noisy.steps):
+                self.check()
+                epoch.noisy_step(noisy)
+                self.report.advance()
+        finally:
+            noisy.close()
+        # No loss may be told, so it is left to the weights themselves.
+        if not all(bool(parameter.isfinite().all()) for parameter in epoch.freeze.parameters):
+            raise TrainingDiverged(f"weights are no numbers with a learning rate of {self.training.learning_rate:g}")
+
+
+def steps_in(examples: int, batch_size: int | None) -> int:
+    """The batches of one pass over so many examples."""
+    return 1 if batch_size is None else math.ceil(examples / batch_size)
+
+
+def epochs_of(phase: Phase, training: Training) -> int:
+    return training.epochs if phase.epochs is None else phase.epochs
+
+
+class _Epoch:
+    """One phase's state: what it trains, its optimizer, and the steps that it has made."""
+
+    def __init__(self, trainer: Trainer, phase: Phase) -> None:
+        self.steps = 0
+        self._trainer = trainer
+        work = trainer.work
+        added = work.private if phase.private else ()
+        trained = [*phase.train.resolve(work.blocks), *added]
+        # What moves a buffer, such as a normalisation's statistics, is the data themselves.
+        self.freeze = Freeze(work.model, trained, keep_buffers=trainer.private is not None)
+        tensors = named_tensors(work.model)
+        own = {id(tensors[block.tensor]) for block in added} if phase.private_learning_rate is not None else set()
+        groups: list[dict[str, Any]] = [{"params": [each for each in self.freeze.parameters if id(each) not in own]}]
+        if own:
+            mine = [each for each in self.freeze.parameters if id(each) in own]
+            groups.append({"params": mine, "lr": phase.private_learning_rate})
+        self._optimizer = _optimizer(groups, trainer.training)
+
+    def run(self, batches: Batches) -> float:
+        """Goes through the data once. Returns the mean loss over its examples."""
+        total, examples = 0.0, 0
+        for batch in batches:
+            self._trainer.check()
+            count = len(batch["labels"])
+            total += self._step(batch) * count
+            examples += count
+            self._trainer.report.advance(total / examples if examples >= self._trainer.least_told else None)
+        return total / examples
+
+    def _step(self, batch: Batch) -> float:
+        """Make one step. A step that float16 overflows is made again at half the scale, so that each batch counts."""
+        value, made = self._try_step(batch)
+        while not made:
+            self._trainer.check()
+            value, made = self._try_step(batch)
+        return value
+
+    def _try_step(self, batch: Batch) -> tuple[float, bool]:
+        """Return the loss of a batch, and whether its gradients were finite, so that the optimizer made a step."""
+        half, work, training = self._trainer.half, self._trainer.work, self._trainer.training
+        scaler = self._trainer.scaler
+        self._optimizer.zero_grad(set_to_none=True)
+        with autocast(training, self._trainer.device):
+            loss = half.loss(work, batch)
+        value = float(loss.detach())
+        scale = scaler.get_scale()
+        if not math.isfinite(value) or scale < LEAST_SCALE:
+            what = "gradients are not finite" if math.isfinite(value) else f"the loss is {value}"
+            raise TrainingDiverged(f"{what} at step {self.steps} with a learning rate of {training.learning_rate:g}")
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(self._optimizer)
+        self._correct_gradients()
+        # The scaler leaves the step out where a gradient is not finite, and tells so only by lowering the scale.
+        scaler.step(self._optimizer)
+        scaler.update()
+        made = scaler.get_scale() >= scale
+        self._after_step(made)
+        return value, made
+
+    def noisy_step(self, noisy: NoisyGradients) -> None:
+        """One step by a noisy gradient. Whatever follows the noise reads no data, and costs no privacy."""
+        noisy.fill()
+        self._correct_gradients()
+        self._optimizer.step()
+        self._after_step(made=True)
+
+    def _correct_gradients(self) -> None:
+        half, work, training = self._trainer.half, self._trainer.work, self._trainer.training
+        half.after_backward(work)
+        self.freeze.mask_gradients()
+        if training.max_gradient_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.freeze.parameters, training.max_gradient_norm)
+
+    def _after_step(self, made: bool) -> None:
+        self.freeze.restore()
+        self.steps += made
+
+
+def _optimizer(parameters: Sequence[dict[str, Any]], training: Training) -> torch.optim.Optimizer:
+    if training.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=training.learning_rate, weight_decay=training.weight_decay)
+    return torch.optim.SGD(
+        parameters, lr=training.learning_rate, momentum=training.momentum, weight_decay=training.weight_decay
+    )
+
+
+def gradient_scaler(training: Training, device: torch.device) -> torch.amp.GradScaler:
+    """Return what scales a run's loss: float16's small gradients vanish otherwise.
+
+    On the CPU 16 bits mean bfloat16, which needs no scaling.
+    """
+    scaled = training.precision == "float16" and device.type == "cuda"
+    return torch.amp.GradScaler(device.type, enabled=scaled)
+
+
+def autocast(training: Training, device: torch.device) -> AbstractContextManager[object]:
+    """The precision of the forward pass: float16 only on a GPU, bfloat16 in its place elsewhere."""
+    half = torch.float16 if training.precision == "float16" and device.type == "cuda" else torch.bfloat16
+    return torch.autocast(device.type, dtype=half, enabled=training.precision != "float32")
