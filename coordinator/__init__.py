@@ -1,1 +1,4 @@
-"""What keeps the runs, the rounds and the global state. It never builds a model and never imports torch."""
+"""The service that stores runs, rounds and the global state; it never builds a model and never imports torch.
+
+`app` puts the HTTP side together, `services` what its handlers use.
+"""

@@ -16,6 +16,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = "files/"
+MESSAGES = ("runs", "versions", "tasks", "admin", "blobs")
 LINK = re.compile(r"\]\(([^)#:\s]+)")
 
 
@@ -50,14 +51,32 @@ def _cell(parameter: dict[str, Any]) -> str:
 def _models(content: dict[str, Any]) -> list[str]:
     """The models that a body or answer names, linked, or else its media types."""
     names = sorted(set(re.findall(r"#/components/schemas/(?:Page_)?(\w+?)_?\"", json.dumps(content))))
-    return [f"[{name}][tessera.shared.api.runs.{name}]" for name in names] or sorted(content.get("content", ()))
+    return [f"[{name}][{_module_of(name)}.{name}]" for name in names] or sorted(content.get("content", ()))
+
+
+def _module_of(name: str) -> str:
+    """The module that says what the body of a request or an answer is."""
+    for module in MESSAGES:
+        text = (ROOT / "shared" / "api" / f"{module}.py").read_text()
+        if re.search(rf"^class {name}\b", text, flags=re.MULTILINE):
+            return f"tessera.shared.api.{module}"
+    return "tessera.shared.schema"
+
+
+def _of(title: str, *modules: str) -> str:
+    return "\n\n".join([f"# {title}", *(f"::: {module}" for module in modules)]) + "\n"
 
 
 REFERENCES = {
     "reference/http.md": "\n\n".join(http_reference()),
     "reference/client.md": "# Python client\n\n::: tessera.shared.client.client\n\n::: tessera.shared.problems\n",
-    "reference/wire.md": "# What travels\n\n::: tessera.shared.api.runs\n",
-    "reference/method.md": "# What a method is made of\n\n::: tessera.shared.methods.base\n\n::: tessera.shared.model.blocks\n",
+    "reference/wire.md": _of("What travels", *(f"tessera.shared.api.{name}" for name in MESSAGES)),
+    "reference/method.md": _of(
+        "What a method is made of",
+        "tessera.shared.methods.base",
+        "tessera.shared.model.blocks",
+        "tessera.shared.model.selectors",
+    ),
 }
 
 

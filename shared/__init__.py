@@ -1,1 +1,5 @@
-"""What coordinator, worker, client and command line must agree on. Imports neither of them, and never torch."""
+"""What the coordinator, the workers and the command line agree on; it never imports torch.
+
+The modules in this folder import nothing but each other; `tests/test_architecture.py` holds every package to what its
+docstring says it imports.
+"""

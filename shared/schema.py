@@ -1,3 +1,9 @@
+"""The base classes of every record and message, and the types of fields that several of them share.
+
+Requests that people write refuse fields they do not know, since a misspelt setting must not pass for a default.
+Messages between coordinator and worker ignore them, so that versions one apart still understand each other.
+"""
+
 from __future__ import annotations
 
 import json

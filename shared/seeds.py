@@ -1,3 +1,5 @@
+"""Seeds derived from a run's seed, so that a run can be repeated exactly."""
+
 from __future__ import annotations
 
 import hashlib

@@ -4,34 +4,45 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from tests.support.paths import ROOT
 
 from tests.support.coordinator import until
 
-ROOT = Path(__file__).parents[1]
-PACKAGES = ("coordinator", "shared", "worker")
+TOP = "tessera"
+SIDES = ("coordinator", "shared", "worker")
 READY_SECONDS = 2.0
 IDLE_BYTES = 150 << 20
 
+MOST_MODULES = 15
+"""In a folder, `__init__` not counted."""
+UNBOUNDED = ("shared/methods", "migrations/versions")
+"""A method is one file, and so is a step of the schema: their folders may grow."""
+
 MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for package in PACKAGES
-    for path in sorted((ROOT / package).rglob("*.py"))
+    ".".join((TOP, *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    for side in SIDES
+    for path in sorted((ROOT / side).rglob("*.py"))
 }
+PACKAGES = {module for module, path in MODULES.items() if path.name == "__init__.py"}
 
 
 def imports(module: str, *, typing_too: bool) -> Iterator[str]:
-    """What a module imports, by absolute name; what only type checkers see is left out unless asked for."""
+    """Yield the absolute names that a module imports, also through `importlib`.
+
+    What only type checkers see is left out unless `typing_too`.
+    """
     tree = ast.parse(MODULES[module].read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not typing_too:
@@ -44,10 +55,51 @@ def imports(module: str, *, typing_too: bool) -> Iterator[str]:
             yield node.module or ""
             # Of `from package import module`, the module.
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and node.value in MODULES:
+            yield str(node.value)
+
+
+def graph() -> dict[str, set[str]]:
+    """Return our modules with those of ours that each imports.
+
+    A package's `__init__` counts only where a name is taken from it: `from package import module` imports the module.
+    """
+    edges: dict[str, set[str]] = {}
+    for module in MODULES:
+        found = {name for name in imports(module, typing_too=True) if name in MODULES} - {module}
+        edges[module] = {
+            name for name in found if name not in PACKAGES or not any(other.startswith(f"{name}.") for other in found)
+        }
+    return edges
+
+
+GRAPH = graph()
+
+
+def place(module: str) -> str:
+    """Return the part of its side that a module belongs to: a package, or a module that stands beside them."""
+    return ".".join(module.split(".")[:3])
+
+
+def circle(edges: Mapping[str, Collection[str]]) -> list[str]:
+    """Return the names along a circle, or nothing."""
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> list[str]:
+        if name in above:
+            return [*above[above.index(name) :], name]
+        if name not in done:
+            for other in sorted(edges.get(name, ())):
+                if found := visit(other, (*above, name)):
+                    return found
+            done.add(name)
+        return []
+
+    return next((found for name in sorted(edges) if (found := visit(name, ()))), [])
 
 
 def crossing(inside: str, forbidden: tuple[str, ...], *, typing_too: bool) -> list[str]:
-    """The imports within `inside` of anything in `forbidden`."""
+    """Return the imports within `inside` of anything in `forbidden`."""
     return [
         f"{module} imports {name}"
         for module in MODULES
@@ -60,37 +112,98 @@ def crossing(inside: str, forbidden: tuple[str, ...], *, typing_too: bool) -> li
 @pytest.mark.parametrize(
     ("inside", "forbidden"),
     [
-        ("coordinator", ("worker", "tests", "examples")),
-        ("worker", ("coordinator", "migrations", "tests", "examples")),
-        ("shared", ("coordinator", "worker", "migrations", "tests", "examples")),
+        ("coordinator", ("worker",)),
+        ("worker", ("coordinator", "migrations")),
+        ("shared", ("coordinator", "worker", "migrations")),
     ],
 )
 def test_imports_point_one_way(inside: str, forbidden: tuple[str, ...]) -> None:
-    assert crossing(inside, forbidden, typing_too=True) == []
+    above = (*(f"{TOP}.{side}" for side in forbidden), "tests", "examples", "benchmarks")
+    assert crossing(f"{TOP}.{inside}", above, typing_too=True) == []
+
+
+def test_every_import_of_our_own_goes_by_one_name() -> None:
+    """`shared` would be another module than `tessera.shared`, with other classes of the same names."""
+    found = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for folder in (*SIDES, "migrations", "tests", "examples", "benchmarks", "docs")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+        if name.partition(".")[0] in (*SIDES, "migrations")
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("inside", ["coordinator", "shared"])
 def test_neither_the_coordinator_nor_what_is_shared_imports_torch(inside: str) -> None:
-    assert crossing(inside, ("torch", "transformers"), typing_too=False) == []
+    assert crossing(f"{TOP}.{inside}", ("torch", "transformers"), typing_too=False) == []
 
 
-def test_the_rules_import_only_the_standard_library_and_what_is_shared() -> None:
-    allowed = {*sys.stdlib_module_names, "shared"}
+def test_the_domain_imports_only_the_standard_library_and_what_is_shared() -> None:
+    allowed = (f"{TOP}.shared.", f"{TOP}.coordinator.domain.")
     for module in MODULES:
-        if module.startswith("tessera.coordinator.domain"):
+        if place(module) == f"{TOP}.coordinator.domain":
             for name in imports(module, typing_too=True):
-                assert name.partition(".")[0] in allowed or name.startswith("tessera.coordinator.domain"), (
-                    module,
-                    name,
-                )
+                assert name.partition(".")[0] in sys.stdlib_module_names or name.startswith(allowed), (module, name)
 
 
-def test_storage_knows_the_rules_and_nothing_above_itself() -> None:
-    below = ("tessera.coordinator.domain", "tessera.coordinator.db")
-    for module in MODULES:
-        if module.startswith("tessera.coordinator.db"):
-            ours = {name for name in imports(module, typing_too=True) if name.startswith("coordinator.")}
-            assert {name for name in ours if not name.startswith(below)} == set(), module
+@pytest.mark.parametrize("package", sorted(name for name in PACKAGES if name.count(".") == 2))
+def test_a_package_imports_what_its_docstring_says(package: str) -> None:
+    """The first sentence says what it holds; another names the parts of its side that it imports."""
+    side = package.rpartition(".")[0]
+    said = ast.get_docstring(ast.parse(MODULES[package].read_text())) or ""
+    found = re.search(r"\bImports (no other package|[^.]*)[^.]*\.", said)
+    assert found, f"{package} does not say what it imports"
+    named = {f"{side}.{name}" for name in re.findall(r"`(\w+)`", found.group(1))}
+    used = {
+        place(name)
+        for module in MODULES
+        if place(module) == package
+        for name in GRAPH[module]
+        if name.startswith(f"{side}.") and place(name) != package
+    }
+    # What stands beside the packages of `shared` may be used by all of them.
+    used -= {name for name in used if side == f"{TOP}.shared" and name not in PACKAGES}
+    assert named == used
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_the_packages_of_a_side_form_layers(side: str) -> None:
+    layers: dict[str, set[str]] = {}
+    for module, names in GRAPH.items():
+        if module.startswith(f"{TOP}.{side}."):
+            below = {place(name) for name in names if name.startswith(f"{TOP}.{side}.")}
+            layers.setdefault(place(module), set()).update(below - {place(module)})
+    assert circle(layers) == []
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    """Not even those that only type checkers follow, or that `importlib` makes."""
+    assert circle(GRAPH) == []
+
+
+def test_the_modules_beside_the_packages_of_shared_stand_below_them() -> None:
+    for module, names in GRAPH.items():
+        if place(module) == module and module.startswith(f"{TOP}.shared.") and module not in PACKAGES:
+            assert {name for name in names if name in PACKAGES or name.count(".") > 2} == set(), module
+
+
+def test_a_folder_holds_few_modules() -> None:
+    folders = {path.parent for path in MODULES.values()}
+    crowded = {
+        name: count
+        for folder in folders
+        if (name := str(folder.relative_to(ROOT))) not in UNBOUNDED
+        and (count := sum(path.name != "__init__.py" for path in folder.glob("*.py"))) > MOST_MODULES
+    }
+    assert crowded == {}
 
 
 def test_no_module_imports_inside_a_function() -> None:
@@ -103,24 +216,6 @@ def test_no_module_imports_inside_a_function() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom)
     ]
     assert found == []
-
-
-def test_no_imports_go_in_a_circle() -> None:
-    graph = {
-        module: {name for name in imports(module, typing_too=False) if name in MODULES and name != module}
-        for module in MODULES
-    }
-    done: set[str] = set()
-
-    def visit(module: str, above: tuple[str, ...]) -> None:
-        assert module not in above, f"a circle: {' -> '.join((*above, module))}"
-        if module not in done:
-            for name in sorted(graph[module]):
-                visit(name, (*above, module))
-            done.add(module)
-
-    for module in MODULES:
-        visit(module, ())
 
 
 # ---------------------------------------------------------------- the running coordinator

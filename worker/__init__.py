@@ -1,1 +1,4 @@
-"""What an institution runs: it polls, trains only what the round asks for, and sends back only that."""
+"""The program that an institution runs: it polls for tasks, trains what they select, and sends only that.
+
+`agent` is its loop.
+"""

@@ -1,1 +1,4 @@
-"""The REST API: one router per audience. Handlers record facts and show state; they never move a round."""
+"""The routers of the REST API, a module for each audience.
+
+Imports `auth`, `blobs`, `db`, `domain`, `limits`, `services`, `settings` and `telemetry`.
+"""

@@ -1,4 +1,4 @@
-"""The coordinator's live page: what the federation does, at a glance, and the few things that people do about it.
+"""The live page for administrators, rendered on the server.
 
-Rendered here, from what the API shows; nothing is decided twice. See docs/page.md.
+Imports `api`, `auth`, `db`, `domain`, `limits`, `services` and `settings`.
 """

@@ -1,1 +1,1 @@
-"""Where facts are kept: tables, transactions, transitions, blobs. No rule is decided here."""
+"""Tables, transactions and guarded state transitions. Imports `domain`."""

@@ -1,3 +1,5 @@
+"""Random identifiers of rows."""
+
 from __future__ import annotations
 
 import uuid

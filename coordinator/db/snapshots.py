@@ -242,7 +242,8 @@ def _latest_due(run: RunRow, spec: RunSpec) -> int:
 
 def sites_due(session: Session, run: RunRow, invited: Invitation, live: Sequence[Member]) -> list[Due]:
     """The latest version that is due, for each live worker that has not measured it on what it holds out, nor been
-    asked to too often. All workers of a site are asked, and are one site in every figure (`shared.metrics.site_spread`).
+    asked to too often. All workers of a site are asked, and are one site in every figure
+    (`shared.metrics.site_spread`).
 
     What a worker missed of earlier versions is not made up for: what it keeps of the run has moved on.
     """

@@ -1,3 +1,5 @@
+"""Sites and their workers."""
+
 from __future__ import annotations
 
 from typing import Any

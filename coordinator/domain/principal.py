@@ -1,3 +1,5 @@
+"""The caller of a request: its role, and the site or person that it acts for."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,3 +1,5 @@
+"""Live workers, as planning sees them."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

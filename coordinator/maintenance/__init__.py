@@ -1,1 +1,1 @@
-"""TODO"""
+"""Backup, restore and garbage collection. Imports `blobs` and `db`."""

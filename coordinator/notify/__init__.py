@@ -1,1 +1,1 @@
-"""TODO"""
+"""Long polling, wakeups between processes, and server-sent events. Imports `db`."""

@@ -1,1 +1,4 @@
-"""TODO"""
+"""The serving process: sockets, limits on connections, shutdown, and the checks before it.
+
+Imports `api`, `app`, `auth`, `conductor`, `db`, `limits`, `services`, `settings` and `telemetry`.
+"""

@@ -1,1 +1,4 @@
-"""TODO"""
+"""Rules that combine a block's updates: means, robust rules, server optimizers, measures of drift.
+
+Imports `tensors`.
+"""

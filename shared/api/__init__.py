@@ -1,1 +1,4 @@
-"""TODO"""
+"""The bodies of the API's requests and answers, a module for each audience.
+
+Imports `aggregation`, `methods`, `model`, `run_settings`, `tensors` and `updates`.
+"""

@@ -1,3 +1,5 @@
+"""Uploads of blobs."""
+
 from __future__ import annotations
 
 from tessera.shared.schema import Digest, Message

@@ -1,8 +1,4 @@
-"""Every request and response of the API. Frozen; what is kept at a site has no place in any of them.
-
-Requests that people write refuse fields they do not know, since a misspelt setting must not pass for a default.
-Messages between coordinator and worker ignore them, so that versions one apart still understand each other.
-"""
+"""Runs: their settings, rounds, previews and measurements. What a site keeps has no place in any message."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Tasks: what a worker claims, how it reports progress, and what it submits."""
+
 from __future__ import annotations
 
 from datetime import datetime

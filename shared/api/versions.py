@@ -1,3 +1,5 @@
+"""Versions of the global state: manifests of blobs, and differences between them."""
+
 from __future__ import annotations
 
 from collections import Counter

@@ -1,1 +1,4 @@
-"""The command line: `tessera`, and the commands that need nothing but the API."""
+"""The command `tessera`, and the subcommands that need nothing but the API.
+
+Imports `api`, `client`, `diagnostics`, `methods`, `metrics`, `model`, `rounds`, `telemetry`, `tensors` and `updates`.
+"""

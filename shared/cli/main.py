@@ -87,11 +87,11 @@ def installed() -> dict[str, EntryPoint]:
 
 def _what_is_missing(entry: EntryPoint, fault: ModuleNotFoundError) -> str:
     """One sentence for a package that is not installed. Raises `fault` again if it is a module of our own."""
-    part = entry.module.partition(".")[0]
+    _, part, *_ = [*entry.module.split("."), ""]
     missing = (fault.name or "").partition(".")[0]
-    if missing == part and find_spec(part) is None:
+    if fault.name == f"tessera.{part}" and find_spec(fault.name) is None:
         return f"`tessera {entry.name}` is not part of this installation: it has no package {part!r}."
-    if missing in PARTS or not missing:
+    if missing in ("", "tessera"):
         raise fault
     # Tessera itself is on no package index; what another package brought may be.
     cure = f"in a checkout of Tessera run: pip install '.[{part}]'" if part in PARTS else f"pip install {missing}"

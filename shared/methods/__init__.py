@@ -1,1 +1,5 @@
-"""TODO"""
+"""The federated methods, one file each, and what they build on: `base`, `population` and the `registry` that finds
+them.
+
+Imports `aggregation`, `model`, `run_settings` and `tensors`.
+"""

@@ -92,8 +92,8 @@ class Participant:
 class Update:
     """A site's accepted update. `blocks` has what was sent and nothing else: absent means no change.
 
-    Where several workers of a site take part, it is what they sent together (`shared.rounds.aggregate.pooled`), under the
-    name of the first of them.
+    Where several workers of a site take part, it is what they sent together (`shared.rounds.aggregate.pooled`), under
+    the name of the first of them.
     """
 
     worker: str
@@ -266,7 +266,8 @@ class Work(Protocol):
     def attention(
         self, batches: Iterable[Mapping[str, torch.Tensor]], tokens: TaskTokens
     ) -> Mapping[str, LayerAttention]:
-        """How each layer that attends does so, by the layer's name (`shared.model.layers`). Leaves the model as it was.
+        """How each layer that attends does so, by the layer's name (`shared.model.layers`). Leaves the model as it
+        was.
 
         Raises ValueError for attention that cannot be measured, and for tokens that cannot be told.
         """

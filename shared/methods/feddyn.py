@@ -3,8 +3,8 @@
 Acar et al. 2021, arXiv 2111.04263, with the signs and scales of its authors' code, written with gradients: their
 h_k is our g_k / alpha_k. A site descends on f_k(w) + alpha_k / 2 |w - w_t|^2 + <g_k, w> and then adds alpha_k times
 what it moved by to its g_k, which so becomes minus its gradient where it ended. With p_k a site's share of the
-examples of all sites that ever took part (`shared.methods.population`), the server adds what the gradients lack to zero to
-the mean of what came back:
+examples of all sites that ever took part (`shared.methods.population`), the server adds what the gradients lack to
+zero to the mean of what came back:
 
     g_k = g_k + alpha_k (w_k - w_t),    w_{t+1} = mean_S w_k + sum_all p_k g_k / alpha
 

@@ -5,10 +5,10 @@ arXiv 2605.06446. The paper leaves open what, besides the value blocks, is train
 
 The paper also leaves open how to choose the warm-up's length. With `warmup_rounds = "auto"` the rule is ours. Of
 each round it measures, on the blocks that are to be frozen, the clients' mean step m and its noise n, which is what
-|m| would be if their steps had no common direction (`shared/aggregation/drift.py`). A step is worth something if the next one
-goes on with it, and nothing if the next one takes it back; so a round's progress is <m, last m>, which to first order
-and but for a constant is what the objective falls by. The warm-up ends when, for `patience` rounds and with both
-figures smoothed over rounds,
+|m| would be if their steps had no common direction (`shared/aggregation/drift.py`). A step is worth something if the
+next one goes on with it, and nothing if the next one takes it back; so a round's progress is <m, last m>, which to
+first order and but for a constant is what the objective falls by. The warm-up ends when, for `patience` rounds and
+with both figures smoothed over rounds,
 
   progress <= signal^2 * n^2              the clients' common movement is lost in their disagreement, and
   progress * rounds left <= gain * won    what freezing would lock in is small: the rest of the run, at this pace,

@@ -6,9 +6,9 @@ a setting here: who asks in the attention and how many heads it has (`fusion`), 
 learning rate of what stays at the site.
 
 The attention normalises what it reads, has no biases and adds no more than the size of what asks: without these it
-learns a constant that is many times as large as the global prompts (`worker/model/prompt_fusion.py` has the formula). Its output
-projection starts at zero, so that with any of the defaults a site starts at the global prompts alone, also one that
-comes late or comes back after having lost its vault.
+learns a constant that is many times as large as the global prompts (`worker/model/prompt_fusion.py` has the formula).
+Its output projection starts at zero, so that with any of the defaults a site starts at the global prompts alone, also
+one that comes late or comes back after having lost its vault.
 """
 
 from __future__ import annotations

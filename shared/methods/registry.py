@@ -24,6 +24,9 @@ FOLDERS = "TESSERA_METHODS"
 """The environment variable that names folders with methods, divided as in PATH."""
 
 
+_HERE = [str(Path(__file__).parent)]
+
+
 class UnknownMethod(ValueError):
     """No installed method has this name."""
 
@@ -35,7 +38,7 @@ class MethodsUnusable(ValueError):
 @cache
 def methods() -> dict[str, Method[Any]]:
     """Every installed method by name. Raises MethodsUnusable if two claim one name, or a folder is not there."""
-    found = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
+    found = [importlib.import_module(f"{__package__}.{info.name}") for info in pkgutil.iter_modules(_HERE)]
     found += [entry.load() for entry in entry_points(group="tessera.methods")]
     found += _from_folders()
     by_name: dict[str, ModuleType] = {}

@@ -4,10 +4,11 @@ Karimireddy et al. 2020, arXiv 1910.06378, Algorithm 1 with option II. A local s
 after tau of them a site keeps c_k = c_k - c + (w_t - w_k) / (tau eta). The change is -c + (w_t - w_k) / (tau eta), so
 that the server knows it once it is told tau: nothing more is sent, and an update is no larger than FedAvg's.
 
-The server's c moves by the changes' mean over all sites that ever took part (`shared.methods.population`), so that it is the
-mean of all c_k in every round, whoever is away. Both means, of controls and of models, weigh a site alike, without
-which the corrections would not cancel: equally as in the paper, which leads to the minimum of the mean of the sites'
-losses, or by the examples that a site had when it first took part, which leads to that of all examples' mean loss.
+The server's c moves by the changes' mean over all sites that ever took part (`shared.methods.population`), so that it
+is the mean of all c_k in every round, whoever is away. Both means, of controls and of models, weigh a site alike,
+without which the corrections would not cancel: equally as in the paper, which leads to the minimum of the mean of the
+sites' losses, or by the examples that a site had when it first took part, which leads to that of all examples' mean
+loss.
 
 `strength` scales the correction. At 0 nothing is corrected or remembered, and it is FedAvg, bit for bit. In between,
 the correction approaches the paper's as a moving average over rounds does.

@@ -1,1 +1,1 @@
-"""A run's measurements as rows, and the places to write them to."""
+"""A run's measurements as rows, and the formats that they are exported to. Imports `api`."""

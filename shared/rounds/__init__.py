@@ -1,1 +1,4 @@
-"""TODO"""
+"""A round without HTTP and without a database: planning it, validating its updates, merging them.
+
+Imports `aggregation`, `api`, `methods`, `model`, `tensors` and `updates`.
+"""

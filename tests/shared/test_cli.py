@@ -31,8 +31,8 @@ warmup_rounds = 1
 
 def without(*modules: str) -> list[str]:
     """A `tessera` in whose interpreter importing these modules fails as if they were not installed."""
-    script = f"import sys; sys.modules.update(dict.fromkeys({modules!r})); from tessera.shared.cli.main import main; main()"
-    return [sys.executable, "-c", script]
+    gone = f"import sys; sys.modules.update(dict.fromkeys({modules!r}))"
+    return [sys.executable, "-c", f"{gone}; from tessera.shared.cli.main import main; main()"]
 
 
 # ---------------------------------------------------------------- finding commands
@@ -74,10 +74,11 @@ def test_a_part_that_is_not_installed_is_named(tmp_path: Path) -> None:
         "import sys, importlib.util as u\n"
         "class Gone:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] == 'worker': raise ModuleNotFoundError(f'no {name}', name='worker')\n"
+        "        if name.startswith('tessera.worker'):\n"
+        "            raise ModuleNotFoundError(f'no {name}', name='tessera.worker')\n"
         "sys.meta_path.insert(0, Gone())\n"
         "find = u.find_spec\n"
-        "u.find_spec = lambda name, package=None: None if name == 'worker' else find(name, package)\n"
+        "u.find_spec = lambda name, package=None: None if name == 'tessera.worker' else find(name, package)\n"
         "from tessera.shared.cli.main import main; main()"
     )
     answer = tessera("worker", "run", command=[sys.executable, "-c", script])

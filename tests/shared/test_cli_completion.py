@@ -13,8 +13,8 @@ from tests.support.cli import COMMAND, environment, tessera
 
 
 def without(*modules: str) -> list[str]:
-    script = f"import sys; sys.modules.update(dict.fromkeys({modules!r})); from tessera.shared.cli.main import main; main()"
-    return [sys.executable, "-c", script]
+    gone = f"import sys; sys.modules.update(dict.fromkeys({modules!r}))"
+    return [sys.executable, "-c", f"{gone}; from tessera.shared.cli.main import main; main()"]
 
 
 def offered(*words: str, command: Sequence[str] = COMMAND) -> list[str]:

@@ -283,7 +283,7 @@ def test_a_worker_removes_verdicts_on_models_that_were_not_used_for_long(
 
 
 def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
-    failures = (Path(__file__).parents[2] / "worker" / "workbench.py").read_text()
+    failures = (Path(__file__).parents[2] / "worker" / "task" / "runner.py").read_text()
     codes = {*TELLABLE.values(), *re.findall(r"(?:TaskFailure|_failing_as)\(\s*\"([a-z-]+)\"", failures)}
     assert sorted({*codes, "out-of-memory"} ^ set(OF_WORKERS)) == []
 

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Measurements of how a model attends. Imports `model`."""

@@ -1,4 +1,8 @@
-"""The worker's commands. Each is loaded only when it is called, because these import torch."""
+"""The commands of a worker, a site and a simulation.
+
+Imports `agent`, `data`, `diagnostics`, `enrolment`, `governance`, `model`, `privacy`, `settings`, `settings_reload`,
+`simulation`, `state` and `task`.
+"""
 
 import os
 

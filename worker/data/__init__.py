@@ -1,1 +1,1 @@
-"""TODO"""
+"""A site's data sets: the registry of their kinds, and what every kind provides. Imports `model`."""

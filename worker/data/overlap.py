@@ -8,14 +8,13 @@ estimate.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.registry import Dataset
-from tessera.worker.training.progress import Check
 
 KEPT = 1024
 """Hashes of a sketch. Of a data set with no more examples they are all there is."""
@@ -29,7 +28,7 @@ CHECKED = 1000
 """Examples between two checks of whether to go on."""
 
 
-def fingerprints(dataset: Dataset, key: bytes, check: Check = lambda: None) -> Array:
+def fingerprints(dataset: Dataset, key: bytes, check: Callable[[], None] = lambda: None) -> Array:
     """Return a hash of each different example, what is held out included: uint64 [examples], sorted.
 
     Neither its group nor the type of its numbers tells an example from another. Raises what `check` does.

@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ from tessera.worker.data.partition.schemes import Part, part_of
 
 __all__ = ["DataError", "Dataset", "Part", "adapters", "load"]
 
+KINDS = "tessera.worker.data.kinds"
 GROUP = "tessera.datasets"
 
 
@@ -61,7 +63,7 @@ def _adapter(kind: str) -> Adapter[Any] | None:
     """The adapter of a kind. No other is imported: what one reads tables with is nothing to one that does not."""
     module: ModuleType | None = None
     if kind in _files():
-        module = importlib.import_module(f"{__name__}.{kind}")
+        module = importlib.import_module(f"{KINDS}.{kind}")
     else:
         for entry in entry_points(group=GROUP, name=kind):
             module = entry.load()
@@ -70,4 +72,4 @@ def _adapter(kind: str) -> Adapter[Any] | None:
 
 @cache
 def _files() -> frozenset[str]:
-    return frozenset(info.name for info in pkgutil.iter_modules(__path__))
+    return frozenset(info.name for info in pkgutil.iter_modules([str(Path(__file__).parent / "kinds")]))

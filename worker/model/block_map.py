@@ -1,13 +1,14 @@
 """Finds a model's blocks: which tensor, or which rows of a fused one, is a query, a key, a value.
 
 An attention is recognised by the names of what it holds, and by its class where a fused projection could be ordered
-in several ways; `LAYOUTS` in `worker/model/layouts.py` has one row for each arrangement, and a new family is a new row, or
-a file with a mapping. A tensor that looks like attention and that nothing explains is refused, with its name
+in several ways; `LAYOUTS` in `worker/model/layouts.py` has one row for each arrangement, and a new family is a new
+row, or a file with a mapping. A tensor that looks like attention and that nothing explains is refused, with its name
 (`UnknownArchitecture`), because training or sending the wrong rows is not noticed by any loss.
 
 Roles, in the order in which they are given:
 
-- prompt, adapter: what Tessera itself added to the model (`worker/model/adapters.py`). An adapter also knows the roles of
+- prompt, adapter: what Tessera itself added to the model (`worker/model/adapters.py`). An adapter also knows the
+roles of
   its matrix (`adapts`). Beside a fused matrix, factor A serves all parts, and B's rows divide as the matrix's do;
 - what a mapping says, if there is one;
 - query, key, value, output: what a row of `LAYOUTS` says; biases go with their weights. Whatever else moves the

@@ -95,8 +95,8 @@ def check_model(model: Model, mapping: MappingFile | None = None) -> tuple[Block
     """Lay the model out without storage, compare its block table with `model.blocks`, and return it.
 
     Our own block map is what counts: a coordinator that calls a head a query block is told so, not believed. What the
-    classes of transformers make beside parameters is not bounded here, but in `worker/model/sandbox.py`. Raises as `build`
-    does.
+    classes of transformers make beside parameters is not bounded here, but in `worker/model/sandbox.py`. Raises as
+    `build` does.
     """
     with torch.device("meta"), _bounded(model):
         laid_out = instantiate(model.config, model.head, prompts=model.prompts, lora=model.lora, mapping=mapping)

@@ -5,8 +5,8 @@ in main memory, before the first parameter is there to be counted. No list of ke
 So a child process without a GPU lays the model out first, under a limit on its memory and processor time that the
 kernel enforces. What ends there within the limits does so here too, and this process then judges the model itself.
 
-`python -m tessera.worker.model.sandbox` imports transformers once, which takes seconds, and forks itself for each model that it is
-asked about. It ends when nobody has asked for a minute, or when whoever started it is gone.
+`python -m tessera.worker.model.sandbox` imports transformers once, which takes seconds, and forks itself for each
+model that it is asked about. It ends when nobody has asked for a minute, or when whoever started it is gone.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Forks:
                 "CUDA_VISIBLE_DEVICES": "",
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parents[2]), os.environ.get("PYTHONPATH")])),
             }
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tessera.worker.model.sandbox"],

@@ -1,1 +1,4 @@
-"""TODO"""
+"""Differentially private training: per-example gradients, noise and accounting.
+
+Imports `data`, `governance`, `model`, `state` and `training`.
+"""

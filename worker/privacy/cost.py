@@ -1,3 +1,5 @@
+"""The epsilon of recorded events. Imports the accountant, which needs the extra `privacy`, only when asked."""
+
 from __future__ import annotations
 
 import importlib

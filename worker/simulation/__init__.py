@@ -1,7 +1,13 @@
 """A whole federation in one process: the same methods, plans, codecs and merging as over HTTP, bit for bit.
 
-result = simulate({"method": {"name": "fedavg"}, "rounds": 3}, model, {"north": data, "south": more})
-result.versions[-1].digest, result.scores()[3]["accuracy"]
+Imports `agent`, `data`, `governance`, `model`, `settings`, `state`, `task` and `training`.
+
+    Imports `agent`, `data`, `governance`, `model`, `settings`, `state`, `task` and `training`.
+
+        Imports `agent`, `data`, `governance`, `model`, `settings`, `state`, `task` and `training`.
+
+            result = simulate({"method": {"name": "fedavg"}, "rounds": 3}, model, {"north": data, "south": more})
+            result.versions[-1].digest, result.scores()[3]["accuracy"]
 """
 
 from __future__ import annotations

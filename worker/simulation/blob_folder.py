@@ -22,7 +22,7 @@ PIECE_BYTES = 1 << 20
 
 
 class Folder:
-    """Implements `shared.rounds.blob_store.BlobStore`. Starting it removes what a killed process left half-written."""
+    """A `BlobStore` in a folder. Starting it removes what a killed process left half-written."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)

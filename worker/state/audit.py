@@ -1,4 +1,5 @@
-"""What a worker did, was asked to decide, and let leave: a chained file that only it writes (`worker.state.hash_chain`).
+"""What a worker did, was asked to decide, and let leave: a chained file that only it writes
+(`worker.state.hash_chain`).
 
 The coordinator keeps a chain of its own. This one is the site's, and is what the site compares that with.
 """

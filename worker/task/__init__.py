@@ -1,1 +1,4 @@
-"""TODO"""
+"""One task from its claim to its upload.
+
+Imports `data`, `governance`, `model`, `privacy`, `settings`, `state` and `training`.
+"""

@@ -1,1 +1,4 @@
-"""TODO"""
+"""The local training loop, evaluation, and the context in which a method trains.
+
+Imports `attention`, `data` and `model`.
+"""

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,17 +22,34 @@ from tessera.worker.training.context import LocalWork
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.progress import Check, Report
 
-if TYPE_CHECKING:
-    # They bring libraries along that only private tasks need.
-    from tessera.worker.privacy.dp_sgd import NoisyGradients
-    from tessera.worker.privacy.private_task import PrivateTask
-
-
 Batch = dict[str, Tensor]
 
 
 LEAST_SCALE = 2.0**-24
 """Gradients that overflow float16 at this scale are not finite at any: it is float16's smallest positive number."""
+
+
+class PrivateGradients(Protocol):
+    """The gradients of a phase, with the noise of differential privacy."""
+
+    steps: int
+    """Steps of one epoch."""
+
+    def fill(self) -> None:
+        """Set each parameter's gradient."""
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+
+
+class PrivateTraining(Protocol):
+    """The differential privacy of a task, as the training loop needs it (`worker.privacy` implements it)."""
+
+    def begin(self, epochs: int) -> None:
+        """Reserve the privacy of so many epochs. Raises PolicyViolation."""
+
+    def phase(self, trainer: Trainer, freeze: Freeze, dataset: Dataset) -> PrivateGradients:
+        """Return the gradients for one phase."""
 
 
 class TrainingDiverged(ArithmeticError):
@@ -73,7 +90,7 @@ class Trainer:
     training: Training
     device: torch.device
     check: Check
-    private: PrivateTask | None = None
+    private: PrivateTraining | None = None
     report: Report = field(default_factory=Report)
     """Told of each step."""
     least_told: int = 1
@@ -125,7 +142,7 @@ class Trainer:
                 f"{fault}. A private run pads texts to the data set's max_length, which the model must take."
             ) from fault
 
-    def _train_privately(self, private: PrivateTask, epoch: _Epoch, epochs: int, dataset: Dataset) -> None:
+    def _train_privately(self, private: PrivateTraining, epoch: _Epoch, epochs: int, dataset: Dataset) -> None:
         noisy = private.phase(self, epoch.freeze, dataset)
         try:
             for _ in range(epochs * noisy.steps):
@@ -208,7 +225,7 @@ class _Epoch:
         self._after_step(made)
         return value, made
 
-    def noisy_step(self, noisy: NoisyGradients) -> None:
+    def noisy_step(self, noisy: PrivateGradients) -> None:
         """One step by a noisy gradient. Whatever follows the noise reads no data, and costs no privacy."""
         noisy.fill()
         self._correct_gradients()

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Tables, colours and progress lines of the command line."""

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import numpy as np
@@ -32,8 +33,9 @@ WORTH = 0.95
 
 STAGES: dict[str, type[Stage | LowRank]] = {
     module.STAGE.name: module.STAGE
-    for info in pkgutil.iter_modules(__path__)
-    if hasattr(module := importlib.import_module(f"{__name__}.{info.name}"), "STAGE")
+    for info in pkgutil.iter_modules([str(Path(__file__).parent)])
+    if info.name != Path(__file__).stem
+    if hasattr(module := importlib.import_module(f"{__package__}.{info.name}"), "STAGE")
 }
 
 __all__ = [
