@@ -35,7 +35,7 @@ test: install ## run every test
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 test-postgresql: install ## the tests of storage, API and processes, all on PostgreSQL
-	TESSERA_TEST_DATABASE=postgresql OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/storage tests/api tests/system \
+	TESSERA_TEST_DATABASE=postgresql OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/coordinator tests/system \
 	  --numprocesses auto --maxprocesses 4 --dist worksteal
 
 check: install ## format, lint, types; changes nothing
@@ -67,10 +67,10 @@ soak: install ## five hundred rounds, and whether anything grows with them, ten 
 	$(BIN)/python -m tests.soak --rounds $(or $(ROUNDS),500)
 
 simulation: install ## a federation on one seed after the other; STEPS=, SEED=, HOURS= say how long
-	$(BIN)/python -m tests.simulation --seed $(or $(SEED),0) $(if $(HOURS),--hours $(HOURS),--steps $(or $(STEPS),1000000))
-	$(BIN)/python -m tests.simulation --rules --seed $(or $(SEED),0) --steps 100000000
-	$(BIN)/python -m tests.simulation --crash-points
-	$(BIN)/python -m tests.simulation --planted
+	$(BIN)/python -m tests.model_checking --seed $(or $(SEED),0) $(if $(HOURS),--hours $(HOURS),--steps $(or $(STEPS),1000000))
+	$(BIN)/python -m tests.model_checking --rules --seed $(or $(SEED),0) --steps 100000000
+	$(BIN)/python -m tests.model_checking --crash-points
+	$(BIN)/python -m tests.model_checking --planted
 
 fuzz: install ## a million hostile updates, a quarter of an hour on one core; prints its seed
 	$(BIN)/python -m tests.fuzz --cases $(or $(CASES),1000000) $(if $(SEED),--seed $(SEED))

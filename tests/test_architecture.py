@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from tests.support.paths import ROOT
 
 from tests.support.coordinator import until
+from tests.support.paths import ROOT
 
 TOP = "tessera"
 SIDES = ("coordinator", "shared", "worker")

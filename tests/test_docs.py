@@ -20,8 +20,8 @@ from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DataSource
 from tessera.worker.settings import Settings as WorkerSettings
 from tessera.worker.simulation.config import Table
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.coordinator import LiveCoordinator
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -17,4 +18,4 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCoordi
 @pytest.fixture(scope="session")
 def deploy() -> Path:
     """The folder of what is deployed with."""
-    return Path(__file__).parents[2] / "deploy"
+    return ROOT / "deploy"

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.coordinator import until
+from tests.support.paths import ROOT
 from tests.support.processes import free_port
 
-ROOT = Path(__file__).parents[2]
 TARGETS = ("coordinator", "worker")
 USER = 10001
 

@@ -68,7 +68,7 @@ def peak_bytes(pid: int) -> int:
 class CoordinatorProcess:
     """`coordinator serve` on one port and folder, that can be killed and started again."""
 
-    def __init__(self, folder: Path, *options: str, module: str = "coordinator", **settings: Any) -> None:
+    def __init__(self, folder: Path, *options: str, module: str = "tessera.coordinator", **settings: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._options = options
         self._module = module

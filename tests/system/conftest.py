@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tessera.shared.updates.model_folder import ModelFolder
+from tests.support.paths import ROOT
 from tests.support.processes import CoordinatorProcess, Process
 
 VIT = {
@@ -26,7 +27,7 @@ VIT = {
 }
 
 
-DEMO_VIT = Path(__file__).parents[2] / "examples" / "digits" / "vit.json"
+DEMO_VIT = ROOT / "examples" / "digits" / "vit.json"
 
 
 def made(folder: Path, config: Path) -> ModelFolder:

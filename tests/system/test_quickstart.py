@@ -17,9 +17,9 @@ import pytest
 
 from tests.support.cli import environment
 from tests.support.coordinator import until
+from tests.support.paths import ROOT
 from tests.support.processes import free_port
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "quickstart.md"
 
 

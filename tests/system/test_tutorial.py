@@ -14,9 +14,10 @@ from tessera.shared.methods.base import Chosen
 from tessera.shared.methods.registry import FOLDERS
 from tessera.shared.updates.model_folder import ModelFolder
 from tests.support.coordinator import until
+from tests.support.paths import ROOT
 from tests.support.processes import CoordinatorProcess, Process, worker_process
 
-TUTORIAL = Path(__file__).parents[2] / "docs" / "writing-a-method.md"
+TUTORIAL = ROOT / "docs" / "writing-a-method.md"
 DATA = '[datasets.digits]\nkind = "digits"\n'
 STAGES = {
     "headonly": ["head"] * 4,

@@ -57,6 +57,7 @@ from tessera.worker.state.privacy_ledger import Exact
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.paths import ROOT
 from tests.support.scripted import Answer, answering
 from tests.support.tapping import Tap
 
@@ -283,7 +284,7 @@ def test_a_worker_removes_verdicts_on_models_that_were_not_used_for_long(
 
 
 def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
-    failures = (Path(__file__).parents[2] / "worker" / "task" / "runner.py").read_text()
+    failures = (ROOT / "worker" / "task" / "runner.py").read_text()
     codes = {*TELLABLE.values(), *re.findall(r"(?:TaskFailure|_failing_as)\(\s*\"([a-z-]+)\"", failures)}
     assert sorted({*codes, "out-of-memory"} ^ set(OF_WORKERS)) == []
 

@@ -1,0 +1,211 @@
+"""A coordinator whose blobs are in an S3-compatible store that loses, changes and refuses."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import load
+from sqlalchemy import select
+
+from tessera.coordinator.db.tables import BlobRow
+from tessera.coordinator.maintenance import backup
+from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.client.client import Client
+from tests.coordinator.maintenance.test_retention import HOUR, MODEL, START, exported, play, played, retention
+from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
+from tests.support.federation import ScriptedWorker, start_run
+from tests.support.stores import Bucket, serving
+
+PATIENT = {"lease_seconds": 86_400, "live_seconds": 1e9, "inline_bytes": 1, "submission_bytes": 0}
+HEAD = START["head.weight"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    with serving("moto", tmp_path_factory.mktemp("store")) as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def bucket(server: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.empty()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def live(tmp_path: Path, clock: Clock, bucket: Bucket) -> Iterator[LiveCoordinator]:
+    with LiveCoordinator(tmp_path, clock=clock, blob_url=bucket.url, **PATIENT) as coordinator:
+        yield coordinator
+
+
+def half_done(live: LiveCoordinator) -> tuple[Client, Run, str, ScriptedWorker]:
+    """A round of two, of whom one has handed in: its update, and the other worker."""
+    client = live.client()
+    workers = [ScriptedWorker(live.client("site", site)) for site in "ab"]
+    for worker in workers:
+        worker.enrol()
+    run = start_run(client, MODEL, START, cohort=Cohort(size=2, quorum=2))
+    first = workers[0].take()
+    digest = workers[0].upload(first, {"head.weight": HEAD + np.float32(1)})
+    workers[0].submit(first, digest)
+    return client, run, digest, workers[1]
+
+
+def head_of(client: Client, run: Run) -> np.ndarray:
+    file = io.BytesIO()
+    client.export(run.id, file)
+    head: np.ndarray = load(file.getvalue())["head.weight"]
+    return head
+
+
+def held(live: LiveCoordinator) -> set[str]:
+    """The digests of all rows; each has its object and no object is without a row."""
+    with live.services.database.snapshot() as session:
+        return set(session.scalars(select(BlobRow.digest)))
+
+
+@pytest.mark.parametrize("how", ["replaced", "truncated", "deleted"])
+def test_an_update_that_is_spoilt_behind_our_back_is_named_and_not_merged(
+    live: LiveCoordinator, bucket: Bucket, clock: Clock, how: str
+) -> None:
+    client, run, digest, other = half_done(live)
+    sound = live.services.blobs.read(digest)
+    if how == "deleted":
+        bucket.lose(digest)
+    else:
+        bucket.replace(digest, sound[:-1] + (bytes([sound[-1] ^ 1]) if how == "replaced" else b""))
+    other.train(other.take(), step=3.0)
+    until(lambda: client.run(run.id).state == "paused")
+    paused = client.run(run.id)
+    assert digest in str(paused.reason)
+    assert ("missing" if how == "deleted" else "no longer has the bytes") in str(paused.reason)
+    assert paused.version.number == 0
+
+    bucket.replace(digest, sound)
+    # What failed is tried again once the run was resumed, later than it paused.
+    clock.advance(1)
+    client.set_run_state(run.id, "running")
+    until(lambda: client.run(run.id).state == "completed")
+    # The other moved it by 3.
+    np.testing.assert_allclose(head_of(client, run), HEAD + 2, rtol=1e-6)
+
+
+def test_a_blob_that_is_spoilt_is_refused_by_name(live: LiveCoordinator, bucket: Bucket) -> None:
+    client = live.client()
+    digest = client.put_bytes(b"as it was, and as it should be")
+    assert client.read_blob(digest) == b"as it was, and as it should be"
+    bucket.replace(digest, b"as it was, and as it is not be")
+    with refusing("store-spoilt", digest):
+        client.read_blob(digest)
+
+
+def test_a_store_that_is_away_is_503_until_it_is_back(live: LiveCoordinator, bucket: Bucket) -> None:
+    http = live.http()
+    client = live.client(patience_seconds=0.0)
+    large = bytes(range(256)) * 8192
+    with bucket.away():
+        assert "Retry-After" in _sent(http, b"some bytes").headers
+        refused(_sent(http, b"some bytes"), 503, "store-away")
+        with refusing("store-away"):
+            client.put_bytes(large)
+        live.services.blobs._objects._probed_until = 0  # type: ignore[union-attr]
+        ready = live.bare().get("/healthz/ready")
+        assert (ready.status_code, ready.json()["store_writable"]) == (503, False)
+        assert "tessera_ready 0.0" in http.get("/metrics").text
+        # What needs no store goes on.
+        assert not list(client.runs())
+    assert live.bare().get("/healthz/ready").is_success
+    assert _sent(http, b"some bytes").status_code == 201
+    # All of it had come: nothing is sent again but the wish.
+    assert client.read_blob(client.put_bytes(large)) == large
+
+
+def _sent(http: httpx.Client, data: bytes) -> httpx.Response:
+    digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
+    headers = {"Upload-Length": str(len(data)), "Upload-Complete": "?1", "Repr-Digest": f"sha-256=:{digest}:"}
+    return http.post("/v1/uploads", headers=headers, content=data)
+
+
+def test_a_round_waits_for_a_store_that_is_away_and_is_not_paused(
+    live: LiveCoordinator, bucket: Bucket, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client, run, _, other = half_done(live)
+    merging = live.services.conductor._merging
+    with merging:
+        other.train(other.take(), step=3.0)
+        bucket.line.dead = True
+        bucket.line.cut()
+    with bucket.away():
+        until(lambda: "store.away" in "".join(capfd.readouterr()))
+        time.sleep(0.3)
+        assert client.run(run.id).state == "running"
+        assert client.round(run.id, 1).state == "merging"
+    until(lambda: client.run(run.id).state == "completed")
+    np.testing.assert_allclose(head_of(client, run), HEAD + 2, rtol=1e-6)
+
+
+def test_updates_and_versions_that_are_not_kept_go_from_the_store(
+    live: LiveCoordinator, bucket: Bucket, clock: Clock
+) -> None:
+    client, run, worker, updates = played(live, 4)
+    whole = {number: exported(client, run, number) for number in (0, 4)}
+    before = held(live)
+    assert all(bucket.holds(digest) for digest in before)
+    clock.advance(HOUR + 1)
+    assert retention(live).collect().updates == 4
+    assert held(live) == before - set(updates)
+    assert retention(live, versions=1).collect().versions == 3
+    clock.advance(86400 + 1)
+    assert retention(live, versions=1).collect().bytes > 0
+    kept = held(live)
+    assert {f"sha256:{key.rpartition('/')[2]}" for key in bucket.names() if key != "probe"} == kept
+    assert {number: exported(client, run, number) for number in whole} == whole
+    play(client, worker, run, 5)
+
+
+def test_an_object_that_no_row_knows_of_goes(live: LiveCoordinator, bucket: Bucket, clock: Clock) -> None:
+    digest = live.client().put_bytes(b"known")
+    stray = f"sha256:ab{'0' * 62}"
+    bucket.replace(stray, b"a merge was killed before it was entered")
+    # The store's own clock is far behind this one: all that it has is old.
+    assert retention(live).collect().strays == 1
+    assert (bucket.holds(stray), bucket.holds(digest)) == (False, True)
+
+
+def test_a_bucket_is_backed_up_verified_and_restored(tmp_path: Path, bucket: Bucket) -> None:
+    def faults(live: LiveCoordinator) -> list[str]:
+        services = live.services
+        return list(backup.verify(services.database, services.blobs, services.states))
+
+    with LiveCoordinator(tmp_path / "one", blob_url=bucket.url, inline_bytes=1) as live:
+        client, run, _, _ = played(live, 2)
+        whole = [exported(client, run, number) for number in range(3)]
+        assert faults(live) == []
+        copied = backup.back_up(live.services.database, live.services.blobs, tmp_path / "backup")
+        assert copied.blobs == len(held(live))
+        blob = live.services.states.manifest(run.version.digest).blocks["head.weight"]
+        bucket.replace(blob, b"rot")
+        assert any(f"blob {blob} no longer has the bytes of its name" in fault for fault in faults(live))
+        bucket.lose(blob)
+        assert f"blob {blob} is missing from the store" in faults(live)
+    bucket.empty()
+    with LiveCoordinator(tmp_path / "two", blob_url=bucket.url, inline_bytes=1) as other:
+        restored = backup.restore(tmp_path / "backup", other.services.database, other.services.blobs)
+        assert restored.blobs == copied.blobs
+        assert faults(other) == []
+        assert [exported(other.client(), run, number) for number in range(3)] == whole

@@ -1,0 +1,178 @@
+"""Who holds a version gets the next one as their difference."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sqlalchemy import select
+
+from tessera.coordinator.db.tables import DifferenceRow
+from tessera.shared.api.runs import Run, Training
+from tessera.shared.client.client import FAST_LINE, Client
+from tessera.shared.methods.base import Chosen
+from tessera.shared.model.spec import Model
+from tessera.shared.tensors.lazy import ArrayTensor, to_array
+from tessera.shared.updates.update_file import read_update
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.vault import Vault
+from tessera.worker.task import runner
+from tessera.worker.task.runner import Workbench
+from tessera.worker.training.progress import Report
+from tests.support.coordinator import LiveCoordinator, refusing, until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.tasks import CPU, VIT
+from tests.worker.simulation.test_simulation import images
+
+MODEL = small_model(64)
+WIDE = {**VIT, "hidden_size": 64, "intermediate_size": 256}
+
+
+def committed(coordinator: LiveCoordinator, rounds: int) -> tuple[Run, Client]:
+    """A run of so many rounds that are over, and the client of the site that took part."""
+    client, site = coordinator.client(), coordinator.client("site", "a")
+    worker = ScriptedWorker(site)
+    worker.enrol()
+    run = start_run(client, MODEL, values(MODEL), rounds=rounds)
+    for _ in range(rounds):
+        worker.train(worker.take(), step=1e-3)
+    until(lambda: client.run(run.id).state == "completed")
+    return client.run(run.id), site
+
+
+def manifests(client: Client, run: Run) -> list[Any]:
+    return [client.manifest(version.digest) for version in client.versions(run.id)]
+
+
+def test_the_difference_makes_the_later_version_of_the_earlier_one_bit_for_bit(coordinator: LiveCoordinator) -> None:
+    run, site = committed(coordinator, 2)
+    client = coordinator.client()
+    found = site.difference(run.id, 2, 0)
+    assert found is not None
+    data = site.read_blob(found.digest)
+    first, _, last = manifests(client, run)
+    start = values(MODEL)
+    tensors = read_update(
+        lambda: io.BytesIO(data), len(data), MODEL.by_name, {name: ArrayTensor(v) for name, v in start.items()}
+    )
+    assert set(tensors) == set(last.changed(first)) == set(MODEL.by_name)
+    for name, tensor in tensors.items():
+        assert to_array(tensor).tobytes() == client.read_blob(last.blocks[name])
+    assert found.nbytes == len(data) < 0.75 * MODEL.nbytes
+
+
+def test_however_many_ask_it_is_made_once(coordinator: LiveCoordinator) -> None:
+    run, site = committed(coordinator, 1)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: site.difference(run.id, 1, 0), range(8)))
+    assert len({one.digest for one in found if one}) == 1
+    with coordinator.services.database.snapshot() as session:
+        assert len(session.scalars(select(DifferenceRow)).all()) == 1
+
+
+@pytest.mark.parametrize(("number", "since"), [(1, 1), (1, 2), (2, 1), (100, 1)])
+def test_there_is_none_of_versions_that_are_not_there_or_too_far_apart(
+    coordinator: LiveCoordinator, number: int, since: int
+) -> None:
+    run, site = committed(coordinator, 1)
+    assert site.difference(run.id, number, since) is None
+
+
+def test_another_site_sees_none(coordinator: LiveCoordinator) -> None:
+    run, site = committed(coordinator, 1)
+    found = site.difference(run.id, 1, 0)
+    other = coordinator.client("site", "b")
+    assert found
+    assert other.difference(run.id, 1, 0) is None
+    with refusing("not-found"):
+        other.read_blob(found.digest)
+
+
+def test_on_a_fast_line_none_is_asked_for(coordinator: LiveCoordinator) -> None:
+    run, site = committed(coordinator, 1)
+    site._rates.append(2 * FAST_LINE)
+    assert site.difference(run.id, 1, 0) is None
+    with coordinator.services.database.snapshot() as session:
+        assert not session.scalars(select(DifferenceRow)).all()
+
+
+# ---------------------------------------------------------------- at a worker
+
+
+def bench_and_run(coordinator: LiveCoordinator, folder: Path) -> tuple[Workbench, ScriptedWorker, Run]:
+    worker = ScriptedWorker(coordinator.client("site", "a"), datasets={"data": 16})
+    cache = Cache(folder / "cache", 1 << 24)
+    bench = Workbench(worker.client, {"data": images(0)}, CPU, Vault(folder / "vault"), cache, folder)
+    worker.enrol()
+    model = instantiate(WIDE, "image-classification", seed=0)
+    blocks = block_table(model)
+    start = {block.name: read_block(named_tensors(model), block) for block in blocks}
+    document = Model(config=WIDE, head="image-classification", blocks=blocks)
+    training = Training(optimizer="sgd", momentum=0, learning_rate=0.01, batch_size=8)
+    client = coordinator.client()
+    return (
+        bench,
+        worker,
+        start_run(client, document, start, rounds=3, method=Chosen(name="fedavg"), training=training),
+    )
+
+
+def do(bench: Workbench, worker: ScriptedWorker) -> int:
+    """Does the next task; the bytes that were fetched for it."""
+    report = Report()
+    bench.do(worker.take(), lambda: None, report)
+    return report.download_bytes
+
+
+@pytest.fixture
+def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "LEAST_DIFFERENCE", 1)
+
+
+@pytest.mark.usefixtures("_however_small")
+def test_a_worker_makes_what_it_can_and_comes_to_the_same(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    client = coordinator.client()
+    made = []
+    for name, fast in (("whole", True), ("made", False)):
+        bench, worker, run = bench_and_run(coordinator, tmp_path / name)
+        worker.client._rates.extend([2 * FAST_LINE] * fast)
+        fetched = [do(bench, worker) for _ in range(3)]
+        until(lambda run=run: client.run(run.id).state == "completed")
+        made.append((client.run(run.id).version.digest, fetched))
+    (same, whole), (digest, differences) = made
+    assert digest == same
+    assert whole[0] == differences[0]
+    manifest = len(client.read_blob(same))
+    for difference, blocks in zip(differences[1:], whole[1:], strict=True):
+        assert difference - manifest < 0.85 * (blocks - manifest)
+
+
+@pytest.mark.usefixtures("_however_small")
+@pytest.mark.parametrize("spoils", ["bytes", "absent"])
+def test_a_difference_that_is_of_no_use_is_done_without(
+    coordinator: LiveCoordinator, tmp_path: Path, spoils: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = coordinator.client()
+    bench, worker, run = bench_and_run(coordinator, tmp_path)
+    do(bench, worker)
+    asked = worker.client.difference
+
+    def spoilt(run_id: str, number: int, since: int) -> Any:
+        found = asked(run_id, number, since)
+        assert found
+        if spoils == "absent":
+            return None
+        document = next(iter(client.versions(run_id))).digest
+        return found.model_copy(update={"digest": document})
+
+    monkeypatch.setattr(worker.client, "difference", spoilt)
+    do(bench, worker)
+    do(bench, worker)
+    until(lambda: client.run(run.id).state == "completed")

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tessera.coordinator.db.engine import Database
+from tests.support.coordinator import LiveCoordinator
+from tests.support.storage import migrated
+
+
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCoordinator]:
+    """One coordinator for all tests of a module, each of which leaves it as it found it."""
+    with LiveCoordinator(tmp_path_factory.mktemp("standing")) as live:
+        yield live
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = migrated(tmp_path)
+    yield database
+    database.close()

@@ -1,0 +1,319 @@
+"""What the pages show and do, without a browser."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tessera.coordinator.db.tables import TaskRow, WorkerRow
+from tessera.coordinator.domain.eta import Pace, expected_end
+from tessera.shared.api.admin import EnrolmentSpec
+from tessera.shared.api.runs import Cohort, Evaluation
+from tessera.shared.api.tasks import Failure, Progress
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import Chosen
+from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.token_format import hash_of
+from tests.coordinator.dashboard.conftest import Person, signed_in
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+
+MODEL = small_model()
+HOSTILE = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>{{ 7 * 7 }}"
+
+PAGES = ("/", "/runs", "/sites", "/approvals", "/failures", "/storage", "/audit", "/runs/new")
+
+
+def test_every_page_of_an_empty_coordinator_is_there(admin: Person) -> None:
+    for path in PAGES:
+        answer = admin.http.get(f"/page{path}")
+        assert answer.status_code == 200, path
+        assert answer.text.count("<h1") == 1, path
+
+
+def test_viewers_look_and_no_more(coordinator: LiveCoordinator, viewer: Person) -> None:
+    run = start_run(coordinator.client(), MODEL, values(MODEL), dataset="none")
+    shown = viewer.http.get(f"/page/runs/{run.id}")
+    assert shown.status_code == 200
+    assert "Pause" not in shown.text
+    for path in ("/audit", "/runs/new", f"/runs/{run.id}/cancel"):
+        assert viewer.http.get(f"/page{path}").status_code == 403, path
+    assert viewer.send(f"/page/runs/{run.id}/state", state="paused", revision="1").status_code == 403
+    assert coordinator.client().run(run.id).state == "running"
+
+
+def test_runs_are_paused_resumed_and_cancelled(coordinator: LiveCoordinator, admin: Person) -> None:
+    run = start_run(coordinator.client(), MODEL, values(MODEL), dataset="none")
+    way = f"/page/runs/{run.id}/state"
+    for revision, state in (("1", "paused"), ("2", "running"), ("3", "cancelled")):
+        assert admin.send(way, state=state, revision=revision).status_code == 303
+        assert coordinator.client().run(run.id).state == state
+    assert admin.send(way, state="running", revision="4").status_code == 409
+
+
+def test_an_orchestrator_steers_nobody_elses_runs(coordinator: LiveCoordinator) -> None:
+    person = signed_in(coordinator, "orchestrator")
+    run = start_run(coordinator.client(), MODEL, values(MODEL), dataset="none")
+    assert "Pause" not in person.http.get(f"/page/runs/{run.id}").text
+    answer = person.send(f"/page/runs/{run.id}/state", state="paused", revision="1")
+    assert (answer.status_code, coordinator.client().run(run.id).state) == (403, "running")
+
+
+def test_workers_are_admitted_by_the_code_that_they_show(
+    coordinator: LiveCoordinator, admin: Person, viewer: Person
+) -> None:
+    with Client(coordinator.url, verify=False) as client:
+        asked = [
+            client.ask_to_join(EnrolmentSpec(site=site, worker="gpu-1", secret_hash=hash_of(site)))
+            for site in ("north", "south")
+        ]
+    shown = admin.http.get("/page/approvals").text
+    assert "north/gpu-1" in shown
+    # Who admits has the code from the site's people, and not from here.
+    assert asked[0].code not in shown
+    assert "gpu-1" not in viewer.http.get("/page/approvals").text
+    assert "2 workers ask to be admitted" in admin.http.get("/page/").text
+    way = f"/page/approvals/{asked[0].id}"
+    yes = {"decision": "approve", "site": "north", "create_site": "yes"}
+    assert viewer.send(way, **yes, code=asked[0].code).status_code == 403
+    assert admin.send(way, **yes, code="AAAA-AAAA").status_code >= 400
+    assert admin.send(way, **yes, code=asked[0].code).status_code == 303
+    assert admin.send(f"/page/approvals/{asked[1].id}", decision="decline").status_code == 303
+    assert [site.name for site in coordinator.client().sites()] == ["north"]
+    assert "Nobody waits" in admin.http.get("/page/approvals").text
+
+
+def test_what_changed_since_it_was_shown_is_not_overwritten(coordinator: LiveCoordinator, admin: Person) -> None:
+    run = start_run(coordinator.client(), MODEL, values(MODEL), dataset="none")
+    answer = admin.send(f"/page/runs/{run.id}/state", state="paused", revision="7")
+    assert answer.status_code == 412
+    assert "It has changed since you read it" in answer.text
+
+
+def test_a_part_of_a_page_is_what_changes_of_it(admin: Person) -> None:
+    whole, part = (admin.http.get(f"/page/{query}").text for query in ("", "?part=live"))
+    assert part.startswith('<div id="live"')
+    assert "<html" not in part
+
+    def without_times(text: str) -> str:
+        return re.sub(r"\d+(\.\d+)? (s|min|GB|%|kB|MB)\b|\d+%", "", text)
+
+    assert without_times(part.strip()) in without_times(whole)
+
+
+def worked(coordinator: LiveCoordinator) -> str:
+    """A run with two sites, one of which failed in the second round."""
+    client = coordinator.client()
+    workers = [
+        ScriptedWorker(
+            coordinator.client("site", site),
+            kinds=("train", "evaluate"),
+            held_out={"data": 5},
+            methods=("fedfrozen",),
+            version="1.2.3+ours",
+        )
+        for site in ("a", "b")
+    ]
+    for worker in workers:
+        worker.enrol()
+    run = start_run(
+        client, MODEL, values(MODEL), name="wards", rounds=3, evaluation=Evaluation(sites=True),
+        method=Chosen(name="fedfrozen", settings={"warmup_rounds": 1}), cohort=Cohort(quorum=2, tries=1),
+    )  # fmt: skip
+    for worker in workers:
+        while (task := worker.take()).kind == "evaluate":
+            worker.evaluate(task, accuracy=0.5, loss=1.25)
+        worker.train(task)
+    until(lambda: client.run(run.id).version.number == 1)
+    for worker in workers:
+        while (task := worker.take()).kind == "evaluate":
+            worker.evaluate(task, accuracy=0.75, loss=0.5)
+    # Without this one the round is abandoned, and the run pauses.
+    worker.client.fail(task.id, Failure(token=task.token, code=HOSTILE[:64], detail=HOSTILE))
+    until(lambda: client.run(run.id).state == "paused")
+    return run.id
+
+
+def test_pages_of_a_run_show_what_the_api_shows(coordinator: LiveCoordinator, admin: Person) -> None:
+    run = worked(coordinator)
+    shown = admin.http.get(f"/page/runs/{run}").text
+    for told in ("wards", "warm-up", "of 3", "0.75", "worst site", "Bytes by round", "abandoned", "paused"):
+        assert told in shown, told
+    assert "of version 1; worst site" in shown
+    assert "No layers by site: every update held the same layers." in shown
+    assert "No warm-up signals: they are measured if warmup_rounds is auto." in shown
+    assert "No scores" not in shown
+    first = admin.http.get(f"/page/runs/{run}/rounds/1").text
+    for told in ("a/w", "b/w", "accepted", "done", "Who did what when", "worked, accepted", "from 3 updates on"):
+        assert told in first, told
+    assert admin.http.get(f"/page/runs/{run}/rounds").text.count("<tr>") == 3
+    assert admin.http.get(f"/page/runs/{run}/rounds/9").status_code == 404
+    assert admin.http.get("/page/sites").text.count("1.2.3+ours") == 2
+    failures = admin.http.get("/page/failures").text
+    assert failures.count("worker-failed") == 1
+    assert "wards, round 2" in failures
+    assert "Rounds that came to nothing" in failures
+    assert "log says more" in failures
+    overview = admin.http.get("/page/").text
+    assert "wards is paused" in overview
+    assert "1 task failed within a day" in overview
+    assert "round.abandon" in admin.http.get(f"/page/audit?run={run}").text
+    assert "wards" in admin.http.get("/page/storage").text
+
+
+def test_what_a_run_with_privacy_has_spent_is_shown_by_worker_and_round(
+    coordinator: LiveCoordinator, viewer: Person
+) -> None:
+    client = coordinator.client()
+    workers = [ScriptedWorker(coordinator.client("site", site)) for site in ("a", "b")]
+    for worker in workers:
+        worker.enrol()
+    private = Privacy(epsilon=3.0, delta=1e-5, clip_norm=1.0)
+    run = start_run(client, MODEL, values(MODEL), rounds=2, privacy=private, cohort=Cohort(quorum=2))
+    place = f"/page/runs/{run.id}"
+    assert "No epsilon by worker: no update has come yet." in viewer.http.get(place).text
+    for number in (1, 2):
+        for worker, spent in zip(workers, (1.25, 1.5), strict=True):
+            worker.train(worker.take(), epsilon=spent * number)
+        until(lambda made=number: client.run(run.id).version.number == made)
+    shown = viewer.http.get(place).text
+    assert "Epsilon spent, by worker" in shown
+    assert "at most 3 in the end" in shown
+    assert "a/w: 2.5 at 2; b/w: 3 at 2" in shown
+    # What a site's data have told in all is not known here, and so not said.
+    assert "epsilon" not in viewer.http.get("/page/sites").text.lower()
+
+
+def test_nothing_that_a_worker_says_becomes_markup(coordinator: LiveCoordinator, admin: Person) -> None:
+    run = worked(coordinator)
+    with coordinator.services.database.transaction() as session:
+        # As a coordinator that checks less, or a person with the database at hand, might enter it.
+        for worker in session.query(WorkerRow):
+            worker.name = HOSTILE
+            worker.declared = {**worker.declared, "device": HOSTILE, "datasets": {HOSTILE: 3}}
+        for task in session.query(TaskRow):
+            task.layers = [HOSTILE, "layer.0"]
+    ways = [*PAGES[:-1], f"/runs/{run}", f"/runs/{run}/rounds/1", f"/runs/{run}/rounds/2", f"/runs/{run}/rounds"]
+    seen = 0
+    for path in ways:
+        text = admin.http.get(f"/page{path}").text
+        assert "<script>alert" not in text, path
+        assert "<img" not in text, path
+        seen += "&lt;script&gt;" in text
+    assert seen >= 5
+    # Nor is it a template.
+    assert "{{ 7 * 7 }}" in admin.http.get("/page/failures").text
+
+
+def test_nothing_that_a_worker_says_turns_letters_around_or_controls_anything(
+    coordinator: LiveCoordinator, admin: Person
+) -> None:
+    worked(coordinator)
+    with coordinator.services.database.transaction() as session:
+        for worker in session.query(WorkerRow):
+            worker.declared = {**worker.declared, "device": "\x1b[31m\u202egnp.exe\x9b2J"}
+    text = admin.http.get("/page/sites").text
+    assert not set(text) & set("\x1b\u202e\x9b")
+    assert "\ufffd[31m\ufffdgnp.exe\ufffd2J" in text
+
+
+def test_a_run_is_started_from_what_another_made(coordinator: LiveCoordinator) -> None:
+    person = signed_in(coordinator, "orchestrator")
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.enrol()
+    before = start_run(coordinator.client(), MODEL, values(MODEL), name="first", dataset="none")
+    form = person.http.get("/page/runs/new?method=fedfrozen").text
+    (start,) = re.findall(r'name="start"><option value="(sha256:\S+ sha256:\S+)">first', form)
+    assert '<datalist id="datasets"><option value="data">1 live worker</option></datalist>' in form
+    assert 'name="/dataset" value="" aria-required="true" list="datasets"' in form
+    given = {"method": "fedfrozen", "start": start, "wish": "w1", "/name": "second", "/dataset": "data"}
+    given |= {"/rounds": "2", "/method/settings/warmup_rounds": "1", "/cohort/quorum": "1"}
+    shown = person.send("/page/runs/new", step="preview", **given)
+    assert shown.status_code == 200
+    assert "a/w" in shown.text
+    assert "Nothing has begun" in shown.text
+    assert [run.spec.name for run in coordinator.client().runs()] == ["first"]
+    for _ in range(2):  # pressed twice, it is begun once
+        answer = person.send("/page/runs/new", step="start", **given)
+        assert answer.status_code == 303
+    (made,) = [run for run in coordinator.client().runs() if run.id != before.id]
+    assert (made.spec.name, made.spec.method.settings["warmup_rounds"], made.spec.rounds) == ("second", 1, 2)
+    assert made.spec.version == before.version.digest
+
+
+def test_what_was_uploaded_can_be_begun_with(coordinator: LiveCoordinator) -> None:
+    token = coordinator.token("orchestrator")
+    person = Person(coordinator)
+    person.sign_in(token)
+    with Client(coordinator.url, token, verify=False) as client:
+        run = start_run(client, MODEL, values(MODEL), dataset="none")
+    form = person.http.get("/page/runs/new?method=fedavg").text
+    assert f'<option value="{run.spec.model} {run.spec.version}">bert, uploaded' in form
+
+
+def test_what_is_wrong_is_said_beside_its_field(coordinator: LiveCoordinator) -> None:
+    person = signed_in(coordinator, "orchestrator")
+    given = {"/name": "no good", "/rounds": "many", "/cohort/size": "2", "/cohort/quorum": "5", "/training": "x"}
+    given |= {"/method/settings/share": "2", "/method/settings/within": "[", "/server_optimizer": '{"kind": "magic"}'}
+    answer = person.send("/page/runs/new", step="preview", method="safl", **given)
+    assert answer.status_code == 422
+    for ident in ("f-name", "f-rounds", "f-dataset", "f-method-settings-within", "f-server_optimizer"):
+        assert f'id="{ident}-error"' in answer.text, ident
+    assert 'value="no good"' in answer.text
+    given |= {"/name": "good", "/rounds": "1", "/dataset": "d", "/cohort/quorum": "1", "/server_optimizer": ""}
+    given |= {"/method/settings/within": "", "/model": "sha256:" + "0" * 64, "/version": "sha256:" + "0" * 64}
+    answer = person.send("/page/runs/new", step="preview", method="safl", **given)
+    assert 'id="f-method-settings-share-error"' in answer.text
+    given |= {"start": f"{given['/model']} {given['/version']}"}
+    answer = person.send("/page/runs/new", step="preview", method="safl", **given)
+    assert "choose what is listed or give digests, not both" in answer.text
+
+
+def test_what_is_not_there_says_why(coordinator: LiveCoordinator, viewer: Person) -> None:
+    client = coordinator.client()
+    for evaluation, why in (
+        (None, "No scores: the run asks for no evaluation."),
+        (Evaluation(sites=True), "No scores: nothing is measured yet."),
+    ):
+        run = start_run(client, MODEL, values(MODEL), dataset="none", evaluation=evaluation)
+        assert why in viewer.http.get(f"/page/runs/{run.id}").text
+
+
+def test_a_suspended_site_has_no_live_worker(coordinator: LiveCoordinator, viewer: Person) -> None:
+    ScriptedWorker(coordinator.client("site", "a")).enrol()
+    assert "1 of 1 worker live" in viewer.http.get("/page/sites").text
+    (site,) = coordinator.client().sites()
+    coordinator.client().suspend_site(site.id)
+    shown = viewer.http.get("/page/sites").text
+    assert '<span class="state suspended">suspended</span>' in shown
+    assert "worker live" not in shown
+    assert "norms are compared from 3 updates of a round on" in shown
+    assert "No worker was heard of lately" in viewer.http.get("/page/").text
+
+
+def test_a_round_ends_about_when_rounds_before_it_did_and_its_slowest_worker_will() -> None:
+    half = Pace(over=False, phase="training", done=0.5)
+    # Half of training is half of all, by which 30 s are 60; as much as the rounds before say, 100, together 80.
+    assert expected_end(0.0, 30.0, 1e9, [90.0, 100.0, 300.0], [Pace(over=True), half]) == pytest.approx(80.0)
+    assert expected_end(0.0, 30.0, 1e9, [], [half]) == pytest.approx(60.0)
+    # One that had other things to do first is no slower for it.
+    late = Pace(over=False, began_at=290.0, phase="training", done=0.5)
+    assert expected_end(0.0, 300.0, 1e9, [], [late, Pace(over=True)]) == pytest.approx(310.0)
+    assert expected_end(0.0, 30.0, 1e9, [100.0], [Pace(over=False)]) == 100.0
+    assert expected_end(0.0, 30.0, 1e9, [], [Pace(over=False)]) is None
+    assert expected_end(0.0, 30.0, 70.0, [100.0], []) == 70.0
+    assert expected_end(0.0, 300.0, 1e9, [100.0], []) == 300.0
+
+
+def test_progress_becomes_a_forecast_on_the_page(coordinator: LiveCoordinator, viewer: Person) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.enrol()
+    run = start_run(coordinator.client(), MODEL, values(MODEL), rounds=2)
+    task = worker.take()
+    assert "no forecast yet" in viewer.http.get(f"/page/runs/{run.id}").text
+    worker.client.heartbeat(task.id, task.token, Progress(phase="training", step=30, steps=40, loss=0.125))
+    shown = viewer.http.get(f"/page/runs/{run.id}").text
+    assert "training step 30 of 40, loss 0.125" in " ".join(shown.split())
+    assert "about" in shown
+    assert '<progress aria-label="a/w: steps" max="40" value="30">' in shown

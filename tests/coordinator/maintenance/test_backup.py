@@ -1,0 +1,162 @@
+"""Backups of a coordinator at work, and what is found wrong with one that is damaged."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from alembic import command
+from sqlalchemy import delete, update
+
+from tessera.coordinator.db.engine import Database, alembic_config
+from tessera.coordinator.db.tables import AuditRow, BlobRow, RunBlobRow
+from tessera.coordinator.maintenance import backup
+from tessera.coordinator.maintenance.backup import NoBackup, NotEmpty
+from tessera.shared.problems import StoreSpoilt
+from tests.coordinator.maintenance.test_retention import exported, play, played
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import ScriptedWorker
+
+
+def saved(live: LiveCoordinator, folder: Path) -> backup.Copied:
+    return backup.back_up(live.services.database, live.services.blobs, folder)
+
+
+def faults(live: LiveCoordinator) -> list[str]:
+    services = live.services
+    return list(backup.verify(services.database, services.blobs, services.states))
+
+
+def test_a_restored_coordinator_is_the_same_and_goes_on(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "one", inline_bytes=100) as live:
+        client, run, worker, _ = played(live, 2)
+        whole = [exported(client, run, number) for number in range(3)]
+        audit = list(client.audit())
+        copied = saved(live, tmp_path / "backup")
+        assert copied.blobs > 0
+    with LiveCoordinator(tmp_path / "two", inline_bytes=100) as other:
+        restored = backup.restore(tmp_path / "backup", other.services.database, other.services.blobs)
+        assert (restored.rows, restored.blobs) == (copied.rows, copied.blobs)
+        assert not faults(other)
+        # Its tokens are good here too: only where it listens has changed.
+        client = other.client()
+        assert [exported(client, run, number) for number in range(3)] == whole
+        assert list(client.audit())[: len(audit)] == audit
+        again = ScriptedWorker(other.client("site", "b"), instance=worker.instance)
+        again.enrol()
+        until(lambda: client.round(run.id, 3).state == "open")
+
+
+def test_the_second_backup_into_a_folder_copies_what_is_new(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live:
+        client, run, worker, _ = played(live, 1)
+        first = saved(live, tmp_path / "backup")
+        assert not saved(live, tmp_path / "backup").blobs
+        play(client, worker, run, 2)
+        assert 0 < saved(live, tmp_path / "backup").blobs < first.blobs
+    with LiveCoordinator(tmp_path / "two", inline_bytes=1) as other:
+        backup.restore(tmp_path / "backup", other.services.database, other.services.blobs)
+        assert exported(other.client(), run, 2)
+        assert not faults(other)
+
+
+def test_a_backup_that_is_cut_off_leaves_the_one_before_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live:
+        client, run, worker, _ = played(live, 1)
+        saved(live, tmp_path / "backup")
+        before = (tmp_path / "backup" / "tessera.db").read_bytes()
+        play(client, worker, run, 2)
+
+        def cut(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(backup, "_copy_rows", cut)
+        with pytest.raises(KeyboardInterrupt):
+            saved(live, tmp_path / "backup")
+        assert (tmp_path / "backup" / "tessera.db").read_bytes() == before
+        assert sorted(path.name for path in (tmp_path / "backup").iterdir()) == ["blobs", "tessera.db"]
+
+
+def test_a_backup_goes_into_an_empty_database_only(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "one") as live:
+        played(live, 1)
+        saved(live, tmp_path / "backup")
+        with pytest.raises(NotEmpty, match="TESSERA_DATABASE_URL"):
+            backup.restore(tmp_path / "backup", live.services.database, live.services.blobs)
+        with pytest.raises(NoBackup, match=r"tessera\.db"):
+            backup.restore(tmp_path, live.services.database, live.services.blobs)
+
+
+def test_a_spoilt_backup_is_refused_whole(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live:
+        played(live, 1)
+        saved(live, tmp_path / "backup")
+    some = next((tmp_path / "backup" / "blobs").glob("*/*"))
+    some.write_bytes(bytes(byte ^ 1 for byte in some.read_bytes()))
+    (tmp_path / "two").mkdir()
+    with LiveCoordinator(tmp_path / "two", inline_bytes=1) as other:
+        with pytest.raises(StoreSpoilt, match=some.name):
+            backup.restore(tmp_path / "backup", other.services.database, other.services.blobs)
+        assert not list(other.client().runs())
+
+
+def test_what_the_version_before_backed_up_is_brought_to_head(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live:
+        _, run, _, _ = played(live, 1)
+        saved(live, tmp_path / "backup")
+    old = Database(f"sqlite:///{tmp_path / 'backup' / 'tessera.db'}")
+    with old.engine.begin() as connection:
+        command.downgrade(alembic_config(connection), "0003")
+    old.close()
+    (tmp_path / "two").mkdir()
+    with LiveCoordinator(tmp_path / "two", inline_bytes=1) as other:
+        backup.restore(tmp_path / "backup", other.services.database, other.services.blobs)
+        assert exported(other.client(), run, 1)
+    with sqlite3.connect(tmp_path / "backup" / "tessera.db") as connection:
+        assert connection.execute("select version_num from alembic_version").fetchall() == [("0003",)]
+
+
+# ---------------------------------------------------------------- verify
+
+
+def spoil_a_file(live: LiveCoordinator) -> str:
+    path = next(Path(live.settings.blob_url).glob("*/*"))
+    path.write_bytes(b"rot")
+    return f"blob sha256:{path.name} no longer has the bytes of its name"
+
+
+def lose_a_file(live: LiveCoordinator) -> str:
+    path = next(Path(live.settings.blob_url).glob("*/*"))
+    path.unlink()
+    return f"blob sha256:{path.name} is missing from the store"
+
+
+def lose_a_row(live: LiveCoordinator) -> str:
+    run = next(iter(live.client().runs()))
+    manifest = live.services.states.manifest(run.version.digest)
+    name, digest = next(iter(manifest.blocks.items()))
+    with live.services.database.transaction() as session:
+        session.execute(delete(RunBlobRow).where(RunBlobRow.digest == digest))
+        session.execute(delete(BlobRow).where(BlobRow.digest == digest))
+    return f"version {run.version.number}: block {name} is not stored"
+
+
+def rewrite_history(live: LiveCoordinator) -> str:
+    with live.services.database.transaction() as session:
+        session.execute(update(AuditRow).where(AuditRow.seq == 2).values(actor="nobody"))
+    return "the audit chain breaks at entry 2"
+
+
+@pytest.mark.parametrize("damage", [spoil_a_file, lose_a_file, lose_a_row, rewrite_history])
+def test_every_damage_is_found_and_named(tmp_path: Path, damage: Callable[[LiveCoordinator], str]) -> None:
+    with LiveCoordinator(tmp_path, inline_bytes=1) as live:
+        played(live, 1)
+        assert not faults(live)
+        expected = damage(live)
+    # As another process sees it, which has nothing at hand.
+    with LiveCoordinator(tmp_path, inline_bytes=1) as live:
+        assert any(expected in fault for fault in faults(live)), faults(live)

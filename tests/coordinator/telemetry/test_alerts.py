@@ -1,0 +1,92 @@
+"""The alerts for Prometheus name what there is, and the documents say the same."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import Cohort, ScriptedWorker, small_model, start_run, values
+from tests.support.paths import ROOT
+
+(GROUP,) = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text())["groups"]
+RULES: list[dict[str, Any]] = GROUP["rules"]
+EACH = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+
+
+def samples(coordinator: LiveCoordinator) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """What `/metrics` shows, by name."""
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(coordinator.http("viewer").get("/metrics").text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def test_each_alert_is_whole_and_has_a_name_of_its_own() -> None:
+    assert len({rule["alert"] for rule in RULES}) == len(RULES) > 10
+    for rule in RULES:
+        assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}, rule["alert"]
+        assert set(rule["annotations"]) == {"summary", "action"}, rule["alert"]
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert re.fullmatch(r"\d+[mh]", rule["for"])
+
+
+@EACH
+def test_every_expression_is_promql_and_names_series_that_there_are(
+    standing: LiveCoordinator, rule: dict[str, Any]
+) -> None:
+    promql_parser.parse(rule["expr"])
+    there = samples(standing)
+    named = re.findall(r"\b(tessera_\w+|up)\b(?:\{(\w+)=\"([^\"]+)\"\})?", rule["expr"])
+    assert named
+    for name, label, value in named:
+        if name == "up":
+            continue
+        assert name in there, f"there is no {name}"
+        assert not label or any(labels.get(label) == value for labels, _ in there[name]), f"{name}{{{label}={value}}}"
+
+
+def test_the_table_of_the_documents_is_made_of_the_alerts() -> None:
+    def row(rule: dict[str, Any]) -> str:
+        about = rule["annotations"]
+        waits = "at once" if rule["for"] == "0m" else rule["for"]
+        severity = rule["labels"]["severity"]
+        return (
+            f"| `{rule['alert']}`, {severity} | `{rule['expr']}` | {waits} | {about['summary']} | {about['action']} |"
+        )
+
+    document = (ROOT / "docs" / "operating.md").read_text()
+    rows = re.findall(r"^\| `Tessera\w+`.*$", document, re.MULTILINE)
+    assert rows == [row(rule) for rule in RULES]
+
+
+def test_metrics_tell_of_rounds_that_are_late(coordinator: LiveCoordinator) -> None:
+    def value(name: str, **labels: str) -> float:
+        return next(value for found, value in samples(coordinator)[name] if found == labels)
+
+    client, model = coordinator.client(), small_model()
+    assert value("tessera_ready") == 1
+    assert value("tessera_round_overdue_seconds") == value("tessera_merging_seconds") == 0
+    ScriptedWorker(coordinator.client("site", "a")).enrol()
+    run = start_run(client, model, values(model), cohort=Cohort(size=1, deadline_seconds=3600))
+    until(lambda: value("tessera_rounds", state="open") == 1)
+    assert value("tessera_round_overdue_seconds") == 0
+    database = coordinator.services.database
+    coordinator.services.conductor.end()
+    with database.transaction() as session:
+        session.connection().exec_driver_sql("UPDATE rounds SET deadline_at = deadline_at - 3700")
+    assert 100 <= value("tessera_round_overdue_seconds") < 200
+    with database.transaction() as session:
+        session.connection().exec_driver_sql("UPDATE rounds SET state = 'merging'")
+        session.connection().exec_driver_sql(
+            "UPDATE audit SET at = at - 50, action = 'round.close' WHERE action = 'round.open'"
+        )
+    assert 50 <= value("tessera_merging_seconds") < 150
+    assert value("tessera_rounds", state="merging") == 1
+    assert client.run(run.id).state == "running"

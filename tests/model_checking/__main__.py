@@ -1,0 +1,110 @@
+"""Federations on one seed after the other; lists the seeds that break an invariant.
+
+python -m tests.model_checking --seed 0 --federations 1000
+python -m tests.model_checking --hours 3
+python -m tests.model_checking --crash-points
+python -m tests.model_checking --rules --steps 100000000
+python -m tests.model_checking --planted
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+import traceback
+
+from tests.model_checking.crash_points import SHAPES, killed, undisturbed
+from tests.model_checking.federation import simulate
+from tests.model_checking.invariants import Violated
+from tests.model_checking.planted import FAULTS, HIDDEN, hunt
+from tests.model_checking.rules import rehearse
+
+RULES_STEPS = 125_000
+"""Events of the rules on one seed."""
+
+
+def federations(seed: int, count: int | None, steps: int | None, hours: float | None) -> int:
+    began_at, done, broken = time.monotonic(), 0, []
+    for number in itertools.count():
+        over = hours is not None and time.monotonic() - began_at > hours * 3600
+        if number == count or (steps is not None and done >= steps) or over:
+            break
+        try:
+            outcome = simulate(seed + number)
+        except Exception:  # noqa: BLE001  (a handler that raises is a find like any other; the hunt goes on)
+            traceback.print_exc()
+            broken.append(seed + number)
+            continue
+        done += outcome.steps
+        print(f"seed {outcome.seed}: {outcome.steps} steps, {outcome.changes} changes, {outcome.versions} versions, "
+              f"{outcome.state}, trace {outcome.trace}", flush=True)  # fmt: skip
+    seconds = time.monotonic() - began_at
+    found = f"seeds that broke an invariant: {broken}" if broken else "no invariant was broken"
+    print(f"{number} federations, {done} steps, {done / seconds:.0f} a second: {found}")
+    return 1 if broken else 0
+
+
+def crash_points(every: int) -> int:
+    count = 0
+    for name, shape in SHAPES.items():
+        calm, points = undisturbed(shape)
+        for point in points[::every]:
+            for power_cut in (False, True):
+                count += 1
+                if (found := killed(shape, point, power_cut=power_cut)).digest != calm.digest:
+                    print(f"{name}: killed at point {point}, the round ended with {found.digest}, not {calm.digest}")
+                    return 1
+        print(
+            f"{name}: {len(points)} points, every {every}. killed and cut off from power: {calm.digest[:19]}",
+            flush=True,
+        )
+    print(f"{count} crashes: each round ended with the same bits")
+    return 0
+
+
+def rules(seed: int, steps: int) -> int:
+    began_at, done = time.monotonic(), 0
+    for number in itertools.count():
+        if done >= steps:
+            break
+        try:
+            runs = rehearse(seed + number, RULES_STEPS)
+        except Violated:
+            traceback.print_exc(limit=0)
+            return 1
+        done += runs.steps
+        print(f"seed {seed + number}: {runs.steps} events, {runs.runs} runs, {runs.ended}", flush=True)
+    print(f"{done} events, {done / (time.monotonic() - began_at):.0f} a second: no invariant was broken")
+    return 0
+
+
+def hunts(seeds: int) -> int:
+    missed = []
+    for name in FAULTS:
+        found = hunt(name, range(seeds))
+        print(f"{name}: {found.text if found else 'not found'}", flush=True)
+        missed += [name] if found is None and name not in HIDDEN else []
+    print(f"{len(FAULTS) - len(missed)} of {len(FAULTS)} faults are found, or known to be hidden: {sorted(HIDDEN)}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.model_checking", description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--federations", type=int, help="how many seeds")
+    parser.add_argument("--steps", type=int, help="ends after so many steps")
+    parser.add_argument("--hours", type=float, help="ends after so long")
+    parser.add_argument("--crash-points", action="store_true", help="kills one round at every point instead")
+    parser.add_argument("--every", type=int, default=1, help="of the crash points, every n-th")
+    parser.add_argument("--rules", action="store_true", help="the pure rules alone, on records in memory")
+    parser.add_argument("--planted", action="store_true", help="hunts every planted fault, on at most forty seeds")
+    wanted = parser.parse_args()
+    if wanted.planted:
+        sys.exit(hunts(40))
+    if wanted.rules:
+        sys.exit(rules(wanted.seed, wanted.steps or RULES_STEPS))
+    if wanted.crash_points:
+        sys.exit(crash_points(wanted.every))
+    sys.exit(federations(wanted.seed, wanted.federations, wanted.steps, wanted.hours))

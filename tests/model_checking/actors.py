@@ -1,0 +1,451 @@
+"""Who takes part: workers that train by a formula, an orchestrator that changes its mind, and an intruder.
+
+They speak to the coordinator's own handlers, over a network that loses and repeats, and write down what they did and
+were told, as `tests.support.histories` has it.
+"""
+
+from __future__ import annotations
+
+import io
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from fastapi import Response
+
+from tessera.coordinator.api import runs as runs_api
+from tessera.coordinator.api import tasks as tasks_api
+from tessera.coordinator.api.blobs import uploads
+from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.services import Services
+from tessera.shared.api.runs import Run, RunPatch, RunSpec
+from tessera.shared.api.tasks import Claim, Evaluated, Failure, Heartbeat, Submission, Task, TaskView
+from tessera.shared.api.versions import Manifest
+from tessera.shared.client.transport import Unreachable
+from tessera.shared.problems import Conflict, DigestMismatch, NotFound, OffsetMismatch, Problem
+from tessera.shared.schema import canonical
+from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, digest_of, to_array
+from tessera.shared.updates.update_file import Change, write_update
+from tessera.worker.state.vault import Vault
+from tests.model_checking.replicas import World, driven
+from tests.model_checking.schedule import Process
+from tests.support.federation import small_model, values
+from tests.support.histories import Log
+
+MODEL = small_model(2)
+START = values(MODEL)
+PATIENCE_SECONDS = 40.0
+POLL_SECONDS = 4.0
+
+
+class Broken(Exception):
+    """A connection broke in the middle of a body."""
+
+
+def site(name: str) -> Principal:
+    return Principal(token_id=name, name=name, role="site", site_id=name)
+
+
+ORCHESTRATOR = Principal(token_id="orchestrator", name="orchestrator", role="orchestrator", site_id=None)
+
+
+def step_of(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    """How far a worker moves a block: it follows from the task's seed alone, so that it is the same at every try."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def kept_of(task: str, token: int) -> dict[str, np.ndarray]:
+    """What a worker keeps of a task: which it was."""
+    return {"task": np.frombuffer(task.encode(), dtype=np.uint8), "token": np.array([token])}
+
+
+@dataclass
+class Manners:
+    """What a worker does that it should not, and how often: chances."""
+
+    fails: float = 0.03
+    releases: float = 0.04
+    spoils: float = 0.04
+    """Sends what is not finite."""
+    exaggerates: float = 0.03
+    """Counts more examples than it declared."""
+    outdated: float = 0.03
+    """Names another version than the task's."""
+    garbles: float = 0.04
+    """A byte changes on its way."""
+    goes_on: float = 0.5
+    """Though its lease is gone."""
+    dies: float = 0.02
+    twin: float = 0.15
+    """A second process starts under the same name, while the first lives."""
+    longest_silence: float = 40.0
+    """Seconds between two heartbeats: by default at times more than a lease lasts."""
+
+
+POLITE = Manners(0, 0, 0, 0, 0, 0, 0, 0, 0, longest_silence=10.0)
+"""As a real worker: it misbehaves in nothing, and renews its lease several times before it ends."""
+
+
+@dataclass
+class Worker:
+    """One worker's machine: its processes come and go, its vault stays."""
+
+    world: World
+    site: str
+    examples: int
+    log: Log
+    codec_inline: bool
+    manners: Manners
+    evaluates: bool = False
+    vaults: list[Vault] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.site}/w"
+
+    def start(self, after: float = 0.0) -> None:
+        """A process on a machine of its own, with a vault of its own, which its successors inherit."""
+        vault = Vault(self.world.folder / "vaults" / f"{self.site}-{len(self.vaults)}", durable=False)
+        self.vaults.append(vault)
+        self._begin(vault, after)
+
+    def _begin(self, vault: Vault, after: float = 0.0) -> None:
+        process = Process(self.name, revive=lambda: self._begin(vault))
+        instance = uuid.uuid4().hex
+        self.world.schedule.spawn(process, "worker", lambda: self._live(process, vault, instance), after)
+
+    def _live(self, process: Process, vault: Vault, instance: str) -> None:
+        schedule = self.world.schedule
+        dice = schedule.dice
+        while True:
+            try:
+                vault.settle(self._fate)
+                break
+            except Problem:
+                schedule.sleep(POLL_SECONDS)
+        while True:
+            try:
+                task = self._claim(instance)
+            except Problem:
+                task = None
+            if task is None:
+                schedule.sleep(dice.uniform(0.5, 1.5) * POLL_SECONDS)
+                continue
+            if dice.random() < self.manners.twin:
+                self.start(after=dice.uniform(0, 20))
+            if dice.random() < self.manners.dies:
+                schedule.kill(process)
+                return
+            try:
+                self._do(task, vault)
+            except (Problem, Broken):
+                schedule.sleep(1)
+
+    # ------------------------------------------------------------ requests
+
+    @property
+    def _me(self) -> Principal:
+        return site(self.site)
+
+    def _call(self, label: str, request: Callable[[Services], Any]) -> Any:
+        return self.world.call(self.name, label, request)
+
+    def _patiently(self, label: str, request: Callable[[Services], Any]) -> Any:
+        schedule = self.world.schedule
+        give_up_at = schedule.at + PATIENCE_SECONDS
+        while True:
+            try:
+                return self._call(label, request)
+            except Problem as problem:
+                if not problem.retryable or schedule.at > give_up_at:
+                    raise
+                schedule.sleep(schedule.dice.uniform(0.1, 5))
+
+    def _fate(self, task: str) -> TaskView:
+        view: TaskView = self._patiently("task", lambda serving: tasks_api.get_task(task, serving, self._me))
+        return view
+
+    def _claim(self, instance: str) -> Task | None:
+        body = Claim(
+            worker="w",
+            instance=instance,
+            kinds=("train", "evaluate") if self.evaluates else ("train",),
+            datasets={"data": self.examples},
+            held_out={"data": 5} if self.evaluates else {},
+            methods=("fedavg",),
+        )
+
+        def request(serving: Services) -> Task | None:
+            worker_id = tasks_api._enrol(serving, self._me, body)
+            return tasks_api._lease(serving, self._me, worker_id, instance, rung=False)
+
+        with self.log.entry(self.name, "claim", instance=instance) as entry:
+            task: Task | None = self._call("claim", request)
+            entry.told(task)
+        return task
+
+    # ------------------------------------------------------------ one task
+
+    def _do(self, task: Task, vault: Vault) -> None:
+        schedule, dice, manners = self.world.schedule, self.world.schedule.dice, self.manners
+        for _ in range(dice.randrange(4)):
+            schedule.sleep(dice.uniform(0, manners.longest_silence))
+            try:
+                self._call("heartbeat", self._heartbeat(task))
+            except Conflict:
+                if dice.random() >= manners.goes_on:
+                    raise
+            except Unreachable:
+                pass
+        fate = dice.random()
+        if fate < manners.fails:
+            failure = Failure(token=task.token, code="failed", detail="no")
+            self._report(task, "fail", lambda s: tasks_api.report_failure(task.id, failure, s, self._me))
+        elif fate < manners.fails + manners.releases:
+            beat = Heartbeat(token=task.token)
+            self._report(task, "release", lambda s: tasks_api.release(task.id, beat, s, self._me))
+        elif task.kind == "evaluate":
+            found = Evaluated(token=task.token, version=task.version.digest, examples=5, numbers={"accuracy": 0.5})
+            self._report(
+                task,
+                "evaluate",
+                lambda s: tasks_api.submit_evaluation(task.id, found, s, self._me),
+                version=found.version,
+            )
+        else:
+            self._train(task, vault)
+
+    def _heartbeat(self, task: Task) -> Callable[[Services], Any]:
+        return lambda serving: tasks_api.heartbeat(task.id, Heartbeat(token=task.token), serving, self._me)
+
+    def _train(self, task: Task, vault: Vault) -> None:
+        dice, manners = self.world.schedule.dice, self.manners
+        base = self._patiently("fetch", lambda serving: fetched(serving, task.version.digest))
+        spoilt = dice.random() < manners.spoils
+        data = written(task, base, spoilt=spoilt)
+        digest = digest_of(data)
+        vault.settle_run(task.run, task.receipt, self._fate)
+        staged = vault.stage(task.run, task.id, task.token, kept_of(task.id, task.token))
+        sent = bytearray(data)
+        if dice.random() < manners.garbles:
+            sent[len(sent) // 2] ^= 1
+        if not self.codec_inline:
+            self._upload(digest, bytes(sent))
+        submission = Submission(
+            token=task.token,
+            version=f"sha256:{'0' * 64}" if dice.random() < manners.outdated else task.version.digest,
+            update=digest,
+            data=bytes(sent) if self.codec_inline else None,
+            examples=self.examples * (100 if dice.random() < manners.exaggerates else 1),
+        )
+
+        def submit(serving: Services) -> Any:
+            return tasks_api.submitted(serving, self._me, task.id, submission)
+
+        try:
+            self._report(task, "submit", submit, update=digest, version=submission.version)
+        except Problem as problem:
+            # Of a submission that was not answered the next start asks what became of it.
+            if not problem.retryable:
+                staged.discard()
+            raise
+        self.world.schedule.point("vault")
+        staged.accept()
+
+    def _report(self, task: Task, did: str, request: Callable[[Services], Any], **about: object) -> None:
+        facts = {"task": task.id, "token": task.token, "run": task.run, "round": task.round, **about}
+        schedule = self.world.schedule
+        report = (task.id, task.token, about.get("update"))
+
+        def watched(serving: Services) -> Any:
+            try:
+                answer = request(serving)
+            except Problem as problem:
+                self.world.after_report(*report, problem)
+                raise
+            self.world.after_report(*report, None)
+            return answer
+
+        give_up_at = schedule.at + PATIENCE_SECONDS
+        while True:
+            try:
+                with self.log.entry(self.name, did, **facts) as entry:
+                    entry.told(self._call(did, watched if did in ("submit", "evaluate") else request))
+                return
+            except Problem as problem:
+                if not problem.retryable or schedule.at > give_up_at:
+                    raise
+            schedule.sleep(schedule.dice.uniform(0.1, 5))
+
+    def _upload(self, digest: str, data: bytes) -> None:
+        """In two pieces, each of which may break off, going on from where the coordinator says that it stands."""
+        dice = self.world.schedule.dice
+
+        def announce(serving: Services) -> str:
+            upload = uploads(serving).announce(self._me.owner, digest, len(data))
+            return upload.id
+
+        upload_id = self._patiently("announce", announce)
+
+        def attempt(serving: Services) -> bool:
+            taking = uploads(serving)
+            upload = taking.find(upload_id, self._me.owner)
+            offset = taking.offset(upload)
+            breaks = dice.random() < 0.2
+
+            async def body() -> Any:
+                half = offset + (len(data) - offset) // 2
+                yield data[offset:half]
+                self.world.schedule.point("piece")
+                if breaks:
+                    raise Unreachable("the connection broke")
+                yield data[half:]
+
+            try:
+                driven(taking.append(upload, offset, body()))
+            except OffsetMismatch as problem:
+                problem.retryable = True
+                raise
+            return taking.find(upload_id, self._me.owner).complete
+
+        # What was garbled on its way is thrown away, and the submission is refused for want of it.
+        with suppress(DigestMismatch):
+            self._patiently("append", attempt)
+
+
+def fetched(serving: Services, version: str) -> dict[str, np.ndarray]:
+    manifest = serving.states.manifest(version)
+    state = serving.states.load(MODEL, manifest, 0)
+    return {name: to_array(tensor) for name, tensor in state.model.items()}
+
+
+def written(task: Task, base: dict[str, np.ndarray], *, spoilt: bool = False) -> bytes:
+    """The update file of a worker that moves every block that is asked for by `step_of`."""
+    changes = []
+    for number, block in enumerate(task.plan.upload.resolve(MODEL.blocks)):
+        moved = base[block.name] + step_of(task.seed + number, block.shape)
+        if spoilt:
+            moved.flat[0] = np.nan
+        changes.append(Change(block, ArrayTensor(moved, block.dtype), ArrayTensor(base[block.name])))
+    file = io.BytesIO()
+    write_update(file, task.codec, changes)
+    return file.getvalue()
+
+
+@dataclass
+class Orchestrator:
+    """Starts one run, repeating itself, and pauses, resumes and cancels it at its whim."""
+
+    world: World
+    spec: dict[str, Any]
+    log: Log
+    whims: int
+    cancels: float
+    run: Run | None = None
+    settled: bool = False
+    """Whether it will interfere no more."""
+
+    def start(self) -> None:
+        self.world.schedule.spawn(Process("orchestrator"), "orchestrator", self._live)
+
+    def _live(self) -> None:
+        dice, schedule = self.world.schedule.dice, self.world.schedule
+        spec = self._until(lambda: self.world.call("orchestrator", "upload", self._uploaded))
+        key = uuid.uuid4().hex
+
+        def create(serving: Services) -> Run:
+            return runs_api.create_run(spec, serving, ORCHESTRATOR, Response(), key)
+
+        self.run = self._until(lambda: self._logged("create", create, key=key))
+        for _ in range(self.whims):
+            schedule.sleep(dice.uniform(5, 120))
+            wish = "cancelled" if dice.random() < self.cancels else dice.choice(("paused", "running"))
+            self._wish(wish)
+        self.settled = True
+
+    def resume(self) -> None:
+        """What a person does with a run that has paused, until it is over."""
+        if self.run:
+            self.world.schedule.spawn(Process("orchestrator"), "orchestrator", lambda: self._wish("running"))
+
+    def _wish(self, state: str) -> None:
+        run = self.run
+        assert run
+
+        def patch(serving: Services) -> Run:
+            seen = Response()
+            runs_api.get_run(run.id, serving, ORCHESTRATOR, seen)
+            self.world.schedule.point("seen")
+            wish = RunPatch.model_validate({"state": state})
+            return runs_api.patch_run(run.id, wish, serving, ORCHESTRATOR, Response(), seen.headers["ETag"])
+
+        try:
+            self._logged("patch", patch, run=run.id, state=state)
+        except Problem:
+            # It is over, or somebody was faster, or nobody answers: this whim passes.
+            return
+
+    def _logged(self, did: str, request: Callable[[Services], Any], **facts: object) -> Any:
+        with self.log.entry("orchestrator", did, **facts) as entry:
+            answer = self.world.call("orchestrator", did, request)
+            entry.told(answer)
+        return answer
+
+    def _until(self, work: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return work()
+            except Problem as problem:
+                if not problem.retryable:
+                    raise
+            self.world.schedule.sleep(2)
+
+    def _uploaded(self, serving: Services) -> RunSpec:
+        taking = uploads(serving)
+
+        def put(data: bytes) -> str:
+            digest = digest_of(data)
+            taking.keep(taking.announce(ORCHESTRATOR.owner, digest, len(data)), data)
+            return digest
+
+        blocks = {name: put(bytes(as_bytes(array))) for name, array in START.items()}
+        version = put(canonical(Manifest(blocks=blocks)))
+        return RunSpec(model=put(canonical(MODEL)), version=version, **self.spec)
+
+
+@dataclass
+class Intruder:
+    """A site that meddles with the tasks of others."""
+
+    world: World
+    tasks: Callable[[], list[tuple[str, int]]]
+    """The tasks that there are, with tokens that they may have."""
+    admitted: list[str] = field(default_factory=list)
+    """What it should have been refused."""
+
+    def start(self) -> None:
+        self.world.schedule.spawn(Process("intruder"), "intruder", self._live)
+
+    def _live(self) -> None:
+        schedule = self.world.schedule
+        while True:
+            schedule.sleep(schedule.dice.uniform(10, 60))
+            if known := self.tasks():
+                task, token = schedule.dice.choice(known)
+                try:
+                    self.world.call("intruder", "meddle", lambda s, t=task, n=token: self._meddle(s, t, n))
+                except Problem:
+                    continue
+
+    def _meddle(self, serving: Services, task: str, token: int) -> None:
+        try:
+            tasks_api.release(task, Heartbeat(token=token), serving, site("x"))
+        except NotFound:
+            return
+        except Problem as problem:
+            self.admitted.append(f"the intruder was told of task {task}: {problem.code}")
+        else:
+            self.admitted.append(f"the intruder released task {task}")

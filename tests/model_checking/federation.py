@@ -1,0 +1,294 @@
+"""One federation from one seed: a storm in which everything goes wrong, then calm in which it must come to an end."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import structlog
+
+from tessera.coordinator.db.tables import SiteRow
+from tessera.shared.methods.base import Chosen
+from tests.model_checking.actors import POLITE, Intruder, Manners, Orchestrator, Worker
+from tests.model_checking.invariants import Violated, Watch
+from tests.model_checking.replicas import World
+from tests.model_checking.schedule import NONE, Faults, Schedule
+from tests.support import databases
+from tests.support.histories import Log
+from tests.support.storage import migrated
+
+SITES = ("a", "b", "c", "d")
+STORM_STEPS = 1500
+CALM_STEPS = 12_000
+"""Within which every run must end once nothing goes wrong any more."""
+
+# In memory where there is such a folder: nothing here outlives a power cut that is not simulated.
+FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a federation went that broke no invariant."""
+
+    seed: int
+    steps: int
+    changes: int
+    state: str
+    versions: int
+    trace: str
+    points: int
+    digest: str
+
+
+@cache
+def template() -> Path:
+    """An empty database with the sites in it, to be copied."""
+    folder = Path(tempfile.mkdtemp(prefix="tessera-simulation-", dir=FOLDER))
+    with databases.running_on("sqlite"):
+        database = migrated(folder)
+    with database.transaction() as session:
+        session.add_all(SiteRow(id=name, name=name, created_at=0.0) for name in SITES)
+    # The last connection that closes puts everything into the one file.
+    database.close()
+    atexit.register(shutil.rmtree, folder)
+    return folder / "tessera.db"
+
+
+@contextmanager
+def workplace() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="tessera-simulation-", dir=FOLDER))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Who takes part in what."""
+
+    workers: int
+    replicas: int = 1
+    rounds: int = 2
+    quorum: int | None = None
+    """All workers if left out."""
+    size: int | None = None
+    enough: int | None = None
+    tries: int = 20
+    task_tries: int = 100
+    evaluates: bool = False
+    codec: str = "bits+shuffle+zstd"
+    server_optimizer: Mapping[str, Any] = field(default_factory=lambda: {"kind": "none"})
+    inline_bytes: int = 200
+    inline_updates: tuple[bool, ...] = (False,) * len(SITES)
+    """Whose updates come with their submission."""
+    gather_seconds: float = 0.0
+    tick_seconds: float = 1.0
+    whims: int = 0
+    """How often the orchestrator interferes."""
+
+    @classmethod
+    def drawn(cls, dice: Random) -> Shape:
+        workers = dice.choice((2, 3, 4))
+        quorum = dice.randint(1, workers)
+        return cls(
+            workers=workers,
+            replicas=dice.choice((1, 2)),
+            rounds=dice.randint(2, 4),
+            quorum=quorum,
+            size=dice.choice((None, workers, max(quorum, workers - 1))),
+            enough=dice.choice((None, None, quorum)),
+            tries=dice.choice((2, 20)),
+            task_tries=dice.choice((1, 3)),
+            evaluates=dice.random() < 0.4,
+            codec=dice.choice(("raw", "bits+shuffle+zstd")),
+            inline_bytes=dice.choice((8, 200, 65_536)),
+            inline_updates=tuple(dice.random() < 0.5 for _ in SITES),
+            gather_seconds=dice.choice((0.0, 10.0)),
+            tick_seconds=dice.choice((1.0, 5.0)),
+            whims=dice.randrange(4),
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "inline_bytes": self.inline_bytes,
+            "lease_seconds": 30.0,
+            "live_seconds": 45.0,
+            "gather_seconds": self.gather_seconds,
+            "tick_seconds": self.tick_seconds,
+            "evaluation_seconds": 100.0,
+        }
+
+    def spec(self, seed: int) -> dict[str, Any]:
+        return {
+            "name": "simulated",
+            "method": Chosen(name="fedavg"),
+            "dataset": "data",
+            "rounds": self.rounds,
+            "seed": seed,
+            "codec": self.codec,
+            "server_optimizer": self.server_optimizer,
+            "cohort": {
+                "size": self.size,
+                "quorum": self.quorum or self.workers,
+                "enough": self.enough,
+                "deadline_seconds": 150.0,
+                "tries": self.tries,
+                "task_tries": self.task_tries,
+            },
+            **({"evaluation": {"sites": True}} if self.evaluates else {}),
+        }
+
+
+class Federation:
+    """Everybody who takes part, put together by the dice of one seed unless a shape is given."""
+
+    def __init__(self, seed: int, folder: Path, faults: Faults, manners: Manners, shape: Shape | None = None) -> None:
+        self.seed = seed
+        self.schedule = Schedule(seed, faults)
+        dice = self.schedule.dice
+        self.shape = shape = shape or Shape.drawn(dice)
+        self.world = World(self.schedule, folder, template(), shape.settings)
+        self.log = Log(clock=lambda: self.schedule.at)
+        examples = {site: 10 + 7 * place for place, site in enumerate(SITES)}
+        self.workers = [
+            Worker(self.world, site, examples[site], self.log, inline, manners, shape.evaluates)
+            for site, inline in zip(SITES[: shape.workers], shape.inline_updates, strict=False)
+        ]
+        spec = shape.spec(dice.randrange(1 << 30))
+        self.orchestrator = Orchestrator(self.world, spec, self.log, shape.whims, cancels=0.15)
+        self.watch = Watch(self.world, examples)
+        self.intruder = Intruder(self.world, self._known)
+        for name in ("after_request", "after_report", "after_step", "after_start"):
+            setattr(self.world, name, getattr(self.watch, name))
+
+    def _known(self) -> list[tuple[str, int]]:
+        return [(key, row["token"]) for key, row in self.watch.rows("tasks").items()]
+
+    def run(self, storm_steps: int, calm_steps: int = CALM_STEPS) -> Outcome:
+        """Raises Violated, with the seed and how to see it again."""
+        try:
+            with self.world.virtual():
+                self._begin()
+                if storm_steps:
+                    self._weather(storm_steps, lambda: self._over() and self.orchestrator.settled)
+                    self._calm()
+                self._weather(calm_steps, self._over)
+            self._judge(calm_steps)
+        except Violated as fault:
+            again = f"python -m tests.model_checking --seed {self.seed} --federations 1"
+            fault.add_note(f"seed {self.seed}, step {self.schedule.steps}; again: {again}")
+            raise
+        run = next(iter(self.watch.rows("runs").values()))
+        last = max(self.watch.rows("versions").values(), key=lambda row: row["number"])
+        return Outcome(
+            self.seed,
+            self.schedule.steps,
+            self.watch.changes,
+            run["state"],
+            run["version_number"],
+            self.schedule.trace,
+            self.schedule.points,
+            last["digest"],
+        )
+
+    def close(self) -> None:
+        self.watch.close()
+        for replica in self.world.replicas:
+            replica.process.alive = False
+        self.schedule.bury()
+        for fiber in self.schedule.fibers:
+            fiber.process.alive = False
+        self.schedule.bury()
+        for replica in self.world.replicas:
+            if replica.services:
+                replica.services.database.close()
+
+    def _begin(self) -> None:
+        self.world.start(self.shape.replicas)
+        for worker in self.workers:
+            worker.start(after=self.schedule.dice.uniform(0, 10))
+        self.orchestrator.start()
+        self.intruder.start()
+
+    def _weather(self, steps: int, ended: Callable[[], bool]) -> None:
+        for _ in range(steps):
+            self.watch.look(self.schedule.step())
+            if self.intruder.admitted:
+                raise Violated(f"sites: {self.intruder.admitted[0]}")
+            if self.schedule.steps % 50 == 0:
+                if self.orchestrator.settled and self._state() == "paused":
+                    self.orchestrator.resume()
+                if ended():
+                    return
+
+    def _calm(self) -> None:
+        self.schedule.faults = NONE
+        self.world.cut_off.clear()
+        for worker in self.workers:
+            worker.manners = POLITE
+            worker.start()
+
+    def _state(self) -> str:
+        return next((row["state"] for row in self.watch.rows("runs").values()), "not there")
+
+    def _over(self) -> bool:
+        return self._state() in ("completed", "cancelled", "failed")
+
+    def _judge(self, calm_steps: int) -> None:
+        """Once all is over: what everybody remembers agrees with the tables."""
+        if not self._over():
+            raise Violated(f"I14: after {calm_steps} calm steps the run is {self._state()}")
+        if (runs := len(self.watch.rows("runs"))) != 1:
+            raise Violated(f"I13: one wish made {runs} runs")
+        if findings := self.watch.findings(self.log):
+            raise Violated(f"history: {findings[0].kind}: {findings[0].detail}")
+        for worker in self.workers:
+            for vault in worker.vaults:
+                for run in self.watch.rows("runs"):
+                    self._judge_kept(worker, vault.load(run))
+
+    def _judge_kept(self, worker: Worker, kept: dict[str, Any]) -> None:
+        if not kept:
+            return
+        task, token = kept["task"].tobytes().decode(), int(kept["token"][0])
+        row = self.watch.rows("tasks")[task]
+        if (row["state"], row["token"]) != ("merged", token):
+            state = f"{row['state']} under token {row['token']}"
+            raise Violated(
+                f"vault: {worker.name} keeps what came of task {task} under token {token}, which is {state}"
+            )
+
+
+def simulate(
+    seed: int, *, storm_steps: int = STORM_STEPS, faults: Faults | None = None, manners: Manners | None = None
+) -> Outcome:
+    """One federation from its begin to its end. Raises Violated."""
+    structlog.configure(processors=[structlog.processors.KeyValueRenderer()], logger_factory=Silence)
+    with workplace() as folder:
+        federation = Federation(seed, folder, faults or Faults(), manners or Manners())
+        try:
+            return federation.run(storm_steps)
+        finally:
+            federation.close()
+
+
+class Silence:
+    """A logger of what is simulated: many thousand lines a second would be read by nobody."""
+
+    def __init__(self, *arguments: object) -> None:
+        pass
+
+    def msg(self, *arguments: object, **named: object) -> None:
+        pass
+
+    debug = info = warning = error = exception = critical = msg

@@ -1,0 +1,399 @@
+"""What must hold after every step (I1 to I15 of the architecture), judged from the tables by other code than the
+coordinator's: plain SQL, the lifecycles written out once more, and a merge of its own.
+
+A step that commits nothing leaves the tables as they are, so it is looked at only whether any step did.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.engine import Database
+from tessera.shared.problems import Problem
+from tessera.shared.rounds.outliers import PREFIX
+from tessera.shared.rounds.versions import States
+from tessera.shared.tensors.lazy import from_bytes
+from tests.model_checking.actors import MODEL, step_of
+from tests.model_checking.replicas import World
+from tests.model_checking.schedule import Fiber
+from tests.support.histories import Finding, Log, check, misfit
+
+LEGAL = {
+    "run": {
+        "pause": {"running": "paused"},
+        "resume": {"paused": "running"},
+        "cancel": {"running": "cancelled", "paused": "cancelled"},
+        "complete": {"running": "completed"},
+        "fail": {"running": "failed", "paused": "failed"},
+    },
+    "round": {
+        "close": {"open": "merging"},
+        "commit": {"merging": "committed"},
+        "abandon": {"open": "abandoned", "merging": "abandoned"},
+    },
+    "task": {
+        "lease": {"offered": "leased"},
+        "release": {"leased": "offered"},
+        "lapse": {"leased": "lapsed"},
+        "offer": {"lapsed": "offered"},
+        "accept": {"leased": "accepted"},
+        "merge": {"accepted": "merged"},
+        "leave_out": {"accepted": "left_out"},
+        "reject": {"leased": "rejected"},
+        "fail": {"leased": "failed"},
+        "cancel": {"offered": "cancelled", "leased": "cancelled", "lapsed": "cancelled"},
+    },
+}
+ACCEPTED = ("accepted", "merged", "left_out")
+FIRST = {"run.create": "running", "round.open": "open", "task.evaluate": "offered"}
+
+Rows = dict[str, sqlite3.Row]
+
+LEASED = """SELECT tasks.id, lease_expires_at FROM tasks JOIN rounds ON rounds.id = round_id
+    WHERE tasks.state = 'leased' AND rounds.state = 'open'"""
+LEFT_OVER = """SELECT rounds.id, runs.state FROM rounds JOIN runs ON runs.id = run_id
+    WHERE rounds.state IN ('open', 'merging') AND runs.state IN ('cancelled', 'completed', 'failed')
+    AND updated_at < ?"""
+
+
+class Violated(AssertionError):
+    """An invariant does not hold. The text begins with its number."""
+
+
+@dataclass
+class Watch:
+    """Looks at one federation's tables after each step."""
+
+    world: World
+    examples: Mapping[str, int]
+    looks: int = 0
+    changes: int = 0
+    _version: int = -1
+    _seq: int = 0
+    _digest: str = "0" * 64
+    _states: dict[str, str] = field(default_factory=dict)
+    """Every run's, round's and task's state, by the audit alone."""
+    _tokens: dict[str, int] = field(default_factory=dict)
+    _tables: dict[str, Rows] = field(default_factory=dict)
+    _blobs: set[str] = field(default_factory=set)
+    promised: dict[str, tuple[int, str | None]] = field(default_factory=dict)
+    """What was told 'accepted': token and update, by task."""
+
+    def __post_init__(self) -> None:
+        self._db = sqlite3.connect(self.world.folder / "tessera.db", isolation_level=None)
+        self._db.row_factory = sqlite3.Row
+        self._tables = self._read()
+        # Eyes of its own: every coordinator may be down when it looks.
+        folder = self.world.folder
+        self._database = Database(f"sqlite:///{folder}/tessera.db", self.world.schedule.now)
+        self._store = Blobs(self._database, str(folder / "blobs"), folder / "eyes", 8, 1 << 18)
+
+    def close(self) -> None:
+        self._db.close()
+        self._database.close()
+
+    def rows(self, table: str) -> Rows:
+        return self._tables[table]
+
+    # ------------------------------------------------------------ after every step
+
+    def look(self, fiber: Fiber) -> None:
+        self.looks += 1
+        version = self._db.execute("PRAGMA data_version").fetchone()[0]
+        if version == self._version:
+            return
+        self._version = version
+        before, now = self._tables, self._read()
+        changed = {name for name in now if now[name] != before[name]}
+        fiber.wrote |= changed
+        self._blobs_are_their_names(now)
+        if not changed:
+            return
+        self.changes += 1
+        new = self._audit(now, before)
+        self._tables = now
+        for table in ("runs", "rounds", "tasks"):
+            for key, row in now[table].items():
+                _hold(
+                    self._states.get(key) == row["state"],
+                    "I15",
+                    f"{table[:-1]} {key} is {row['state']}, by the audit {self._states.get(key)}",
+                )
+        self._rounds(now, before)
+        self._tasks(now, before)
+        self._versions(now, before, new)
+        for task, (token, update) in self.promised.items():
+            self._kept(now, task, token, update)
+
+    def _read(self) -> dict[str, Rows]:
+        keys = {"runs": "id", "rounds": "id", "tasks": "id", "versions": "rowid", "workers": "id"}
+        return {
+            table: {str(row[0]): row for row in self._db.execute(f"SELECT {key}, * FROM {table}")}
+            for table, key in keys.items()
+        }
+
+    def _audit(self, now: dict[str, Rows], before: dict[str, Rows]) -> list[str]:
+        """Replays what is new of the chain; the actions."""
+        actions = []
+        for row in self._db.execute("SELECT * FROM audit WHERE seq > ? ORDER BY seq", (self._seq,)):
+            entry = {name: row[name] for name in ("seq", "at", "actor", "action", "subject", "run_id")}
+            entry["detail"] = json.loads(row["detail"])
+            text = json.dumps([self._digest, entry], sort_keys=True, separators=(",", ":"))
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            _hold((row["seq"], row["digest"]) == (self._seq + 1, digest), "I15", f"entry {row['seq']} is not chained")
+            self._seq, self._digest = row["seq"], digest
+            actions.append(row["action"])
+            self._replay(row["action"], row["subject"], entry, now, before)
+        return actions
+
+    def _replay(
+        self, action: str, subject: str, entry: dict[str, Any], now: dict[str, Rows], before: dict[str, Rows]
+    ) -> None:
+        kind, _, event = action.partition(".")
+        if action in FIRST:
+            self._states[subject] = FIRST[action]
+            if action == "round.open":
+                run = self._states[entry["run_id"]]
+                _hold(run == "running", "states", f"a round of a run that is {run} was opened")
+                for key, task in now["tasks"].items():
+                    if task["round_id"] == subject:
+                        self._states[key], self._tokens[key] = "offered", 0
+            else:
+                self._tokens[subject] = 0
+        elif kind in LEGAL:
+            at = self._states.get(subject, "nowhere")
+            _hold(at in LEGAL[kind][event], "states", f"{action} of {subject}, which was {at}")
+            self._states[subject] = LEGAL[kind][event][at]
+            self._receipts(action, subject, entry["detail"].get("left_out", ()), now)
+        token = entry["detail"].get("token")
+        if action == "task.lease":
+            _hold(
+                token == self._tokens[subject] + 1,
+                "I4",
+                f"lease of {subject} under token {token} after {self._tokens[subject]}",
+            )
+            self._tokens[subject] = token
+        elif kind == "task" and event in LEGAL["task"]:
+            _hold(
+                token == self._tokens[subject],
+                "I4",
+                f"{action} of {subject} under token {token}, not {self._tokens[subject]}",
+            )
+        if action == "task.lapse":
+            expires_at = before["tasks"][subject]["lease_expires_at"]
+            _hold(
+                expires_at <= entry["at"] + 1e-5,
+                "I12",
+                f"task {subject} lapsed {expires_at - entry['at']:.3f} s too early",
+            )
+
+    def _receipts(self, action: str, round_id: str, left_out: Sequence[str], now: dict[str, Rows]) -> None:
+        """What the end of a round makes of its accepted updates."""
+        if action not in ("round.commit", "round.abandon"):
+            return
+        for key, task in now["tasks"].items():
+            if task["round_id"] == round_id and self._states[key] == "accepted":
+                merged = action == "round.commit" and key not in left_out
+                self._states[key] = "merged" if merged else "left_out"
+
+    def _rounds(self, now: dict[str, Rows], before: dict[str, Rows]) -> None:
+        live: dict[str, str] = {}
+        for key, row in now["rounds"].items():
+            run = now["runs"][row["run_id"]]
+            spec = json.loads(run["spec"])
+            tasks = [task for task in now["tasks"].values() if task["round_id"] == key]
+            accepted = [task for task in tasks if task["state"] in ACCEPTED]
+            if row["state"] in ("open", "merging"):
+                _hold(
+                    row["run_id"] not in live,
+                    "one live round",
+                    f"rounds {live.get(row['run_id'])} and {key} are both live",
+                )
+                _hold(
+                    row["number"] == run["version_number"] + 1,
+                    "I3",
+                    f"round {row['number']} lives at version {run['version_number']}",
+                )
+                live[row["run_id"]] = key
+            if row["state"] != "open":
+                waiting = [task["state"] for task in tasks if task["state"] in ("offered", "leased", "lapsed")]
+                _hold(not waiting, "states", f"round {key} is {row['state']}, and has tasks that are {waiting}")
+            if row["state"] in ("committed", "abandoned"):
+                waiting = [task["id"] for task in tasks if task["state"] == "accepted"]
+                _hold(not waiting, "receipts", f"round {key} is {row['state']}; tasks {waiting} are not told")
+            if row["state"] in ("merging", "committed"):
+                quorum = spec["cohort"]["quorum"]
+                _hold(
+                    len(accepted) >= quorum,
+                    "quorum",
+                    f"round {key} is {row['state']} with {len(accepted)} of {quorum}",
+                )
+            workers = [task["worker_id"] for task in tasks]
+            _hold(len(set(workers)) == len(workers), "I1", f"a worker has several tasks in round {key}")
+            if key not in before["rounds"]:
+                live_since = row["opened_at"] - self.world.settings["live_seconds"]
+                for task in tasks:
+                    seen = now["workers"][task["worker_id"]]["last_seen_at"]
+                    _hold(
+                        seen >= live_since,
+                        "presence",
+                        f"a worker was asked that was last heard of {row['opened_at'] - seen:.0f} s ago",
+                    )
+
+    def _tasks(self, now: dict[str, Rows], before: dict[str, Rows]) -> None:
+        for key, old in before["tasks"].items():
+            new = now["tasks"][key]
+            if new == old:
+                continue
+            if old["state"] in (*ACCEPTED, "rejected", "failed", "cancelled"):
+                # How an update compares with the others of its round is noted when they are all there.
+                if _unscored(new) == _unscored(old):
+                    continue
+                # What became of an accepted update, with the end of its round.
+                if _unscored(new) == {**_unscored(old), "state": new["state"]} and old["state"] == "accepted":
+                    continue
+                _hold(False, "states", f"task {key}, which was {old['state']}, changed")
+            if new["state"] == "accepted" and new["round_id"]:
+                round_ = before["rounds"][new["round_id"]]
+                _hold(
+                    round_["state"] == "open", "I13", f"task {key} was accepted when its round was {round_['state']}"
+                )
+                site = now["workers"][new["worker_id"]]["site_id"]
+                _hold(new["examples"] <= self.examples[site], "I10", f"task {key} counts {new['examples']} examples")
+
+    def _versions(self, now: dict[str, Rows], before: dict[str, Rows], new: list[str]) -> None:
+        numbers: dict[str, list[int]] = {}
+        for row in now["versions"].values():
+            numbers.setdefault(row["run_id"], []).append(row["number"])
+        for run, row in now["runs"].items():
+            _hold(
+                sorted(numbers[run]) == list(range(row["version_number"] + 1)),
+                "I3",
+                f"run {run} at {row['version_number']} has versions {numbers[run]}",
+            )
+            committed = sorted(
+                r["number"] for r in now["rounds"].values() if r["run_id"] == run and r["state"] == "committed"
+            )
+            _hold(
+                committed == list(range(1, row["version_number"] + 1)),
+                "I3",
+                f"run {run} at {row['version_number']} has committed rounds {committed}",
+            )
+        for key, old in before["versions"].items():
+            _hold(now["versions"].get(key) == old, "I2", f"version {old['number']} changed")
+        for key, row in now["rounds"].items():
+            if row["state"] == "committed" and before["rounds"][key]["state"] != "committed":
+                self._merged(key, now)
+
+    # ------------------------------------------------------------ what a version is made of
+
+    def _merged(self, round_id: str, now: dict[str, Rows]) -> None:
+        with self._database.snapshot() as session:
+            detail = misfit(session, self._store, round_id)
+        _hold(detail is None, "I6", str(detail))
+        round_ = now["rounds"][round_id]
+        tasks = [t for t in now["tasks"].values() if t["round_id"] == round_id and t["state"] == "merged"]
+        if json.loads(now["runs"][round_["run_id"]]["spec"])["server_optimizer"]["kind"] != "none":
+            return
+        weight = float(sum(task["examples"] for task in tasks))
+        old, new = (self._blocks(round_["run_id"], n, now) for n in (round_["number"] - 1, round_["number"]))
+        for block in MODEL.blocks:
+            mean = np.zeros(block.shape)
+            for task in tasks:
+                mean += task["examples"] / weight * step_of(task["seed"] + MODEL.blocks.index(block), block.shape)
+            found = from_bytes(new[block.name], block.dtype).reshape(block.shape)
+            start = from_bytes(old[block.name], block.dtype).reshape(block.shape)
+            _hold(bool(np.isfinite(found).all()), "I10", f"version {round_['number']} is not finite")
+            close = np.allclose(found - start.astype(float), mean, atol=1e-5)
+            _hold(close, "I1", f"{block.name} of version {round_['number']} is not the mean of what was accepted")
+
+    def _blocks(self, run: str, number: int, now: dict[str, Rows]) -> dict[str, bytes]:
+        row = next(v for v in now["versions"].values() if (v["run_id"], v["number"]) == (run, number))
+        manifest = States(self._store).manifest(row["digest"])
+        return {name: self._store.read(digest) for name, digest in manifest.blocks.items()}
+
+    # ------------------------------------------------------------ blobs
+
+    def _blobs_are_their_names(self, now: dict[str, Rows], *, again: bool = False) -> None:
+        if again:
+            self._blobs.clear()
+        for row in self._db.execute("SELECT digest, size, inline FROM blobs"):
+            digest = row["digest"]
+            if digest in self._blobs:
+                continue
+            data = row["inline"]
+            if data is None:
+                path = self.world.folder / "blobs" / digest[7:9] / digest[7:]
+                _hold(path.exists(), "I5", f"blob {digest} is in the table and not on the disk")
+                data = path.read_bytes()
+            found = f"sha256:{hashlib.sha256(data).hexdigest()}"
+            _hold((found, len(data)) == (digest, row["size"]), "I2", f"blob {digest} holds other bytes")
+            self._blobs.add(digest)
+
+    def findings(self, log: Log) -> list[Finding]:
+        return check(log.lines, self._database, self._store)
+
+    def after_start(self, power_cut: bool) -> None:
+        """Nothing that was entered is gone."""
+        self._blobs_are_their_names(self._tables, again=power_cut)
+
+    # ------------------------------------------------------------ answers
+
+    def after_request(self, label: str, problem: Problem | None, wrote: set[str]) -> None:
+        """A refused action leaves the tables as they were; only a bad update is noted as such."""
+        if problem and problem.code != "invalid-update":
+            touched = wrote & {"runs", "rounds", "tasks", "versions"}
+            _hold(not touched, "refusals", f"{label} was refused ({problem.code}) and changed {sorted(touched)}")
+
+    def after_report(self, task: str, token: int, update: str | None, problem: Problem | None) -> None:
+        """An accepted report is there from now on, and what repeats it gets the same answer."""
+        if problem:
+            same = self.promised.get(task) == (token, update)
+            _hold(not same, "I13", f"a repeated report on {task} was refused: {problem.code}")
+            return
+        before = self.promised.setdefault(task, (token, update))
+        _hold(
+            before == (token, update),
+            "I1",
+            f"task {task} was accepted for two reports: {before} and {(token, update)}",
+        )
+        self._kept(self._tables, task, token, update)
+
+    def _kept(self, now: dict[str, Rows], task: str, token: int, update: str | None) -> None:
+        row = now["tasks"][task]
+        found = (row["state"], row["token"], row["update_digest"])
+        kept = row["state"] in ACCEPTED and found[1:] == (token, update)
+        _hold(kept, "I5", f"the report on {task} was accepted, and is {found}")
+
+    # ------------------------------------------------------------ in time
+
+    def after_step(self, began_at: float) -> None:
+        """A look of the conductor that began at a time has dealt with all that was due then (I14)."""
+        for row in self._db.execute(LEASED):
+            late = began_at - row["lease_expires_at"]
+            _hold(late < 0, "I14", f"the lease of {row['id']} ran out {late:.1f} s before a look, and lasts")
+        for row in self._db.execute("SELECT id, deadline_at FROM rounds WHERE state = 'open'"):
+            late = began_at - row["deadline_at"]
+            _hold(
+                late < 0, "I14", f"the deadline of round {row['id']} was {late:.1f} s before a look, and it is open"
+            )
+        for row in self._db.execute(LEFT_OVER, (began_at,)):
+            _hold(False, "I14", f"round {row['id']} lives, and its run is {row['state']}")
+
+
+def _unscored(task: sqlite3.Row) -> dict[str, Any]:
+    numbers = json.loads(task["numbers"])
+    return {**dict(task), "numbers": {name: value for name, value in numbers.items() if not name.startswith(PREFIX)}}
+
+
+def _hold(holds: bool, invariant: str, otherwise: str) -> None:
+    if not holds:
+        raise Violated(f"{invariant}: {otherwise}")

@@ -1,8 +1,0 @@
-"""A federation on one seed: the real coordinator's code, virtual time, and everything that may go wrong.
-
-    python -m tests.simulation --help
-
-`schedule` says who goes on next and who dies; `replicas` runs the real handlers, conductor, storage and SQLite on it;
-`actors` are workers, an orchestrator and an intruder; `invariants` looks after every step; `planted` has the faults
-that all this must find. `rules` is the same for the pure rules alone, a hundred times as fast.
-"""

@@ -1,0 +1,177 @@
+"""Data sets: every example once, what is held out apart, wrong options named."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.partition.schemes import Dirichlet, Iid
+from tessera.worker.data.registry import DataError, Dataset, load
+from tests.support.paths import ROOT
+
+DIGITS = 1797
+
+
+def test_batches_give_every_example_once_in_an_order_drawn_from_the_generator() -> None:
+    dataset = Dataset({"labels": torch.arange(10)})
+    orders = [
+        torch.cat([batch["labels"] for batch in dataset.batches(4, torch.Generator().manual_seed(seed))])
+        for seed in (1, 1, 2)
+    ]
+    assert orders[0].tolist() == orders[1].tolist() != orders[2].tolist()
+    assert sorted(orders[2].tolist()) == list(range(10))
+    assert [len(batch["labels"]) for batch in dataset.batches(4)] == [4, 4, 2]
+
+
+def test_no_batch_size_means_all_at_once_in_the_stored_order() -> None:
+    (batch,) = Dataset({"labels": torch.arange(10)}).batches(None)
+    assert batch["labels"].tolist() == list(range(10))
+
+
+def test_tensors_that_differ_in_their_number_of_examples_are_refused() -> None:
+    with pytest.raises(DataError, match="same leading size"):
+        Dataset({"labels": torch.arange(3), "input_ids": torch.zeros(4, 2)})
+
+
+def test_what_is_common_goes_with_every_batch_as_it_is() -> None:
+    prompts = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    dataset = Dataset({"labels": torch.arange(5)}, common={"input_ids": prompts})
+    batches = list(dataset.batches(2))
+    assert [len(batch["labels"]) for batch in batches] == [2, 2, 1]
+    assert all(batch["input_ids"] is prompts for batch in batches)
+
+
+def test_rows_are_taken_in_the_order_asked_for_and_keep_what_is_common() -> None:
+    dataset = Dataset(
+        {"labels": torch.arange(5) * 10}, common={"input_ids": torch.ones(2, 3)}, domains=torch.arange(5)
+    )
+    chosen = dataset.rows(torch.tensor([4, 0, 4]))
+    assert chosen.tensors["labels"].tolist() == [40, 0, 40]
+    assert chosen.domains is not None
+    assert chosen.domains.tolist() == [4, 0, 4]
+    assert chosen.common["input_ids"].shape == (2, 3)
+    with pytest.raises(DataError, match="one above 0"):
+        dataset.rows(torch.tensor([], dtype=torch.int64))
+
+
+def test_a_name_cannot_be_both_of_each_example_and_common() -> None:
+    with pytest.raises(DataError, match="input_ids: both of each example and common"):
+        Dataset({"labels": torch.arange(2), "input_ids": torch.zeros(2, 1)}, common={"input_ids": torch.zeros(2, 1)})
+
+
+def test_what_is_held_out_is_of_the_sites_own_part() -> None:
+    part = Iid(scheme="iid", count=3, index=1)
+    mine = load("digits", {}, part=part)
+    kept = load("digits", {}, part=part, held_out=0.25, key=key_of_seed(0))
+    assert kept.held_out is not None
+    both = torch.cat([kept.tensors["pixel_values"], kept.held_out.tensors["pixel_values"]])
+    assert mine.examples == 479  # of 1437, a third
+    assert kept.examples + kept.held_out.examples == 479
+    assert sorted(map(bytes, both.numpy())) == sorted(map(bytes, mine.tensors["pixel_values"].numpy()))
+
+
+def test_digits_are_scaled_images_with_a_stratified_fifth_held_out() -> None:
+    train, test = load("digits", {}), load("digits", {"split": "test"})
+    images = train.tensors["pixel_values"]
+    assert images.shape == (1437, 1, 8, 8)
+    assert images.dtype == torch.float32
+    assert (float(images.min()), float(images.max())) == (-1.0, 1.0)
+    assert train.examples + test.examples == DIGITS
+    assert min(torch.bincount(test.tensors["labels"])) >= 34  # a tenth of 360, in proportion
+
+
+def test_parts_of_the_digits_are_disjoint_and_together_the_training_images() -> None:
+    parts = [
+        load("digits", {}, part=Dirichlet(scheme="dirichlet", count=3, index=index, alpha=0.3, seed=7))
+        for index in range(3)
+    ]
+    together = torch.cat([part.tensors["pixel_values"] for part in parts])
+    whole = load("digits", {}).tensors["pixel_values"]
+    assert len(together) == len(whole)
+    assert sorted(map(bytes, together.numpy())) == sorted(map(bytes, whole.numpy()))
+
+
+def test_arrays_are_read_under_their_own_names(tmp_path: Path) -> None:
+    file = tmp_path / "notes.safetensors"
+    save_file({"input_ids": torch.arange(12).reshape(4, 3), "labels": torch.tensor([0, 1, 1, 0])}, file)
+    dataset = load("arrays", {"file": str(file)})
+    (batch,) = dataset.batches(None)
+    assert batch["input_ids"][3].tolist() == [9, 10, 11]
+    assert dataset.examples == 4
+
+
+def test_arrays_may_say_where_each_example_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "notes.safetensors"
+    save_file({"labels": torch.tensor([0, 1]), "domain": torch.tensor([5, 3])}, file)
+    dataset = load("arrays", {"file": str(file)})
+    assert dataset.domains is not None
+    assert dataset.domains.tolist() == [5, 3]
+    assert set(dataset.tensors) == {"labels"}
+
+
+def test_arrays_labels_of_any_integers_are_classes(tmp_path: Path) -> None:
+    file = tmp_path / "notes.safetensors"
+    for dtype in (torch.int32, torch.uint8, torch.bool):
+        save_file({"labels": torch.tensor([0, 1], dtype=dtype)}, file)
+        labels = load("arrays", {"file": str(file)}).tensors["labels"]
+        assert (labels.dtype, labels.tolist()) == (torch.int64, [0, 1])
+    save_file({"labels": torch.tensor([0.0, 0.5])}, file)
+    assert load("arrays", {"file": str(file)}).tensors["labels"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("domain", [torch.zeros(2, 2, dtype=torch.int64), torch.tensor([0.5, 1.0])])
+def test_domains_that_are_not_one_integer_for_each_example_are_refused(tmp_path: Path, domain: torch.Tensor) -> None:
+    file = tmp_path / "notes.safetensors"
+    save_file({"labels": torch.tensor([0, 1]), "domain": domain}, file)
+    with pytest.raises(DataError, match=r"notes\.safetensors: domain: .* is not one integer for each example"):
+        load("arrays", {"file": str(file)})
+
+
+def test_a_kind_is_loaded_without_what_other_kinds_need() -> None:
+    script = (
+        "import sys, tessera.worker.data.registry as d; d.load('digits', {}); sys.exit('datasets' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_another_package_brings_a_kind_by_the_documents_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = (ROOT / "docs" / "data.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    (tmp_path / "bars_of_yours.py").write_text(code)
+    (tmp_path / "yours-1.dist-info").mkdir()
+    (tmp_path / "yours-1.dist-info" / "METADATA").write_text("Name: yours\nVersion: 1\n")
+    (tmp_path / "yours-1.dist-info" / "entry_points.txt").write_text("[tessera.datasets]\nbars = bars_of_yours\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load("bars", {"count": 5}).tensors["labels"].tolist() == [0, 1, 0, 1, 0]
+    with pytest.raises(DataError, match="count"):
+        load("bars", {"count": 0})
+
+
+def test_arrays_without_labels_are_refused_by_the_files_name(tmp_path: Path) -> None:
+    file = tmp_path / "notes.safetensors"
+    save_file({"input_ids": torch.zeros(4, 3)}, file)
+    with pytest.raises(DataError, match=r"notes\.safetensors.*no tensor 'labels'"):
+        load("arrays", {"file": str(file)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        ("digits", {"prat": "train"}, "prat"),
+        ("arrays", {"file": "/nowhere/at.all"}, "/nowhere/at.all"),
+        ("pictures", {}, "no 'pictures'; installed are arrays, digits"),
+        ("partition", {}, "no 'partition'"),
+    ],
+)
+def test_wrong_options_are_named(kind: str, options: dict[str, object], told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        load(kind, options)

@@ -1,0 +1,160 @@
+"""The same examples under two names have no two budgets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tessera.worker.data.overlap import CHECKED, KEPT, fingerprints, share_of, sketch_of
+from tessera.worker.data.registry import Dataset, load
+from tessera.worker.governance.policy import Allowance, PolicyViolation
+from tessera.worker.settings import Settings, ledger_of
+from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.privacy_ledger import Ledger, LedgerError
+from tessera.worker.state.vault import Vault
+from tessera.worker.task.heartbeat import Stopped
+from tessera.worker.task.runner import Workbench
+from tests.worker.privacy.test_private_task import task as task_of
+
+KEY = b"k" * 32
+
+
+def images(places: range, labels: int = 0) -> Dataset:
+    """Images of which each place stands for one, whatever its label."""
+    pixels = torch.tensor(list(places), dtype=torch.float32)[:, None, None, None].expand(-1, 1, 2, 2).contiguous()
+    return Dataset({"pixel_values": pixels, "labels": torch.full((len(places),), labels)})
+
+
+def prints(places: range) -> np.ndarray:
+    return fingerprints(images(places), KEY)
+
+
+def test_a_share_is_exact_for_few_examples_and_close_for_many() -> None:
+    assert share_of(sketch_of(prints(range(100))), prints(range(95, 300))) == 0.05
+    # 5 % of 3,000: 1,024 of them are kept, so that one standard deviation of the estimate is 0.7 %.
+    assert share_of(sketch_of(prints(range(3000))), prints(range(2850, 6000))) == pytest.approx(0.05, abs=0.021)
+    assert share_of(sketch_of(prints(range(3000))), prints(range(3000, 6000))) == 0.0
+
+
+def test_a_sketch_holds_what_was_ever_used_and_is_bounded() -> None:
+    first, second = prints(range(2000)), prints(range(1000, 3000))
+    both = sketch_of(second, sketch_of(first))
+    assert both == sketch_of(prints(range(3000)))
+    assert len(both) == KEPT
+    assert sketch_of(second, both) == both
+
+
+def test_neither_the_label_nor_what_is_held_out_hides_an_example() -> None:
+    other = images(range(50), labels=1)
+    other = Dataset(other.rows(torch.arange(25)).tensors, held_out=other.rows(torch.arange(25, 50)))
+    assert (fingerprints(other, KEY) == prints(range(50))).all()
+    assert not set(fingerprints(other, b"o" * 32)) & set(prints(range(50)))
+
+
+def of_file(file: Path, first: int, dtype: torch.dtype = torch.int64, group: bool = True) -> np.ndarray:
+    """Of 40 texts whose tokens are numbers from `first` on, of 20 patients."""
+    made = {"input_ids": torch.arange(first, first + 40, dtype=dtype)[:, None], "labels": torch.zeros(40)}
+    save_file({**made, "group": torch.arange(40) // 2} if group else made, file)
+    return fingerprints(load("arrays", {"file": str(file)}, held_out=0.5, key=KEY), KEY)
+
+
+def test_a_group_number_is_not_taken_for_an_example(tmp_path: Path) -> None:
+    file = tmp_path / "notes.safetensors"
+    assert share_of(sketch_of(of_file(file, 0)), of_file(file, 40)) == 0.0
+    assert len(of_file(file, 0)) == 40
+
+
+@pytest.mark.parametrize("hidden", [{"group": True}, {"dtype": torch.int32}, {"dtype": torch.float32}])
+def test_neither_a_group_nor_another_type_of_number_hides_an_example(tmp_path: Path, hidden: Any) -> None:
+    file = tmp_path / "notes.safetensors"
+    plain, other = of_file(file, 0, group=False), of_file(file, 0, **{"group": False, **hidden})
+    assert share_of(sketch_of(plain), other) == 1.0
+
+
+def test_a_stop_need_not_wait_for_all_examples_to_be_hashed() -> None:
+    checks = iter(range(CHECKED))
+
+    def check() -> None:
+        if next(checks) == 1:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        fingerprints(images(range(2 * CHECKED)), KEY, check)
+    assert next(checks) == 2
+
+
+def bench(folder: Path, shared: dict[str, str] | None = None) -> Workbench:
+    data = {"wards": images(range(200)), "again": images(range(190, 400)), "others": images(range(1000, 1200))}
+    return Workbench(
+        None,  # type: ignore[arg-type]  (nothing is fetched or sent)
+        data, torch.device("cpu"), Vault(folder / "vault"), Cache(folder / "cache", 1 << 20), folder,
+        ledger=Ledger(folder / "ledger", KEY, shared),
+        allowances={"wards": Allowance(epsilon=3.0, delta=1e-5)},
+    )  # fmt: skip
+
+
+def uses(made: Workbench, dataset: str) -> None:
+    made._check_overlap(task_of(dataset=dataset), made.datasets[dataset], lambda: None)
+
+
+@pytest.mark.parametrize("order", [("wards", "again"), ("again", "wards")])
+def test_the_same_examples_under_another_name_are_refused_where_one_has_a_budget(
+    tmp_path: Path, order: tuple[str, str]
+) -> None:
+    made = bench(tmp_path)
+    uses(made, "others")
+    uses(made, order[0])
+    # 10 of 200 are the same.
+    with pytest.raises(PolicyViolation, match="overlap: about 5% of the examples") as refusal:
+        uses(made, order[1])
+    assert "share a ledger" in refusal.value.remedy
+    uses(made, "others")
+    # Another worker that shares the ledgers and has the second name alone finds it too.
+    alone = replace(made, datasets={order[1]: made.datasets[order[1]]}, fingerprints={})
+    with pytest.raises(PolicyViolation, match="overlap"):
+        uses(alone, order[1])
+    # Without any budget there is nothing to get around.
+    uses(replace(made, allowances={}), order[1])
+
+
+def test_names_that_share_a_ledger_share_what_is_spent(tmp_path: Path) -> None:
+    made = bench(tmp_path, {"wards": "people", "again": "people"})
+    uses(made, "wards")
+    uses(made, "again")
+    assert made.ledger
+    with made.ledger.page("wards") as page:
+        page.exact(task_of(dataset="wards"), 200, "training")
+    assert made.ledger.read("again") == made.ledger.read("wards") != ()
+    assert [path.name for path in (tmp_path / "ledger").iterdir()] == ["people.jsonl"]
+
+
+def test_settings_say_which_names_share_a_ledger(tmp_path: Path) -> None:
+    sources = {"wards": {"kind": "digits", "ledger": "people"}, "again": {"kind": "digits"}}
+    given = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": tmp_path / "state"}
+    ledger = ledger_of(Settings.model_validate({**given, "datasets": sources}))
+    assert [ledger.name(name) for name in sources] == ["people", "again"]
+
+
+def test_which_examples_there_are_is_written_once_and_spends_nothing(tmp_path: Path) -> None:
+    made = bench(tmp_path)
+    for _ in range(3):
+        uses(made, "wards")
+    assert len((tmp_path / "ledger" / "wards.jsonl").read_bytes().splitlines()) == 1
+    assert made.ledger
+    assert made.ledger.read("wards") == ()
+
+
+def test_a_ledger_that_cannot_be_relied_on_stops_no_task_without_a_budget(tmp_path: Path) -> None:
+    uses(bench(tmp_path), "wards")
+    (tmp_path / "ledger" / "wards.jsonl").rename(tmp_path / "ledger" / "old.jsonl")
+    made = bench(tmp_path)
+    # Neither "others" nor "old" has a budget.
+    uses(made, "others")
+    with pytest.raises(LedgerError, match=r"old\.jsonl"):
+        uses(made, "wards")

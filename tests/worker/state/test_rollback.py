@@ -1,0 +1,295 @@
+"""Nobody who writes to a worker's folders, or restores an old copy of them, gives a budget back unnoticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tessera.shared.run_settings.privacy import Budget
+from tessera.worker.settings import Settings, SettingsError, audit_key_of, ledger_of
+from tessera.worker.state.audit import Audit
+from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head
+from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerError, NoisySteps
+from tests.worker.state.test_privacy_ledger import STEPS, TARGET, task
+
+KEY = b"k" * 64
+Line = dict[str, Any]
+
+
+def file_of(folder: Path, dataset: str = "wards") -> Path:
+    return folder / f"{dataset}.jsonl"
+
+
+def spend(ledger: Ledger, count: int = 1, budget: Budget = TARGET) -> None:
+    for _ in range(count):
+        with ledger.page("wards") as page:
+            page.spend(task(), 100, budget, [STEPS])
+
+
+def lines_of(path: Path) -> list[Line]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def chained(entries: list[Line], digest: Callable[[bytes], str]) -> bytes:
+    """The file that somebody without the key can make of entries: numbered, chained, and each with a digest."""
+    previous, made = BEGINNING, b""
+    for number, given in enumerate(entries):
+        entry = {**given, "seq": number, "previous": previous}
+        previous = digest(_canonical(entry))
+        made += _canonical({"entry": entry, "digest": previous}) + b"\n"
+    return made
+
+
+def _canonical(document: Any) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+
+
+def sha256(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
+
+
+def quieter(entry: Line) -> Line:
+    return {**entry, "events": [{**event, "noise_multiplier": 50.0} for event in entry["events"]]}
+
+
+@pytest.mark.parametrize("as_before_keys", [True, False])
+def test_a_ledger_rewritten_with_more_noise_and_fitting_digests_is_refused(
+    tmp_path: Path, as_before_keys: bool
+) -> None:
+    spend(Ledger(tmp_path, KEY), 3)
+    entries = [quieter(line["entry"]) for line in lines_of(file_of(tmp_path))]
+    if as_before_keys:
+        entries = [{**entry, "format": 1} for entry in entries]
+    file_of(tmp_path).write_bytes(chained(entries, sha256))
+    with pytest.raises(LedgerError, match="tessera worker adopt"), Ledger(tmp_path, KEY).page("wards"):
+        pass
+    with pytest.raises(LedgerError):
+        Ledger(tmp_path, KEY).check("wards")
+
+
+@pytest.mark.parametrize("fmt", [1, 2])
+def test_an_entry_put_behind_those_under_the_key_is_refused(tmp_path: Path, fmt: int) -> None:
+    spend(Ledger(tmp_path, KEY), 2)
+    path = file_of(tmp_path)
+    last = lines_of(path)[-1]
+    forged = {**last["entry"], "seq": 2, "previous": last["digest"], "format": fmt, "voids": [0, 1], "events": []}
+    path.write_bytes(path.read_bytes() + _canonical({"entry": forged, "digest": sha256(_canonical(forged))}) + b"\n")
+    with pytest.raises(LedgerError, match="line 3"):
+        Ledger(tmp_path, KEY).read("wards")
+    # Nor may it adopt what is before it: that takes the key too.
+    forged["adopts"] = sha256(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    body = b"".join(path.read_bytes().splitlines(keepends=True)[:2])
+    path.write_bytes(body + _canonical({"entry": forged, "digest": sha256(_canonical(forged))}) + b"\n")
+    with pytest.raises(LedgerError, match="line 3"):
+        Ledger(tmp_path, KEY).read("wards")
+
+
+def witnessed(folder: Path) -> Head:
+    """A ledger with three entries, of which the site's audit knows."""
+    ledger = Ledger(folder, KEY)
+    spend(ledger, 3)
+    head = ledger.leaving("wards")
+    assert head
+    assert head.entries == 3
+    return head
+
+
+@pytest.mark.parametrize(
+    "rolled_back",
+    [
+        lambda path: path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2])),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.unlink(),
+    ],
+    ids=["cut to two entries", "emptied", "deleted"],
+)
+def test_a_ledger_that_is_behind_what_the_audit_knows_is_refused_with_the_remedy(
+    tmp_path: Path, rolled_back: Callable[[Path], object]
+) -> None:
+    head = witnessed(tmp_path)
+    rolled_back(file_of(tmp_path))
+    ledger = Ledger(tmp_path, KEY)
+    ledger.expect({"wards": head})
+    with pytest.raises(LedgerError, match="Put back the newest copy"), ledger.page("wards"):
+        pass
+    with pytest.raises(LedgerError, match="not those 3"):
+        ledger.check("wards")
+
+
+def test_another_branch_of_the_same_length_is_no_substitute(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, KEY)
+    head = witnessed(tmp_path / "b")
+    spend(ledger, 3)
+    ledger.expect({"wards": head})
+    with pytest.raises(LedgerError, match="an older copy"):
+        ledger.read("wards")
+
+
+def test_one_data_set_s_ledger_is_not_taken_for_another_s(tmp_path: Path) -> None:
+    spend(Ledger(tmp_path, KEY))
+    file_of(tmp_path).rename(file_of(tmp_path, "clinics"))
+    with pytest.raises(LedgerError):
+        Ledger(tmp_path, KEY).read("clinics")
+    with pytest.raises(LedgerError, match="is the ledger of 'wards'"):
+        Ledger(tmp_path).read("clinics")
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_is_written_to_a_ledger_that_was_removed_meanwhile_is_not_taken_as_written(
+    tmp_path: Path, replaced: bool
+) -> None:
+    ledger = Ledger(tmp_path, KEY)
+    spend(ledger)
+    copy = file_of(tmp_path).read_bytes()
+    with ledger.page("wards") as page:
+        file_of(tmp_path).unlink()
+        if replaced:
+            file_of(tmp_path).write_bytes(copy)
+        with pytest.raises(LedgerError, match="removed or replaced while"):
+            page.spend(task(), 100, TARGET, [STEPS])
+
+
+# ---------------------------------------------------------------- from before there was a key, and after it is lost
+
+
+OLD = (
+    b'{"digest":"%s","entry":{"at":"2026-01-02T03:04:05Z","dataset":"wards","events":[{"kind":"noisy-steps",'
+    b'"noise_multiplier":1.5,"sampling_rate":0.1,"steps":10}],"examples":100,"previous":"%s","round":1,"run":"r",'
+    b'"run_name":"demo","seq":0,"target":{"delta":1e-05,"epsilon":3.0},"task":"t","token":1}}\n'
+)
+
+
+def old_ledger() -> bytes:
+    """One entry as workers wrote it before entries had a format."""
+    unsigned = OLD % (b"", BEGINNING.encode())
+    return OLD % (sha256(_canonical(json.loads(unsigned)["entry"])).encode(), BEGINNING.encode())
+
+
+def test_a_ledger_from_before_the_key_is_read_and_spends_nothing_until_it_is_adopted(tmp_path: Path) -> None:
+    file_of(tmp_path).write_bytes(old_ledger())
+    ledger = Ledger(tmp_path, KEY)
+    assert [entry.events for entry in ledger.read("wards")] == [(STEPS,)]
+    with pytest.raises(LedgerError, match="no key protects it yet"), ledger.page("wards"):
+        pass
+    assert ledger.adopt("wards")
+    assert ledger.adopt("wards") is None
+    spend(ledger)
+    # What was spent before counts on, and nothing is lost of it.
+    assert [entry.events for entry in Ledger(tmp_path, KEY).read("wards")] == [(STEPS,), (STEPS,)]
+
+
+def test_what_was_adopted_cannot_be_changed_afterwards(tmp_path: Path) -> None:
+    file_of(tmp_path).write_bytes(old_ledger())
+    Ledger(tmp_path, KEY).adopt("wards")
+    spend(Ledger(tmp_path, KEY))
+    old, *rest = lines_of(file_of(tmp_path))
+    forged = quieter(old["entry"])
+    changed = [{"entry": forged, "digest": sha256(_canonical(forged))}, *rest]
+    file_of(tmp_path).write_bytes(b"".join(_canonical(line) + b"\n" for line in changed))
+    with pytest.raises(LedgerError):
+        Ledger(tmp_path, KEY).read("wards")
+
+
+def test_after_the_key_was_lost_what_was_spent_counts_as_unbounded(tmp_path: Path) -> None:
+    spend(Ledger(tmp_path, KEY), 2)
+    other = Ledger(tmp_path, b"o" * 64)
+    with pytest.raises(LedgerError, match="Put the key back"):
+        other.check("wards")
+    assert other.adopt("wards")
+    spend(other)
+    events = [event for entry in Ledger(tmp_path, b"o" * 64).read("wards") for event in entry.events]
+    assert events == [STEPS, STEPS, Exact(use="lost"), STEPS]
+
+
+def test_a_ledger_that_is_gone_can_be_adopted_as_lost(tmp_path: Path) -> None:
+    head = witnessed(tmp_path)
+    file_of(tmp_path).unlink()
+    ledger = Ledger(tmp_path, KEY)
+    ledger.expect({"wards": head})
+    assert ledger.adopt("wards") == Head(entries=1, digest=lines_of(file_of(tmp_path))[0]["digest"])
+    assert [entry.events for entry in ledger.read("wards")] == [(Exact(use="lost"),)]
+
+
+def test_an_audit_is_under_the_key_too(tmp_path: Path) -> None:
+    for number in range(3):
+        Audit(tmp_path, "w", KEY).record("task.fail", None, number=number)
+    path = tmp_path / "audit.jsonl"
+    entries = [{**line["entry"], "detail": {}} for line in lines_of(path)]
+    path.write_bytes(chained(entries, sha256))
+    with pytest.raises(ChainError):
+        Audit(tmp_path, "w", KEY).read()
+    with pytest.raises(ChainError, match="last line was changed"):
+        Audit(tmp_path, "w", KEY).record("worker.stop")
+    path.write_bytes(chained([{**entry, "format": 1} for entry in entries], sha256))
+    with pytest.raises(ChainError, match="no key protects it yet"):
+        Audit(tmp_path, "w", KEY).record("worker.stop")
+
+
+# ---------------------------------------------------------------- the key
+
+
+def settings(folder: Path, **more: Any) -> Settings:
+    given: dict[str, Any] = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": folder / "state"}
+    return Settings(datasets={"wards": {"kind": "digits"}}, **{**given, **more})
+
+
+def test_a_key_is_made_once_outside_of_what_it_protects_for_its_owner_alone(tmp_path: Path) -> None:
+    key = audit_key_of(settings(tmp_path))
+    (made,) = tmp_path.iterdir()
+    assert (made.name, made.stat().st_mode & 0o777) == ("state.key", 0o600)
+    assert len(key) == 32
+    assert audit_key_of(settings(tmp_path)) == key
+    assert audit_key_of(settings(tmp_path, audit_key="ab" * 32)) == b"\xab" * 32
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"audit_key_file": "{}/state/key"}, "lies in a folder that it protects"),
+        ({"audit_key_file": "{}/audit/key", "audit_dir": "{}/audit"}, "lies in a folder that it protects"),
+        ({"audit_key": "short"}, "is not 64 hexadecimal digits"),
+        ({"audit_key_file": "{}/file/key"}, "can be neither read nor made"),
+        ({"state_dir": "/"}, "name a folder of the worker's own"),
+        ({"ledger_dir": "{}/shared"}, "ledger_dir: lies outside of state_dir, .* audit_key_file, such as"),
+        ({"audit_dir": "{}/shared"}, "audit_dir: lies outside of state_dir, .* TESSERA_WORKER_AUDIT_KEY"),
+    ],
+)
+def test_a_key_that_would_protect_nothing_is_refused(tmp_path: Path, given: dict[str, str], said: str) -> None:
+    (tmp_path / "file").touch()
+    filled = {name: value.format(tmp_path) for name, value in given.items()}
+    with pytest.raises(SettingsError, match=said):
+        audit_key_of(settings(tmp_path, **filled))
+
+
+def test_workers_that_share_ledgers_name_one_key(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        given = {"state_dir": tmp_path / name, "ledger_dir": tmp_path / "shared", "audit_key_file": tmp_path / "key"}
+        spend(ledger_of(settings(tmp_path, **given)))
+    # What lies within state_dir is this worker's alone, and needs no key to be named.
+    audit_key_of(settings(tmp_path, ledger_dir=tmp_path / "state" / "other"))
+
+
+def test_the_key_of_a_state_folder_given_as_a_dot_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "state").mkdir()
+    monkeypatch.chdir(tmp_path / "state")
+    audit_key_of(settings(tmp_path, state_dir="."))
+    assert (tmp_path / "state.key").is_file()
+
+
+def test_a_digest_under_the_key_tells_nothing_of_the_entry(tmp_path: Path) -> None:
+    # Whoever guesses an entry in full cannot confirm it by the digest that a submission has.
+    ledger = Ledger(tmp_path, KEY)
+    spend(ledger)
+    (line,) = lines_of(file_of(tmp_path))
+    assert line["digest"] != sha256(_canonical(line["entry"]))
+    other = Ledger(tmp_path / "b", b"o" * 64)
+    with other.page("wards") as page:
+        page.spend(task(), 100, TARGET, [NoisySteps(noise_multiplier=1.5, sampling_rate=0.1, steps=10)])
+    assert lines_of(file_of(tmp_path / "b"))[0]["digest"] != line["digest"]
