@@ -1,11 +1,16 @@
-"""`tessera` as a process of its own."""
+"""`tessera`, in this process or in one of its own."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
+
+from typer.testing import CliRunner
+
+from tessera.shared.cli.main import app
 
 NOWHERE = "http://127.0.0.1:9"
 """Nothing listens there."""
@@ -19,10 +24,24 @@ def environment(**settings: str) -> dict[str, str]:
     return {**kept, "COLUMNS": "200", "NO_COLOR": "1", **settings}
 
 
-def tessera(
+def tessera(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, in this process: to start one and import what it needs takes a second and more.
+
+    `settings` are environment variables, and Tessera's others are unset. For commands that serve, load methods or
+    set this process up in another way, `process`.
+    """
+    unset = dict.fromkeys((name for name in os.environ if name.startswith("TESSERA_")), None)
+    wanted = {**unset, "COLUMNS": "200", "NO_COLOR": "1", **settings}
+    done = CliRunner().invoke(app, arguments, env=wanted, prog_name="tessera")
+    fault = done.exception
+    told = "" if fault is None or isinstance(fault, SystemExit) else "".join(traceback.format_exception(fault))
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr + told)
+
+
+def process(
     *arguments: str, command: Sequence[str] = COMMAND, seconds: float = 60, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end, within so many seconds. `settings` are environment variables."""
+    """The same as a process of its own, within so many seconds."""
     return subprocess.run(
         [*command, *arguments],
         env=environment(**settings),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,15 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import fastapi.routing
 import httpx
 import pytest
 import structlog
 import uvicorn
-from alembic import command
 
 from tessera.coordinator.app import create_app
 from tessera.coordinator.auth.tokens import issue_token
-from tessera.coordinator.db.engine import alembic_config
 from tessera.coordinator.db.workers import create_site
 from tessera.coordinator.server.http_limits import configuration
 from tessera.coordinator.services import Services, assemble
@@ -35,7 +35,32 @@ ROOMY = {"disk_reserve_bytes": 0, "memory_limit_bytes": 1 << 40}
 """How full the machine is that runs the tests is no matter of theirs."""
 
 # The default renders a traceback with all local values, which takes seconds.
-structlog.configure([structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)])
+structlog.configure(
+    [structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)],
+    # And what a command says meanwhile, in this process, is its own.
+    logger_factory=structlog.PrintLoggerFactory(sys.__stderr__),
+)
+
+
+def _make_routes_once() -> None:
+    """FastAPI makes all routes anew for each application, which takes longer than most tests; ours are alike."""
+    contexts = getattr(fastapi.routing, "_EffectiveRouteContext", None)
+    if contexts is None:
+        return
+    make, made = contexts.from_api_route, {}
+
+    def from_api_route(*, original_route: Any, include_context: Any) -> Any:
+        # The route is kept, so that no other is ever known by its id.
+        known = made.get(id(original_route))
+        if known is None:
+            context = make(original_route=original_route, include_context=include_context)
+            known = made[id(original_route)] = (original_route, context)
+        return known[1]
+
+    contexts.from_api_route = from_api_route
+
+
+_make_routes_once()
 
 
 class Clock:
@@ -68,8 +93,6 @@ class LiveCoordinator:
 
     def __enter__(self) -> Self:
         self.services: Services = assemble(self.settings, self._clock)
-        with self.services.database.engine.begin() as connection:
-            command.upgrade(alembic_config(connection), "head")
         self.services.blobs.sweep()
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", self._port))

@@ -7,7 +7,9 @@ the others on SQLite.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 import uuid
 import warnings
@@ -32,10 +34,14 @@ _made: dict[tuple[Path, str], str] = {}
 
 
 def url_in(folder: Path, name: str = "tessera") -> str:
-    """The database that belongs to a folder: the same at each call, with the schema at head on PostgreSQL, where
-    making it from scratch takes long."""
+    """The database that belongs to a folder: the same at each call, with the schema at head, which is made once for
+    all tests of a process and copied."""
     if on == "sqlite":
-        return f"sqlite:///{folder}/{name}.db"
+        file = folder / f"{name}.db"
+        if not file.exists():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            shutil.copy(_file(), file)
+        return f"sqlite:///{file}"
     return _made.get((folder, name)) or _new(folder, name, _template())
 
 
@@ -76,11 +82,26 @@ def _new(folder: Path, name: str, template: str) -> str:
 def _template() -> str:
     name = f"tessera_template_{uuid.uuid4().hex}"
     _execute(f'CREATE DATABASE "{name}"')
-    database = Database(server().set(database=name).render_as_string(hide_password=False))
+    migrate(server().set(database=name).render_as_string(hide_password=False))
+    return name
+
+
+@lru_cache(maxsize=1)
+def _file() -> Path:
+    """A SQLite file at head, which ends with this process."""
+    folder = tempfile.TemporaryDirectory(prefix="tessera-sqlite-", ignore_cleanup_errors=True)
+    atexit.register(folder.cleanup)
+    file = Path(folder.name) / "template.db"
+    migrate(f"sqlite:///{file}")
+    return file
+
+
+def migrate(url: str) -> None:
+    """Brings a database's schema to head."""
+    database = Database(url)
     with database.engine.begin() as connection:
         command.upgrade(alembic_config(connection), "head")
     database.close()
-    return name
 
 
 def close() -> None:

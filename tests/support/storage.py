@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from alembic import command
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.staging import LOCK
 from tessera.coordinator.blobs.store import Blobs
-from tessera.coordinator.db.engine import Database, alembic_config
+from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tests.support.databases import url_in
 
@@ -18,10 +17,7 @@ NOW = 1000.0
 
 
 def migrated(folder: Path, clock: Callable[[], float] = lambda: NOW) -> Database:
-    database = Database(url_in(folder), clock)
-    with database.engine.begin() as connection:
-        command.upgrade(alembic_config(connection), "head")
-    return database
+    return Database(url_in(folder), clock)
 
 
 def blobs_in(folder: Path, database: Database, inline_bytes: int = 100) -> Blobs:

@@ -23,7 +23,7 @@ from tessera.worker.settings import (
     read_settings,
     token_of,
 )
-from tests.support.cli import tessera
+from tests.support.cli import process
 from tests.support.coordinator import LiveCoordinator
 
 GOOD = """
@@ -224,7 +224,7 @@ def test_check_tells_the_same_as_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["run", "check"])
 def test_methods_that_cannot_be_used_end_so_too(tmp_path: Path, command: str) -> None:
     path = written(tmp_path, GOOD.replace('"state"', f'"{tmp_path}"'))
-    refused = tessera("worker", command, "--config", str(path), TESSERA_METHODS=str(tmp_path / "none"))
+    refused = process("worker", command, "--config", str(path), TESSERA_METHODS=str(tmp_path / "none"))
     assert refused.returncode == 2
     assert f"error: TESSERA_METHODS names {tmp_path / 'none'}, which is no folder" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -16,7 +16,7 @@ from tessera.shared.cli.run_file import read_spec
 from tessera.shared.client.client import read_token
 from tessera.shared.problems import Fault, Invalid, NotFound
 from tessera.shared.urls import PLAIN_HTTP
-from tests.support.cli import NOWHERE, tessera
+from tests.support.cli import NOWHERE, process, tessera
 
 SPEC = """
 name = "trial"
@@ -39,18 +39,18 @@ def without(*modules: str) -> list[str]:
 
 
 def test_help_lists_every_command_and_imports_none() -> None:
-    shown = tessera("--help", command=without("torch", "fastapi", "sqlalchemy", "httpx"))
+    shown = process("--help", command=without("torch", "fastapi", "sqlalchemy", "httpx"))
     assert shown.returncode == 0, shown.stderr
     assert all(name in shown.stdout for name in ("admin", "coordinator", "model", "run", "worker"))
 
 
 def test_runs_are_listed_without_torch_or_server() -> None:
-    answer = tessera("run", "--url", NOWHERE, "list", "--help", command=without("torch", "transformers", "fastapi"))
+    answer = process("run", "--url", NOWHERE, "list", "--help", command=without("torch", "transformers", "fastapi"))
     assert answer.returncode == 0, answer.stderr
 
 
 def test_the_coordinator_needs_no_torch() -> None:
-    answer = tessera("coordinator", "serve", "--help", command=without("torch", "transformers", "sklearn"))
+    answer = process("coordinator", "serve", "--help", command=without("torch", "transformers", "sklearn"))
     assert answer.returncode == 0, answer.stderr
 
 
@@ -59,7 +59,7 @@ def test_the_coordinator_needs_no_torch() -> None:
     [("worker", "torch", "worker"), ("model", "transformers", "worker"), ("coordinator", "alembic", "coordinator")],
 )
 def test_a_missing_extra_is_named_in_one_line(command: str, module: str, extra: str) -> None:
-    answer = tessera(command, "--help", command=without(module))
+    answer = process(command, "--help", command=without(module))
     assert answer.returncode == 2
     # Transformers may have its own word about torch before that.
     assert answer.stderr.splitlines()[-1] == (
@@ -81,7 +81,7 @@ def test_a_part_that_is_not_installed_is_named(tmp_path: Path) -> None:
         "u.find_spec = lambda name, package=None: None if name == 'tessera.worker' else find(name, package)\n"
         "from tessera.shared.cli.main import main; main()"
     )
-    answer = tessera("worker", "run", command=[sys.executable, "-c", script])
+    answer = process("worker", "run", command=[sys.executable, "-c", script])
     assert (answer.returncode, answer.stderr) == (
         2,
         "error: `tessera worker` is not part of this installation: it has no package 'worker'.\n",
@@ -89,7 +89,7 @@ def test_a_part_that_is_not_installed_is_named(tmp_path: Path) -> None:
 
 
 def test_a_command_of_our_own_that_does_not_import_is_not_hidden() -> None:
-    answer = tessera("run", "list", command=without("tessera.shared.client.client"))
+    answer = process("run", "list", command=without("tessera.shared.client.client"))
     assert "ModuleNotFoundError" in answer.stderr
 
 
@@ -179,7 +179,7 @@ def test_an_unreadable_token_file_is_named() -> None:
 def test_an_interrupt_ends_with_130() -> None:
     script = "import tessera.shared.cli.main as m, signal\nfrom tessera.shared.cli import connection\n"
     script += "connection.Connection.client = lambda *_: signal.raise_signal(signal.SIGINT)\nm.main()"
-    answer = tessera("run", "list", command=[sys.executable, "-c", script])
+    answer = process("run", "list", command=[sys.executable, "-c", script])
     assert (answer.returncode, "Traceback" in answer.stderr) == (130, False)
 
 

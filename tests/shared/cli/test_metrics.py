@@ -18,7 +18,7 @@ import pytest
 from tessera.shared.api.runs import Cohort, Evaluation, Run
 from tessera.shared.methods.base import Chosen
 from tessera.shared.metrics.rows import Row
-from tests.support.cli import tessera
+from tests.support.cli import process
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.telling import STILL, telling
@@ -71,7 +71,7 @@ class Scene:
             worker.evaluate(task, accuracy=0.75 if "test" in worker.datasets else 0.25)
 
     def say(self, *arguments: str, code: int = 0, **settings: str) -> subprocess.CompletedProcess[str]:
-        done = tessera(*arguments, seconds=MLFLOW_SECONDS, **self.settings, **settings)
+        done = process(*arguments, seconds=MLFLOW_SECONDS, **self.settings, **settings)
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
         return done
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from tessera.worker.cli.data import app
-from tests.support.cli import tessera
+from tests.support.cli import process
 
 DIGITS = """
 [datasets.digits]
@@ -135,8 +135,8 @@ def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused_with_the
     script = "import sys; sys.modules['matplotlib'] = None; from tessera.shared.cli.main import main; main()"
     bare = (sys.executable, "-c", script)
     file = config(tmp_path, DIGITS)
-    assert "371" in tessera("data", "split", file, command=bare).stdout
-    refused = tessera("data", "split", file, "--out", str(tmp_path / "a.png"), command=bare)
+    assert "371" in process("data", "split", file, command=bare).stdout
+    refused = process("data", "split", file, "--out", str(tmp_path / "a.png"), command=bare)
     assert refused.returncode == 2
     assert "error: --out: matplotlib is not installed" in refused.stderr
     assert "pip install '.[demo]'" in refused.stderr
