@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
@@ -59,16 +60,13 @@ class Liveness:
         return self._database.now() - self._began_at > self._live_seconds
 
 
+@dataclass(frozen=True)
 class Actions:
-    """The actions, each in a transaction of its own that expects the state that the decision was made upon.
+    """The actions, each in a transaction of its own. Raises Conflict if the state decided upon has changed."""
 
-    Raises Conflict if that has changed.
-    """
-
-    def __init__(self, database: Database, states: States, liveness: Liveness) -> None:
-        self._database = database
-        self._states = states
-        self._liveness = liveness
+    database: Database
+    states: States
+    liveness: Liveness
 
     def do(self, run_id: str, action: Action) -> Sequence[str]:
         """Do an action; return the workers who now have something to do."""
@@ -95,66 +93,66 @@ class Actions:
 
     def open_round(self, run_id: str, number: int) -> list[str]:
         """Open the run's first round, or one that could not open when the last was committed."""
-        invited, base = read_base(self._database, run_id)
+        invited, base = read_base(self.database, run_id)
         spec = invited.spec
         require(base.number + 1 == number, "the run has moved on")
-        model = self._states.model(spec.model)
-        state = self._states.load(model, self._states.manifest(base.digest), base.number)
-        with self._database.snapshot() as session:
-            live = self._liveness.workers(session)
-        willing = read_willing(self._database, run_id, invited, live)
+        model = self.states.model(spec.model)
+        state = self.states.load(model, self.states.manifest(base.digest), base.number)
+        with self.database.snapshot() as session:
+            live = self.liveness.workers(session)
+        willing = read_willing(self.database, run_id, invited, live)
         require(len(sites_of(willing)) >= spec.cohort.quorum, "too few sites are live")
         plans = plan_for_willing(spec, model, state, willing)
-        with self._database.transaction() as session:
+        with self.database.transaction() as session:
             run = session.get_one(RunRow, run_id)
             require(run.state == "running" and run.version_number == base.number, "the run has moved on")
-            require(self._liveness.includes(session, plans), "a worker that was planned for is no longer live")
-            return open_planned(session, self._database.now(), run, willing, plans)
+            require(self.liveness.includes(session, plans), "a worker that was planned for is no longer live")
+            return open_planned(session, self.database.now(), run, willing, plans)
 
     def expire(self, task_id: str, token: int) -> None:
-        with self._database.transaction() as session:
-            now = self._database.now()
+        with self.database.transaction() as session:
+            now = self.database.now()
             task = session.get_one(TaskRow, task_id)
             require(task.token == token and (task.lease_expires_at or 0) <= now, "the lease was renewed")
             move_task(session, now, ACTOR, task, "lapse")
 
     def offer_again(self, task_id: str) -> list[str]:
-        with self._database.transaction() as session:
+        with self.database.transaction() as session:
             task = session.get_one(TaskRow, task_id)
-            move_task(session, self._database.now(), ACTOR, task, "offer")
+            move_task(session, self.database.now(), ACTOR, task, "offer")
             return [task.worker_id]
 
     def close(self, round_id: str, reason: str) -> None:
-        with self._database.transaction() as session:
-            rounds.close_round(session, self._database.now(), session.get_one(RoundRow, round_id), reason)
+        with self.database.transaction() as session:
+            rounds.close_round(session, self.database.now(), session.get_one(RoundRow, round_id), reason)
 
     def abandon(self, round_id: str, reason: str) -> None:
-        with self._database.transaction() as session:
-            rounds.abandon_round(session, self._database.now(), session.get_one(RoundRow, round_id), reason)
+        with self.database.transaction() as session:
+            rounds.abandon_round(session, self.database.now(), session.get_one(RoundRow, round_id), reason)
 
     def pause(self, run_id: str, reason: str) -> None:
-        with self._database.transaction() as session:
-            move_run(session, self._database.now(), ACTOR, run_id, "pause", reason)
+        with self.database.transaction() as session:
+            move_run(session, self.database.now(), ACTOR, run_id, "pause", reason)
 
     def complete(self, run_id: str) -> None:
-        with self._database.transaction() as session:
-            now = self._database.now()
+        with self.database.transaction() as session:
+            now = self.database.now()
             move_run(session, now, ACTOR, run_id, "complete")
             rounds.cancel_tasks(session, now, rounds.evaluations_of(session, run_id))
 
     def cancel_evaluations(self, run_id: str) -> None:
-        with self._database.transaction() as session:
-            rounds.cancel_tasks(session, self._database.now(), rounds.evaluations_of(session, run_id))
+        with self.database.transaction() as session:
+            rounds.cancel_tasks(session, self.database.now(), rounds.evaluations_of(session, run_id))
 
     def offer_evaluation(self, run_id: str, due: Due) -> list[str]:
         """Offer a version to the site that is named, or to the central worker that was least often asked in vain."""
-        with self._database.transaction() as session:
-            now = self._database.now()
+        with self.database.transaction() as session:
+            now = self.database.now()
             run = session.get_one(RunRow, run_id)
             invited = invitation(session, run)
-            live = self._liveness.workers(session)
+            live = self.liveness.workers(session)
             if due.worker is None:
-                still = central_due(session, run, invited.spec, ids(live) if self._liveness.is_settled() else None)
+                still = central_due(session, run, invited.spec, ids(live) if self.liveness.is_settled() else None)
                 able = evaluators(invited, live)
             else:
                 still = sites_due(session, run, invited, live)

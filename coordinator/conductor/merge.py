@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import structlog
 
@@ -35,28 +36,20 @@ from tessera.shared.telemetry.trace_ids import traceparent_of
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True)
 class RoundMerger:
-    """Merges one round at a time, each with nothing but what the tables and the blobs say of it."""
+    """Merges a round, by what the tables and the blobs hold of it alone."""
 
-    def __init__(
-        self,
-        database: Database,
-        blobs: Blobs,
-        states: States,
-        aggregation: Aggregation,
-        room: Room,
-        liveness: Liveness,
-    ) -> None:
-        self._database = database
-        self._blobs = blobs
-        self._states = states
-        self._aggregation = aggregation
-        self._room = room
-        self._liveness = liveness
+    database: Database
+    blobs: Blobs
+    states: States
+    aggregation: Aggregation
+    room: Room
+    liveness: Liveness
 
     def merge(self, run_id: str, round_id: str, notify: Callable[[Sequence[str]], None]) -> None:
         """Merge a closed round and open the next; wake its workers; then score the updates that were merged."""
-        invited, base = read_base(self._database, run_id)
+        invited, base = read_base(self.database, run_id)
         notify(self._merge(run_id, round_id, invited, base))
         # Beside the next round, which need not wait for it.
         self._score(run_id, round_id, invited.spec, base)
@@ -64,22 +57,22 @@ class RoundMerger:
     def _merge(self, run_id: str, round_id: str, invited: Invitation, base: VersionRef) -> list[str]:
         """Merge and plan outside of any transaction, then commit version, round and next round in one (I3)."""
         spec = invited.spec
-        model = self._states.model(spec.model)
-        self._room.require(model.nbytes)
-        with self._database.snapshot() as session:
+        model = self.states.model(spec.model)
+        self.room.require(model.nbytes)
+        with self.database.snapshot() as session:
             require(session.get_one(RoundRow, round_id).state == "merging", "the round was merged already")
             accepted = rounds.accepted_updates(session, round_id)
             bounds = rounds.bounds_in_force(session.get_one(RunRow, run_id))
 
-        manifest, new, merged = self._aggregation.merge(spec, bounds, base, accepted)
+        manifest, new, merged = self.aggregation.merge(spec, bounds, base, accepted)
         made = VersionRef(number=base.number + 1, digest=new[-1].digest)
-        state = self._states.load(model, manifest, made.number)
+        state = self.states.load(model, manifest, made.number)
         half = coordinator_half(spec.method, run_facts(spec, model))
         warnings = warnings_of(spec, model, state, bounds, outlying(half, bounds, accepted))
 
-        with self._database.snapshot() as session:
-            live = self._liveness.workers(session)
-        willing = read_willing(self._database, run_id, invited, live)
+        with self.database.snapshot() as session:
+            live = self.liveness.workers(session)
+        willing = read_willing(self.database, run_id, invited, live)
         # If its cohort is not all here, a later look opens the next round.
         plans = None
         if made.number < spec.rounds and len(sites_of(willing)) >= (spec.cohort.size or spec.cohort.quorum):
@@ -88,9 +81,9 @@ class RoundMerger:
             with suppress(Exception):
                 plans = plan_for_willing(spec, model, state, willing)
 
-        with self._database.transaction() as session:
-            now = self._database.now()
-            self._blobs.record(session, now, new)
+        with self.database.transaction() as session:
+            now = self.database.now()
+            self.blobs.record(session, now, new)
             run = session.get_one(RunRow, run_id)
             require(run.version_number == base.number, "the round was merged already")
             require(run.state in LIVE_RUN, f"the run was {run.state} meanwhile")
@@ -102,17 +95,17 @@ class RoundMerger:
                 run.bounds = observed(half, bounds, accepted).model_dump()
             # Before the next round is offered: a site measures its own model as this round left it.
             woken = rounds.offer_at_sites(session, now, run, live)
-            if run.state != "running" or plans is None or not self._liveness.includes(session, plans):
+            if run.state != "running" or plans is None or not self.liveness.includes(session, plans):
                 return woken
             with spans.span("open", parent=traceparent_of(run.id, made.number + 1)):
-                return [*woken, *open_planned(session, self._database.now(), run, willing, plans)]
+                return [*woken, *open_planned(session, self.database.now(), run, willing, plans)]
 
     def _score(self, run_id: str, round_id: str, spec: RunSpec, base: VersionRef) -> None:
         """Note how far each worker's update is from what they were merged to. A process that ends before it has
         done so leaves this round without."""
-        with self._database.snapshot() as session:
+        with self.database.snapshot() as session:
             accepted = rounds.accepted_updates(session, round_id)
             bounds = rounds.bounds_in_force(session.get_one(RunRow, run_id))
-        if found := self._aggregation.scores(spec, bounds, base, accepted):
-            with self._database.transaction() as session:
+        if found := self.aggregation.scores(spec, bounds, base, accepted):
+            with self.database.transaction() as session:
                 rounds.note_scores(session, round_id, found)

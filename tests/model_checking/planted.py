@@ -158,8 +158,8 @@ def endless(round_: Any, run: Any, now: float) -> Any:
 
 
 def lapse_unseen(self: Any, task_id: str, token: int) -> None:
-    with self._database.transaction() as session:
-        now, task = self._database.now(), session.get_one(TaskRow, task_id)
+    with self.database.transaction() as session:
+        now, task = self.database.now(), session.get_one(TaskRow, task_id)
         actions.move_task(session, now, actions.ACTOR, task, "lapse")
 
 
