@@ -33,7 +33,7 @@ from tessera.coordinator.notify.wakeup import Bells, FolderBells, NoticeBells
 from tessera.coordinator.settings import Settings
 from tessera.shared.rounds.aggregate import Aggregation
 from tessera.shared.rounds.validation import Inspector
-from tessera.shared.rounds.versions import Settle, States, settle
+from tessera.shared.rounds.versions import MergeEngine, States, materialize
 
 if TYPE_CHECKING:
     from tessera.coordinator.auth.oidc import People
@@ -211,12 +211,12 @@ def _sign_in(settings: Settings, people: People) -> SignIn | None:
     return found
 
 
-def _engine(settings: Settings) -> Settle:
+def _engine(settings: Settings) -> MergeEngine:
     """What merges: all cores of this machine, or a Ray cluster."""
     if settings.merge_engine == "ray":
         # Ray is an extra, and slow to import.
-        made: Settle = importlib.import_module("tessera.coordinator.conductor.ray_engine").RayEngine(
+        made: MergeEngine = importlib.import_module("tessera.coordinator.conductor.ray_engine").RayEngine(
             settings.ray_address
         )
         return made
-    return partial(settle, threads=len(os.sched_getaffinity(0)))
+    return partial(materialize, threads=len(os.sched_getaffinity(0)))
