@@ -15,7 +15,7 @@ from pydantic import JsonValue
 
 from tessera.shared.api.tasks import Claim, Failure, Lease, Task
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Unsuited
+from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.methods.registry import UnknownMethod, methods
 from tessera.shared.model.selectors import SelectorError
 from tessera.shared.problems import (
@@ -97,7 +97,7 @@ TELLABLE: dict[type[Exception], str] = {
     UnknownArchitecture: "unknown-architecture",
     MappingError: "unknown-architecture",
     UnknownAttention: "unknown-architecture",
-    Unsuited: "unsuited",
+    UnsupportedRun: "unsuited",
     SelectorError: "invalid-plan",
     UnknownMethod: "unknown-method",
     CodecError: "unknown-codec",

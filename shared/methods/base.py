@@ -34,7 +34,7 @@ class MethodSettings(Frozen):
     """A method's own settings; unknown ones are refused."""
 
 
-class Unsuited(ValueError):
+class UnsupportedRun(ValueError):
     """A run asks for what its method cannot do. The text says what, and what to ask for instead."""
 
 
@@ -143,7 +143,7 @@ class CoordinatorHalf(Generic[C]):
     def start(self, state: State) -> State:
         """The state before the first round: a place to add server memory.
 
-        Raises Unsuited, which refuses the run, if it is not one that the method can do.
+        Raises UnsupportedRun, which refuses the run, if it is not one that the method can do.
         """
         return state
 
@@ -176,10 +176,13 @@ class CoordinatorHalf(Generic[C]):
         )
 
     def guard(self) -> None:
-        """Raises Unsuited if there is a way past the run's robust rule: if anything but the average of `merge` above
-        follows from what workers send. A method that merges in its own way says for itself that there is none."""
+        """Raise UnsupportedRun if there is a way past the run's robust rule.
+
+        There is one if anything but the average of `merge` above follows from what workers send. A method that merges
+        in its own way says for itself that there is none.
+        """
         if type(self).merge is not CoordinatorHalf.merge:
-            raise Unsuited(
+            raise UnsupportedRun(
                 "the method merges in a way of its own, which no robust rule guards: leave out robust, or choose "
                 "another method"
             )
@@ -187,7 +190,7 @@ class CoordinatorHalf(Generic[C]):
     def inclusion(self, block: Block) -> float:
         """The probability with which a worker sends the block, for the `inverse-probability` average.
 
-        Raises Unsuited where nobody can know it, such as when the choice follows the data.
+        Raises UnsupportedRun where nobody can know it, such as when the choice follows the data.
         """
         return 1.0
 
@@ -197,7 +200,7 @@ class CoordinatorHalf(Generic[C]):
 
 
 def begin(half: CoordinatorHalf[Any], first: State) -> State:
-    """A run's state before its first round. Raises Unsuited for a run that its method cannot do."""
+    """A run's state before its first round. Raises UnsupportedRun for a run that its method cannot do."""
     if half.run.divide == "inverse-probability":
         for block in half.run.blocks:
             half.inclusion(block)

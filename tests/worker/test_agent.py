@@ -35,7 +35,7 @@ from tessera.shared.methods.base import (
     Plan,
     State,
     Tally,
-    Unsuited,
+    UnsupportedRun,
     Work,
     WorkerHalf,
 )
@@ -498,7 +498,7 @@ def test_only_texts_of_our_own_are_told_to_the_coordinator() -> None:
         named(["x"]).resolve(())
     assert told(refused.value) == ("invalid-plan", str(refused.value))
     assert told(UnknownAttention("layer 3")) == ("unknown-architecture", "layer 3")
-    assert told(Unsuited("set score to last")) == ("unsuited", "set score to last")
+    assert told(UnsupportedRun("set score to last")) == ("unsuited", "set score to last")
 
 
 def test_two_workers_of_two_sites_make_one_version(coordinator: LiveCoordinator, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from tessera.shared.methods.base import (
     MethodSettings,
     RunFacts,
     State,
-    Unsuited,
+    UnsupportedRun,
     Update,
     begin,
 )
@@ -373,7 +373,7 @@ def test_a_method_is_guarded_or_refused() -> None:
     for name, half in halves().items():
         try:
             half.guard()
-        except Unsuited:
+        except UnsupportedRun:
             refused.add(name)
             continue
         numbers = {"effective_steps": 2.0}
@@ -396,7 +396,7 @@ class Own(CoordinatorHalf[MethodSettings]):
 
 def test_a_method_that_merges_by_itself_and_does_not_say_is_refused() -> None:
     begin(Own(MethodSettings(), RunFacts((), rounds=1)), State(0, {}))
-    with pytest.raises(Unsuited, match="merges in a way of its own"):
+    with pytest.raises(UnsupportedRun, match="merges in a way of its own"):
         begin(Own(MethodSettings(), RunFacts((), rounds=1, robust=Median())), State(0, {}))
 
 
