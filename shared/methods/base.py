@@ -175,7 +175,7 @@ class CoordinatorHalf(Generic[C]):
             average(state.model, senders, self.run.divide, lambda name: self.inclusion(by_name[name]))
         )
 
-    def guard(self) -> None:
+    def check_robust(self) -> None:
         """Raise UnsupportedRun if there is a way past the run's robust rule.
 
         There is one if anything but the average of `merge` above follows from what workers send. A method that merges
@@ -205,7 +205,7 @@ def begin(half: CoordinatorHalf[Any], first: State) -> State:
         for block in half.run.blocks:
             half.inclusion(block)
     if not half.run.robust.neutral:
-        half.guard()
+        half.check_robust()
     return half.start(first)
 
 

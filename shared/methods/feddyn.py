@@ -83,7 +83,7 @@ class FedDynCoordinator(CoordinatorHalf[FedDynSettings]):
         usual = population.mean or median(sizes.values())
         return {name: Plan(numbers={ALPHA: self.settings.alpha * usual / size}) for name, size in sizes.items()}
 
-    def guard(self) -> None:
+    def check_robust(self) -> None:
         raise UnsupportedRun(
             "feddyn's drift is a sum of steps, which no robust rule guards: leave out robust, or choose "
             "another method"

@@ -207,7 +207,7 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             memory[SKETCH] = ArrayTensor(seen.sketch, "F64")
             numbers |= judged(numbers, self.settings, self.run.rounds - state.round - 1)
 
-    def guard(self) -> None:
+    def check_robust(self) -> None:
         """None that moves a block; when a warm-up of `auto` ends, a hostile worker has a say in."""
 
     def _watched(self) -> list[str]:

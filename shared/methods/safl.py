@@ -354,7 +354,7 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
                     numbers[measured] = fsum(n * value for n, value in told) / sum(n for n, _ in told)
         return replace(merged, numbers=numbers)
 
-    def guard(self) -> None:
+    def check_robust(self) -> None:
         """None that moves a block; which layers a consensus chooses, a hostile worker has a say in."""
 
     def inclusion(self, block: Block) -> float:

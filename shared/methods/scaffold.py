@@ -84,7 +84,7 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
         if numbers.get(STEPS) != (made := local_steps(self.run.training, examples)):
             raise ValueError(f"{STEPS} is {numbers.get(STEPS)}; {examples} examples make it {made}")
 
-    def guard(self) -> None:
+    def check_robust(self) -> None:
         raise UnsupportedRun(
             "scaffold's controls are means of steps, which no robust rule guards: leave out robust, or choose "
             "another method"

@@ -372,7 +372,7 @@ def test_a_method_is_guarded_or_refused() -> None:
     state = State(0, {name: ArrayTensor(value) for name, value in start.items()})
     for name, half in halves().items():
         try:
-            half.guard()
+            half.check_robust()
         except UnsupportedRun:
             refused.add(name)
             continue
