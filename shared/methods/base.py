@@ -199,7 +199,7 @@ class CoordinatorHalf(Generic[C]):
         return ()
 
 
-def begin(half: CoordinatorHalf[Any], first: State) -> State:
+def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
     """A run's state before its first round. Raises UnsupportedRun for a run that its method cannot do."""
     if half.run.divide == "inverse-probability":
         for block in half.run.blocks:

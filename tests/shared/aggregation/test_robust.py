@@ -39,7 +39,7 @@ from tessera.shared.methods.base import (
     State,
     UnsupportedRun,
     Update,
-    begin,
+    initial_state,
 )
 from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.model.blocks import Block
@@ -395,9 +395,9 @@ class Own(CoordinatorHalf[MethodSettings]):
 
 
 def test_a_method_that_merges_by_itself_and_does_not_say_is_refused() -> None:
-    begin(Own(MethodSettings(), RunFacts((), rounds=1)), State(0, {}))
+    initial_state(Own(MethodSettings(), RunFacts((), rounds=1)), State(0, {}))
     with pytest.raises(UnsupportedRun, match="merges in a way of its own"):
-        begin(Own(MethodSettings(), RunFacts((), rounds=1, robust=Median())), State(0, {}))
+        initial_state(Own(MethodSettings(), RunFacts((), rounds=1, robust=Median())), State(0, {}))
 
 
 @EVERY_RULE

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera.shared.methods.base import Chosen, Harvest, State, UnsupportedRun, Update, begin
+from tessera.shared.methods.base import Chosen, Harvest, State, UnsupportedRun, Update, initial_state
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.spec import Prompts
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
@@ -45,7 +45,7 @@ def moved(work: LocalWork, subject: Subject) -> set[str]:
 
 def start(method: str, subject: Subject, **settings: Any) -> State:
     facts = subject.facts(optimizer="sgd")
-    return begin(coordinator_half(Chosen(name=method, settings=settings), facts), State(0, {}))
+    return initial_state(coordinator_half(Chosen(name=method, settings=settings), facts), State(0, {}))
 
 
 # ---------------------------------------------------------------- PromptFL

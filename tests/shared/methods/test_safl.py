@@ -27,7 +27,7 @@ from tessera.shared.methods.base import (
     State,
     UnsupportedRun,
     Update,
-    begin,
+    initial_state,
 )
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.methods.safl import Candidates, SAFLSettings, beyond_the_sink, copies_in_training, pruned
@@ -315,7 +315,7 @@ def test_random_layers_by_consensus_are_the_same_for_all() -> None:
 
 def test_random_layers_are_included_with_probability_k_over_l() -> None:
     half = coordinator("inverse-probability", score="random", layers=2)
-    begin(half, state())
+    initial_state(half, state())
     chances = {half.inclusion(block) for block in BLOCKS if block.layer is not None}
     assert chances == {2 / 6}
     assert {half.inclusion(block) for block in BLOCKS if block.name in ALWAYS} == {1.0}
@@ -347,11 +347,11 @@ def test_over_all_random_choices_the_inverse_probability_step_is_the_full_one() 
 )
 def test_inverse_probability_is_refused_where_nobody_knows_the_law(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(UnsupportedRun, match=why):
-        begin(coordinator("inverse-probability", **settings), state())
+        initial_state(coordinator("inverse-probability", **settings), state())
 
 
 def test_layers_that_are_always_chosen_are_always_included() -> None:
-    begin(half := coordinator("inverse-probability", score="last", layers=2), state())
+    initial_state(half := coordinator("inverse-probability", score="last", layers=2), state())
     assert {half.inclusion(block) for block in BLOCKS if block.layer == 5} == {1.0}
 
 
@@ -650,7 +650,7 @@ def test_what_the_runs_privacy_does_not_cover_is_refused_on_both_sides(
 ) -> None:
     half = under(selection, **settings)
     with pytest.raises(UnsupportedRun, match=why):
-        begin(half, state())
+        initial_state(half, state())
     worker = worker_half(Chosen(name="safl", settings=settings), half.run)
     work = LocalWork(instantiate(SIX, "image-classification"), "image-classification", Plan(), BLOCKS)
     with pytest.raises(UnsupportedRun, match=why):
@@ -675,7 +675,7 @@ class Unseen:
     ],
 )
 def test_what_is_covered_or_said_not_to_be_is_run(selection: Any, settings: dict[str, Any]) -> None:
-    begin(under(selection, **settings), state())
+    initial_state(under(selection, **settings), state())
 
 
 def test_a_noisy_choice_is_by_all_of_the_examples_so_that_one_more_only_adds() -> None:
