@@ -378,7 +378,7 @@ class WorkerHalf(Generic[C]):
         """The local training that comes before a version is evaluated as this site's own model."""
         return ()
 
-    def enter(self, work: Work, phase: Phase) -> None:
+    def on_phase_start(self, work: Work, phase: Phase) -> None:
         """Before a phase begins."""
 
     def loss(self, work: Work, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

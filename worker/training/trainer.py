@@ -116,7 +116,7 @@ class Trainer:
             self._rehearse(dataset)
             self.private.begin(epochs)
         for phase in phases:
-            self.half.enter(self.work, phase)
+            self.half.on_phase_start(self.work, phase)
             epoch = _Epoch(self, phase)
             if self.private:
                 self._train_privately(self.private, epoch, epochs_of(phase, self.training), dataset)
