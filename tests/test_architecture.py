@@ -222,7 +222,7 @@ def test_no_module_imports_inside_a_function() -> None:
     assert found == []
 
 
-# ---------------------------------------------------------------- the running coordinator
+# ---------------------------------------------------------------- where importing torch raises
 
 
 RAISING = """
@@ -253,6 +253,28 @@ def environment(tmp_path: Path) -> dict[str, str]:
         [sys.executable, "-m", "tessera.coordinator", "migrate"], env=environment, check=True, capture_output=True
     )
     return environment
+
+
+def test_a_settings_file_is_read_in_an_interpreter_where_importing_torch_raises(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(RAISING)
+    (tmp_path / "worker.toml").write_text(
+        'url = "http://127.0.0.1:9"\ntoken = "tsr_secret"\nname = "north-1"\nstate_dir = "state"\n'
+        '[datasets.digits]\nkind = "digits"\npart = { scheme = "shift", count = 3, index = 1 }\n'
+    )
+    read = (
+        "import pathlib, tessera.worker.settings_reload as reload, tessera.worker.stores as stores\n"
+        "settings = reload.SettingsFile(pathlib.Path('worker.toml')).settings\n"
+        "print(stores.audit_of(settings).read())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", read],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (found.stdout, found.stderr) == ("()\n", "")
 
 
 def free_port() -> int:

@@ -38,22 +38,24 @@ from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.codecs.pipeline import CodecError
 from tessera.shared.version import VERSION
 from tessera.worker.attention.probabilities import UnknownAttention
+from tessera.worker.bootstrap import runner_of, with_rules
 from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
+from tessera.worker.inventory import describe
 from tessera.worker.metrics_file import Figures
 from tessera.worker.model.block_map import UnknownArchitecture
 from tessera.worker.model.build import ModelMismatch
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.layouts import MappingError
-from tessera.worker.settings import Settings, SettingsError, credential_of, describe, tls_of
+from tessera.worker.settings import Settings, SettingsError, credential_of, tls_of
 from tessera.worker.settings_reload import SettingsFile, differing, taken_up
 from tessera.worker.state.audit import Action
 from tessera.worker.state.blob_cache import BlobTooLarge
 from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
-from tessera.worker.task.runner import TaskFailure, Workbench
+from tessera.worker.task.runner import TaskFailure
 from tessera.worker.task.upload_budget import OverBudget
 from tessera.worker.training.progress import Report
 from tessera.worker.training.trainer import TrainingDiverged
@@ -129,7 +131,7 @@ class Agent:
         self._poll_seconds = settings.poll_seconds
         self._file = file
         self._alive = settings.state_dir / ALIVE_FILE
-        self._bench = Workbench.of(self._client, settings)
+        self._bench = runner_of(self._client, settings)
         self._closed: str | None = None
         self._unusable: str | None = None
         self._outage = Outage(stop)
@@ -152,7 +154,7 @@ class Agent:
         self._settings = settings
         self._policy = settings.policy
         self._opening = Opening(settings.policy, settings.state_dir / USAGE_FILE)
-        self._bench = self._bench.under(settings)
+        self._bench = with_rules(self._bench, settings)
         if self._bench.airlock:
             self._bench.airlock.waits = self._opening.rest
         allowed = {name: data for name, data in self._bench.datasets.items() if self._policy.allows_dataset(name)}

@@ -52,8 +52,9 @@ from tessera.worker.governance.opening_hours import local_time
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.worker.settings import Settings, audit_of, ledger_of
+from tessera.worker.settings import Settings
 from tessera.worker.state.privacy_ledger import Exact
+from tessera.worker.stores import audit_of, ledger_of
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

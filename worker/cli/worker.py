@@ -29,20 +29,11 @@ from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.diagnostics.doctor import checks
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.settings import (
-    Settings,
-    SettingsError,
-    contributions_of,
-    datasets_of,
-    describe,
-    device_of,
-    effective_settings,
-    read_settings,
-    tls_of,
-    token_of,
-)
+from tessera.worker.inventory import datasets_of, describe, device_of
+from tessera.worker.settings import Settings, SettingsError, effective_settings, read_settings, tls_of, token_of
 from tessera.worker.settings_reload import SettingsFile
 from tessera.worker.state.atomic_files import alone
+from tessera.worker.stores import contributions_of
 from tessera.worker.task.heartbeat import Stop
 
 if TYPE_CHECKING:

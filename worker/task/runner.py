@@ -6,11 +6,11 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import structlog
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from tessera.shared.api.tasks import Evaluated, Submission, Task, TaskView
 from tessera.shared.api.versions import Difference, Manifest, MemoryEntry
-from tessera.shared.client.client import Client, Progress
+from tessera.shared.client.client import Progress
 from tessera.shared.hashing import Sink
 from tessera.shared.json_limits import check_document
 from tessera.shared.methods.base import Harvest, RunFacts, Tally, WorkerHalf
@@ -46,25 +46,11 @@ from tessera.worker.governance.run_history import Contributions
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import check_model, instantiate, write_block
 from tessera.worker.model.layouts import MappingFile
-from tessera.worker.model.sandbox import Sandbox, shared_folder
+from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.privacy.cost import least_budget_of
-from tessera.worker.settings import (
-    Settings,
-    SettingsError,
-    airlock_of,
-    allowances_of,
-    audit_of,
-    contributions_of,
-    datasets_of,
-    device_of,
-    inbox_of,
-    ledger_of,
-    mappings_of,
-)
-from tessera.worker.state.atomic_files import sweep, temporary_file
+from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import Action, Audit, plan_digest
-from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge, Cache, Row, Source
-from tessera.worker.state.hash_chain import ChainError
+from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge, Row, Source
 from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger, LedgerError, Use, noisy_in
 from tessera.worker.state.vault import NoReceipt, Vault
 from tessera.worker.task.error_feedback import Feedback, without_feedback
@@ -221,54 +207,6 @@ class Workbench:
     """Where an untrusted model is laid out first; nowhere if None, as for a model of one's own."""
     noise_key: Callable[[Task], bytes | None] = lambda _: None
     """What the noise of a private task follows from; a secret of that task if None. Anything else protects nobody."""
-
-    @classmethod
-    def of(cls, client: Client, settings: Settings) -> Self:
-        """The bench of a worker with these settings. Raises SettingsError for what they name and cannot be used, an
-        audit and a ledger that cannot be relied on among it."""
-        settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        sweep(settings.state_dir)
-        airlock_of(settings).clear()
-        audit, ledger = audit_of(settings), ledger_of(settings)
-        try:
-            ledger.expect(audit.ledger_heads(audit.check()))
-            for name in settings.datasets:
-                ledger.check(name)
-            for name in ledger.besides(settings.datasets):
-                ledger.by_name.check(name)
-        except ChainError as fault:
-            raise SettingsError(str(fault)) from fault
-        except OSError as fault:
-            # Nothing can be written down there either, and so nothing is done.
-            structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
-        return cls(
-            coordinator=client,
-            datasets=datasets_of(settings, make_key=True),
-            for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
-            divided=frozenset(name for name, source in settings.datasets.items() if source.part),
-            device=device_of(settings.device),
-            vault=Vault(settings.state_dir / "vault"),
-            shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
-            scratch=settings.state_dir,
-            name=settings.name,
-            kinds=settings.kinds,
-            mappings=mappings_of(settings.mappings),
-            resources={str(name): most for name, most in settings.resources.items()},
-            ledger=ledger,
-            contributions=contributions_of(settings),
-            audit=audit,
-            sandbox=Sandbox(shared_folder()),
-        ).under(settings)
-
-    def under(self, settings: Settings) -> Self:
-        """The same bench, whose next task is judged by the policy and the budgets of these settings."""
-        return replace(
-            self,
-            policy=settings.policy,
-            allowances=allowances_of(settings),
-            inbox=inbox_of(settings) if settings.policy.approve_runs else None,
-            airlock=airlock_of(settings) if settings.policy.airlock else None,
-        )
 
     def spent(self) -> dict[str, float]:
         """Return what runs have spent of each data set that has a privacy budget: the least budget that admits it."""

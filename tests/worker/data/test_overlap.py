@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from tessera.worker.data.overlap import CHECKED, KEPT, fingerprints, share_of, sketch_of
 from tessera.worker.data.registry import Dataset, load
 from tessera.worker.governance.policy import Allowance, PolicyViolation
-from tessera.worker.settings import Settings, ledger_of
+from tessera.worker.settings import Settings
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.privacy_ledger import Ledger, LedgerError
 from tessera.worker.state.vault import Vault
+from tessera.worker.stores import ledger_of
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.runner import Workbench
 from tests.worker.privacy.test_private_task import task as task_of

@@ -21,9 +21,10 @@ from tessera.worker.agent import Agent
 from tessera.worker.data.partition.held_out import key_of_seed
 from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.policy import Policy, PrivacyFloor
+from tessera.worker.inventory import datasets_of
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.worker.settings import Settings, datasets_of
+from tessera.worker.settings import Settings
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.heartbeat import Stop
