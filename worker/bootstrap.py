@@ -15,10 +15,10 @@ from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import airlock_of, audit_of, contributions_of, inbox_of, ledger_of
-from tessera.worker.task.runner import Workbench
+from tessera.worker.task.runner import TaskRunner
 
 
-def runner_of(client: Client, settings: Settings) -> Workbench:
+def runner_of(client: Client, settings: Settings) -> TaskRunner:
     """Return the runner of a worker with these settings.
 
     Raises SettingsError for what they name and cannot be used, such as an audit or a ledger that was changed.
@@ -38,7 +38,7 @@ def runner_of(client: Client, settings: Settings) -> Workbench:
     except OSError as fault:
         # Nothing can be written down there either, and so nothing is done.
         structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
-    runner = Workbench(
+    runner = TaskRunner(
         coordinator=client,
         datasets=datasets_of(settings, make_key=True),
         for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
@@ -59,7 +59,7 @@ def runner_of(client: Client, settings: Settings) -> Workbench:
     return with_rules(runner, settings)
 
 
-def with_rules(runner: Workbench, settings: Settings) -> Workbench:
+def with_rules(runner: TaskRunner, settings: Settings) -> TaskRunner:
     """Return the same runner, whose next task is judged by the policy and the budgets of these settings."""
     return replace(
         runner,
