@@ -23,7 +23,7 @@ from tessera.worker.task.fetch import fetch
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.load import load
 from tessera.worker.task.train import train
-from tessera.worker.task.upload import Leaving
+from tessera.worker.task.upload import Egress
 from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
@@ -59,17 +59,17 @@ class TaskRunner(TaskEnvironment):
         with self.shelf.pinning(), _settling(private):
             with spans.span("fetch"):
                 loaded = load(run, fetch(run))
-            leaving = Leaving(run, private)
+            egress = Egress(run, private)
             if task.kind == "train":
                 with spans.span("train"):
                     harvest, tally = train(run, loaded, dataset, private)
                 with spans.span("upload"):
-                    update = leaving.upload(harvest, loaded, tally.examples)
+                    update = egress.upload(harvest, loaded, tally.examples)
                 with spans.span("submit"):
-                    leaving.submit(update, {**harvest.keep, **loaded.feedback.kept()}, tally.examples)
+                    egress.submit(update, {**harvest.keep, **loaded.feedback.kept()}, tally.examples)
             else:
                 with spans.span("evaluate"):
-                    leaving.figures(evaluate(run, loaded, dataset))
+                    egress.submit_evaluation(evaluate(run, loaded, dataset))
         loaded.work.close()
         self.models.keep(loaded.built)
 

@@ -1,4 +1,4 @@
-"""The way out of a site: what a task made is judged here, held if it must be, and written down before it leaves."""
+"""The third gate, egress: what a task made is judged, held for release if it must be, audited, and only then sent."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Leaving:
+class Egress:
     """The way out of a worker for what one task made."""
 
     run: TaskRun
@@ -73,16 +73,16 @@ class Leaving:
             self._check_egress(path, asked, harvest.keep)
             self.run.check()
             digest = digest_at(path)
-            told = None
+            summary = None
             if env.audit or env.airlock:
-                told = self._told(digest, path, changes, examples)
-            if env.airlock and told:
+                summary = self._summary(digest, path, changes, examples)
+            if env.airlock and summary:
                 report.begin("waiting")
-                self._hold(env.airlock, path, told)
+                self._hold(env.airlock, path, summary)
             if self.private:
                 self.private.leave()
-            self._remember(nbytes)
-            head = self._note_leaving(told) if told else None
+            self._add_to_history(nbytes)
+            head = self._note_leaving(summary) if summary else None
             report.begin("uploading", of_bytes=nbytes)
             sent = self._counting()
             if nbytes > min(self.run.task.inline_bytes, MOST_INLINE):
@@ -93,7 +93,7 @@ class Leaving:
             return Sent(digest, data, head)
 
     def submit(self, update: Sent, keep: Mapping[str, Array], examples: int) -> None:
-        """Hands the update in. What the site keeps waits beside the vault until a receipt says that it was merged."""
+        """Submit the update. What the site keeps waits beside the vault until a receipt says that it was merged."""
         env, task = self.run.env, self.run.task
         submission = Submission(
             token=task.token,
@@ -119,10 +119,10 @@ class Leaving:
         else:
             staged.discard()
 
-    def figures(self, examples: int) -> None:
-        """Hands in what was measured on so many examples."""
+    def submit_evaluation(self, examples: int) -> None:
+        """Submit what was measured on so many examples."""
         task, numbers = self.run.task, self.run.report.numbers
-        self._remember()
+        self._add_to_history()
         names = list[JsonValue](sorted(numbers))
         head = self.run.note(
             "figures.leave", dataset=task.dataset, examples=examples, names=names, ledger=self._ledger_head()
@@ -141,7 +141,7 @@ class Leaving:
     # ------------------------------------------------------------ before an update leaves
 
     def _write(self, file: BinaryIO, changes: Sequence[Change]) -> bool:
-        """Whether the file says exactly what the changes are."""
+        """Write the update. Return whether it says exactly what the changes are."""
         task, budget = self.run.task, self._budget()
         if budget is not None:
             write_within(file, task.codec, changes, budget, task.seed)
@@ -153,27 +153,27 @@ class Leaving:
         return lossless
 
     def _budget(self) -> int | None:
-        """The most bytes that the update may have, by what the run says and the site's line."""
+        """Return the most bytes that the update may have, by what the run says and the site's line."""
         rate, seconds = self.run.env.resources.get("upload_bytes_per_second"), self.run.task.upload_seconds
         by_line = int(rate * seconds) if rate and seconds else None
         return min((limit for limit in (self.run.task.upload_budget, by_line) if limit is not None), default=None)
 
     def _settle(self, path: Path, changes: Sequence[Change], feedback: Feedback) -> float:
-        """Reads what is about to leave as the coordinator will. What of it is missing stays here."""
+        """Read the file as the coordinator will, and keep what codecs left out. Return the error that they caused."""
         asked = {change.block.name: change.block for change in changes}
         bases = {change.block.name: change.base for change in changes}
         sent = read_update(lambda: path.open("rb"), path.stat().st_size, asked, bases)
         return feedback.settle(changes, sent, self.run.task.round)
 
     def _check_egress(self, path: Path, asked: Sequence[Block], keep: Collection[str]) -> None:
-        """Reads the very file that is about to leave, whatever was meant to be in it."""
+        """Judge the very file that is about to leave, whatever was meant to be in it. Raises PolicyViolation."""
         nbytes = path.stat().st_size
         with path.open("rb") as file:
             header = read_header(file, nbytes)
         self.run.env.policy.check_egress(header.entries, nbytes, asked, keep)
 
-    def _told(self, digest: str, path: Path, changes: Sequence[Change], examples: int) -> Summary:
-        """What an update that is about to leave would tell."""
+    def _summary(self, digest: str, path: Path, changes: Sequence[Change], examples: int) -> Summary:
+        """Return what the update would tell."""
         return summary_of(
             self.run.task,
             examples=examples,
@@ -185,46 +185,46 @@ class Leaving:
             epsilon=self.run.report.numbers.get(EPSILON),
         )
 
-    def _hold(self, airlock: Airlock, path: Path, told: Summary) -> None:
-        """Waits until a person has released the update. Raises UpdateWithheld."""
-        self.run.note("update.hold", id=told.id, update=told.update, bytes=told.nbytes)
+    def _hold(self, airlock: Airlock, path: Path, summary: Summary) -> None:
+        """Wait until a person has released the update. Raises UpdateWithheld."""
+        self.run.note("update.hold", id=summary.id, update=summary.update, bytes=summary.nbytes)
         try:
-            decision = airlock.hold(path, told, self.run.check)
+            decision = airlock.hold(path, summary, self.run.check)
         except UpdateWithheld as withheld:
-            self.run.note("update.withhold", id=told.id, update=told.update, reason=str(withheld))
+            self.run.note("update.withhold", id=summary.id, update=summary.update, reason=str(withheld))
             raise
-        self.run.note("update.release", id=told.id, update=told.update, by=decision.by)
+        self.run.note("update.release", id=summary.id, update=summary.update, by=decision.by)
         if digest_at(path) != decision.update:
             raise PolicyViolation("airlock", "what would leave is not what was released")
 
-    def _note_leaving(self, told: Summary) -> str | None:
-        """Writes down what leaves, before it does. Returns the entry's digest."""
+    def _note_leaving(self, summary: Summary) -> str | None:
+        """Add what leaves to the audit, before it does. Return the entry's digest."""
         return self.run.note(
             "update.leave",
-            dataset=told.dataset,
-            examples=told.examples,
-            update=told.update,
-            bytes=told.nbytes,
-            blocks=len(told.blocks),
-            names=names_digest(told.blocks),
-            norm=told.norm,
-            epsilon=told.epsilon,
-            numbers=list[JsonValue](sorted(told.numbers)),
+            dataset=summary.dataset,
+            examples=summary.examples,
+            update=summary.update,
+            bytes=summary.nbytes,
+            blocks=len(summary.blocks),
+            names=names_digest(summary.blocks),
+            norm=summary.norm,
+            epsilon=summary.epsilon,
+            numbers=list[JsonValue](sorted(summary.numbers)),
             ledger=self._ledger_head(),
         )
 
     def _ledger_head(self) -> JsonValue:
-        """How far the data set's ledger has come, which the audit then knows."""
+        """Return how far the data set's ledger has come, for the audit."""
         head = self.run.env.ledger.leaving(self.run.task.dataset) if self.run.env.ledger else None
         return {self.run.task.dataset: head.model_dump(mode="json")} if head else {}
 
-    def _remember(self, upload_bytes: int = 0) -> None:
-        """Writes down what the task shows of its run, right before its result leaves. Raises PolicyViolation."""
+    def _add_to_history(self, upload_bytes: int = 0) -> None:
+        """Record what the task shows of its run, right before its result leaves. Raises PolicyViolation."""
         if self.run.env.contributions:
             self.run.env.contributions.add(self.run.task, self.run.env.policy, upload_bytes)
 
     def _counting(self) -> Callable[[int], None]:
-        """What is told of each piece as it is sent: counts it, and keeps to the site's rate."""
+        """Return what counts each piece as it is sent, and keeps to the site's rate."""
         rate = self.run.env.policy.max_upload_bytes_per_second
         throttle = Throttle(rate, self.run.check) if rate else None
 
@@ -255,7 +255,7 @@ def _changes(harvest: Harvest, bases: Mapping[str, BlobTensor]) -> list[Change]:
 
 
 def _blocks_out(path: Path, changes: Sequence[Change]) -> dict[str, BlockOut]:
-    """What is in an update file, by block."""
+    """Return what is in an update file, by block."""
     with path.open("rb") as file:
         entries = read_header(file, path.stat().st_size).entries
     return {
@@ -265,13 +265,15 @@ def _blocks_out(path: Path, changes: Sequence[Change]) -> dict[str, BlockOut]:
 
 
 def _norm(change: Change) -> float:
-    """The l2 norm of a block's difference from its version."""
+    """Return the l2 norm of a block's difference from its version."""
     return math.sqrt(sum(map(squares, change.steps())))
 
 
 class Throttle:
-    """Keeps what is sent to `bytes_per_second` on average, by waiting after each piece for as long as it should have
-    taken. `check` is called while it waits, and may raise."""
+    """A limit of `bytes_per_second` on average: after each piece it waits for as long as that should have taken.
+
+    `check` is called while it waits, and may raise.
+    """
 
     def __init__(
         self,
