@@ -14,7 +14,7 @@ from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.state.vault import Vault
-from tessera.worker.stores import airlock_of, audit_of, contributions_of, inbox_of, ledger_of
+from tessera.worker.stores import airlock_of, audit_of, inbox_of, ledger_of, run_history_of
 from tessera.worker.task.runner import TaskRunner
 
 
@@ -52,7 +52,7 @@ def runner_of(client: Client, settings: Settings) -> TaskRunner:
         mappings=mappings_of(settings.mappings),
         resources={str(name): most for name, most in settings.resources.items()},
         ledger=ledger,
-        contributions=contributions_of(settings),
+        history=run_history_of(settings),
         audit=audit,
         sandbox=Sandbox(shared_folder()),
     )

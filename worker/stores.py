@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from tessera.worker.governance.airlock import AIRLOCK_FOLDER, Airlock
 from tessera.worker.governance.approvals import INBOX_FOLDER, Inbox
-from tessera.worker.governance.run_history import RUNS_FOLDER, Contributions
+from tessera.worker.governance.run_history import RUNS_FOLDER, RunHistory
 from tessera.worker.settings import ENVIRONMENT_PREFIX, Settings, SettingsError
 from tessera.worker.state.atomic_files import KEY_BYTES, secret_key
 from tessera.worker.state.audit import AUDIT_FOLDER, Audit
@@ -22,9 +22,9 @@ def ledger_of(settings: Settings) -> Ledger:
     return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER, audit_key_of(settings), shared)
 
 
-def contributions_of(settings: Settings) -> Contributions:
+def run_history_of(settings: Settings) -> RunHistory:
     """Where this worker writes down what runs have shown of themselves."""
-    return Contributions(settings.runs_dir or settings.state_dir / RUNS_FOLDER, settings.name)
+    return RunHistory(settings.runs_dir or settings.state_dir / RUNS_FOLDER, settings.name)
 
 
 def inbox_of(settings: Settings) -> Inbox:

@@ -32,8 +32,8 @@ def admit(run: TaskRun) -> tuple[Dataset, PrivateTask | None]:
     """
     env, task = run.env, run.task
     env.policy.check_task(task, env.kinds)
-    if env.contributions:
-        env.contributions.check(task, env.policy)
+    if env.history:
+        env.history.check(task, env.policy)
     try:
         check_method(task.method)
     except ValidationError as refusal:

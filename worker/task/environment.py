@@ -21,7 +21,7 @@ from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
 from tessera.worker.governance.policy import Allowance, Policy
-from tessera.worker.governance.run_history import Contributions
+from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.state.audit import Action, Audit
@@ -99,7 +99,7 @@ class TaskEnvironment:
     """What a task may spend."""
     ledger: Ledger | None = None
     """The record of privacy spent; in `scratch` if None."""
-    contributions: Contributions | None = None
+    history: RunHistory | None = None
     """The record of what runs have shown; none is kept if None, as for a coordinator of one's own."""
     inbox: Inbox | None = None
     """Where runs wait for approval, if the policy says that they must have it."""

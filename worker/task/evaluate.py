@@ -23,8 +23,8 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     if measured is None:
         raise TaskFailure("nothing-held-out", f"nothing of the data set {task.dataset!r} is held out here")
     env.policy.check_measured(measured.examples)
-    if env.contributions:
-        env.contributions.measure(task.dataset, env.policy)
+    if env.history:
+        env.history.measure(task.dataset, env.policy)
     report.examples = measured.examples
     report.begin("evaluating", steps=steps_in(measured.examples, task.training.batch_size))
 

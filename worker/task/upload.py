@@ -220,8 +220,8 @@ class Egress:
 
     def _add_to_history(self, upload_bytes: int = 0) -> None:
         """Record what the task shows of its run, right before its result leaves. Raises PolicyViolation."""
-        if self.run.env.contributions:
-            self.run.env.contributions.add(self.run.task, self.run.env.policy, upload_bytes)
+        if self.run.env.history:
+            self.run.env.history.add(self.run.task, self.run.env.policy, upload_bytes)
 
     def _counting(self) -> Callable[[int], None]:
         """Return what counts each piece as it is sent, and keeps to the site's rate."""
