@@ -50,7 +50,7 @@ from tessera.worker.model.build import ModelMismatch
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.layouts import MappingError
 from tessera.worker.settings import Settings, SettingsError, credential_of, tls_of
-from tessera.worker.settings_reload import SettingsFile, differing, taken_up
+from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 from tessera.worker.state.audit import Action
 from tessera.worker.state.blob_cache import BlobTooLarge
 from tessera.worker.state.hash_chain import ChainError
@@ -147,10 +147,10 @@ class Agent:
             version=VERSION,
             resources=settings.resources,
         )
-        self._heed(settings)
+        self._apply_settings(settings)
 
-    def _heed(self, settings: Settings) -> None:
-        """From now on, what is not yet begun goes by the policy and the budgets of these settings."""
+    def _apply_settings(self, settings: Settings) -> None:
+        """Judge each task that is not yet begun by the policy and the budgets of these settings."""
         self._settings = settings
         self._policy = settings.policy
         self._opening = Opening(settings.policy, settings.state_dir / USAGE_FILE)
@@ -264,13 +264,13 @@ class Agent:
                 remedy = "Mend the file: nothing is claimed until then. A restart is not needed."
                 self._log.error("settings-unusable", detail=unusable, remedy=remedy)
         if told:
-            self._take_up(told)
+            self._reload(told)
         return unusable
 
-    def _take_up(self, told: Settings) -> None:
-        """Heeds the policy and the budgets of these settings, and says what else in them waits for a restart."""
+    def _reload(self, told: Settings) -> None:
+        """Apply the policy and the budgets of changed settings, and log what else in them waits for a restart."""
         before = self._settings
-        self._heed(taken_up(before, told))
+        self._apply_settings(reloaded(before, told))
         if changed := differing(before, self._settings):
             self._log.info("policy-changed", changed=sorted(changed), **self._terms())
             self._note("policy.change", None, **self._terms())
