@@ -6,7 +6,7 @@ from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.worker.data.registry import Dataset
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
-from tessera.worker.task.load import Loaded
+from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.train import take_scaler
 from tessera.worker.training.evaluate import evaluate as measure
 from tessera.worker.training.progress import rounded

@@ -1,4 +1,4 @@
-"""The stage that fetches a version: its documents, the blocks that the plan names, and the server's memory."""
+"""The stages that fetch a version, by the plan, and put it into a model."""
 
 from __future__ import annotations
 
@@ -6,25 +6,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import structlog
 
 from tessera.shared.api.versions import Manifest, MemoryEntry
 from tessera.shared.json_limits import check_document
+from tessera.shared.methods.base import RunFacts, WorkerHalf
+from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import InvalidUpdate
-from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes
+from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
 from tessera.shared.updates.codecs.pipeline import CodecError
 from tessera.shared.updates.update_file import read_update
-from tessera.worker.model.build import check_model
+from tessera.worker.model.block_map import named_tensors
+from tessera.worker.model.build import check_model, instantiate, write_block
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
+from tessera.worker.state.vault import NoReceipt
 from tessera.worker.task.environment import MOST_INLINE, CachedVersion, TaskRun
+from tessera.worker.task.error_feedback import Feedback, without_feedback
 from tessera.worker.task.errors import TaskFailure, failing_as
-from tessera.worker.task.model_cache import Built
+from tessera.worker.task.model_cache import Built, structure_of
+from tessera.worker.training.context import LocalWork
+from tessera.worker.training.trainer import seed_everything
 
 LEAST_DIFFERENCE = 1 << 16
 """Fewer bytes of blocks are not worth asking what a difference would take."""
@@ -43,6 +51,28 @@ class Fetched:
     """The version's value of each fetched block."""
     last: Built | None
     """The last round's model, if this round may go on with it."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A task with its version loaded."""
+
+    built: Built
+    half: WorkerHalf[Any]
+    work: LocalWork
+    bases: Mapping[str, BlobTensor]
+    """The version's value of each fetched block."""
+    feedback: Feedback
+    """What lossy codecs left out before."""
+
+    def personalise(self) -> None:
+        """Make the version this site's own: put in what it keeps, and what the method adds."""
+        self.work.restore(self.half.private())
+        self.half.prepare(self.work)
+
+    def is_changed(self) -> bool:
+        """Return whether a fetched block has another value than the version's."""
+        return any(self.work.read(base.block).tobytes() != to_array(base).tobytes() for base in self.bases.values())
 
 
 def fetch(run: TaskRun) -> Fetched:
@@ -76,13 +106,64 @@ def fetch(run: TaskRun) -> Fetched:
     return Fetched(document, mapping, manifest, blocks, bases, last)
 
 
+def load(run: TaskRun, fetched: Fetched) -> Loaded:
+    """Return the version in a model; what the site keeps is at hand, and not yet in it.
+
+    Raises TaskFailure, PolicyViolation, Problem, and what the method's worker half raises.
+    """
+    env, task = run.env, run.task
+    # After the version is here, so that nobody allocates what a coordinator only claims to have.
+    built = fetched.last or _built(run, fetched)
+    tensors = named_tensors(built.model)
+    for base in fetched.bases.values():
+        run.check()
+        values = to_array(base)
+        _require_finite(base.block.name, values)
+        write_block(tensors, base.block, values)
+    seed_everything(task.seed)
+    facts = RunFacts(
+        built.blocks,
+        task.rounds,
+        task.divide,
+        task.training,
+        task.privacy,
+        upload_budget=task.upload_budget,
+        upload_seconds=task.upload_seconds,
+    )
+    half = worker_half(task.method, facts)
+    memory = _fetch_memory(run, fetched.manifest)
+    try:
+        env.vault.settle_run(task.run, task.receipt, env.coordinator.task)
+    except NoReceipt as fault:
+        raise TaskFailure("no-receipt", str(fault)) from None
+    vault = env.vault.load(task.run)
+    feedback = Feedback.of(vault, task.plan.stage, task.round)
+    head = fetched.document.head
+    work = LocalWork(built.model, head, task.plan, built.blocks, without_feedback(vault), memory)
+    return Loaded(built, half, work, fetched.bases, feedback)
+
+
+def _built(run: TaskRun, fetched: Fetched) -> Built:
+    """Build the run's model, which was checked before."""
+    document, task = fetched.document, run.task
+    model = instantiate(
+        document.config,
+        document.head,
+        seed=task.seed,
+        prompts=document.prompts,
+        lora=document.lora,
+        mapping=fetched.mapping,
+    ).to(run.env.device)  # type: ignore[arg-type]
+    return Built(task.run, task.model, model, fetched.blocks, structure_of(model))
+
+
 def read_model(run: TaskRun) -> Model:
     """Return the description of the task's model. Raises TaskFailure."""
     with failing_as("invalid-model"):
         return Model.model_validate_json(_document(run, run.task.model))
 
 
-def fetch_memory(run: TaskRun, manifest: Manifest) -> dict[str, Array]:
+def _fetch_memory(run: TaskRun, manifest: Manifest) -> dict[str, Array]:
     """Return the server memory that the plan asks for. Raises PolicyViolation, TaskFailure."""
     entries: dict[str, MemoryEntry] = {}
     for pattern in run.task.plan.memory:
@@ -97,11 +178,11 @@ def fetch_memory(run: TaskRun, manifest: Manifest) -> dict[str, Array]:
         if len(raw) != entry.nbytes:
             raise TaskFailure("invalid-version", f"the blob of the memory {name} has not {entry.nbytes} bytes")
         found[name] = from_bytes(raw, entry.dtype).reshape(entry.shape)
-        require_finite(name, found[name])
+        _require_finite(name, found[name])
     return found
 
 
-def require_finite(name: str, values: Array) -> None:
+def _require_finite(name: str, values: Array) -> None:
     """Raise TaskFailure for what would make every loss NaN, before it is paid for with anybody's privacy."""
     flat = values.reshape(-1)
     if not all(np.isfinite(flat[start : start + CHUNK]).all() for start in range(0, flat.size, CHUNK)):

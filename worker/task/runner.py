@@ -19,9 +19,8 @@ from tessera.worker.state.privacy_ledger import LedgerError, noisy_in
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import TaskEnvironment, TaskRun
 from tessera.worker.task.evaluate import evaluate
-from tessera.worker.task.fetch import fetch
+from tessera.worker.task.fetch import fetch, load
 from tessera.worker.task.heartbeat import Stopped
-from tessera.worker.task.load import load
 from tessera.worker.task.train import train
 from tessera.worker.task.upload import Egress
 from tessera.worker.training.progress import Check, Report

@@ -12,7 +12,7 @@ from tessera.shared.schema import EPSILON
 from tessera.worker.data.registry import Dataset
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
-from tessera.worker.task.load import Loaded
+from tessera.worker.task.fetch import Loaded
 from tessera.worker.training.progress import rounded
 from tessera.worker.training.trainer import Batches, Trainer, epochs_of, gradient_scaler
 

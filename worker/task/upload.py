@@ -30,7 +30,7 @@ from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.task.environment import MOST_INLINE, TaskRun
 from tessera.worker.task.error_feedback import Feedback
 from tessera.worker.task.errors import TaskFailure
-from tessera.worker.task.load import Loaded
+from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.upload_budget import write_within
 
 if TYPE_CHECKING:
