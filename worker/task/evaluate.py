@@ -7,10 +7,9 @@ from tessera.worker.data.registry import Dataset
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
-from tessera.worker.task.train import take_scaler
 from tessera.worker.training.evaluate import evaluate as measure
 from tessera.worker.training.progress import rounded
-from tessera.worker.training.trainer import Batches, Trainer, epochs_of, steps_in
+from tessera.worker.training.trainer import Batches, Trainer, epochs_of, gradient_scaler, steps_in
 
 
 def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
@@ -59,7 +58,7 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
         return False
     if phases:
         run.note_exact(dataset.examples, "training")
-        scaler = take_scaler(run)
+        scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
         Trainer(half, work, task.training, env.device, run.check, scaler=scaler).train(phases, dataset, task.seed)
         env.scalers[task.run] = scaler
         return True

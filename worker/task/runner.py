@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.problems import Problem
+from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
+from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.privacy.cost import least_budget_of
-from tessera.worker.state.audit import plan_digest
 from tessera.worker.state.privacy_ledger import LedgerError, noisy_in
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import TaskEnvironment, TaskRun
@@ -50,7 +51,7 @@ class TaskRunner(TaskEnvironment):
             method=task.method.name,
             orchestrator=task.orchestrator,
             dataset=task.dataset,
-            plan=plan_digest(task),
+            plan=digest_of(canonical(task.plan)),
             version=task.version.digest,
         )
         dataset, private = admit(run)

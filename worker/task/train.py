@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import torch
-
 from tessera.shared.methods.base import Harvest, Tally
 from tessera.shared.schema import EPSILON
 from tessera.worker.data.registry import Dataset
@@ -48,7 +46,8 @@ def train(run: TaskRun, loaded: Loaded, dataset: Dataset, private: PrivateTask |
     phases = half.phases(work, selected)
     env.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
     least = env.policy.min_measured
-    scaler = take_scaler(run)
+    # Training that fails puts none back: its scale is good for nothing.
+    scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
     trainer = Trainer(half, work, task.training, env.device, run.check, private, report, least, scaler)
     tally = trainer.train(phases, dataset, task.seed)
     env.scalers[task.run] = scaler
@@ -58,11 +57,6 @@ def train(run: TaskRun, loaded: Loaded, dataset: Dataset, private: PrivateTask |
     if private:
         report.numbers = {**private.disclosed(report.numbers), EPSILON: private.spent()}
     return harvest, tally
-
-
-def take_scaler(run: TaskRun) -> torch.amp.GradScaler:
-    """Take the run's scaler, or a new one. Training that fails puts none back: its scale is good for nothing."""
-    return run.env.scalers.pop(run.task.run, None) or gradient_scaler(run.task.training, run.env.device)
 
 
 def _check_plan(run: TaskRun, loaded: Loaded) -> None:

@@ -61,9 +61,10 @@ class Egress:
 
         Raises TaskFailure, PolicyViolation, UpdateWithheld, OverBudget, Problem.
         """
-        env, report, feedback = self.run.env, self.run.report, loaded.feedback
+        env, task, report = self.run.env, self.run.task, self.run.report
+        feedback = loaded.feedback
         changes = feedback.add(_changes(harvest, loaded.bases))
-        asked = self.run.task.plan.upload.resolve(loaded.built.blocks)
+        asked = task.plan.upload.resolve(loaded.built.blocks)
         with temporary_file(env.scratch) as (path, file):
             exact = self._write(file, changes)
             file.flush()
@@ -81,11 +82,12 @@ class Egress:
                 self._hold(env.airlock, path, summary)
             if self.private:
                 self.private.leave()
-            self._add_to_history(nbytes)
+            if env.history:
+                env.history.add(task, env.policy, nbytes)
             head = self._note_leaving(summary) if summary else None
             report.begin("uploading", of_bytes=nbytes)
             sent = self._counting()
-            if nbytes > min(self.run.task.inline_bytes, MOST_INLINE):
+            if nbytes > min(task.inline_bytes, MOST_INLINE):
                 env.coordinator.put_file(path, sent, digest)
                 return Sent(digest, audit_head=head)
             data = path.read_bytes()
@@ -121,8 +123,9 @@ class Egress:
 
     def submit_evaluation(self, examples: int) -> None:
         """Submit what was measured on so many examples."""
-        task, numbers = self.run.task, self.run.report.numbers
-        self._add_to_history()
+        env, task, numbers = self.run.env, self.run.task, self.run.report.numbers
+        if env.history:
+            env.history.add(task, env.policy)
         names = list[JsonValue](sorted(numbers))
         head = self.run.note(
             "figures.leave", dataset=task.dataset, examples=examples, names=names, ledger=self._ledger_head()
@@ -135,7 +138,7 @@ class Egress:
             download_bytes=self.run.report.download_bytes,
             audit_head=head,
         )
-        self.run.env.coordinator.submit_evaluation(task.id, evaluated)
+        env.coordinator.submit_evaluation(task.id, evaluated)
         self.run.note("figures.count")
 
     # ------------------------------------------------------------ before an update leaves
@@ -217,11 +220,6 @@ class Egress:
         """Return how far the data set's ledger has come, for the audit."""
         head = self.run.env.ledger.leaving(self.run.task.dataset) if self.run.env.ledger else None
         return {self.run.task.dataset: head.model_dump(mode="json")} if head else {}
-
-    def _add_to_history(self, upload_bytes: int = 0) -> None:
-        """Record what the task shows of its run, right before its result leaves. Raises PolicyViolation."""
-        if self.run.env.history:
-            self.run.env.history.add(self.run.task, self.run.env.policy, upload_bytes)
 
     def _counting(self) -> Callable[[int], None]:
         """Return what counts each piece as it is sent, and keeps to the site's rate."""
