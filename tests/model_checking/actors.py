@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from fastapi import Response
 
-from tessera.coordinator.api import runs as runs_api
 from tessera.coordinator.api import tasks as tasks_api
 from tessera.coordinator.api.blobs import uploads
+from tessera.coordinator.db import views
 from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.operations import runs
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import Claim, Evaluated, Failure, Heartbeat, Submission, Task, TaskView
@@ -357,7 +357,7 @@ class Orchestrator:
         key = uuid.uuid4().hex
 
         def create(serving: Services) -> Run:
-            return runs_api.create_run(spec, serving, ORCHESTRATOR, Response(), key)
+            return runs.create_run(serving, ORCHESTRATOR, spec, key)
 
         self.run = self._until(lambda: self._logged("create", create, key=key))
         for _ in range(self.whims):
@@ -376,11 +376,11 @@ class Orchestrator:
         assert run
 
         def patch(serving: Services) -> Run:
-            seen = Response()
-            runs_api.get_run(run.id, serving, ORCHESTRATOR, seen)
+            with serving.database.snapshot() as session:
+                seen = runs.etag(views.find_run(session, run.id).revision)
             self.world.schedule.point("seen")
             wish = RunPatch.model_validate({"state": state})
-            return runs_api.patch_run(run.id, wish, serving, ORCHESTRATOR, Response(), seen.headers["ETag"])
+            return runs.patch_run(serving, ORCHESTRATOR, run.id, wish, seen)
 
         try:
             self._logged("patch", patch, run=run.id, state=state)

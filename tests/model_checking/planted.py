@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 from sqlalchemy import select
 
-from tessera.coordinator.api import runs as runs_api
 from tessera.coordinator.api import tasks as tasks_api
 from tessera.coordinator.blobs import store as blobs
 from tessera.coordinator.blobs import uploads
@@ -20,6 +19,7 @@ from tessera.coordinator.db import rounds, snapshots, tasks, transitions
 from tessera.coordinator.db.tables import AuditRow, RoundRow, TaskRow
 from tessera.coordinator.domain import acceptance, decide, lifecycle
 from tessera.coordinator.domain.lifecycle import Move
+from tessera.coordinator.operations import runs as run_operations
 from tessera.shared.rounds import aggregate as aggregation
 from tessera.shared.rounds import validation as inspection
 from tessera.worker.state import vault
@@ -252,7 +252,7 @@ FAULTS: dict[str, Fault] = {
     "an update counts twice": Fault(((conductor.rounds, "accepted_updates", twice),)),
     "an accepted update is left out": Fault(((conductor.rounds, "accepted_updates", one_lost),)),
     "a repeated report is not recognised": Fault(((tasks, "was_accepted", lambda entry, report: False),)),
-    "a repeated creation creates again": Fault(((runs_api, "once", lambda *arguments: arguments[-1]()),)),
+    "a repeated creation creates again": Fault(((run_operations, "once", lambda *arguments: arguments[-1]()),)),
     "digests are not verified": Fault(
         ((uploads.Uploads, "_finish", unverified), (uploads.Uploads, "keep", taken_as_they_are))
     ),
