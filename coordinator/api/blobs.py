@@ -23,7 +23,8 @@ from tessera.coordinator.auth.permissions import within_reach
 from tessera.coordinator.blobs.uploads import Upload, Uploads
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.limits.response_memory import Answers
-from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES
+from tessera.coordinator.operations.uploads import uploads_of
+from tessera.coordinator.telemetry.metrics import SENT_BYTES
 from tessera.shared.api.versions import Wanted
 from tessera.shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
 
@@ -65,17 +66,8 @@ def _bytes_of(media_type: str, *, required: bool) -> dict[str, Any]:
     return {"requestBody": {"content": {media_type: {}}, "required": required}}
 
 
-def uploads(serving: Serving) -> Uploads:
-    settings = serving.settings
-    return Uploads(
-        serving.database,
-        serving.blobs,
-        serving.room,
-        serving.quota,
-        settings.idle_seconds,
-        RECEIVED_BYTES.inc,
-        serving.uploading,
-    )
+async def uploads(serving: Serving) -> Uploads:
+    return uploads_of(serving)
 
 
 Uploading = Annotated[Uploads, Depends(uploads)]

@@ -125,7 +125,7 @@ class Uploads:
                 self._permit(session, site_id, row, length)
                 session.add(row)
             elif row.length != length and row.complete:
-                raise BadRequest(f"{digest} has {row.length} bytes, not {length}")
+                raise BadRequest(f"{row.digest} has {row.length} bytes, not {length}")
             elif row.length != length:
                 # One of the announcements is mistaken; the bytes will tell which.
                 more, row.length = max(0, length - row.length), length
@@ -359,16 +359,18 @@ def _is_at(path: Path, file: FileIO) -> bool:
     return False
 
 
-def owned(session: Session, owner: str, digest: str) -> int | None:
-    """The length of a complete upload of this owner, or None."""
-    return session.scalar(select(UploadRow.length).where(_finished(owner, digest)))
+def find_finished(session: Session, owner: str, digest: str) -> Upload | None:
+    """Return the complete upload of this owner, if there is one."""
+    row = session.scalars(select(UploadRow).where(_finished(owner, digest))).one_or_none()
+    return _record(row) if row else None
 
 
-def hand_in(session: Session, now: float, owner: str, digest: str) -> None:
-    """Keeps a complete upload from being removed while what refers to it is entered. Raises NotFound."""
-    touched = update(UploadRow).where(_finished(owner, digest)).values(created_at=now).returning(UploadRow.id)
+def retain(session: Session, now: float, upload: Upload) -> None:
+    """Keep a complete upload from being removed while a row that refers to it is written. Raise NotFound."""
+    same = _finished(upload.owner, upload.digest)
+    touched = update(UploadRow).where(same).values(created_at=now).returning(UploadRow.id)
     if session.scalar(touched) is None:
-        raise NotFound(f"{digest} was removed before it was handed in", remedy="Upload it again.")
+        raise NotFound(f"{upload.digest} was removed before it was handed in", remedy="Upload it again.")
 
 
 def _finished(owner: str, digest: str) -> ColumnElement[bool]:

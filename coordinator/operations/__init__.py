@@ -1,4 +1,4 @@
 """The use cases of the coordinator, which the API and the dashboard both call; none knows of HTTP.
 
-Imports `auth`, `db`, `domain` and `services`.
+Imports `auth`, `blobs`, `db`, `domain`, `services` and `telemetry`.
 """

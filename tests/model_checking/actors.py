@@ -1,6 +1,6 @@
 """Who takes part: workers that train by a formula, an orchestrator that changes its mind, and an intruder.
 
-They speak to the coordinator's own handlers, over a network that loses and repeats, and write down what they did and
+They call the coordinator's own operations, over a network that loses and repeats, and write down what they did and
 were told, as `tests.support.histories` has it.
 """
 
@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from tessera.coordinator.api import tasks as tasks_api
-from tessera.coordinator.api.blobs import uploads
 from tessera.coordinator.db import views
 from tessera.coordinator.domain.principal import Principal
-from tessera.coordinator.operations import runs
+from tessera.coordinator.operations import runs, tasks
+from tessera.coordinator.operations.uploads import uploads_of
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import Claim, Evaluated, Failure, Heartbeat, Submission, Task, TaskView
@@ -165,7 +164,7 @@ class Worker:
                 schedule.sleep(schedule.dice.uniform(0.1, 5))
 
     def _fate(self, task: str) -> TaskView:
-        view: TaskView = self._patiently("task", lambda serving: tasks_api.get_task(task, serving, self._me))
+        view: TaskView = self._patiently("task", lambda serving: tasks.get_task(serving, self._me, task))
         return view
 
     def _claim(self, instance: str) -> Task | None:
@@ -179,8 +178,8 @@ class Worker:
         )
 
         def request(serving: Services) -> Task | None:
-            worker_id = tasks_api._enrol(serving, self._me, body)
-            return tasks_api._lease(serving, self._me, worker_id, instance, rung=False)
+            worker_id = tasks.declare(serving, self._me, body)
+            return tasks.lease(serving, self._me, worker_id, instance, rung=False)
 
         with self.log.entry(self.name, "claim", instance=instance) as entry:
             task: Task | None = self._call("claim", request)
@@ -203,23 +202,23 @@ class Worker:
         fate = dice.random()
         if fate < manners.fails:
             failure = Failure(token=task.token, code="failed", detail="no")
-            self._report(task, "fail", lambda s: tasks_api.report_failure(task.id, failure, s, self._me))
+            self._report(task, "fail", lambda s: tasks.fail(s, self._me, task.id, failure))
         elif fate < manners.fails + manners.releases:
             beat = Heartbeat(token=task.token)
-            self._report(task, "release", lambda s: tasks_api.release(task.id, beat, s, self._me))
+            self._report(task, "release", lambda s: tasks.release(s, self._me, task.id, beat))
         elif task.kind == "evaluate":
             found = Evaluated(token=task.token, version=task.version.digest, examples=5, numbers={"accuracy": 0.5})
             self._report(
                 task,
                 "evaluate",
-                lambda s: tasks_api.submit_evaluation(task.id, found, s, self._me),
+                lambda s: tasks.submit_evaluation(s, self._me, task.id, found),
                 version=found.version,
             )
         else:
             self._train(task, vault)
 
     def _heartbeat(self, task: Task) -> Callable[[Services], Any]:
-        return lambda serving: tasks_api.heartbeat(task.id, Heartbeat(token=task.token), serving, self._me)
+        return lambda serving: tasks.heartbeat(serving, self._me, task.id, Heartbeat(token=task.token))
 
     def _train(self, task: Task, vault: Vault) -> None:
         dice, manners = self.world.schedule.dice, self.manners
@@ -243,7 +242,7 @@ class Worker:
         )
 
         def submit(serving: Services) -> Any:
-            return tasks_api.submitted(serving, self._me, task.id, submission)
+            return tasks.submit_update(serving, self._me, task.id, submission)
 
         try:
             self._report(task, "submit", submit, update=digest, version=submission.version)
@@ -285,13 +284,13 @@ class Worker:
         dice = self.world.schedule.dice
 
         def announce(serving: Services) -> str:
-            upload = uploads(serving).announce(self._me.owner, digest, len(data))
+            upload = uploads_of(serving).announce(self._me.owner, digest, len(data))
             return upload.id
 
         upload_id = self._patiently("announce", announce)
 
         def attempt(serving: Services) -> bool:
-            taking = uploads(serving)
+            taking = uploads_of(serving)
             upload = taking.find(upload_id, self._me.owner)
             offset = taking.offset(upload)
             breaks = dice.random() < 0.2
@@ -404,7 +403,7 @@ class Orchestrator:
             self.world.schedule.sleep(2)
 
     def _uploaded(self, serving: Services) -> RunSpec:
-        taking = uploads(serving)
+        taking = uploads_of(serving)
 
         def put(data: bytes) -> str:
             digest = digest_of(data)
@@ -442,7 +441,7 @@ class Intruder:
 
     def _meddle(self, serving: Services, task: str, token: int) -> None:
         try:
-            tasks_api.release(task, Heartbeat(token=token), serving, site("x"))
+            tasks.release(serving, site("x"), task, Heartbeat(token=token))
         except NotFound:
             return
         except Problem as problem:
