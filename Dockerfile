@@ -27,6 +27,7 @@ COPY shared shared
 COPY migrations migrations
 COPY coordinator coordinator
 COPY worker worker
+COPY tessera tessera
 # Every package in the version that `make image-check` last ran with. On a machine with a GPU, build with
 # --build-arg CONSTRAINTS=/dev/null and an index that has CUDA wheels.
 ARG CONSTRAINTS=deploy/constraints.txt

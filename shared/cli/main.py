@@ -87,7 +87,8 @@ def installed() -> dict[str, EntryPoint]:
 
 def _what_is_missing(entry: EntryPoint, fault: ModuleNotFoundError) -> str:
     """One sentence for a package that is not installed. Raises `fault` again if it is a module of our own."""
-    _, part, *_ = [*entry.module.split("."), ""]
+    ours, _, inner = entry.module.partition("tessera.")
+    part = "" if ours else inner.partition(".")[0]
     missing = (fault.name or "").partition(".")[0]
     if fault.name == f"tessera.{part}" and find_spec(fault.name) is None:
         return f"`tessera {entry.name}` is not part of this installation: it has no package {part!r}."

@@ -131,7 +131,8 @@ def _are_named_in_logs(folder: Path, run: str) -> None:
 def test_without_the_variables_nothing_of_it_is_imported(module: str) -> None:
     there = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     look = (
-        f"import sys, {module}; from shared import spans; spans.begin('x'); print('opentelemetry.sdk' in sys.modules)"
+        f"import sys, {module}; from tessera.shared.telemetry import spans; spans.begin('x'); "
+        "print('opentelemetry.sdk' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", look], env=there, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -140,7 +141,7 @@ def test_without_the_variables_nothing_of_it_is_imported(module: str) -> None:
 def test_a_receiver_that_is_gone_holds_nobody_up() -> None:
     look = """
 import time
-from shared import spans
+from tessera.shared.telemetry import spans
 spans.begin("x")
 with spans.span("y"):
     pass

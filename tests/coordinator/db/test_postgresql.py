@@ -237,7 +237,7 @@ def test_the_work_of_a_process_that_is_killed_or_paused_is_another_s(
     shared: list[Database], sent: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = tmp_path / "working.py"
-    script.write_text(f"from tessera.coordinator.db import database\ndatabase.DUTY_SECONDS = 2\n{WORKING}")
+    script.write_text(f"from tessera.coordinator.db import engine\nengine.DUTY_SECONDS = 2\n{WORKING}")
     command = [sys.executable, str(script), databases.url_in(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

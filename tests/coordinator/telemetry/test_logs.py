@@ -9,7 +9,7 @@ from pathlib import Path
 
 SCRIPT = """
 import logging, structlog
-from coordinator import logs
+from tessera.coordinator.telemetry import logging as logs
 logs.configure()
 structlog.contextvars.bind_contextvars(trace="abc")
 logging.getLogger("uvicorn.error").warning("Invalid %s request", "HTTP")
