@@ -60,6 +60,7 @@ class Services:
     inspections: Shares
     """For what takes long of each submission."""
     submitting: OneAtATime
+    uploads: Uploads
     uploading: Shares
     """For what takes long of each upload."""
     differences: Differences
@@ -118,13 +119,15 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         alive_file=settings.alive_file,
         notify=wake,
     )
+    quota = Quota(_bytes_per_day(settings, blobs), settings.site_unfinished_uploads)
     uploading = Shares("upload", UPLOAD_THREADS)
+    uploads = Uploads(database, blobs, room, quota, settings.idle_seconds, uploading)
     people = _people(settings) if duty != "conduct" else None
     return Services(
         settings=settings,
         database=database,
         room=room,
-        quota=Quota(_bytes_per_day(settings, blobs), settings.site_unfinished_uploads),
+        quota=quota,
         memory=Memory(settings.memory_limit_bytes),
         admission=Admission(
             settings.requests_per_second,
@@ -140,6 +143,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         inspector=inspector,
         inspections=Shares("inspection", max(2, len(os.sched_getaffinity(0)))),
         submitting=OneAtATime(),
+        uploads=uploads,
         uploading=uploading,
         differences=Differences(database, blobs, states),
         presence=presence,
@@ -151,7 +155,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         people=people,
         sign_in=_sign_in(settings, people) if people else None,
         housekeeping=Housekeeping(
-            _retention(settings, database, blobs, states, room, uploading), settings.housekeeping_seconds
+            _retention(settings, database, blobs, states, uploads), settings.housekeeping_seconds
         ),
         call=_each(conductor.call if duty == "both" else bells.call, news.ring),
         wake=wake,
@@ -166,14 +170,12 @@ def _each(*calls: Callable[[], None]) -> Callable[[], None]:
     return all_of_them
 
 
-def _retention(
-    settings: Settings, database: Database, blobs: Blobs, states: States, room: Room, uploading: Shares
-) -> Retention:
+def _retention(settings: Settings, database: Database, blobs: Blobs, states: States, uploads: Uploads) -> Retention:
     return Retention(
         database,
         blobs,
         states,
-        Uploads(database, blobs, room, Quota(None, 0), settings.idle_seconds, lambda _: None, uploading),
+        uploads,
         updates_seconds=settings.keep_updates_seconds,
         unused_seconds=settings.keep_unused_seconds,
         versions=settings.keep_versions,

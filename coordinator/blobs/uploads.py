@@ -105,8 +105,6 @@ class Uploads:
     room: Room
     quota: Quota
     idle_seconds: float
-    received: Callable[[float], object]
-    """Told of the bytes as they come."""
     threads: Shares
     """Where what takes long is done, in the turns of the owners."""
 
@@ -188,13 +186,19 @@ class Uploads:
         received = bytearray()
         async with self._moving() as sender:
             async for piece in body:
-                sender.sent(piece)
+                sender.sent()
                 received += piece
                 if len(received) > upload.length:
                     raise _longer(upload)
         if len(received) < upload.length:
             raise BadRequest(f"{len(received)} bytes came of {upload.length}", remedy="Send the whole blob again.")
         await self.threads.run(upload.owner, self.keep, upload, bytes(received))
+
+    def store(self, owner: str, digest: str, data: bytes, *, site_id: str | None = None) -> Upload:
+        """Announce and keep a blob that is here whole. Raise as `announce` and `keep` do."""
+        upload = self.announce(owner, digest, len(data), site_id=site_id)
+        self.keep(upload, data)
+        return upload
 
     def keep(self, upload: Upload, data: bytes) -> None:
         """Takes a blob that is here whole. Raises DigestMismatch."""
@@ -231,14 +235,14 @@ class Uploads:
             try:
                 async with self._moving() as sender:
                     async for piece in body:
-                        sender.sent(piece)
+                        sender.sent()
                         pending += piece
                         if file.tell() + len(pending) > upload.length:
                             raise _longer(upload)
                         if len(pending) >= WRITE_BYTES:
                             sender.waits()
                             await self._to_the_end(upload.owner, write)
-                            sender.sent(b"")
+                            sender.sent()
             finally:
                 # What has come is kept even when the sender is cut off, so that it need not come again.
                 if file.tell() + len(pending) <= upload.length:
@@ -254,7 +258,7 @@ class Uploads:
         try:
             # One deadline that is put off: to wait for each piece on its own costs a task a piece.
             async with asyncio.timeout(self.idle_seconds) as silence:
-                yield _Sender(silence, self.idle_seconds, self.received)
+                yield _Sender(silence, self.idle_seconds)
         except TimeoutError:
             if not silence.expired():
                 raise
@@ -342,11 +346,9 @@ class _Sender:
 
     silence: asyncio.Timeout
     idle_seconds: float
-    received: Callable[[float], object]
 
-    def sent(self, piece: bytes) -> None:
+    def sent(self) -> None:
         self.silence.reschedule(asyncio.get_running_loop().time() + self.idle_seconds)
-        self.received(len(piece))
 
     def waits(self) -> None:
         """It is this side that takes its time now: for a thread, or the disk."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
@@ -18,16 +18,7 @@ from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.tasks import Evaluated, Progress, Receipt, Submission, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan
-from tessera.shared.problems import (
-    Conflict,
-    Fault,
-    Invalid,
-    NotFound,
-    Problem,
-    StaleVersion,
-    Withheld,
-    problem_from,
-)
+from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, StaleVersion, Withheld
 from tessera.shared.rounds.planning import dataset_of, task_of
 from tessera.shared.schema import ACCEPTED, MOST_WITHHELD
 
@@ -72,15 +63,6 @@ class TaskRecord:
             raise problem
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a report makes of its task: an event, the fencing token of the report, and the columns to write."""
-
-    event: Literal["accept", "reject"]
-    token: int
-    columns: dict[str, Any]
-
-
 def find_task(session: Session, task_id: str, site_id: str | None) -> TaskRecord:
     """Load a task. Raise NotFound if there is no such task, or if it is another site's."""
     row = session.execute(
@@ -109,6 +91,13 @@ def withhold(session: Session, now: float, actor: str, worker_id: str, withheld:
     offered = (TaskRow.worker_id == worker_id) & (TaskRow.state == "offered") & TaskRow.run_id.in_(withheld)
     for task in session.scalars(select(TaskRow).where(offered)).all() if withheld else ():
         move_task(session, now, actor, task, "withhold", {"problem": Withheld(withheld[task.run_id]).json()})
+
+
+def note_withheld(record: TaskRecord, reason: str) -> None:
+    """Declare for a worker what its next claim will: until then, the next round could ask it again."""
+    worker = record.worker
+    withheld = {**worker.declared.get("withheld", {}), record.task.run_id: reason[:300]}
+    worker.declared = {**worker.declared, "withheld": dict(list(withheld.items())[-MOST_WITHHELD:])}
 
 
 def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None:
@@ -140,9 +129,9 @@ def offered_to(session: Session, worker_ids: Sequence[str]) -> list[str]:
 
 
 def lease(session: Session, now: float, actor: str, task: TaskRow, instance: str, seconds: float) -> None:
-    """Gives the task to this process. Raises Conflict if another was faster."""
+    """Lease the task to this process. Raise Conflict if another was faster."""
     if task.state == "leased":
-        _renew(session, task.id, task.token, now + seconds)
+        renew(session, task, now + seconds)
     else:
         values = {
             "token": task.token + 1,
@@ -155,37 +144,11 @@ def lease(session: Session, now: float, actor: str, task: TaskRow, instance: str
     session.refresh(task)
 
 
-def renew(
-    session: Session, record: TaskRecord, token: int, expires_at: float, progress: Progress | None = None
-) -> None:
-    """Extend the lease. Raise LeaseLost, TaskCancelled or RoundClosed."""
-    record.require_lease(token)
-    _renew(session, record.task.id, token, expires_at, progress)
-
-
-def _renew(session: Session, task_id: str, token: int, expires_at: float, progress: Progress | None = None) -> None:
-    same = (TaskRow.id == task_id) & (TaskRow.token == token) & (TaskRow.state == "leased")
+def renew(session: Session, task: TaskRow, expires_at: float, progress: Progress | None = None) -> None:
+    """Extend the lease of a task."""
+    same = (TaskRow.id == task.id) & (TaskRow.token == task.token) & (TaskRow.state == "leased")
     told = {"progress": progress.model_dump(mode="json", exclude_none=True)} if progress else {}
     session.execute(update(TaskRow).where(same).values(lease_expires_at=expires_at, **told))
-
-
-def release(session: Session, now: float, actor: str, record: TaskRecord, token: int) -> None:
-    """Offer the task again at once. A lease given up in good order does not count as a try."""
-    record.require_lease(token)
-    values = {"leases": record.task.leases - 1, "lease_expires_at": None}
-    _move(session, now, actor, record.task, "release", values)
-
-
-def fail(session: Session, now: float, actor: str, record: TaskRecord, token: int, problem: Problem) -> None:
-    """End the task. One that its site has not agreed to is withheld, which is no failure."""
-    record.require_lease(token)
-    event = "withhold" if isinstance(problem, Withheld) else "fail"
-    _move(session, now, actor, record.task, event, {"problem": problem.json()})
-    if isinstance(problem, Withheld):
-        # As its next claim will say: until then the next round could ask it again.
-        worker = record.worker
-        withheld = {**worker.declared.get("withheld", {}), record.task.run_id: problem.detail[:300]}
-        worker.declared = {**worker.declared, "withheld": dict(list(withheld.items())[-MOST_WITHHELD:])}
 
 
 def require_report(record: TaskRecord, report: Submission | Evaluated, kind: str) -> None:
@@ -201,40 +164,16 @@ def require_report(record: TaskRecord, report: Submission | Evaluated, kind: str
         raise StaleVersion(f"the task starts from {record.version.digest}; the report is about {report.version}")
 
 
-def rejected(report: Submission, problem: Problem) -> Outcome:
-    """Return the outcome of an update that cannot be used."""
-    columns = {"problem": problem.json(), "update_digest": report.update, "audit_head": report.audit_head}
-    return Outcome("reject", report.token, columns)
+def settle(
+    session: Session, now: float, actor: str, record: TaskRecord, token: int, event: str, columns: dict[str, Any]
+) -> None:
+    """Move a task by a report of its worker. The report counts from here on, and only once (invariant I1).
 
-
-def accepted(
-    report: Submission | Evaluated, numbers: dict[str, float], upload_bytes: int = 0, layers: Sequence[str] = ()
-) -> Outcome:
-    """Return the outcome of a report that counts, with the numbers to keep of it."""
-    columns = {
-        "examples": report.examples,
-        "numbers": numbers,
-        "layers": list(layers),
-        "download_bytes": report.download_bytes,
-        "upload_bytes": upload_bytes,
-        "update_digest": report.update if isinstance(report, Submission) else None,
-        "audit_head": report.audit_head,
-    }
-    return Outcome("accept", report.token, columns)
-
-
-def settle(session: Session, now: float, actor: str, record: TaskRecord, outcome: Outcome) -> None:
-    """Write the outcome of a task. A report counts from here on, and only once (invariant I1).
-
-    Raise LeaseLost, TaskCancelled or RoundClosed.
+    Raise LeaseLost, TaskCancelled or RoundClosed unless the token holds the task.
     """
-    record.require_lease(outcome.token)
-    _move(session, now, actor, record.task, outcome.event, outcome.columns)
-
-
-def _move(session: Session, now: float, actor: str, task: TaskRow, event: str, values: dict[str, Any]) -> None:
-    move_task(session, now, actor, task, event, values)
-    session.refresh(task)
+    record.require_lease(token)
+    move_task(session, now, actor, record.task, event, columns)
+    session.refresh(record.task)
 
 
 def was_released(record: TaskRecord, token: int) -> bool:
@@ -256,13 +195,6 @@ def was_accepted(record: TaskRecord, token: int, digest: str | None = None) -> b
     """
     task = record.task
     return task.state in ACCEPTED and task.token == token and digest in (None, task.update_digest)
-
-
-def rejection(record: TaskRecord, token: int, digest: str) -> Problem | None:
-    """Return the problem that this very report was rejected for before, if it was."""
-    task = record.task
-    same = (task.token, task.update_digest) == (token, digest)
-    return problem_from(task.problem) if task.state == "rejected" and same and task.problem else None
 
 
 def last_receipt(session: Session, task: TaskRow) -> Receipt | None:

@@ -4,75 +4,73 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from anyio import to_thread
-from sqlalchemy import func, select
+from sqlalchemy import Row, select
 
 from tessera.coordinator.auth import tokens
 from tessera.coordinator.blobs.uploads import Upload, find_finished, retain
 from tessera.coordinator.db import tasks, views
-from tessera.coordinator.db.tables import RoundRow, SiteRow, TaskRow, VersionRow, WorkerRow
-from tessera.coordinator.db.tasks import Outcome, TaskRecord
+from tessera.coordinator.db.tables import TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tasks import TaskRecord
 from tessera.coordinator.db.workers import enrol, enrolled
 from tessera.coordinator.domain.principal import Principal
-from tessera.coordinator.operations.uploads import store_inline
 from tessera.coordinator.services import Services
-from tessera.coordinator.telemetry.metrics import SENT_BYTES, UPDATES_TOTAL
+from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES, UPDATES_TOTAL
 from tessera.shared.api.tasks import Claim, Evaluated, Failure, Heartbeat, Lease, Submission, Task, TaskView
 from tessera.shared.model.layers import layers_of
-from tessera.shared.problems import Conflict, Fault, Invalid, InvalidUpdate, Problem, Withheld, WorkerFailed
+from tessera.shared.problems import (
+    Conflict,
+    Fault,
+    Invalid,
+    InvalidUpdate,
+    Problem,
+    Withheld,
+    WorkerFailed,
+    problem_from,
+)
 from tessera.shared.rounds.planning import check_report
 from tessera.shared.schema import GIVEN_BACK, MOST_ALONG, Page
-
-HungUp = Callable[[], Awaitable[None]]
-"""Returns when the caller has hung up."""
 
 # ---------------------------------------------------------------- claim
 
 
 async def claim(
-    services: Services, caller: Principal, request: Claim, wait_seconds: float, hung_up: HungUp
+    services: Services,
+    caller: Principal,
+    request: Claim,
+    wait_seconds: float,
+    hung_up: Callable[[], Coroutine[Any, Any, None]],
 ) -> Task | None:
-    """Lease the next task that is offered to the worker, waiting for one until the time is over."""
+    """Lease the next task that is offered to the worker, waiting for one until the time is over.
+
+    `hung_up` returns when the caller has hung up: nothing may be leased to it then.
+    """
     clock = asyncio.get_running_loop().time
     deadline = clock() + wait_seconds
     worker_id = await to_thread.run_sync(declare, services, caller, request)
-    with services.gate.waiting(worker_id) as bell, _watching(hung_up, bell) as gone:
-        rung = False
-        while not gone.is_set():
-            bell.clear()
-            task = await to_thread.run_sync(partial(lease, services, caller, worker_id, request.instance, rung=rung))
-            if task is not None:
-                return task
-            try:
-                if not services.gate.closed:
-                    await asyncio.wait_for(bell.wait(), deadline - clock())
-            except TimeoutError:
-                pass
-            rung = bell.is_set()
-            if services.gate.closed or not rung:
-                break
+    with services.gate.waiting(worker_id) as bell:
+        watcher, rung = asyncio.create_task(hung_up()), False
+        watcher.add_done_callback(lambda _: bell.set())
+        try:
+            while not watcher.done():
+                bell.clear()
+                next_task = partial(lease, services, caller, worker_id, request.instance, rung=rung)
+                if task := await to_thread.run_sync(next_task):
+                    return task
+                with suppress(TimeoutError):
+                    if not services.gate.closed:
+                        await asyncio.wait_for(bell.wait(), deadline - clock())
+                rung = bell.is_set()
+                if services.gate.closed or not rung:
+                    break
+        finally:
+            watcher.cancel()
     return None
-
-
-@contextmanager
-def _watching(hung_up: HungUp, bell: asyncio.Event) -> Iterator[asyncio.Event]:
-    """An event for when the caller has hung up, which rings the bell too: nothing may be leased to it then."""
-    gone = asyncio.Event()
-
-    async def watch() -> None:
-        await hung_up()
-        gone.set()
-        bell.set()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield gone
-    finally:
-        watcher.cancel()
 
 
 def declare(services: Services, caller: Principal, request: Claim) -> str:
@@ -152,20 +150,13 @@ def list_tasks(
     services: Services, caller: Principal, run: str | None, limit: int, cursor: str | None
 ) -> Page[TaskView]:
     """Return a page of the calling site's tasks, oldest first."""
-    number = func.coalesce(RoundRow.number, TaskRow.version_number)
-    query = (
-        select(TaskRow, SiteRow.name, WorkerRow.name, number)
-        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .outerjoin(RoundRow, RoundRow.id == TaskRow.round_id)
-        .where(WorkerRow.site_id == caller.site_id)
-    )
+    query = select(TaskRow).join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+    query = query.where(WorkerRow.site_id == caller.site_id)
     if run is not None:
         query = query.where(TaskRow.run_id == run)
 
-    def view(row: tuple[TaskRow, str, str, int]) -> TaskView:
-        task, site, worker, number = row
-        return views.task_for_site(views.task_view(task, f"{site}/{worker}", number))
+    def view(row: Row[TaskRow]) -> TaskView:
+        return _view(tasks.find_task(session, row[0].id, caller.site_id), caller)
 
     with services.database.snapshot() as session:
         return views.page(session, query, (TaskRow.created_at, TaskRow.id), view, limit, cursor)
@@ -191,7 +182,8 @@ def heartbeat(services: Services, caller: Principal, task_id: str, request: Hear
     with services.database.transaction() as session:
         now = services.database.now()
         record = tasks.find_task(session, task_id, caller.site_id)
-        tasks.renew(session, record, request.token, now + seconds, request.progress)
+        record.require_lease(request.token)
+        tasks.renew(session, record.task, now + seconds, request.progress)
         services.presence.note(record.worker.id, now)
     return Lease(lease_seconds=seconds)
 
@@ -205,12 +197,15 @@ def submit_update(services: Services, caller: Principal, task_id: str, report: S
         record = tasks.find_task(session, task_id, caller.site_id)
         if tasks.was_accepted(record, report.token, report.update):
             return _view(record, caller)
-        if before := tasks.rejection(record, report.token, report.update):
-            raise before
+        task = record.task
+        # A repeat is rejected as it was at first.
+        if (task.state, task.token, task.update_digest) == ("rejected", report.token, report.update) and task.problem:
+            raise problem_from(task.problem)
         tasks.require_report(record, report, "train")
         upload = find_finished(session, caller.owner, report.update)
     if report.data is not None:
-        upload = store_inline(services, caller, report.update, report.data)
+        _receive(services, len(report.data))
+        upload = services.uploads.store(caller.owner, report.update, report.data, site_id=caller.site_id)
     if upload is None:
         missing = Fault(pointer="/update", detail="no finished upload of yours has this digest")
         raise Invalid(f"{report.update} was not uploaded", errors=[missing], remedy="Upload it, then submit again.")
@@ -223,11 +218,11 @@ def submit_update(services: Services, caller: Principal, task_id: str, report: S
         measured, blocks = services.inspector.checked(report.update, model, manifest, plan, spec.max_update_norm)
         numbers = {**views.without_scores(report.numbers), **measured}
     except InvalidUpdate as problem:
-        _reject(services, caller, record, tasks.rejected(report, problem))
+        _reject(services, caller, record, _rejected(report, problem))
         raise
     layers = [layer.name for layer in layers_of(model.by_name[name] for name in blocks)]
-    outcome = tasks.accepted(report, numbers, upload.length, layers)
-    view = _accept(services, caller, record, outcome, upload)
+    columns = _accepted(report, numbers, layers, upload)
+    view = _accept(services, caller, record, columns, upload)
     UPDATES_TOTAL.labels(outcome="accepted").inc()
     return view
 
@@ -239,53 +234,95 @@ def submit_evaluation(services: Services, caller: Principal, task_id: str, repor
         if tasks.was_accepted(record, report.token):
             return _view(record, caller)
         tasks.require_report(record, report, "evaluate")
-    return _accept(services, caller, record, tasks.accepted(report, dict(report.numbers)))
+    return _accept(services, caller, record, _accepted(report, dict(report.numbers)))
 
 
 def fail(services: Services, caller: Principal, task_id: str, report: Failure) -> TaskView:
-    """End a task that cannot be done at its worker; the round goes on without it."""
+    """End a task that cannot be done at its worker; the round goes on without it.
+
+    One that its site has not agreed to is withheld, which is no failure.
+    """
     withheld = report.code in GIVEN_BACK
     problem = Withheld(report.detail) if withheld else WorkerFailed.of(report.code, report.detail)
     with services.database.transaction() as session:
         record = tasks.find_task(session, task_id, caller.site_id)
         if not tasks.was_failed(record, report.token):
-            tasks.fail(session, services.database.now(), caller.actor, record, report.token, problem)
+            event, columns = "withhold" if withheld else "fail", {"problem": problem.json()}
+            tasks.settle(session, services.database.now(), caller.actor, record, report.token, event, columns)
+            if withheld:
+                tasks.note_withheld(record, problem.detail)
         view = _view(record, caller)
     services.call()
     return view
 
 
 def release(services: Services, caller: Principal, task_id: str, request: Heartbeat) -> TaskView:
-    """Take a task back undone, and offer it again at once."""
+    """Take a task back undone, and offer it again at once. Its lease does not count as a try."""
     with services.database.transaction() as session:
         record = tasks.find_task(session, task_id, caller.site_id)
         if not tasks.was_released(record, request.token):
-            tasks.release(session, services.database.now(), caller.actor, record, request.token)
+            columns = {"leases": record.task.leases - 1, "lease_expires_at": None}
+            now = services.database.now()
+            tasks.settle(session, now, caller.actor, record, request.token, "release", columns)
         view, worker_id = _view(record, caller), record.worker.id
     services.wake([worker_id])
     return view
 
 
+def _receive(services: Services, nbytes: int) -> None:
+    """Admit the bytes of an update that came with its submission. Raise Invalid if they are too many."""
+    if nbytes > (most := services.settings.submission_bytes):
+        fault = Fault(pointer="/data", detail=f"{nbytes} bytes; at most {most} come with a submission")
+        raise Invalid("the update is too long for its submission", errors=[fault], remedy="Upload it first.")
+    RECEIVED_BYTES.inc(nbytes)
+    services.memory.require()
+
+
+def _rejected(report: Submission, problem: Problem) -> dict[str, Any]:
+    """Return the columns of a task whose update cannot be used."""
+    return {"problem": problem.json(), "update_digest": report.update, "audit_head": report.audit_head}
+
+
+def _accepted(
+    report: Submission | Evaluated,
+    numbers: dict[str, float],
+    layers: Sequence[str] = (),
+    upload: Upload | None = None,
+) -> dict[str, Any]:
+    """Return the columns of a task whose report counts."""
+    return {
+        "examples": report.examples,
+        "numbers": numbers,
+        "layers": list(layers),
+        "download_bytes": report.download_bytes,
+        "upload_bytes": upload.length if upload else 0,
+        "update_digest": upload.digest if upload else None,
+        "audit_head": report.audit_head,
+    }
+
+
 def _accept(
-    services: Services, caller: Principal, record: TaskRecord, outcome: Outcome, upload: Upload | None = None
+    services: Services, caller: Principal, judged: TaskRecord, columns: dict[str, Any], upload: Upload | None = None
 ) -> TaskView:
+    """Count the report that a task was judged by, under the token that it was judged with."""
+    token = judged.task.token
     with services.database.transaction() as session:
-        now = services.database.now()
-        record = tasks.reload(session, record)
-        if not tasks.was_accepted(record, outcome.token, outcome.columns["update_digest"]):
+        now, record = services.database.now(), tasks.reload(session, judged)
+        if not tasks.was_accepted(record, token, columns["update_digest"]):
             if upload:
                 retain(session, now, upload)
-            tasks.settle(session, now, caller.actor, record, outcome)
+            tasks.settle(session, now, caller.actor, record, token, "accept", columns)
             # Counted and not refused: what is under way may finish.
-            nbytes = len(json.dumps(outcome.columns["numbers"]))
+            nbytes = len(json.dumps(columns["numbers"]))
             services.quota.note_bytes(session, now, caller.site_id or "", nbytes)
         view = _view(record, caller)
     services.call()
     return view
 
 
-def _reject(services: Services, caller: Principal, record: TaskRecord, outcome: Outcome) -> None:
+def _reject(services: Services, caller: Principal, judged: TaskRecord, columns: dict[str, Any]) -> None:
     with services.database.transaction() as session:
-        tasks.settle(session, services.database.now(), caller.actor, tasks.reload(session, record), outcome)
+        now, record = services.database.now(), tasks.reload(session, judged)
+        tasks.settle(session, now, caller.actor, record, judged.task.token, "reject", columns)
     services.call()
     UPDATES_TOTAL.labels(outcome="rejected").inc()

@@ -18,7 +18,6 @@ import numpy as np
 from tessera.coordinator.db import views
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs, tasks
-from tessera.coordinator.operations.uploads import uploads_of
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import Claim, Evaluated, Failure, Heartbeat, Submission, Task, TaskView
@@ -284,13 +283,13 @@ class Worker:
         dice = self.world.schedule.dice
 
         def announce(serving: Services) -> str:
-            upload = uploads_of(serving).announce(self._me.owner, digest, len(data))
+            upload = serving.uploads.announce(self._me.owner, digest, len(data))
             return upload.id
 
         upload_id = self._patiently("announce", announce)
 
         def attempt(serving: Services) -> bool:
-            taking = uploads_of(serving)
+            taking = serving.uploads
             upload = taking.find(upload_id, self._me.owner)
             offset = taking.offset(upload)
             breaks = dice.random() < 0.2
@@ -403,7 +402,7 @@ class Orchestrator:
             self.world.schedule.sleep(2)
 
     def _uploaded(self, serving: Services) -> RunSpec:
-        taking = uploads_of(serving)
+        taking = serving.uploads
 
         def put(data: bytes) -> str:
             digest = digest_of(data)

@@ -63,19 +63,19 @@ def any_state(state: str, round_state: str | None, shown: int, token: int) -> An
     return None if state == "cancelled" and shown == token else REFUSAL(state, round_state, shown, token)
 
 
-def acknowledged_first(serving: Any, caller: Any, record: Any, outcome: Any, *rest: Any) -> Any:
+def acknowledged_first(serving: Any, caller: Any, judged: Any, columns: Any, *rest: Any) -> Any:
     """Answers, and writes a moment later."""
     schedule = SCHEDULES[-1]
 
     def later() -> None:
         schedule.sleep(0.5)
         with serving.database.transaction() as session:
-            now = tasks.reload(session, record)
-            if now.task.state == "leased" and now.task.token == outcome.token:
-                tasks.settle(session, serving.database.now(), caller.actor, now, outcome)
+            record, token = tasks.reload(session, judged), judged.task.token
+            if record.task.state == "leased" and record.task.token == token:
+                tasks.settle(session, serving.database.now(), caller.actor, record, token, "accept", columns)
 
     schedule.spawn(schedule.current.process, "later", later)
-    return task_operations.get_task(serving, caller, record.task.id)
+    return task_operations.get_task(serving, caller, judged.task.id)
 
 
 def unflushed(self: Any, path: Any, digest: str) -> None:
@@ -200,13 +200,13 @@ def everything_swept(self: Any) -> int:
     return len(left)
 
 
-def writes_first(session: Any, now: float, actor: str, record: Any, outcome: Any) -> None:
+def writes_first(session: Any, now: float, actor: str, record: Any, token: int, event: str, columns: Any) -> None:
     """Notes the report, and then looks whether it may."""
-    record.task.examples = outcome.columns.get("examples")
+    record.task.examples = columns.get("examples")
     session.flush()
     session.connection().exec_driver_sql("COMMIT")
     session.connection().exec_driver_sql("BEGIN IMMEDIATE")
-    SETTLE(session, now, actor, record, outcome)
+    SETTLE(session, now, actor, record, token, event, columns)
 
 
 def unchecked_report(record: Any, report: Any, kind: str) -> None:
