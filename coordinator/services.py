@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Literal
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.blobs.uploads import Quota, Uploads
 from tessera.coordinator.blobs.version_diffs import Differences
+from tessera.coordinator.conductor.actions import Actions, Liveness
 from tessera.coordinator.conductor.conductor import Conductor
+from tessera.coordinator.conductor.merge import RoundMerger
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.domain.decide import Patience
 from tessera.coordinator.limits.disk import Room
@@ -106,15 +108,14 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
     bells: Bells = FolderBells(settings.staging_dir / "bells") if database.is_sqlite else NoticeBells(database)
     wake = gate.notify if duty == "both" else bells.wake
     news = News(database, tick_seconds=settings.tick_seconds, most_listeners=settings.max_listeners)
+    liveness = Liveness(database, settings.live_seconds)
     conductor = Conductor(
         database,
-        blobs,
-        states,
-        Aggregation(states, inspector),
+        liveness,
+        Actions(database, states, liveness),
+        RoundMerger(database, blobs, states, Aggregation(states, inspector), room, liveness),
         presence,
-        room,
         patience=Patience(settings.gather_seconds, settings.evaluation_seconds),
-        live_seconds=settings.live_seconds,
         tick_seconds=settings.tick_seconds,
         alive_file=settings.alive_file,
         notify=wake,

@@ -1,4 +1,4 @@
-"""The loop that moves rounds: it takes a snapshot, decides, acts and merges.
+"""What moves rounds: the loop (`conductor`), what each decision does (`actions`), and merging a round (`merge`).
 
 Imports `blobs`, `db`, `domain`, `limits` and `notify`.
 """

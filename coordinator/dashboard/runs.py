@@ -36,7 +36,7 @@ from tessera.coordinator.dashboard.queries import (
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed, Visitor
 from tessera.coordinator.dashboard.svg_charts import Series, Stretch
-from tessera.coordinator.dashboard.templating import NOTHING, number, percent, plural, render, size
+from tessera.coordinator.dashboard.templating import NOTHING, first_up, number, percent, plural, render, size
 from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import candidates, invitation, live_workers
 from tessera.coordinator.db.tables import RoundRow, RunRow, VersionRow
@@ -44,7 +44,8 @@ from tessera.coordinator.domain.workers import sites_of
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.methods.fedfrozen import PERSISTENCE, SIGNAL, TO_WIN
+from tessera.shared.methods.base import Chart
+from tessera.shared.methods.registry import charts
 from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site, scores_by_version, spreads
 from tessera.shared.problems import NotFound
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
@@ -69,8 +70,8 @@ Attempt = Annotated[int | None, Query(ge=1, lt=1 << 31)]
 
 
 @dataclass(frozen=True)
-class Chart:
-    """A picture, and the table that says the same."""
+class Panel:
+    """A chart with its title, and the table that says the same."""
 
     ident: str
     title: str
@@ -280,22 +281,15 @@ def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
 
 def _charts(
     session: Session, run: Run, measurements: Sequence[Measurement], scores: Scores, sums: Sequence[RoundSum]
-) -> list[Chart]:
+) -> list[Panel]:
     bands = stage_bands(session, run.id)
     step = thinned(run.version.number)
     every = f"Every {step} versions." if step > 1 else ""
     made = [_metric(measurements, scores, name, bands, every) for name in ("accuracy", "loss")]
     made.append(_bytes_by_round(run, sums))
     made.append(_heat(session, run))
-    numbers = version_numbers(session, run, (SIGNAL, TO_WIN, PERSISTENCE, "entropy."))
-    for prefix, title in (("warmup.", "Warm-up signals"), ("entropy.", "Attention entropy by layer")):
-        lines = [
-            Series(name.removeprefix(prefix).replace("_", " "), points, main=True)
-            for name, points in sorted(numbers.items(), key=lambda pair: natural(pair[0]))
-            if name.startswith(prefix)
-        ]
-        of_all = f"The first {MOST_LINES} of {len(lines)}. " if len(lines) > MOST_LINES else ""
-        made.append(_along(prefix[:-1], title, lines[:MOST_LINES], bands, of_all + every))
+    numbers = version_numbers(session, run, tuple(name for one in charts(run.spec.method) for name in one.numbers))
+    made += [_declared(chart, numbers, bands, every) for chart in charts(run.spec.method)]
     if run.spec.privacy:
         made.append(_epsilon(session, run, run.spec.privacy, bands, every))
     return made
@@ -313,19 +307,37 @@ def _absent(run: Run, measurements: Sequence[Measurement], shown: set[str]) -> I
         yield "scores by site", why
     if "bytes" in shown and "heat" not in shown:
         yield "layers by site", "every update held the same layers"
-    if method.name == "fedfrozen" and "warmup" not in shown:
-        fixed = method.settings.get("warmup_rounds") != "auto"
-        why = "they are measured if warmup_rounds is auto" if fixed else "they need two rounds with two updates each"
-        yield "warm-up signals", why
+    for chart in charts(method):
+        if _ident(chart) not in shown:
+            lacking = [f"{n} is {value}" for n, value in chart.requires.items() if method.settings.get(n) != value]
+            yield chart.name, f"they are measured if {' and '.join(lacking)}" if lacking else chart.missing
     if run.spec.privacy and "epsilon" not in shown:
         yield "epsilon by worker", "no update has come yet"
-    if method.name == "safl" and "entropy" not in shown:
-        yield "attention entropy", "no worker has measured it"
+
+
+def _declared(
+    chart: Chart, numbers: Mapping[str, Mapping[int, float]], bands: Sequence[svg_charts.Band], every: str
+) -> Panel:
+    """Draw a chart that the run's method declares."""
+    lines = [
+        Series((name.partition(".")[2] or name).replace("_", " "), points, main=True)
+        for name, points in sorted(numbers.items(), key=lambda pair: natural(pair[0]))
+        if name.startswith(chart.numbers)
+    ]
+    of_all = f"The first {MOST_LINES} of {len(lines)}." if len(lines) > MOST_LINES else ""
+    note = " ".join(filter(None, (chart.description, of_all, every)))
+    title = (chart.title or first_up(chart.name)) + (f" ({chart.unit})" if chart.unit else "")
+    return _along(_ident(chart), title, lines[:MOST_LINES], bands, note)
+
+
+def _ident(chart: Chart) -> str:
+    """Return what a method's chart is called in the page's HTML, which none of the page's own charts is."""
+    return f"method-{chart.name.replace(' ', '-')}"
 
 
 def _metric(
     measurements: Sequence[Measurement], scores: Scores, name: str, bands: Sequence[svg_charts.Band], note: str
-) -> Chart:
+) -> Panel:
     """A number of the global model, of sites' own models, and of the global one at each site."""
     together = {version: found[name] for version, found in scores.items() if name in found}
     lines = [Series("global", together, main=True)]
@@ -342,7 +354,7 @@ def _metric(
     return _along(name, name.replace("_", " ").capitalize(), [line for line in lines if line.points], bands, note)
 
 
-def _epsilon(session: Session, run: Run, privacy: Privacy, bands: Sequence[svg_charts.Band], every: str) -> Chart:
+def _epsilon(session: Session, run: Run, privacy: Privacy, bands: Sequence[svg_charts.Band], every: str) -> Panel:
     """What the run has spent at each worker so far; of many, where it is the most."""
     spent = epsilon_by_worker(session, run)
     most = sorted(spent, key=lambda worker: _last(spent[worker]), reverse=True)[:MOST_LINES]
@@ -356,15 +368,15 @@ def _last(points: Mapping[int, float]) -> float:
     return points[max(points)]
 
 
-def _along(ident: str, title: str, lines: Sequence[Series], bands: Sequence[svg_charts.Band], note: str) -> Chart:
+def _along(ident: str, title: str, lines: Sequence[Series], bands: Sequence[svg_charts.Band], note: str) -> Panel:
     picture = svg_charts.lines(f"{ident}-chart", title, lines, bands=bands, along="version")
     places = sorted({at for line in lines for at in line.points}, reverse=True)
     exact = svg_charts.digits([value for line in lines for _, value in line.ordered])
     rows = [[str(at), *(number(line.points.get(at), exact) for line in lines)] for at in places]
-    return Chart(ident, title, picture, ("version", *(line.name for line in lines)), rows, lines[:MOST_LINES], note)
+    return Panel(ident, title, picture, ("version", *(line.name for line in lines)), rows, lines[:MOST_LINES], note)
 
 
-def _bytes_by_round(run: Run, sums: Sequence[RoundSum]) -> Chart:
+def _bytes_by_round(run: Run, sums: Sequence[RoundSum]) -> Panel:
     made = {one.number: one for one in sorted(sums, key=lambda one: (one.number, one.attempt)) if one.accepted}
     down = Series("down", {n: float(one.down) for n, one in made.items()})
     up = Series("up", {n: float(one.up) for n, one in made.items()})
@@ -381,10 +393,10 @@ def _bytes_by_round(run: Run, sums: Sequence[RoundSum]) -> Chart:
     if len(sums) == MOST_BARS:
         note = f"The latest {MOST_BARS} rounds. {note}"
     columns = ("round", "down", "up", "whole models", "of whole")
-    return Chart("bytes", "Bytes by round", picture, columns, rows, (down, up), note)
+    return Panel("bytes", "Bytes by round", picture, columns, rows, (down, up), note)
 
 
-def _heat(session: Session, run: Run) -> Chart:
+def _heat(session: Session, run: Run) -> Panel:
     """Which layers each site's updates held; nothing where all held all."""
     rows, layers = layers_by_site(session, run.id)
     columns = short_layers(layers)
@@ -393,7 +405,7 @@ def _heat(session: Session, run: Run) -> Chart:
     title = "Layers that each site trained"
     picture = svg_charts.heat("heat-chart", title, rows, columns, told) if varied else Markup("")
     table = [[site, *(percent(share) for share in shares)] for site, shares in rows.items()]
-    return Chart("heat", title, picture, ("site", *columns), table, (), told)
+    return Panel("heat", title, picture, ("site", *columns), table, (), told)
 
 
 # ---------------------------------------------------------------- a round's figures

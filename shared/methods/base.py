@@ -397,6 +397,26 @@ class WorkerHalf(Generic[C]):
 
 
 @dataclass(frozen=True)
+class Chart:
+    """Numbers of a run's versions as lines over the versions, which the run's page draws."""
+
+    name: str
+    """A noun phrase for use within a sentence: "No warm-up signals: ..."."""
+    numbers: tuple[str, ...]
+    """Names in `State.numbers`, or what several begin with. Each is a line, which drops the name's part before the
+    first dot."""
+    missing: str = "no version has any yet"
+    """Why there may be nothing to draw yet, after the name and a colon."""
+    requires: Mapping[str, Any] = field(default_factory=dict)
+    """Settings other than the defaults without which the numbers are not measured."""
+    title: str = ""
+    """The heading; the name if left out."""
+    description: str = ""
+    """Sentences between the heading and the chart."""
+    unit: str = ""
+
+
+@dataclass(frozen=True)
 class Method(Generic[C]):
     """A method, as its file declares it in `METHOD`."""
 
@@ -406,6 +426,7 @@ class Method(Generic[C]):
     worker: type[WorkerHalf[C]]
     source: str
     """The paper, section and equation that it follows."""
+    charts: tuple[Chart, ...] = ()
 
 
 UPDATE_NORM = "update_norm"

@@ -29,6 +29,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from tessera.shared.aggregation.drift import Agreement, agreement
 from tessera.shared.methods.base import (
+    Chart,
     CoordinatorHalf,
     Method,
     MethodSettings,
@@ -276,4 +277,12 @@ METHOD = Method(
     coordinator=FedFrozenCoordinator,
     worker=WorkerHalf[FedFrozenSettings],
     source="FedFrozen, arXiv 2605.06446, two-stage algorithm; the automatic warm-up is ours",
+    charts=(
+        Chart(
+            name="warm-up signals",
+            numbers=(SIGNAL, TO_WIN, PERSISTENCE),
+            missing="they need two rounds with two updates each",
+            requires={"warmup_rounds": "auto"},
+        ),
+    ),
 )

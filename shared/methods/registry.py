@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tessera.shared.methods.base import Chosen, CoordinatorHalf, Method, MethodSettings, RunFacts, WorkerHalf
+from tessera.shared.methods.base import Chart, Chosen, CoordinatorHalf, Method, MethodSettings, RunFacts, WorkerHalf
 
 FOLDERS = "TESSERA_METHODS"
 """The environment variable that names folders with methods, divided as in PATH."""
@@ -83,6 +83,12 @@ def sticky(chosen: Chosen) -> bool:
     return method is not None and method.coordinator.sticky
 
 
+def charts(chosen: Chosen) -> tuple[Chart, ...]:
+    """Return the charts that the method declares; none for a method that is not installed."""
+    method = methods().get(chosen.name)
+    return method.charts if method else ()
+
+
 def coordinator_half(chosen: Chosen, run: RunFacts) -> CoordinatorHalf[Any]:
     method, settings = _method(chosen)
     return method.coordinator(settings, run)
@@ -98,6 +104,7 @@ __all__ = [
     "MethodsUnusable",
     "UnknownMethod",
     "ValidationError",
+    "charts",
     "check",
     "coordinator_half",
     "methods",

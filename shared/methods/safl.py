@@ -26,6 +26,7 @@ import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from tessera.shared.methods.base import (
+    Chart,
     CoordinatorHalf,
     Harvest,
     Method,
@@ -598,4 +599,12 @@ METHOD = Method(
     coordinator=SAFLCoordinator,
     worker=SAFLWorker,
     source="Selective Attention Federated Learning, arXiv 2504.11793, Sections III.A to III.C",
+    charts=(
+        Chart(
+            name="attention entropy",
+            numbers=("entropy.",),
+            missing="no worker has measured it",
+            title="Attention entropy by layer",
+        ),
+    ),
 )

@@ -13,7 +13,7 @@ from sqlalchemy import select
 
 from tessera.coordinator.blobs import store as blobs
 from tessera.coordinator.blobs import uploads
-from tessera.coordinator.conductor import conductor
+from tessera.coordinator.conductor import actions
 from tessera.coordinator.db import rounds, snapshots, tasks, transitions
 from tessera.coordinator.db.tables import AuditRow, RoundRow, TaskRow
 from tessera.coordinator.domain import acceptance, decide, lifecycle
@@ -40,7 +40,6 @@ RECORD = transitions.audit.record
 SETTLE = tasks.settle
 STAGE = vault.Vault.stage
 FIND = tasks.find_task
-RECORDED = conductor.Conductor._record
 
 
 def no_token(state: str, round_state: str | None, shown: int, token: int) -> Any:
@@ -159,11 +158,10 @@ def endless(round_: Any, run: Any, now: float) -> Any:
     return ROUND(replace(round_, deadline_at=now + 1), run, now)
 
 
-def lapse_unseen(self: Any, session: Any, now: float, run_id: str, action: Any) -> Any:
-    if not isinstance(action, decide.Lapse):
-        return RECORDED(self, session, now, run_id, action)
-    conductor.move_task(session, now, conductor.ACTOR, session.get_one(TaskRow, action.task), "lapse")
-    return []
+def lapse_unseen(self: Any, task_id: str, token: int) -> None:
+    with self.database.transaction() as session:
+        now, task = self.database.now(), session.get_one(TaskRow, task_id)
+        actions.move_task(session, now, actions.ACTOR, task, "lapse")
 
 
 def kept_at_once(self: Any, *arguments: Any) -> Any:
@@ -236,22 +234,22 @@ FAULTS: dict[str, Fault] = {
     "a file is not flushed before its rename": Fault(((blobs.Blobs, "move", unflushed),)),
     "a folder is not flushed after a rename": Fault(((blobs.Blobs, "flush_names", lambda self, digests: None),)),
     "a blob is in the table before it has its name": Fault(((uploads.Uploads, "_finish", table_first),)),
-    "a round is committed in two transactions": Fault(((conductor.rounds, "commit_round", in_two_transactions),)),
+    "a round is committed in two transactions": Fault(((rounds, "commit_round", in_two_transactions),)),
     "leases do not run out": Fault(((decide, "_leases", lambda run, now: iter(())),)),
-    "a lapse is entered though the lease was renewed": Fault(((conductor.Conductor, "_record", lapse_unseen),)),
+    "a lapse is entered though the lease was renewed": Fault(((actions.Actions, "expire", lapse_unseen),)),
     "a cancelled task is accepted": Fault(
         ((tasks, "refusal", any_state), (transitions, "TASK", _sourced("accept", "cancelled")))
     ),
-    "an update leaks into the next attempt": Fault(((conductor.rounds, "accepted_updates", leaking),)),
+    "an update leaks into the next attempt": Fault(((rounds, "accepted_updates", leaking),)),
     "the quorum is off by one": Fault(((decide, "_round", one_less),)),
     "updates are merged in the order of arrival": Fault(
         (
-            (conductor.rounds, "accepted_updates", by_arrival),
+            (rounds, "accepted_updates", by_arrival),
             (aggregation, "sorted", lambda entries, key: list(entries)),
         )
     ),
-    "an update counts twice": Fault(((conductor.rounds, "accepted_updates", twice),)),
-    "an accepted update is left out": Fault(((conductor.rounds, "accepted_updates", one_lost),)),
+    "an update counts twice": Fault(((rounds, "accepted_updates", twice),)),
+    "an accepted update is left out": Fault(((rounds, "accepted_updates", one_lost),)),
     "a repeated report is not recognised": Fault(((tasks, "was_accepted", lambda *arguments: False),)),
     "a repeated creation creates again": Fault(((run_operations, "once", lambda *arguments: arguments[-1]()),)),
     "digests are not verified": Fault(
@@ -259,9 +257,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "the vault keeps before the submission is accepted": Fault(((vault.Vault, "stage", kept_at_once),)),
     "the vault keeps before the update is merged": Fault(((vault.Staged, "accept", kept_when_accepted),)),
-    "whoever was ever here is present": Fault(
-        ((conductor, "live_workers", lambda session, since: LIVE(session, 0)),)
-    ),
+    "whoever was ever here is present": Fault(((actions, "live_workers", lambda session, since: LIVE(session, 0)),)),
     "a lapse is not audited": Fault(((transitions.audit, "record", unaudited),)),
     "the tasks of a closed round live on": Fault(((rounds, "cancel_tasks", lambda *arguments: None),)),
     "a round never reaches its deadline": Fault(((decide, "_round", endless),)),

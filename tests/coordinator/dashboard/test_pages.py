@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tessera.coordinator.db.tables import TaskRow, WorkerRow
+from tessera.coordinator.db.tables import TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.domain.eta import Pace, expected_end
 from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.api.tasks import Failure, Progress
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.registry import FOLDERS, methods
 from tessera.shared.run_settings.privacy import Privacy
 from tessera.shared.token_format import hash_of
 from tests.coordinator.dashboard.conftest import Person, signed_in
@@ -278,6 +281,54 @@ def test_what_is_not_there_says_why(coordinator: LiveCoordinator, viewer: Person
     ):
         run = start_run(client, MODEL, values(MODEL), dataset="none", evaluation=evaluation)
         assert why in viewer.http.get(f"/page/runs/{run.id}").text
+    for method, why in (
+        (Chosen(name="fedfrozen", settings={"warmup_rounds": "auto"}), "No warm-up signals: they need two rounds"),
+        (Chosen(name="safl"), "No attention entropy: no worker has measured it."),
+    ):
+        run = start_run(client, MODEL, values(MODEL), dataset="none", method=method)
+        assert why in viewer.http.get(f"/page/runs/{run.id}").text
+
+
+OWN_METHOD = """
+from tessera.shared.methods.base import Chart, CoordinatorHalf, Method, MethodSettings, WorkerHalf
+
+METHOD = Method(
+    "restless", MethodSettings, CoordinatorHalf, WorkerHalf, "a test",
+    charts=(
+        Chart("distance moved", ("moved.",), description="Of each layer.", unit="nm"),
+        Chart("wind", ("wind",), missing="it is calm", requires={"weather": "bad"}),
+    ),
+)
+"""
+
+
+@pytest.fixture
+def own_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Chosen]:
+    """Put a method with charts of its own into a folder of a user's."""
+    (tmp_path / "restless.py").write_text(OWN_METHOD)
+    with monkeypatch.context() as patched:
+        patched.setenv(FOLDERS, str(tmp_path))
+        methods.cache_clear()
+        yield Chosen(name="restless")
+    methods.cache_clear()
+
+
+def test_a_users_method_has_the_charts_that_it_declares(
+    own_method: Chosen, coordinator: LiveCoordinator, viewer: Person
+) -> None:
+    run = start_run(coordinator.client(), MODEL, values(MODEL), method=own_method)
+    page = f"/page/runs/{run.id}"
+    shown = viewer.http.get(page).text
+    assert "No distance moved: no version has any yet." in shown
+    assert "No wind: they are measured if weather is bad." in shown
+    with coordinator.services.database.transaction() as session:
+        session.get_one(VersionRow, (run.id, 0)).numbers = {"moved.10": 2.0, "moved.9": 1.0, "secret": 3.0}
+    shown = viewer.http.get(page).text
+    assert "Distance moved (nm)</h2>" in shown
+    assert "Of each layer." in shown
+    assert "Last values: 9: 1 at 0; 10: 2 at 0." in shown
+    assert "No distance moved" not in shown
+    assert "secret" not in shown
 
 
 def test_a_suspended_site_has_no_live_worker(coordinator: LiveCoordinator, viewer: Person) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from tessera.shared.methods.base import Chosen, Participant, Plan, RunFacts, Sta
 from tessera.shared.methods.registry import FOLDERS, UnknownMethod, check, coordinator_half, methods, worker_half
 from tessera.shared.model.selectors import SelectorError
 from tests.support.federation import small_model
+from tests.support.paths import ROOT
 
 MODEL = small_model()
 FACTS = RunFacts(blocks=MODEL.blocks, rounds=10)
@@ -132,3 +134,14 @@ def test_a_folder_of_methods_that_is_not_there_is_named(tmp_path: Path, monkeypa
     monkeypatch.setenv(FOLDERS, str(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"TESSERA_METHODS names .*none, which is no folder"):
         methods.__wrapped__()
+
+
+@pytest.mark.parametrize("side", ["coordinator", "worker"])
+def test_no_method_is_known_by_name_outside_its_file(side: str) -> None:
+    common = {"local"}
+    for path in (ROOT / side).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant):
+                assert node.value not in methods().keys() - common, f"{path}, line {node.lineno}"
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tessera.shared.methods"):
+                assert node.module in ("tessera.shared.methods.base", "tessera.shared.methods.registry"), path

@@ -1,0 +1,216 @@
+"""What each of the conductor's decisions does, but for a merge, which `merge` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.db import rounds
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.rounds import ACTOR
+from tessera.coordinator.db.snapshots import (
+    candidates,
+    central_due,
+    evaluators,
+    invitation,
+    live_workers,
+    remembering,
+    sites_due,
+)
+from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, VersionRow
+from tessera.coordinator.db.transitions import move_run, move_task
+from tessera.coordinator.domain import decide as todo
+from tessera.coordinator.domain.decide import Action
+from tessera.coordinator.domain.eligibility import Invitation, refused_model, refused_plan
+from tessera.coordinator.domain.snapshot import Due
+from tessera.coordinator.domain.workers import Member, ids, sites_of
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Plan, State
+from tessera.shared.model.spec import Model
+from tessera.shared.problems import Conflict
+from tessera.shared.rounds.planning import plan_round
+from tessera.shared.rounds.versions import States
+
+
+class TooFewWilling(Conflict):
+    """A round cannot open because sites would refuse what it asks."""
+
+
+class Liveness:
+    """Which workers are live: those that were heard of lately."""
+
+    def __init__(self, database: Database, live_seconds: float) -> None:
+        self._database = database
+        self._live_seconds = live_seconds
+        self._began_at = database.now()
+
+    def workers(self, session: Session) -> list[Member]:
+        return live_workers(session, self._database.now() - self._live_seconds)
+
+    def includes(self, session: Session, plans: Mapping[str, Plan]) -> bool:
+        """Return whether all who were planned for are still live: planning, and waiting for the right to write, take
+        their time."""
+        return plans.keys() <= {worker.name for worker in self.workers(session)}
+
+    def is_settled(self) -> bool:
+        """Return whether this process has run for long enough to have heard of everyone who is live."""
+        return self._database.now() - self._began_at > self._live_seconds
+
+
+@dataclass(frozen=True)
+class Actions:
+    """The actions, each in a transaction of its own. Raises Conflict if the state decided upon has changed."""
+
+    database: Database
+    states: States
+    liveness: Liveness
+
+    def do(self, run_id: str, action: Action) -> Sequence[str]:
+        """Do an action; return the workers who now have something to do."""
+        match action:
+            case todo.Open(number):
+                return self.open_round(run_id, number)
+            case todo.Offer(task_id):
+                return self.offer_again(task_id)
+            case todo.Evaluate(due):
+                return self.offer_evaluation(run_id, due)
+            case todo.Lapse(task_id, token):
+                self.expire(task_id, token)
+            case todo.Close(round_id, reason):
+                self.close(round_id, reason)
+            case todo.Abandon(round_id, reason):
+                self.abandon(round_id, reason)
+            case todo.CancelEvaluations():
+                self.cancel_evaluations(run_id)
+            case todo.Pause(reason):
+                self.pause(run_id, reason)
+            case todo.Complete():
+                self.complete(run_id)
+        return ()
+
+    def open_round(self, run_id: str, number: int) -> list[str]:
+        """Open the run's first round, or one that could not open when the last was committed."""
+        invited, base = read_base(self.database, run_id)
+        spec = invited.spec
+        require(base.number + 1 == number, "the run has moved on")
+        model = self.states.model(spec.model)
+        state = self.states.load(model, self.states.manifest(base.digest), base.number)
+        with self.database.snapshot() as session:
+            live = self.liveness.workers(session)
+        willing = read_willing(self.database, run_id, invited, live)
+        require(len(sites_of(willing)) >= spec.cohort.quorum, "too few sites are live")
+        plans = plan_for_willing(spec, model, state, willing)
+        with self.database.transaction() as session:
+            run = session.get_one(RunRow, run_id)
+            require(run.state == "running" and run.version_number == base.number, "the run has moved on")
+            require(self.liveness.includes(session, plans), "a worker that was planned for is no longer live")
+            return open_planned(session, self.database.now(), run, willing, plans)
+
+    def expire(self, task_id: str, token: int) -> None:
+        with self.database.transaction() as session:
+            now = self.database.now()
+            task = session.get_one(TaskRow, task_id)
+            require(task.token == token and (task.lease_expires_at or 0) <= now, "the lease was renewed")
+            move_task(session, now, ACTOR, task, "lapse")
+
+    def offer_again(self, task_id: str) -> list[str]:
+        with self.database.transaction() as session:
+            task = session.get_one(TaskRow, task_id)
+            move_task(session, self.database.now(), ACTOR, task, "offer")
+            return [task.worker_id]
+
+    def close(self, round_id: str, reason: str) -> None:
+        with self.database.transaction() as session:
+            rounds.close_round(session, self.database.now(), session.get_one(RoundRow, round_id), reason)
+
+    def abandon(self, round_id: str, reason: str) -> None:
+        with self.database.transaction() as session:
+            rounds.abandon_round(session, self.database.now(), session.get_one(RoundRow, round_id), reason)
+
+    def pause(self, run_id: str, reason: str) -> None:
+        with self.database.transaction() as session:
+            move_run(session, self.database.now(), ACTOR, run_id, "pause", reason)
+
+    def complete(self, run_id: str) -> None:
+        with self.database.transaction() as session:
+            now = self.database.now()
+            move_run(session, now, ACTOR, run_id, "complete")
+            rounds.cancel_tasks(session, now, rounds.evaluations_of(session, run_id))
+
+    def cancel_evaluations(self, run_id: str) -> None:
+        with self.database.transaction() as session:
+            rounds.cancel_tasks(session, self.database.now(), rounds.evaluations_of(session, run_id))
+
+    def offer_evaluation(self, run_id: str, due: Due) -> list[str]:
+        """Offer a version to the site that is named, or to the central worker that was least often asked in vain."""
+        with self.database.transaction() as session:
+            now = self.database.now()
+            run = session.get_one(RunRow, run_id)
+            invited = invitation(session, run)
+            live = self.liveness.workers(session)
+            if due.worker is None:
+                still = central_due(session, run, invited.spec, ids(live) if self.liveness.is_settled() else None)
+                able = evaluators(invited, live)
+            else:
+                still = sites_due(session, run, invited, live)
+                able = [worker for worker in live if worker.id == due.worker]
+            require(due in still, "the version is no longer to be evaluated, or not by this worker")
+            require(bool(able), "no worker that could evaluate is live")
+            tries = rounds.tries_by_worker(session, run_id, due.version)
+            worker = min(able, key=lambda member: tries[member.id])
+            rounds.offer_evaluation(session, now, run, due, worker)
+            return [worker.id]
+
+
+# ---------------------------------------------------------------- what a merge needs too
+
+
+def require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Conflict(otherwise)
+
+
+def read_base(database: Database, run_id: str) -> tuple[Invitation, VersionRef]:
+    """Return what a run asks for, and its latest version."""
+    with database.snapshot() as session:
+        run = session.get_one(RunRow, run_id)
+        version = session.get_one(VersionRow, (run_id, run.version_number))
+        return invitation(session, run), VersionRef(number=version.number, digest=version.digest)
+
+
+def read_willing(database: Database, run_id: str, invited: Invitation, live: Sequence[Member]) -> list[Member]:
+    """Return who could take part in a round, each with what decides who does for its site."""
+    with database.snapshot() as session:
+        return remembering(session, run_id, candidates(session, invited, live))
+
+
+def plan_for_willing(spec: RunSpec, model: Model, state: State, willing: Sequence[Member]) -> Mapping[str, Plan]:
+    """Plan for those whose sites would send what is planned for them, as far as they show their policies.
+
+    Raises SelectorError for a plan of what is not there, before any worker hears of it, and TooFewWilling.
+    """
+    refused = {worker.name: found for worker in willing if (found := refused_model(worker.mirror, model))}
+    while True:
+        willing = [worker for worker in willing if worker.name not in refused]
+        if (sites := len(sites_of(willing))) < spec.cohort.quorum:
+            said = "; ".join(f"{name}: {found.rule}: {found.detail}" for name, found in sorted(refused.items())[:4])
+            raise TooFewWilling(f"{sites} sites would do what the round asks: {said}")
+        plans = plan_round(spec, model, state, [worker.participant(spec.dataset) for worker in willing])
+        planned = [worker for worker in willing if worker.name in plans]
+        more = {w.name: found for w in planned if (found := refused_plan(w.mirror, model, plans[w.name]))}
+        if not more:
+            return plans
+        refused |= more
+
+
+def open_planned(
+    session: Session, now: float, run: RunRow, willing: Sequence[Member], plans: Mapping[str, Plan]
+) -> list[str]:
+    """Open the next round, or end the run if the method plans nothing more. Return the workers that were asked."""
+    if not plans:
+        move_run(session, now, ACTOR, run.id, "complete", "the method planned nothing more")
+        return []
+    return rounds.open_round(session, now, run, willing, plans)
