@@ -52,7 +52,6 @@ class Services:
     settings: Settings
     database: Database
     room: Room
-    quota: Quota
     memory: Memory
     admission: Admission
     answers: Answers
@@ -63,8 +62,6 @@ class Services:
     """For what takes long of each submission."""
     submitting: OneAtATime
     uploads: Uploads
-    uploading: Shares
-    """For what takes long of each upload."""
     differences: Differences
     presence: Presence
     gate: Gate
@@ -121,14 +118,12 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         notify=wake,
     )
     quota = Quota(_bytes_per_day(settings, blobs), settings.site_unfinished_uploads)
-    uploading = Shares("upload", UPLOAD_THREADS)
-    uploads = Uploads(database, blobs, room, quota, settings.idle_seconds, uploading)
+    uploads = Uploads(database, blobs, room, quota, settings.idle_seconds, Shares("upload", UPLOAD_THREADS))
     people = _people(settings) if duty != "conduct" else None
     return Services(
         settings=settings,
         database=database,
         room=room,
-        quota=quota,
         memory=Memory(settings.memory_limit_bytes),
         admission=Admission(
             settings.requests_per_second,
@@ -145,7 +140,6 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         inspections=Shares("inspection", max(2, len(os.sched_getaffinity(0)))),
         submitting=OneAtATime(),
         uploads=uploads,
-        uploading=uploading,
         differences=Differences(database, blobs, states),
         presence=presence,
         gate=gate,

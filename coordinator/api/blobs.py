@@ -200,12 +200,12 @@ async def create_upload(
         raise TooLarge(f"{length} bytes were announced; at most {limit} are taken (setting max_upload_bytes)")
     serving.memory.require()
     owner, digest = caller.owner, _digest(repr_digest)
-    upload = await serving.uploading.run(
+    upload = await serving.uploads.threads.run(
         owner, serving.uploads.announce, owner, digest, length, site_id=caller.site_id
     )
     if complete == "?1" and not upload.complete and serving.uploads.offset(upload) == 0:
         await serving.uploads.whole(upload, _received(request))
-        upload = await serving.uploading.run(owner, serving.uploads.find, upload.id, owner)
+        upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload.id, owner)
     return Response(
         status_code=201, headers={"Location": f"/v1/uploads/{upload.id}", **_progress(serving.uploads, upload)}
     )
@@ -236,9 +236,9 @@ async def append_upload(
         raise BadRequest(f"the body of a PATCH to an upload has Content-Type {PARTIAL_UPLOAD}")
     serving.memory.require()
     owner = caller.owner
-    upload = await serving.uploading.run(owner, serving.uploads.find, upload_id, owner)
+    upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload_id, owner)
     await serving.uploads.append(upload, offset, _received(request))
-    upload = await serving.uploading.run(owner, serving.uploads.find, upload_id, owner)
+    upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload_id, owner)
     return Response(status_code=204, headers=_progress(serving.uploads, upload))
 
 

@@ -84,7 +84,7 @@ def declare(services: Services, caller: Principal, request: Claim) -> str:
         with services.database.transaction() as session:
             worker_id, nbytes = enrol(session, now, site_id, request, services.settings.max_workers_per_site)
             services.room.require(nbytes)
-            services.quota.note_bytes(session, now, site_id, nbytes)
+            services.uploads.quota.note_bytes(session, now, site_id, nbytes)
             tasks.withhold(session, now, caller.actor, worker_id, request.withheld)
         services.call()
     services.presence.note(worker_id, now)
@@ -314,7 +314,7 @@ def _accept(
             tasks.settle(session, now, caller.actor, record, token, "accept", columns)
             # Counted and not refused: what is under way may finish.
             nbytes = len(json.dumps(columns["numbers"]))
-            services.quota.note_bytes(session, now, caller.site_id or "", nbytes)
+            services.uploads.quota.note_bytes(session, now, caller.site_id or "", nbytes)
         view = _view(record, caller)
     services.call()
     return view
