@@ -19,163 +19,179 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TESSERA_", frozen=True, extra="forbid")
 
     database_url: str = Field(
-        default="sqlite:///tessera-data/tessera.db", description="where runs, rounds and tasks are kept"
+        default="sqlite:///tessera-data/tessera.db",
+        description="database of runs, rounds and tasks: SQLite, or postgresql://...",
     )
     database_connections: PositiveInt = Field(
-        default=20, description="connections that one process has to PostgreSQL at most, a few for signals aside"
+        default=20, description="maximum PostgreSQL connections of one process, not counting a few for signals"
     )
-    blob_url: str = Field(
-        default="tessera-data/blobs", description="where blobs are kept: a folder, or s3://bucket/prefix"
-    )
+    blob_url: str = Field(default="tessera-data/blobs", description="blob store: a folder, or s3://bucket/prefix")
     staging_dir: Path = Field(
         default=Path("tessera-data/staging"),
-        description="unfinished uploads; on the blobs' file system, so that finishing one is a rename",
+        description="folder of unfinished uploads; on the file system of the blobs, so that a finished upload is "
+        "a rename",
     )
-    host: str = Field(default="127.0.0.1", description="the address to listen on")
-    port: int = Field(default=8470, ge=1, le=65535, description="the port to listen on")
-    tls_cert: Path | None = Field(default=None, description="the certificate to serve TLS with, and its chain (PEM)")
-    tls_key: Path | None = Field(default=None, description="its key, if that is in a file of its own")
+    host: str = Field(default="127.0.0.1", description="address to listen on; every other address requires TLS")
+    port: int = Field(default=8470, ge=1, le=65535, description="port to listen on")
+    tls_cert: Path | None = Field(default=None, description="TLS certificate and its chain (PEM)")
+    tls_key: Path | None = Field(default=None, description="key of the certificate, if it is in a separate file")
     tls_client_ca: Path | None = Field(
-        default=None, description="CAs (PEM) of which every client must show a certificate"
+        default=None, description="CAs (PEM); every client must present a certificate of one of them"
     )
     behind_proxy: bool = Field(
-        default=False, description="whether a proxy does TLS, so that other machines may be served without"
+        default=False, description="a proxy terminates TLS; permits other addresses without TLS"
     )
     admin_token_file: Path | None = Field(
-        default=None, description="where the first admin token is written, instead of being printed"
+        default=None, description="file for the first administrator token; if unset, the token is printed"
     )
     oidc_issuer: str | None = Field(
-        default=None, description="the OpenID provider whose tokens people may show, as it calls itself"
+        default=None, description="OpenID provider whose tokens are accepted, spelled exactly as in its iss claim"
     )
-    oidc_audience: str | None = Field(default=None, description="what those tokens must be for")
+    oidc_audience: str | None = Field(default=None, description="required audience of these tokens")
     oidc_keys_url: str | None = Field(
-        default=None, description="where its keys are, if that is on another host than it says of itself"
+        default=None, description="URL of the provider's keys, if it is not on the host that the provider announces"
     )
     oidc_client_id: str | None = Field(
-        default=None, description="what the provider calls this page, if people are to sign in to it there"
+        default=None, description="client id of the dashboard at the provider; enables sign-in there"
     )
     oidc_client_secret_file: Path | None = Field(
-        default=None, description="a file with that client's secret, if the provider has given it one"
+        default=None, description="file with the client secret, if there is one; read at each sign-in"
     )
-    oidc_scope: str = Field(default="openid", description="what the page asks the provider to tell of them")
+    oidc_scope: str = Field(default="openid", description="OAuth scopes that the dashboard requests")
     oidc_token_url: str | None = Field(
-        default=None, description="where it gives tokens for codes, if that is on another host than it is itself"
+        default=None, description="token endpoint, if it is not on the provider's host"
     )
     public_url: str | None = Field(
-        default=None, description="where browsers reach this coordinator, such as https://tessera.example"
+        default=None, description="URL of this coordinator in browsers, for example https://tessera.example"
     )
-    oidc_role_claim: str = Field(default="roles", description="the claim that tells of roles; dots lead into it")
+    oidc_role_claim: str = Field(
+        default="roles",
+        description="claim that lists a person's roles; dots descend into it, as in realm_access.roles",
+    )
     oidc_roles: dict[str, PersonRole] = Field(
-        default={}, description="what its values are here, as JSON; without one a person may do nothing"
+        default={},
+        description="maps values of that claim to Tessera's roles, as JSON; a person without a mapped value has "
+        "no permissions",
     )
     lease_seconds: PositiveFloat = Field(
-        default=60.0, le=86_400, description="how long a task is held without a heartbeat"
+        default=60.0, le=86_400, description="duration of a task's lease without a heartbeat"
     )
-    longest_wait_seconds: PositiveFloat = Field(default=60.0, description="the longest a claim may wait for a task")
-    live_seconds: PositiveFloat = Field(default=90.0, description="how long a silent worker counts as live")
+    longest_wait_seconds: PositiveFloat = Field(default=60.0, description="longest long poll of a claim for a task")
+    live_seconds: PositiveFloat = Field(default=90.0, description="duration for which a silent worker counts as live")
     gather_seconds: NonNegativeFloat = Field(
-        default=10.0, description="how long a run waits for its full cohort, or for all, once there is a quorum"
+        default=10.0,
+        description="time that a run with a quorum waits for its full cohort, or for all sites if the cohort has "
+        "no size",
     )
-    tick_seconds: PositiveFloat = Field(default=0.5, description="how often the conductor looks without being called")
+    tick_seconds: PositiveFloat = Field(
+        default=0.5, description="interval at which the conductor checks for work without a wakeup"
+    )
     alive_file: Path | None = Field(
-        default=None, description="touched by the process that conducts at every look, for what watches it"
+        default=None,
+        description="file that the conducting process touches at every check; for health checks, because it has "
+        "no port",
     )
     evaluation_seconds: PositiveFloat = Field(
-        default=600.0, description="how long a finished run waits for the evaluation of its last version"
+        default=600.0, description="time that a finished run waits for live workers to evaluate its last version"
     )
-    inline_bytes: PositiveInt = Field(default=65_536, description="blobs up to this size live in the database")
-    max_upload_bytes: PositiveInt = Field(default=64 << 30, description="the largest blob that is taken")
-    max_body_bytes: PositiveInt = Field(default=1 << 20, description="the largest JSON body that is read")
+    inline_bytes: PositiveInt = Field(default=65_536, description="blobs up to this size are stored in the database")
+    max_upload_bytes: PositiveInt = Field(default=64 << 30, description="maximum size of a blob")
+    max_body_bytes: PositiveInt = Field(default=1 << 20, description="maximum size of a JSON body")
     submission_bytes: NonNegativeInt = Field(
         default=65_536,
         le=1 << 19,
-        description="an update up to this size may come with its submission, and a version's news with its tasks",
+        description="an update up to this size may travel inside its submission, and the changes of a version "
+        "inside its tasks",
     )
     idle_seconds: PositiveFloat = Field(
-        default=120.0, description="how long an upload or an answer may stand still before its connection is cut"
+        default=120.0, description="maximum pause within an upload or a response before the connection is closed"
     )
-    max_header_bytes: PositiveInt = Field(default=65_536, description="the longest head of a request that is read")
+    max_header_bytes: PositiveInt = Field(default=65_536, description="maximum size of a request's head")
     head_seconds: PositiveFloat = Field(
-        default=10.0, description="how long the head of a request may take, and how long a JSON body may stand still"
+        default=10.0, description="maximum time for a request's head; maximum pause within a JSON body"
     )
-    body_seconds: PositiveFloat = Field(default=60.0, description="how long a JSON body may take")
-    max_connections: PositiveInt = Field(default=16_384, description="the most connections at a time")
+    body_seconds: PositiveFloat = Field(default=60.0, description="maximum time for a JSON body")
+    max_connections: PositiveInt = Field(default=16_384, description="maximum number of open connections per process")
     max_connections_per_address: PositiveInt | None = Field(
         default=None,
-        description="the same from one address; a quarter if left out, and no bound behind a proxy, whose all are",
+        description="the same per address; if unset, a quarter of them, or no limit behind a proxy, whose address "
+        "all of them have",
     )
     requests_per_second: PositiveFloat = Field(
-        default=1_000.0, description="how often one token may ask, in the long run, of one process"
+        default=1_000.0, description="sustained request rate per token and process"
     )
-    request_burst: PositiveInt = Field(default=10_000, description="how often at once")
+    request_burst: PositiveInt = Field(default=10_000, description="request burst per token and process")
     failures_per_minute: PositiveInt = Field(
-        default=60, description="how often one address may ask without a valid token, of one process"
+        default=60, description="requests without a valid token per address and minute, per process"
     )
     answer_bytes_per_token: PositiveInt = Field(
         default=1 << 30,
         ge=2 << 20,
-        description="the memory that answers with blobs may take for one token at a time, 2 MiB for each or its "
-        "length if that is less, of one process",
+        description="maximum memory for concurrent responses with blobs per token and process; each counts 2 MiB, "
+        "or its length if that is less",
     )
     session_seconds: PositiveFloat = Field(
-        default=28_800.0, le=7 * 86_400, description="how long somebody stays signed in to the page"
+        default=28_800.0, le=7 * 86_400, description="duration of a session on the dashboard"
     )
-    max_listeners: PositiveInt = Field(default=256, description="the most that listen to events, of one process")
+    max_listeners: PositiveInt = Field(
+        default=256, description="maximum number of clients that listen to events, per process"
+    )
     enrolments_per_minute: PositiveInt = Field(
-        default=10, description="how often workers from one address may ask to be admitted, of one process"
+        default=10, description="enrolment requests per address and minute, per process"
     )
     pending_enrolments: PositiveInt = Field(
-        default=100, description="the most workers that wait to be admitted; from one address a tenth of them"
+        default=100, description="maximum number of pending enrolments; a tenth of it per address"
     )
     rotation_grace_seconds: NonNegativeFloat = Field(
-        default=600.0, le=86_400, description="how long the secret before is admitted after a token was given another"
+        default=600.0, le=86_400, description="time for which the previous secret of a rotated token stays valid"
     )
     max_workers_per_site: PositiveInt = Field(
-        default=1_000, description="the most names of workers of a site that were heard of within 30 days"
+        default=1_000, description="maximum number of worker names that a site uses within 30 days"
     )
     declarations_per_hour: PositiveInt = Field(
         default=10_000,
-        description="how often the workers of a site may change what they declare, within an hour and of one process",
+        description="changes of the workers' declarations per site and hour, per process",
     )
     site_bytes_per_day: PositiveInt | None = Field(
         default=None,
-        description="the most bytes that a site may announce within 24 hours; half of the disk if none is given and "
-        "blobs are in a folder",
+        description="bytes that a site may announce within 24 hours; if unset, half of the disk if the blobs are "
+        "in a folder",
     )
     site_unfinished_uploads: PositiveInt = Field(
-        default=1_000, description="the most uploads of a site that are unfinished at a time"
+        default=1_000, description="maximum number of a site's unfinished uploads"
     )
     disk_reserve_bytes: NonNegativeInt = Field(
-        default=1 << 30, description="what stays free of the disk: no upload and no merge is begun that would need it"
+        default=1 << 30, description="disk space to keep free; an upload or merge that would use it does not start"
     )
     memory_limit_bytes: PositiveInt | None = Field(
         default=None,
-        description="the memory that is there for this process, if not what its control group may use; above 85 % of "
-        "it no upload is begun",
+        description="memory of this process; if unset, the limit of its control group. Above 85 % no upload starts",
     )
     merge_readahead_bytes: PositiveInt = Field(
-        default=1 << 18, description="what is read of each update at a time, from a store that is no folder"
+        default=1 << 18, description="bytes to read at a time from each update in an object store"
     )
     merge_engine: Literal["threads", "ray"] = Field(
-        default="threads", description="what merges: threads of the conductor, or tasks on a Ray cluster"
+        default="threads",
+        description="threads: threads of the conductor, one per core; ray: tasks on a Ray cluster (requires the "
+        "extra ray)",
     )
     ray_address: str | None = Field(
-        default=None, description="the Ray cluster to merge on; one on this machine is started if none is named"
+        default=None, description="Ray cluster for merging; if unset, the coordinator starts one on this machine"
     )
     keep_updates_seconds: PositiveFloat = Field(
-        default=3_600.0, ge=60, description="how long an update is kept after its round has ended"
+        default=3_600.0, ge=60, description="time to keep an update after the end of its round"
     )
     keep_versions: PositiveInt | None = Field(
         default=None,
-        description="how many of a run's latest versions are kept, beside its first; all if none is given",
+        description="number of latest versions to keep for each run, besides its first; if unset, all",
     )
     keep_unused_seconds: PositiveFloat = Field(
         default=86_400.0,
         ge=3_600,
-        description="how long bytes are kept that nothing refers to, and uploads that nobody goes on with",
+        description="time to keep unreferenced blobs and abandoned uploads",
     )
     housekeeping_seconds: PositiveFloat = Field(
-        default=600.0, description="how often what is no longer kept is removed"
+        default=600.0, description="interval at which the conductor removes old data"
     )
 
     @property

@@ -35,14 +35,22 @@ def test_the_diagrams_are_those_of_the_tables(title: str, table: dict[str, tuple
 
 
 def test_every_setting_of_the_coordinator_is_described_with_its_default() -> None:
-    rows = re.findall(r"\| `TESSERA_([A-Z_]+)` \| (\S+)", text("docs/operating.md"))
-    shown = {name.lower(): default.strip("`") for name, default in rows}
-    actual = {name: "none" if f.default is None else str(f.default) for name, f in Settings.model_fields.items()}
+    rows = re.findall(r"\| `TESSERA_([A-Z_]+)` \| (\S+) \| (.*) \|", text("docs/operating/settings.md"))
+    shown = {name.lower(): (default.strip("`"), unmarked(meaning)) for name, default, meaning in rows}
+    actual = {
+        name: ("none" if f.default is None else str(f.default), f.description)
+        for name, f in Settings.model_fields.items()
+    }
     assert shown == actual
 
 
+def unmarked(cell: str) -> str:
+    """The text of a table's cell, without links and code marks."""
+    return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", cell).replace("`", "")
+
+
 def test_every_setting_of_a_worker_and_its_policy_is_described() -> None:
-    document = text("docs/operating.md")
+    document = text("docs/worker-settings.md")
     missing = [name for name in (*WorkerSettings.model_fields, *Policy.model_fields) if f"`{name}" not in document]
     assert missing == []
 

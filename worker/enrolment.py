@@ -27,7 +27,7 @@ NEXT = ".next"
 TLS = ("ca_bundle", "client_cert", "client_key")
 
 SKELETON = """\
-# Made by `tessera worker join`. docs/operating.md has every setting.
+# Made by `tessera worker join`. docs/worker-settings.md has every setting.
 url = {url}
 token_file = {token_file}
 name = {name}

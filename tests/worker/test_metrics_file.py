@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from tessera.worker.metrics_file import Figures
 from tests.support.paths import ROOT
 
-OPERATING = ROOT / "docs" / "operating.md"
+DOCUMENT = ROOT / "docs" / "worker.md"
 
 
 def told(file: Path) -> dict[tuple[str, ...], float]:
@@ -51,5 +51,5 @@ def test_without_a_file_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_every_figure_is_described() -> None:
-    document = OPERATING.read_text()
+    document = DOCUMENT.read_text()
     assert [family.name for family in Figures(None).registry.collect() if family.name not in document] == []

@@ -61,7 +61,7 @@ def test_the_table_of_the_documents_is_made_of_the_alerts() -> None:
             f"| `{rule['alert']}`, {severity} | `{rule['expr']}` | {waits} | {about['summary']} | {about['action']} |"
         )
 
-    document = (ROOT / "docs" / "operating.md").read_text()
+    document = (ROOT / "docs" / "operating" / "monitoring.md").read_text()
     rows = re.findall(r"^\| `Tessera\w+`.*$", document, re.MULTILINE)
     assert rows == [row(rule) for rule in RULES]
 

@@ -15,7 +15,7 @@ from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.paths import ROOT
 
-OPERATING = ROOT / "docs" / "operating.md"
+MONITORING = ROOT / "docs" / "operating" / "monitoring.md"
 
 
 def told(coordinator: LiveCoordinator) -> dict[str, Metric]:
@@ -185,7 +185,7 @@ def test_the_commits_of_rounds_are_told_once_each_and_again_to_a_new_process(coo
 def test_every_metric_is_described_with_its_labels_and_no_other_is(busy: LiveCoordinator) -> None:
     described = {
         name + (f"{{{','.join(sorted(labels.split(',')))}}}" if labels else "")
-        for row in re.findall(r"^\| (`tessera_.*?) \|", OPERATING.read_text(), re.MULTILINE)
+        for row in re.findall(r"^\| (`tessera_.*?) \|", MONITORING.read_text(), re.MULTILINE)
         for name, labels in re.findall(r"`(tessera_\w+)(?:{([\w,]+)})?`", row)
     }
     assert {named(family) for family in ours(told(busy).values())} == described
