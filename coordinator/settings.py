@@ -80,8 +80,8 @@ class Settings(BaseSettings):
     live_seconds: PositiveFloat = Field(default=90.0, description="duration for which a silent worker counts as live")
     gather_seconds: NonNegativeFloat = Field(
         default=10.0,
-        description="time that a run with a quorum waits for its full cohort, or for all sites if the cohort has "
-        "no size",
+        description="time before each round to wait for the full cohort, or for all sites if the cohort has no size; "
+        "then a quorum suffices",
     )
     tick_seconds: PositiveFloat = Field(
         default=0.5, description="interval at which the conductor checks for work without a wakeup"
