@@ -1,4 +1,4 @@
-"""One task as the workbench does it, without coordinator, cache or files: for tests of what a method computes."""
+"""One task as a task runner does it, without coordinator, cache or files: for tests of what a method computes."""
 
 from __future__ import annotations
 
