@@ -146,6 +146,11 @@ def test_neither_the_coordinator_nor_what_is_shared_imports_torch(inside: str) -
     assert crossing(f"{TOP}.{inside}", ("torch", "transformers"), typing_too=False) == []
 
 
+def test_operations_know_nothing_of_http() -> None:
+    http = ("fastapi", "starlette", f"{TOP}.coordinator.api")
+    assert crossing(f"{TOP}.coordinator.operations", http, typing_too=True) == []
+
+
 def test_the_domain_imports_only_the_standard_library_and_what_is_shared() -> None:
     allowed = (f"{TOP}.shared.", f"{TOP}.coordinator.domain.")
     for module in MODULES:
