@@ -28,6 +28,7 @@ from tessera.shared.methods.fedavg import METHOD
 from tessera.shared.run_settings.training import Training
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.registry import Dataset
+from tessera.worker.inventory import load_source
 from tessera.worker.model.build import load
 from tessera.worker.simulation import Conditions, simulate
 from tessera.worker.training.context import LocalWork
@@ -111,7 +112,7 @@ def main() -> None:
     rounds: int = parser.parse_args().rounds
     torch.set_num_threads(1)
     end_by_interrupt()
-    sites = {held.site: held.source.load() for held in holdings() if held.kind == "train"}
+    sites = {held.site: load_source(held.source) for held in holdings() if held.kind == "train"}
     with tempfile.TemporaryDirectory() as folder:
         processes = Processes(Path(folder))
         try:

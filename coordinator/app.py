@@ -50,7 +50,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
         else:
             services.attendance.end()
         services.inspections.close()
-        services.uploading.close()
+        services.uploads.threads.close()
         services.database.close()
 
     # No pages of the framework's, which fetch scripts from another host; and the description is not for everybody.

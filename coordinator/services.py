@@ -33,7 +33,7 @@ from tessera.coordinator.notify.wakeup import Bells, FolderBells, NoticeBells
 from tessera.coordinator.settings import Settings
 from tessera.shared.rounds.aggregate import Aggregation
 from tessera.shared.rounds.validation import Inspector
-from tessera.shared.rounds.versions import Settle, States, settle
+from tessera.shared.rounds.versions import MergeEngine, States, materialize
 
 if TYPE_CHECKING:
     from tessera.coordinator.auth.oidc import People
@@ -52,7 +52,6 @@ class Services:
     settings: Settings
     database: Database
     room: Room
-    quota: Quota
     memory: Memory
     admission: Admission
     answers: Answers
@@ -62,8 +61,7 @@ class Services:
     inspections: Shares
     """For what takes long of each submission."""
     submitting: OneAtATime
-    uploading: Shares
-    """For what takes long of each upload."""
+    uploads: Uploads
     differences: Differences
     presence: Presence
     gate: Gate
@@ -119,13 +117,13 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         alive_file=settings.alive_file,
         notify=wake,
     )
-    uploading = Shares("upload", UPLOAD_THREADS)
+    quota = Quota(_bytes_per_day(settings, blobs), settings.site_unfinished_uploads)
+    uploads = Uploads(database, blobs, room, quota, settings.idle_seconds, Shares("upload", UPLOAD_THREADS))
     people = _people(settings) if duty != "conduct" else None
     return Services(
         settings=settings,
         database=database,
         room=room,
-        quota=Quota(_bytes_per_day(settings, blobs), settings.site_unfinished_uploads),
         memory=Memory(settings.memory_limit_bytes),
         admission=Admission(
             settings.requests_per_second,
@@ -141,7 +139,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         inspector=inspector,
         inspections=Shares("inspection", max(2, len(os.sched_getaffinity(0)))),
         submitting=OneAtATime(),
-        uploading=uploading,
+        uploads=uploads,
         differences=Differences(database, blobs, states),
         presence=presence,
         gate=gate,
@@ -152,7 +150,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         people=people,
         sign_in=_sign_in(settings, people) if people else None,
         housekeeping=Housekeeping(
-            _retention(settings, database, blobs, states, room, uploading), settings.housekeeping_seconds
+            _retention(settings, database, blobs, states, uploads), settings.housekeeping_seconds
         ),
         call=_each(conductor.call if duty == "both" else bells.call, news.ring),
         wake=wake,
@@ -167,14 +165,12 @@ def _each(*calls: Callable[[], None]) -> Callable[[], None]:
     return all_of_them
 
 
-def _retention(
-    settings: Settings, database: Database, blobs: Blobs, states: States, room: Room, uploading: Shares
-) -> Retention:
+def _retention(settings: Settings, database: Database, blobs: Blobs, states: States, uploads: Uploads) -> Retention:
     return Retention(
         database,
         blobs,
         states,
-        Uploads(database, blobs, room, Quota(None, 0), settings.idle_seconds, lambda _: None, uploading),
+        uploads,
         updates_seconds=settings.keep_updates_seconds,
         unused_seconds=settings.keep_unused_seconds,
         versions=settings.keep_versions,
@@ -211,12 +207,12 @@ def _sign_in(settings: Settings, people: People) -> SignIn | None:
     return found
 
 
-def _engine(settings: Settings) -> Settle:
+def _engine(settings: Settings) -> MergeEngine:
     """What merges: all cores of this machine, or a Ray cluster."""
     if settings.merge_engine == "ray":
         # Ray is an extra, and slow to import.
-        made: Settle = importlib.import_module("tessera.coordinator.conductor.ray_engine").RayEngine(
+        made: MergeEngine = importlib.import_module("tessera.coordinator.conductor.ray_engine").RayEngine(
             settings.ray_address
         )
         return made
-    return partial(settle, threads=len(os.sched_getaffinity(0)))
+    return partial(materialize, threads=len(os.sched_getaffinity(0)))

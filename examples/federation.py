@@ -19,7 +19,8 @@ from tessera.shared.schema import TaskKind
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.partition.held_out import key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet
-from tessera.worker.settings import HELD_OUT_KEY_FILE, DataSource
+from tessera.worker.inventory import HELD_OUT_KEY_FILE, load_source
+from tessera.worker.settings import DataSource
 
 VIT = Path(__file__).parent / "digits/vit.json"
 
@@ -64,7 +65,7 @@ def holdings() -> tuple[Holding, ...]:
 
 def label_counts(holding: Holding) -> list[int]:
     """How many images of each digit a site holds."""
-    labels = holding.source.load().tensors["labels"].numpy()
+    labels = load_source(holding.source).tensors["labels"].numpy()
     return [int(count) for count in np.bincount(labels, minlength=CLASSES)]
 
 

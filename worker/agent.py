@@ -15,7 +15,7 @@ from pydantic import JsonValue
 
 from tessera.shared.api.tasks import Claim, Failure, Lease, Task
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Unsuited
+from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.methods.registry import UnknownMethod, methods
 from tessera.shared.model.selectors import SelectorError
 from tessera.shared.problems import (
@@ -38,22 +38,24 @@ from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.codecs.pipeline import CodecError
 from tessera.shared.version import VERSION
 from tessera.worker.attention.probabilities import UnknownAttention
+from tessera.worker.bootstrap import runner_of, with_rules
 from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
+from tessera.worker.inventory import describe
 from tessera.worker.metrics_file import Figures
 from tessera.worker.model.block_map import UnknownArchitecture
 from tessera.worker.model.build import ModelMismatch
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.layouts import MappingError
-from tessera.worker.settings import Settings, SettingsError, credential_of, describe, tls_of
-from tessera.worker.settings_reload import SettingsFile, differing, taken_up
+from tessera.worker.settings import Settings, SettingsError, credential_of, tls_of
+from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 from tessera.worker.state.audit import Action
 from tessera.worker.state.blob_cache import BlobTooLarge
 from tessera.worker.state.hash_chain import ChainError
+from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
-from tessera.worker.task.runner import TaskFailure, Workbench
 from tessera.worker.task.upload_budget import OverBudget
 from tessera.worker.training.progress import Report
 from tessera.worker.training.trainer import TrainingDiverged
@@ -97,7 +99,7 @@ TELLABLE: dict[type[Exception], str] = {
     UnknownArchitecture: "unknown-architecture",
     MappingError: "unknown-architecture",
     UnknownAttention: "unknown-architecture",
-    Unsuited: "unsuited",
+    UnsupportedRun: "unsuited",
     SelectorError: "invalid-plan",
     UnknownMethod: "unknown-method",
     CodecError: "unknown-codec",
@@ -129,7 +131,7 @@ class Agent:
         self._poll_seconds = settings.poll_seconds
         self._file = file
         self._alive = settings.state_dir / ALIVE_FILE
-        self._bench = Workbench.of(self._client, settings)
+        self._runner = runner_of(self._client, settings)
         self._closed: str | None = None
         self._unusable: str | None = None
         self._outage = Outage(stop)
@@ -141,27 +143,27 @@ class Agent:
             instance=uuid4().hex,
             kinds=settings.kinds,
             datasets={},
-            device=describe(self._bench.device),
+            device=describe(self._runner.device),
             version=VERSION,
             resources=settings.resources,
         )
-        self._heed(settings)
+        self._apply_settings(settings)
 
-    def _heed(self, settings: Settings) -> None:
-        """From now on, what is not yet begun goes by the policy and the budgets of these settings."""
+    def _apply_settings(self, settings: Settings) -> None:
+        """Judge each task that is not yet begun by the policy and the budgets of these settings."""
         self._settings = settings
         self._policy = settings.policy
         self._opening = Opening(settings.policy, settings.state_dir / USAGE_FILE)
-        self._bench = self._bench.under(settings)
-        if self._bench.airlock:
-            self._bench.airlock.waits = self._opening.rest
-        allowed = {name: data for name, data in self._bench.datasets.items() if self._policy.allows_dataset(name)}
+        self._runner = with_rules(self._runner, settings)
+        if self._runner.airlock:
+            self._runner.airlock.waits = self._opening.rest
+        allowed = {name: data for name, data in self._runner.datasets.items() if self._policy.allows_dataset(name)}
         told = {
             "datasets": {name: data.examples for name, data in allowed.items()},
             "held_out": {
                 name: data.held_out.examples
                 for name, data in allowed.items()
-                if data.held_out and self._bench.may_measure(name, data.held_out.examples)
+                if data.held_out and self._runner.may_measure(name, data.held_out.examples)
             },
             "methods": tuple(sorted(filter(self._policy.allows_method, methods()))),
         }
@@ -196,7 +198,7 @@ class Agent:
         asked_at, began_at = time.monotonic(), time.time()
         self._figures.asking(began_at)
         try:
-            self._bench.vault.settle_unanswered(self._client.task)
+            self._runner.vault.settle_unanswered(self._client.task)
             task = self._stop.interruptible(self._ask, self._give_back)
             if task is None:
                 self._tidy()
@@ -221,13 +223,13 @@ class Agent:
     def _tidy(self) -> None:
         """Settles what still waits for a receipt, as after a run's end, and removes old vaults of runs that ended and
         old verdicts on models."""
-        vault, days = self._bench.vault, self._settings.keep_vaults_days
+        vault, days = self._runner.vault, self._settings.keep_vaults_days
         vault.settle(self._client.task)
         if time.monotonic() < self._removes_at:
             return
         self._removes_at = time.monotonic() + REMOVAL_SECONDS
-        if self._bench.sandbox:
-            self._bench.sandbox.sweep(time.time())
+        if self._runner.sandbox:
+            self._runner.sandbox.sweep(time.time())
         if days == "forever":
             return
         for run in vault.unused(time.time() - days * DAY_SECONDS):
@@ -262,25 +264,25 @@ class Agent:
                 remedy = "Mend the file: nothing is claimed until then. A restart is not needed."
                 self._log.error("settings-unusable", detail=unusable, remedy=remedy)
         if told:
-            self._take_up(told)
+            self._reload(told)
         return unusable
 
-    def _take_up(self, told: Settings) -> None:
-        """Heeds the policy and the budgets of these settings, and says what else in them waits for a restart."""
+    def _reload(self, told: Settings) -> None:
+        """Apply the policy and the budgets of changed settings, and log what else in them waits for a restart."""
         before = self._settings
-        self._heed(taken_up(before, told))
+        self._apply_settings(reloaded(before, told))
         if changed := differing(before, self._settings):
             self._log.info("policy-changed", changed=sorted(changed), **self._terms())
             self._note("policy.change", None, **self._terms())
         allowed = filter(self._policy.allows_dataset, self._settings.datasets)
-        unloaded = {f"datasets.{name}" for name in allowed if name not in self._bench.datasets}
+        unloaded = {f"datasets.{name}" for name in allowed if name not in self._runner.datasets}
         if waiting := differing(self._settings, told) | unloaded:
             remedy = "Restart the worker: of a running one only the policy and privacy budgets change."
             self._log.warning("restart-needed", settings=sorted(waiting), remedy=remedy)
 
     def _terms(self) -> dict[str, JsonValue]:
         """What the site allows now, as its audit and its log have it."""
-        allowances = self._bench.allowances.items()
+        allowances = self._runner.allowances.items()
         budgets: dict[str, JsonValue] = {name: most.model_dump(mode="json") for name, most in allowances}
         datasets = dict[str, JsonValue](self._claim.datasets)
         return {"policy": digest_of(canonical(self._policy)), "budgets": budgets, "datasets": datasets}
@@ -288,8 +290,8 @@ class Agent:
     def _unreadable_inbox(self) -> str | None:
         """Why it cannot be told which runs are withheld; an unreadable request may be a refusal."""
         try:
-            if self._bench.inbox:
-                self._bench.inbox.withheld()
+            if self._runner.inbox:
+                self._runner.inbox.withheld()
         except InboxError as fault:
             return str(fault)
         return None
@@ -297,7 +299,7 @@ class Agent:
     def _note(self, action: Action, task: Task | None = None, **detail: JsonValue) -> None:
         """Writes down a deed that is over. One that is not begun while it cannot be written down."""
         try:
-            self._bench.note(action, task, **detail)
+            self._runner.note(action, task, **detail)
         except (ChainError, OSError) as fault:
             self._log.error("audit-not-written", action=action, detail=str(fault))
 
@@ -309,8 +311,8 @@ class Agent:
         """The claim with what may have changed since the last one: what is withheld, and the site's clock."""
         offset = local_time().utcoffset() or timedelta()
         offset_minutes = round(offset.total_seconds() / 60)
-        mirror = self._policy.mirror(self._bench.allowances, offset_minutes, self._bench.spent())
-        withheld = self._bench.inbox.withheld() if self._bench.inbox else {}
+        mirror = self._policy.mirror(self._runner.allowances, offset_minutes, self._runner.spent())
+        withheld = self._runner.inbox.withheld() if self._runner.inbox else {}
         return self._claim.model_copy(update={"mirror": mirror, "withheld": withheld}).shortened()
 
     def _do(self, task: Task) -> None:
@@ -381,7 +383,7 @@ class Agent:
             with self._connect() as client, Renewal(heartbeat, task.lease_seconds, longest) as renewal:
                 # Heartbeats are sent by another thread, which has no span of its own.
                 client.trace(spans.present() or traceparent_of(task.run, task.round))
-                self._bench.do(task, check, report)
+                self._runner.run(task, check, report)
         finally:
             self._opening.end()
 

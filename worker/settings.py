@@ -19,12 +19,11 @@ from __future__ import annotations
 import os
 import ssl
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
-import torch
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -43,19 +42,8 @@ from tessera.shared.diagnostics.settings_origin import Setting, effective
 from tessera.shared.problems import Invalid, said_of
 from tessera.shared.schema import Label, Resources, TaskKind
 from tessera.shared.urls import require_private
-from tessera.worker.data.partition.held_out import key_of_seed
-from tessera.worker.data.registry import DataError, Dataset, Part, load
-from tessera.worker.governance.airlock import AIRLOCK_FOLDER, Airlock
-from tessera.worker.governance.approvals import INBOX_FOLDER, Inbox
+from tessera.worker.data.partition.schemes import Part
 from tessera.worker.governance.policy import GIB, Allowance, Policy
-from tessera.worker.governance.run_history import RUNS_FOLDER, Contributions
-from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
-from tessera.worker.state.atomic_files import KEY_BYTES, secret_key
-from tessera.worker.state.audit import AUDIT_FOLDER, Audit
-from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
-
-HELD_OUT_KEY_FILE = "held-out.key"
-"""What it is called beside a worker's other state."""
 
 # Not TESSERA_ alone: TESSERA_TOKEN is the command line's, and may well be an administrator's.
 ENVIRONMENT_PREFIX = "TESSERA_WORKER_"
@@ -100,10 +88,6 @@ class DataSource(BaseModel):
     @property
     def options(self) -> dict[str, object]:
         return dict(self.model_extra or {})
-
-    def load(self, key: bytes = b"") -> Dataset:
-        """The examples; `key` decides which are held out, if any are. Raises DataError."""
-        return load(self.kind, self.options, part=self.part, held_out=self.held_out, key=key)
 
 
 DeviceName = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,2})?)$")]
@@ -186,6 +170,12 @@ class Settings(DataSettings):
         default=None, description="where figures for Prometheus are written, as node_exporter reads them; *.prom"
     )
     log: Literal["auto", "console", "json"] = "auto"
+
+    @property
+    def allowances(self) -> dict[str, Allowance]:
+        """The privacy budgets of the data sets that have one, by name."""
+        given = {name: source.privacy or self.privacy for name, source in self.datasets.items()}
+        return {name: allowance for name, allowance in given.items() if allowance}
 
     @model_validator(mode="after")
     def _has_token(self) -> Self:
@@ -291,133 +281,3 @@ def tls_of(settings: Settings) -> ssl.SSLContext:
         return tls_context(settings.ca_bundle, settings.client_cert, settings.client_key)
     except Invalid as refusal:
         raise SettingsError(refusal.detail) from refusal
-
-
-def held_out_key(settings: Settings, *, make: bool) -> bytes:
-    """The secret that decides which examples are held out; one that is no secret if there is none and it is not to be
-    made, and none if nothing is held out. Raises SettingsError."""
-    if not any(source.held_out for source in settings.datasets.values()):
-        return b""
-    path = settings.held_out_key_file or settings.state_dir / HELD_OUT_KEY_FILE
-    try:
-        return secret_key(path) if make or path.exists() else key_of_seed(0)
-    except (OSError, ValueError) as fault:
-        raise SettingsError(
-            f"held_out_key_file: {path} cannot be used: {fault}. Bring it back from a copy"
-        ) from fault
-
-
-def datasets_of(settings: Settings, *, make_key: bool = False) -> dict[str, Dataset]:
-    """The data sets that the policy lets runs use, by name. Raises SettingsError naming the option that is wrong."""
-    loaded: dict[str, Dataset] = {}
-    key = held_out_key(settings, make=make_key)
-    for name, source in settings.datasets.items():
-        if settings.policy.allows_dataset(name):
-            with named(name):
-                loaded[name] = source.load(key)
-    return loaded
-
-
-@contextmanager
-def named(dataset: str) -> Iterator[None]:
-    """Turns a DataError into a SettingsError that says of which data set it is."""
-    try:
-        yield
-    except DataError as fault:
-        raise SettingsError(f"datasets.{dataset}.{fault}") from fault
-
-
-def allowances_of(settings: Settings) -> dict[str, Allowance]:
-    """The privacy budgets of the data sets that have one, by name."""
-    given = {name: source.privacy or settings.privacy for name, source in settings.datasets.items()}
-    return {name: allowance for name, allowance in given.items() if allowance}
-
-
-def ledger_of(settings: Settings) -> Ledger:
-    """Where this worker writes down what runs spend of its data sets' privacy. Raises SettingsError."""
-    shared = {name: source.ledger for name, source in settings.datasets.items() if source.ledger}
-    return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER, audit_key_of(settings), shared)
-
-
-def contributions_of(settings: Settings) -> Contributions:
-    """Where this worker writes down what runs have shown of themselves."""
-    return Contributions(settings.runs_dir or settings.state_dir / RUNS_FOLDER, settings.name)
-
-
-def inbox_of(settings: Settings) -> Inbox:
-    """Where runs wait for a person's approval."""
-    return Inbox(settings.inbox_dir or settings.state_dir / INBOX_FOLDER)
-
-
-def airlock_of(settings: Settings) -> Airlock:
-    """Where updates wait for a person's release."""
-    return Airlock(settings.state_dir / AIRLOCK_FOLDER)
-
-
-def audit_of(settings: Settings) -> Audit:
-    """Where this worker writes down what it does. Raises SettingsError."""
-    return Audit(settings.audit_dir or settings.state_dir / AUDIT_FOLDER, settings.name, audit_key_of(settings))
-
-
-def audit_key_of(settings: Settings) -> bytes:
-    """Return the key that protects audit and ledgers. Its file is made if there is none. Raises SettingsError."""
-    if settings.audit_key is not None:
-        with suppress(ValueError):
-            if len(key := bytes.fromhex(settings.audit_key.get_secret_value())) == KEY_BYTES:
-                return key
-        raise SettingsError(
-            f"audit_key: is not {2 * KEY_BYTES} hexadecimal digits; `openssl rand -hex 32` makes them"
-        )
-    state = settings.state_dir.resolve()
-    if not state.name:
-        raise SettingsError(
-            f"state_dir: beside {state} there is no place for a key; name a folder of the worker's own"
-        )
-    shared = {"ledger_dir": settings.ledger_dir, "audit_dir": settings.audit_dir}
-    elsewhere = [name for name, folder in shared.items() if folder and not folder.resolve().is_relative_to(state)]
-    if settings.audit_key_file is None and elsewhere:
-        raise SettingsError(
-            f"{elsewhere[0]}: lies outside of state_dir, where other workers may share it, and all of them need the "
-            f"same key: name its file in audit_key_file, such as {state}.key, or set {ENVIRONMENT_PREFIX}AUDIT_KEY"
-        )
-    path = settings.audit_key_file or state.with_name(f"{state.name}.key")
-    if any(folder and path.resolve().is_relative_to(folder.resolve()) for folder in (state, *shared.values())):
-        raise SettingsError(
-            f"audit_key_file: {path} lies in a folder that it protects; put it outside of state_dir, ledger_dir and "
-            "audit_dir"
-        )
-    try:
-        return secret_key(path)
-    except (OSError, ValueError) as fault:
-        raise SettingsError(
-            f"audit_key_file: {path} can be neither read nor made: {fault}. Name a file elsewhere that lasts, or set "
-            f"{ENVIRONMENT_PREFIX}AUDIT_KEY to what `openssl rand -hex 32` prints"
-        ) from fault
-
-
-def mappings_of(files: Iterable[Path]) -> dict[str, MappingFile]:
-    """The site's mappings, by the model type that each describes. Raises SettingsError for one that is wrong."""
-    try:
-        found = [read_mapping(file) for file in files]
-    except MappingError as fault:
-        raise SettingsError(f"mappings: {fault}") from fault
-    by_type = {mapping.model_type: mapping for mapping in found}
-    if len(by_type) < len(found):
-        raise SettingsError("mappings: two files describe the same model type")
-    return by_type
-
-
-def device_of(name: DeviceName) -> torch.device:
-    """The device to train on: with `auto` a GPU if there is one. Raises SettingsError for a GPU that is not there."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    device = torch.device("cuda" if name == "auto" else name)
-    if (device.index or 0) >= torch.cuda.device_count():
-        raise SettingsError(f"device: there is no {device} here, of {torch.cuda.device_count()} CUDA devices")
-    return device
-
-
-def describe(device: torch.device) -> str:
-    """The device as people read it, at most 64 printable characters of ASCII."""
-    name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-    return "".join(letter for letter in name if " " <= letter <= "~")[:64]

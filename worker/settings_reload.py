@@ -1,4 +1,4 @@
-"""A worker's settings file while the worker runs: of what changes in it, the policy and the budgets are taken up."""
+"""Changes to the settings file of a running worker: the policy and the budgets apply without a restart."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class SettingsFile:
         self.settings = parsed_settings(path, self._read)
 
     def reread(self, sleep: Callable[[float], None]) -> Settings | None:
-        """What the file says now, or None if nothing in it changed. Raises SettingsError for as long as it cannot be
-        used."""
+        """Return what the file says now, or None if nothing changed. Raises SettingsError while it is invalid."""
         raw = raw_settings(self._path)
         if raw == self._read:
             return None
@@ -35,17 +34,17 @@ class SettingsFile:
         return settings
 
 
-def taken_up(running: Settings, told: Settings) -> Settings:
-    """The settings of a running worker with what it heeds of others without a restart."""
+def reloaded(running: Settings, new: Settings) -> Settings:
+    """Return the settings of a running worker with those of the new ones that need no restart."""
     datasets = {
-        name: source.model_copy(update={"privacy": told.datasets[name].privacy}) if name in told.datasets else source
+        name: source.model_copy(update={"privacy": new.datasets[name].privacy}) if name in new.datasets else source
         for name, source in running.datasets.items()
     }
-    return running.model_copy(update={"policy": told.policy, "privacy": told.privacy, "datasets": datasets})
+    return running.model_copy(update={"policy": new.policy, "privacy": new.privacy, "datasets": datasets})
 
 
 def differing(one: Settings, other: Settings) -> set[str]:
-    """The names of the settings, and of the data sets, in which they differ."""
+    """Return the names of the settings, and of the data sets, in which they differ."""
     names = {name for name in Settings.model_fields if getattr(one, name) != getattr(other, name)} - {"datasets"}
     sources = {*one.datasets, *other.datasets}
     return names | {f"datasets.{name}" for name in sources if one.datasets.get(name) != other.datasets.get(name)}

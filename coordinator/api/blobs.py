@@ -65,21 +65,6 @@ def _bytes_of(media_type: str, *, required: bool) -> dict[str, Any]:
     return {"requestBody": {"content": {media_type: {}}, "required": required}}
 
 
-def uploads(serving: Serving) -> Uploads:
-    settings = serving.settings
-    return Uploads(
-        serving.database,
-        serving.blobs,
-        serving.room,
-        serving.quota,
-        settings.idle_seconds,
-        RECEIVED_BYTES.inc,
-        serving.uploading,
-    )
-
-
-Uploading = Annotated[Uploads, Depends(uploads)]
-
 # ---------------------------------------------------------------- down
 
 
@@ -204,7 +189,6 @@ def _span(header: str, size: int) -> tuple[int, int] | None:
 async def create_upload(
     request: Request,
     serving: Serving,
-    uploading: Uploading,
     caller: Holder,
     length: Annotated[int, DIGITS, Header(alias="Upload-Length", ge=0, le=MOST_BYTES)],
     complete: Complete,
@@ -216,17 +200,21 @@ async def create_upload(
         raise TooLarge(f"{length} bytes were announced; at most {limit} are taken (setting max_upload_bytes)")
     serving.memory.require()
     owner, digest = caller.owner, _digest(repr_digest)
-    upload = await serving.uploading.run(owner, uploading.announce, owner, digest, length, site_id=caller.site_id)
-    if complete == "?1" and not upload.complete and uploading.offset(upload) == 0:
-        await uploading.whole(upload, request.stream())
-        upload = await serving.uploading.run(owner, uploading.find, upload.id, owner)
-    return Response(status_code=201, headers={"Location": f"/v1/uploads/{upload.id}", **_progress(uploading, upload)})
+    upload = await serving.uploads.threads.run(
+        owner, serving.uploads.announce, owner, digest, length, site_id=caller.site_id
+    )
+    if complete == "?1" and not upload.complete and serving.uploads.offset(upload) == 0:
+        await serving.uploads.whole(upload, _received(request))
+        upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload.id, owner)
+    return Response(
+        status_code=201, headers={"Location": f"/v1/uploads/{upload.id}", **_progress(serving.uploads, upload)}
+    )
 
 
 @router.head("/uploads/{upload_id}", status_code=204, operation_id="headUpload")
-def head_upload(upload_id: str, uploading: Uploading, caller: Holder) -> Response:
+def head_upload(upload_id: str, serving: Serving, caller: Holder) -> Response:
     """How much of an upload has arrived."""
-    headers = _progress(uploading, uploading.find(upload_id, caller.owner))
+    headers = _progress(serving.uploads, serving.uploads.find(upload_id, caller.owner))
     return Response(status_code=204, headers={**headers, "Cache-Control": "no-store"})
 
 
@@ -240,7 +228,6 @@ async def append_upload(
     upload_id: str,
     request: Request,
     serving: Serving,
-    uploading: Uploading,
     caller: Holder,
     offset: Annotated[int, DIGITS, Header(alias="Upload-Offset", ge=0, le=MOST_BYTES)],
 ) -> Response:
@@ -249,15 +236,21 @@ async def append_upload(
         raise BadRequest(f"the body of a PATCH to an upload has Content-Type {PARTIAL_UPLOAD}")
     serving.memory.require()
     owner = caller.owner
-    upload = await serving.uploading.run(owner, uploading.find, upload_id, owner)
-    await uploading.append(upload, offset, request.stream())
-    upload = await serving.uploading.run(owner, uploading.find, upload_id, owner)
-    return Response(status_code=204, headers=_progress(uploading, upload))
+    upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload_id, owner)
+    await serving.uploads.append(upload, offset, _received(request))
+    upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload_id, owner)
+    return Response(status_code=204, headers=_progress(serving.uploads, upload))
 
 
-def _progress(uploading: Uploads, upload: Upload) -> dict[str, str]:
+async def _received(request: Request) -> AsyncIterator[bytes]:
+    async for piece in request.stream():
+        RECEIVED_BYTES.inc(len(piece))
+        yield piece
+
+
+def _progress(uploads: Uploads, upload: Upload) -> dict[str, str]:
     return {
-        "Upload-Offset": str(uploading.offset(upload)),
+        "Upload-Offset": str(uploads.offset(upload)),
         "Upload-Length": str(upload.length),
         "Upload-Complete": "?1" if upload.complete else "?0",
     }

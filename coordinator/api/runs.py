@@ -12,38 +12,18 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Anyone, Cursor, Key, Limit, Orchestrator, Serving, Viewer
 from tessera.coordinator.api.request_limits import BoundedRoute
-from tessera.coordinator.auth.permissions import run_within_reach, runs_of, within_reach
-from tessera.coordinator.db import audit, rounds, views
-from tessera.coordinator.db.idempotency import once
-from tessera.coordinator.db.ids import new_id
-from tessera.coordinator.db.snapshots import live_workers
-from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
-from tessera.coordinator.db.transitions import move_run
+from tessera.coordinator.auth.permissions import run_within_reach, runs_of
+from tessera.coordinator.db import views
+from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, VersionRow
 from tessera.coordinator.db.workers import find_site
-from tessera.coordinator.domain.eligibility import Invitation
-from tessera.coordinator.domain.lifecycle import LIVE_RUN
-from tessera.coordinator.domain.preview import preview
 from tessera.coordinator.domain.principal import Principal
-from tessera.coordinator.services import Services
+from tessera.coordinator.operations import runs
 from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec
-from tessera.shared.api.versions import Difference, Manifest, Version, VersionRef
-from tessera.shared.model.spec import Model
-from tessera.shared.problems import (
-    Conflict,
-    Fault,
-    Forbidden,
-    Gone,
-    Invalid,
-    NotFound,
-    PreconditionFailed,
-    PreconditionRequired,
-)
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.api.versions import Difference, Version
+from tessera.shared.problems import Gone, NotFound, PreconditionRequired
 from tessera.shared.rounds.export import Export
-from tessera.shared.rounds.planning import begun, check_method, dataset_of, warnings_of
+from tessera.shared.rounds.planning import dataset_of
 from tessera.shared.schema import Page
-from tessera.shared.telemetry import spans
-from tessera.shared.telemetry.trace_ids import traceparent_of
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=BoundedRoute)
 
@@ -56,82 +36,16 @@ Number = Annotated[str, PathParam(pattern=r"^(latest|[0-9]{1,9})$", description=
 @router.post("", status_code=201, operation_id="createRun")
 def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: Response, key: Key = None) -> Run:
     """Starts a run from a model and a first version that were uploaded before."""
-    check_method(spec.method)
-    _require_reach(serving, caller, {"/model": spec.model, "/version": spec.version})
-    model, manifest = serving.states.check(spec.model, spec.version)
-    named = {f"/version/blocks/{name}": digest for name, digest in manifest.blocks.items()}
-    named |= {f"/version/memory/{name}": entry.digest for name, entry in manifest.memory.items()}
-    _require_reach(serving, caller, named)
-    started, new, warnings = _started(serving, spec, model, manifest)
-    with serving.database.transaction() as session:
-        now = serving.database.now()
-
-        def create() -> Run:
-            serving.blobs.record(session, now, new)
-            run = RunRow(
-                id=new_id(),
-                name=spec.name,
-                state="running",
-                spec=spec.model_dump(mode="json"),
-                model_bytes=model.nbytes,
-                version_number=0,
-                revision=1,
-                created_at=now,
-                resumed_at=now,
-                updated_at=now,
-                owner=caller.owner,
-            )
-            session.add(run)
-            session.flush()
-            first = VersionRef(number=0, digest=new[-1].digest if new else spec.version)
-            rounds.add_version(session, now, run.id, first, started, warnings)
-            session.add(RunBlobRow(run_id=run.id, digest=spec.model))
-            audit.record(session, now, caller.actor, "run.create", run.id, run_id=run.id, spec=run.spec)
-            return views.run_view(session, run)
-
-        run = once(session, now, caller, key, spec, Run, create)
-    serving.call()
-    spans.link(traceparent_of(run.id, 1))
+    run = runs.create_run(serving, caller, spec, key)
     response.headers["Location"] = f"/v1/runs/{run.id}"
-    response.headers["ETag"] = _etag(run.revision)
+    response.headers["ETag"] = runs.etag(run.revision)
     return run
-
-
-def _require_reach(serving: Services, caller: Principal, named: dict[str, str]) -> None:
-    """A run may be made only of what its creator sent or may read: else naming a blob would be a way to read it."""
-    with serving.database.snapshot() as session:
-        reached = within_reach(session, caller, named.values())
-    faults = [
-        Fault(pointer=pointer, detail=f"blob {digest} was not uploaded")
-        for pointer, digest in sorted(named.items())
-        if digest not in reached
-    ]
-    if faults:
-        raise Invalid(f"{len(faults)} of the run's blobs are not there", errors=faults, remedy="Upload them first.")
-
-
-def _started(
-    serving: Services, spec: RunSpec, model: Model, manifest: Manifest
-) -> tuple[Manifest, list[Stored], tuple[str, ...]]:
-    """The first version, with what the method's server half remembers from the start, and what it warns of."""
-    given = serving.states.load(model, manifest, 0)
-    state = begun(spec, model, given)
-    stored = (manifest, []) if state == given else serving.states.store(state, spec.version)
-    return *stored, warnings_of(spec, model, state)
 
 
 @router.post("/preview", operation_id="previewRun")
 def preview_run(spec: RunSpec, serving: Serving, caller: Orchestrator) -> Preview:
     """Says who would take part in a run and who not and why, and what its first round would ask. Changes nothing."""
-    check_method(spec.method)
-    _require_reach(serving, caller, {"/model": spec.model, "/version": spec.version})
-    model, manifest = serving.states.check(spec.model, spec.version)
-    state = begun(spec, model, serving.states.load(model, manifest, 0))
-    now = serving.database.now()
-    with serving.database.snapshot() as session:
-        known = live_workers(session, 0.0)
-        live = {worker.name for worker in live_workers(session, now - serving.settings.live_seconds)}
-    return preview(Invitation(spec, model.nbytes, caller.name), model, state, known, live, now)
+    return runs.preview_run(serving, caller, spec)
 
 
 @router.get("", operation_id="listRuns")
@@ -150,7 +64,7 @@ def get_run(run_id: str, serving: Serving, caller: Anyone, response: Response) -
     """A run; a site is told of those that it takes part in, and of no other site in them."""
     with serving.database.snapshot() as session:
         run = _shown(session, caller, run_within_reach(session, caller, run_id))
-    response.headers["ETag"] = _etag(run.revision)
+    response.headers["ETag"] = runs.etag(run.revision)
     return run
 
 
@@ -174,28 +88,10 @@ def patch_run(
 
     An orchestrator does so to the runs that it created, an administrator to all.
     """
-    event = {"paused": "pause", "running": "resume", "cancelled": "cancel"}[patch.state]
     if if_match is None:
         raise PreconditionRequired("the request carries no If-Match header")
-    with serving.database.transaction() as session:
-        row = views.find_run(session, run_id)
-        if caller.role != "admin" and row.owner != caller.owner:
-            raise Forbidden(
-                f"run {run_id} was created by another", remedy="Ask whoever created it, or an administrator."
-            )
-        if row.state == patch.state:
-            # So it is already: a repeat whose first answer was lost, or a wish that somebody else had too.
-            response.headers["ETag"] = _etag(row.revision)
-            return views.run_view(session, row)
-        if if_match != _etag(row.revision):
-            raise PreconditionFailed(f"the run is at revision {row.revision}; If-Match names {if_match[:64]}")
-        if row.state not in LIVE_RUN:
-            raise Conflict(f"the run is {row.state}, which is final", remedy="Start a new run from its last version.")
-        move_run(session, serving.database.now(), caller.actor, run_id, event)
-        session.refresh(row)
-        run = views.run_view(session, row)
-    serving.call()
-    response.headers["ETag"] = _etag(run.revision)
+    run = runs.patch_run(serving, caller, run_id, patch, if_match)
+    response.headers["ETag"] = runs.etag(run.revision)
     return run
 
 
@@ -281,7 +177,3 @@ def list_measurements(
             limit,
             cursor,
         )
-
-
-def _etag(revision: int) -> str:
-    return f'"{revision}"'

@@ -105,8 +105,6 @@ class Uploads:
     room: Room
     quota: Quota
     idle_seconds: float
-    received: Callable[[float], object]
-    """Told of the bytes as they come."""
     threads: Shares
     """Where what takes long is done, in the turns of the owners."""
 
@@ -125,7 +123,7 @@ class Uploads:
                 self._permit(session, site_id, row, length)
                 session.add(row)
             elif row.length != length and row.complete:
-                raise BadRequest(f"{digest} has {row.length} bytes, not {length}")
+                raise BadRequest(f"{row.digest} has {row.length} bytes, not {length}")
             elif row.length != length:
                 # One of the announcements is mistaken; the bytes will tell which.
                 more, row.length = max(0, length - row.length), length
@@ -188,13 +186,19 @@ class Uploads:
         received = bytearray()
         async with self._moving() as sender:
             async for piece in body:
-                sender.sent(piece)
+                sender.sent()
                 received += piece
                 if len(received) > upload.length:
                     raise _longer(upload)
         if len(received) < upload.length:
             raise BadRequest(f"{len(received)} bytes came of {upload.length}", remedy="Send the whole blob again.")
         await self.threads.run(upload.owner, self.keep, upload, bytes(received))
+
+    def store(self, owner: str, digest: str, data: bytes, *, site_id: str | None = None) -> Upload:
+        """Announce and keep a blob that is here whole. Raise as `announce` and `keep` do."""
+        upload = self.announce(owner, digest, len(data), site_id=site_id)
+        self.keep(upload, data)
+        return upload
 
     def keep(self, upload: Upload, data: bytes) -> None:
         """Takes a blob that is here whole. Raises DigestMismatch."""
@@ -231,14 +235,14 @@ class Uploads:
             try:
                 async with self._moving() as sender:
                     async for piece in body:
-                        sender.sent(piece)
+                        sender.sent()
                         pending += piece
                         if file.tell() + len(pending) > upload.length:
                             raise _longer(upload)
                         if len(pending) >= WRITE_BYTES:
                             sender.waits()
                             await self._to_the_end(upload.owner, write)
-                            sender.sent(b"")
+                            sender.sent()
             finally:
                 # What has come is kept even when the sender is cut off, so that it need not come again.
                 if file.tell() + len(pending) <= upload.length:
@@ -254,7 +258,7 @@ class Uploads:
         try:
             # One deadline that is put off: to wait for each piece on its own costs a task a piece.
             async with asyncio.timeout(self.idle_seconds) as silence:
-                yield _Sender(silence, self.idle_seconds, self.received)
+                yield _Sender(silence, self.idle_seconds)
         except TimeoutError:
             if not silence.expired():
                 raise
@@ -342,11 +346,9 @@ class _Sender:
 
     silence: asyncio.Timeout
     idle_seconds: float
-    received: Callable[[float], object]
 
-    def sent(self, piece: bytes) -> None:
+    def sent(self) -> None:
         self.silence.reschedule(asyncio.get_running_loop().time() + self.idle_seconds)
-        self.received(len(piece))
 
     def waits(self) -> None:
         """It is this side that takes its time now: for a thread, or the disk."""
@@ -359,16 +361,18 @@ def _is_at(path: Path, file: FileIO) -> bool:
     return False
 
 
-def owned(session: Session, owner: str, digest: str) -> int | None:
-    """The length of a complete upload of this owner, or None."""
-    return session.scalar(select(UploadRow.length).where(_finished(owner, digest)))
+def find_finished(session: Session, owner: str, digest: str) -> Upload | None:
+    """Return the complete upload of this owner, if there is one."""
+    row = session.scalars(select(UploadRow).where(_finished(owner, digest))).one_or_none()
+    return _record(row) if row else None
 
 
-def hand_in(session: Session, now: float, owner: str, digest: str) -> None:
-    """Keeps a complete upload from being removed while what refers to it is entered. Raises NotFound."""
-    touched = update(UploadRow).where(_finished(owner, digest)).values(created_at=now).returning(UploadRow.id)
+def retain(session: Session, now: float, upload: Upload) -> None:
+    """Keep a complete upload from being removed while a row that refers to it is written. Raise NotFound."""
+    same = _finished(upload.owner, upload.digest)
+    touched = update(UploadRow).where(same).values(created_at=now).returning(UploadRow.id)
     if session.scalar(touched) is None:
-        raise NotFound(f"{digest} was removed before it was handed in", remedy="Upload it again.")
+        raise NotFound(f"{upload.digest} was removed before it was handed in", remedy="Upload it again.")
 
 
 def _finished(owner: str, digest: str) -> ColumnElement[bool]:

@@ -77,7 +77,7 @@ class Actions:
                 return self.offer_again(task_id)
             case todo.Evaluate(due):
                 return self.offer_evaluation(run_id, due)
-            case todo.Lapse(task_id, token):
+            case todo.Expire(task_id, token):
                 self.expire(task_id, token)
             case todo.Close(round_id, reason):
                 self.close(round_id, reason)

@@ -13,7 +13,7 @@ import ray
 
 from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.rounds.blob_store import BlobStore, Stored
-from tessera.shared.rounds.versions import Groups, settle
+from tessera.shared.rounds.versions import Groups, materialize
 from tessera.shared.tensors.lazy import numel
 
 TASKS_PER_CPU = 4
@@ -30,10 +30,10 @@ class RayEngine:
             log_to_driver=False,
             ignore_reinit_error=True,
         )
-        self._task = ray.remote(num_cpus=1)(settle_task)
+        self._task = ray.remote(num_cpus=1)(materialize_task)
 
     def __call__(self, blobs: BlobStore, groups: Groups) -> list[list[Stored]]:
-        """As `settle`."""
+        """As `materialize`."""
         bundles = divided(groups, TASKS_PER_CPU * max(1, int(ray.cluster_resources().get("CPU", 1))))
         running = [self._task.remote(blobs, [groups[index] for index in bundle]) for bundle in bundles]
         stored: dict[int, list[Stored]] = {}
@@ -42,9 +42,9 @@ class RayEngine:
         return [stored[index] for index in range(len(groups))]
 
 
-def settle_task(blobs: BlobStore, groups: Groups) -> list[list[Stored]]:
+def materialize_task(blobs: BlobStore, groups: Groups) -> list[list[Stored]]:
     keep_freed_memory()
-    return settle(blobs, groups)
+    return materialize(blobs, groups)
 
 
 def divided(groups: Groups, count: int) -> list[list[int]]:

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.api import enrolments as api
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import Fields, PageRoute, Sender, Signed, require_role
@@ -20,6 +19,7 @@ from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.tables import EnrolmentRow, RunRow
 from tessera.coordinator.domain.workers import Member
+from tessera.coordinator.operations import enrolments
 from tessera.shared.api.admin import Approval
 from tessera.shared.problems import Fault, Invalid, faults_of
 
@@ -47,7 +47,7 @@ def list_approvals(request: Request, serving: Serving, who: Signed) -> Response:
     with serving.database.snapshot() as session:
         found = withheld(session, live_workers(session, now - serving.settings.live_seconds))
     # As in the API, administrators alone see who asks.
-    pending = api.list_enrolments(serving, who.principal, MOST_PENDING).items if who.administers else ()
+    pending = enrolments.list_enrolments(serving, MOST_PENDING).items if who.administers else ()
     return render(request, "approvals.html", who, now=views.instant(now), withheld=found, pending=pending)
 
 
@@ -61,9 +61,9 @@ def decide(enrolment_id: str, serving: Serving, who: Sender, fields: Fields) -> 
             approval = Approval.model_validate({**given, "create_site": fields.get("create_site") == "yes"})
         except ValidationError as refusal:
             raise Invalid("the form has faults; each is named", errors=faults_of(refusal)) from None
-        api.approve_enrolment(enrolment_id, approval, serving, who.principal)
+        enrolments.approve(serving, who.principal, enrolment_id, approval)
     elif fields.get("decision") == "decline":
-        api.decline_enrolment(enrolment_id, serving, who.principal)
+        enrolments.decline(serving, who.principal, enrolment_id)
     else:
         raise Invalid("the form decides nothing", errors=[Fault(pointer="/decision", detail="approve or decline")])
     return RedirectResponse(f"{PREFIX}/approvals", status_code=303)

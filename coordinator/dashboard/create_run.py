@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.api import runs as api
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.dashboard.forms import Field, fields_of, filled, placed
 from tessera.coordinator.dashboard.runs import facts_of
@@ -33,8 +32,9 @@ from tessera.coordinator.db.ids import new_id
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.tables import RunRow, UploadRow, VersionRow
 from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.operations import runs
 from tessera.coordinator.services import Services
-from tessera.shared.api.runs import Cohort, Evaluation, Preview, RunSpec
+from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
 from tessera.shared.api.versions import Manifest
 from tessera.shared.methods.base import Method
 from tessera.shared.methods.registry import methods
@@ -93,9 +93,9 @@ def take_form(request: Request, serving: Serving, who: Sender, fields: Fields) -
     try:
         spec = _spec(method, fields)
         if fields.get(STEP) == "start":
-            run = api.create_run(spec, serving, who.principal, Response(), fields.get(WISH) or None)
+            run = runs.create_run(serving, who.principal, spec, fields.get(WISH) or None)
             return RedirectResponse(f"{PREFIX}/runs/{run.id}", status_code=303)
-        preview: Preview = api.preview_run(spec, serving, who.principal)
+        preview = runs.preview_run(serving, who.principal, spec)
     except (Invalid, Conflict) as refusal:
         faults = refusal.errors or [Fault(pointer="", detail=refusal.detail)]
         return _form(request, serving, who, method, fields, faults, refusal.advice)

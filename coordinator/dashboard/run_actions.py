@@ -1,16 +1,16 @@
-"""What people do here: pause, resume and cancel runs. Done by the API's own functions."""
+"""Actions of people on runs: pause, resume and cancel."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 
-from tessera.coordinator.api import runs as api
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import STEERING, Fields, PageRoute, Sender, Signed, require_role
 from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db import views
+from tessera.coordinator.operations import runs
 from tessera.shared.api.runs import RunPatch
 from tessera.shared.problems import Fault, Invalid
 
@@ -37,5 +37,5 @@ def set_state(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Res
             "the form names no state", errors=[Fault(pointer="/state", detail=f"one of {', '.join(STATES)}")]
         )
     patch = RunPatch.model_validate({"state": wanted})
-    api.patch_run(run_id, patch, serving, who.principal, Response(), f'"{revision[:20]}"')
+    runs.patch_run(serving, who.principal, run_id, patch, f'"{revision[:20]}"')
     return RedirectResponse(f"{PREFIX}/runs/{run_id}", status_code=303)

@@ -3,62 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.db.transitions import move_task
 from tessera.coordinator.domain.acceptance import refusal
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.tasks import Evaluated, Progress, Receipt, Submission, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan
-from tessera.shared.problems import NotFound, Problem, Withheld, problem_from
+from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, StaleVersion, Withheld
 from tessera.shared.rounds.planning import dataset_of, task_of
 from tessera.shared.schema import ACCEPTED, MOST_WITHHELD
 
 
 @dataclass(frozen=True)
-class Held:
-    """A task with what is around it."""
+class TaskRecord:
+    """A task and the rows around it, loaded once per request."""
 
     task: TaskRow
-    round: RoundRow | None
+    worker: WorkerRow
+    site: str
     run: RunRow
+    round: RoundRow | None
     version: VersionRef
-    declared: int
-    """The examples that the worker said it holds of the task's data set."""
 
-    @property
+    @cached_property
     def spec(self) -> RunSpec:
+        """The run's settings, parsed at the first use."""
         return RunSpec.model_validate(self.run.spec)
 
     @property
     def plan(self) -> Plan:
         return Plan.model_validate(self.task.plan)
 
-    def require(self, token: int) -> None:
-        """Raises LeaseLost, TaskCancelled or RoundClosed unless the token holds this task."""
+    @property
+    def number(self) -> int:
+        """The number of the task's round; outside a round, of its version."""
+        return self.round.number if self.round else self.task.version_number
+
+    @property
+    def declared_examples(self) -> int:
+        """The examples that the worker declared for the task's data set."""
+        held_out = self.task.held_out
+        dataset = dataset_of(self.spec, self.task.kind, held_out=held_out)
+        examples: int = self.worker.declared.get("held_out" if held_out else "datasets", {}).get(dataset, 0)
+        return examples
+
+    def require_lease(self, token: int) -> None:
+        """Raise LeaseLost, TaskCancelled or RoundClosed unless the token holds this task."""
         problem = refusal(self.task.state, self.round.state if self.round else None, token, self.task.token)
         if problem:
             raise problem
 
 
-def held(session: Session, task_id: str, site_id: str | None) -> Held:
-    """Raises NotFound if there is no such task, or if it is another site's."""
-    task = session.get(TaskRow, task_id)
-    worker = session.get(WorkerRow, task.worker_id) if task else None
-    if task is None or worker is None or (site_id is not None and worker.site_id != site_id):
+def find_task(session: Session, task_id: str, site_id: str | None) -> TaskRecord:
+    """Load a task. Raise NotFound if there is no such task, or if it is another site's."""
+    row = session.execute(
+        select(TaskRow, WorkerRow, SiteRow.name, RunRow, RoundRow, VersionRow)
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .join(RunRow, RunRow.id == TaskRow.run_id)
+        .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
+        .outerjoin(RoundRow, RoundRow.id == TaskRow.round_id)
+        .where(TaskRow.id == task_id)
+    ).one_or_none()
+    if row is None or (site_id is not None and row[1].site_id != site_id):
         raise NotFound(f"there is no task {task_id}")
-    run = session.get_one(RunRow, task.run_id)
-    round_ = session.get(RoundRow, task.round_id) if task.round_id else None
-    version = session.get_one(VersionRow, (task.run_id, task.version_number))
-    dataset = dataset_of(RunSpec.model_validate(run.spec), task.kind, held_out=task.held_out)
-    declared = worker.declared.get("held_out" if task.held_out else "datasets", {}).get(dataset, 0)
-    return Held(task, round_, run, VersionRef(number=version.number, digest=version.digest), declared)
+    task, worker, site, run, round_, version = row
+    return TaskRecord(task, worker, site, run, round_, VersionRef(number=version.number, digest=version.digest))
+
+
+def reload(session: Session, record: TaskRecord) -> TaskRecord:
+    """Load again what may have changed of a task since an earlier session: its own row and its round's."""
+    round_ = session.get_one(RoundRow, record.round.id) if record.round else None
+    return replace(record, task=session.get_one(TaskRow, record.task.id), round=round_)
 
 
 def withhold(session: Session, now: float, actor: str, worker_id: str, withheld: Mapping[str, str]) -> None:
@@ -66,6 +91,13 @@ def withhold(session: Session, now: float, actor: str, worker_id: str, withheld:
     offered = (TaskRow.worker_id == worker_id) & (TaskRow.state == "offered") & TaskRow.run_id.in_(withheld)
     for task in session.scalars(select(TaskRow).where(offered)).all() if withheld else ():
         move_task(session, now, actor, task, "withhold", {"problem": Withheld(withheld[task.run_id]).json()})
+
+
+def note_withheld(record: TaskRecord, reason: str) -> None:
+    """Declare for a worker what its next claim will: until then, the next round could ask it again."""
+    worker = record.worker
+    withheld = {**worker.declared.get("withheld", {}), record.task.run_id: reason[:300]}
+    worker.declared = {**worker.declared, "withheld": dict(list(withheld.items())[-MOST_WITHHELD:])}
 
 
 def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None:
@@ -97,9 +129,9 @@ def offered_to(session: Session, worker_ids: Sequence[str]) -> list[str]:
 
 
 def lease(session: Session, now: float, actor: str, task: TaskRow, instance: str, seconds: float) -> None:
-    """Gives the task to this process. Raises Conflict if another was faster."""
+    """Lease the task to this process. Raise Conflict if another was faster."""
     if task.state == "leased":
-        _renew(session, task.id, task.token, now + seconds)
+        renew(session, task, now + seconds)
     else:
         values = {
             "token": task.token + 1,
@@ -112,96 +144,57 @@ def lease(session: Session, now: float, actor: str, task: TaskRow, instance: str
     session.refresh(task)
 
 
-def renew(
-    session: Session,
-    now: float,
-    task_id: str,
-    site_id: str | None,
-    token: int,
-    seconds: float,
-    progress: Progress | None = None,
-) -> None:
-    """Raises LeaseLost, TaskCancelled or RoundClosed."""
-    held(session, task_id, site_id).require(token)
-    _renew(session, task_id, token, now + seconds, progress)
-
-
-def _renew(session: Session, task_id: str, token: int, expires_at: float, progress: Progress | None = None) -> None:
-    same = (TaskRow.id == task_id) & (TaskRow.token == token) & (TaskRow.state == "leased")
+def renew(session: Session, task: TaskRow, expires_at: float, progress: Progress | None = None) -> None:
+    """Extend the lease of a task."""
+    same = (TaskRow.id == task.id) & (TaskRow.token == task.token) & (TaskRow.state == "leased")
     told = {"progress": progress.model_dump(mode="json", exclude_none=True)} if progress else {}
     session.execute(update(TaskRow).where(same).values(lease_expires_at=expires_at, **told))
 
 
-def release(session: Session, now: float, actor: str, entry: Held, token: int) -> None:
-    """Back to be offered at once; a lease given up in good order is not counted as a try."""
-    entry.require(token)
-    move_task(session, now, actor, entry.task, "release", {"leases": entry.task.leases - 1, "lease_expires_at": None})
+def require_report(record: TaskRecord, report: Submission | Evaluated, kind: str) -> None:
+    """Raise a problem unless the report is about the task under its lease, of this kind, and within its bounds."""
+    record.require_lease(report.token)
+    if record.task.kind != kind:
+        raise Conflict(f"this is a task to {record.task.kind}, not to {kind}")
+    if report.examples > (declared := record.declared_examples):
+        # The count is the update's weight: it may not exceed what was declared before the cohort was chosen.
+        fault = Fault(pointer="/examples", detail=f"{report.examples} examples; the worker declared {declared}")
+        raise Invalid("the report counts more examples than the worker declared", errors=[fault])
+    if report.version != record.version.digest:
+        raise StaleVersion(f"the task starts from {record.version.digest}; the report is about {report.version}")
 
 
-def fail(session: Session, now: float, actor: str, entry: Held, token: int, problem: Problem) -> None:
-    """A task that its site has not agreed to is over, and no failure."""
-    entry.require(token)
-    event = "withhold" if isinstance(problem, Withheld) else "fail"
-    move_task(session, now, actor, entry.task, event, {"problem": problem.json()})
-    if isinstance(problem, Withheld):
-        # As its next claim will say: until then the next round could ask it again.
-        worker = session.get_one(WorkerRow, entry.task.worker_id)
-        withheld = {**worker.declared.get("withheld", {}), entry.task.run_id: problem.detail[:300]}
-        worker.declared = {**worker.declared, "withheld": dict(list(withheld.items())[-MOST_WITHHELD:])}
-
-
-def reject(session: Session, now: float, actor: str, entry: Held, report: Submission, problem: Problem) -> None:
-    entry.require(report.token)
-    values = {"problem": problem.json(), "update_digest": report.update, "audit_head": report.audit_head}
-    move_task(session, now, actor, entry.task, "reject", values)
-
-
-def accept(
-    session: Session,
-    now: float,
-    actor: str,
-    entry: Held,
-    report: Submission | Evaluated,
-    upload_bytes: int,
-    numbers: dict[str, float],
-    layers: Sequence[str] = (),
+def settle(
+    session: Session, now: float, actor: str, record: TaskRecord, token: int, event: str, columns: dict[str, Any]
 ) -> None:
-    """The report counts from here on, and only once (invariant I1)."""
-    entry.require(report.token)
-    values = {
-        "examples": report.examples,
-        "numbers": numbers,
-        "layers": list(layers),
-        "download_bytes": report.download_bytes,
-        "upload_bytes": upload_bytes,
-        "update_digest": report.update if isinstance(report, Submission) else None,
-        "audit_head": report.audit_head,
-    }
-    move_task(session, now, actor, entry.task, "accept", values)
+    """Move a task by a report of its worker. The report counts from here on, and only once (invariant I1).
+
+    Raise LeaseLost, TaskCancelled or RoundClosed unless the token holds the task.
+    """
+    record.require_lease(token)
+    move_task(session, now, actor, record.task, event, columns)
+    session.refresh(record.task)
 
 
-def was_released(entry: Held, token: int) -> bool:
-    """Whether this release took place before, and only the answer was lost."""
-    return entry.task.state == "offered" and entry.task.token == token > 0
+def was_released(record: TaskRecord, token: int) -> bool:
+    """Tell whether this release took place before, and only the answer was lost."""
+    return record.task.state == "offered" and record.task.token == token > 0
 
 
-def was_failed(entry: Held, token: int) -> bool:
-    """Whether this failure was entered before, and only the answer was lost."""
-    over = entry.task.state == "failed" or (entry.task.state == "cancelled" and entry.task.problem is not None)
-    return over and entry.task.token == token
+def was_failed(record: TaskRecord, token: int) -> bool:
+    """Tell whether this failure was recorded before, and only the answer was lost."""
+    task = record.task
+    over = task.state == "failed" or (task.state == "cancelled" and task.problem is not None)
+    return over and task.token == token
 
 
-def rejection(entry: Held, report: Submission) -> Problem | None:
-    """The problem that this very report was rejected with before, if it was."""
-    task = entry.task
-    same = (task.token, task.update_digest) == (report.token, report.update)
-    return problem_from(task.problem) if task.state == "rejected" and same and task.problem else None
+def was_accepted(record: TaskRecord, token: int, digest: str | None = None) -> bool:
+    """Tell whether this very report was accepted before, and only the answer was lost.
 
-
-def was_accepted(entry: Held, report: Submission | Evaluated) -> bool:
-    """Whether this very report was accepted before, and only the answer was lost."""
-    same_update = not isinstance(report, Submission) or entry.task.update_digest == report.update
-    return entry.task.state in ACCEPTED and entry.task.token == report.token and same_update
+    `digest` is that of its update, if it has one.
+    """
+    task = record.task
+    return task.state in ACCEPTED and task.token == token and digest in (None, task.update_digest)
 
 
 def last_receipt(session: Session, task: TaskRow) -> Receipt | None:
@@ -217,19 +210,19 @@ def last_receipt(session: Session, task: TaskRow) -> Receipt | None:
     return Receipt.model_validate(dict(row._mapping)) if row else None  # noqa: SLF001 (SQLAlchemy's public name)
 
 
-def task_message(session: Session, entry: Held, lease_seconds: float, inline_bytes: int) -> Task:
-    """What the worker is told."""
-    task, spec = entry.task, entry.spec
+def task_message(session: Session, record: TaskRecord, lease_seconds: float, inline_bytes: int) -> Task:
+    """Return the task as its worker receives it."""
+    task = record.task
     return task_of(
-        spec,
-        entry.plan,
-        entry.version,
+        record.spec,
+        record.plan,
+        record.version,
         task_id=task.id,
         token=task.token,
         kind=task.kind,
         held_out=task.held_out,
         run=task.run_id,
-        number=entry.round.number if entry.round else task.version_number,
+        number=record.number,
         seed=task.seed,
         lease_seconds=lease_seconds,
         inline_bytes=inline_bytes,

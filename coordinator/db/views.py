@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -28,9 +28,10 @@ from tessera.coordinator.db.tables import (
 )
 from tessera.shared.api.admin import AuditEntry, Enrolment, Site, Token, WorkerView
 from tessera.shared.api.runs import Measurement, Round, Run
-from tessera.shared.api.tasks import TaskView
+from tessera.shared.api.tasks import Receipt, TaskView
 from tessera.shared.api.versions import Version, VersionRef
 from tessera.shared.problems import BadRequest, NotFound
+from tessera.shared.rounds.outliers import PREFIX
 from tessera.shared.schema import Page
 
 V = TypeVar("V", bound=BaseModel)
@@ -189,6 +190,26 @@ def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
             "problem": row.problem,
         }
     )
+
+
+def without_scores(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Return a worker's numbers without those under the names of outlier scores, which the coordinator writes."""
+    return {name: value for name, value in numbers.items() if not name.startswith(PREFIX)}
+
+
+def task_for_site(view: TaskView) -> TaskView:
+    """Return a task as its site sees it, with the receipt of its update.
+
+    Outlier scores are hidden, so that an attacker cannot tune an update against them. What was accepted stays
+    `accepted`: a repeated report gets the first answer, and older workers know no later state.
+    """
+    shown: dict[str, Any] = {"numbers": without_scores(view.numbers)}
+    if view.is_accepted:
+        shown |= {"state": "accepted", "unmerged": ()}
+    if view.is_accepted and view.kind == "train":
+        about = {"task": view.id, "token": view.token, "state": view.state, "unmerged": view.unmerged}
+        shown["receipt"] = Receipt.model_validate(about)
+    return view.model_copy(update=shown)
 
 
 def worker_name(session: Session, worker_id: str) -> str:

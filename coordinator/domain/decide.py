@@ -16,7 +16,7 @@ from tessera.coordinator.domain.snapshot import Due, RoundSnapshot, RunSnapshot,
 
 
 @dataclass(frozen=True)
-class Lapse:
+class Expire:
     """The lease ran out."""
 
     task: str
@@ -74,7 +74,7 @@ class Complete:
     pass
 
 
-Action = Lapse | Offer | Open | Close | Merge | Abandon | Evaluate | CancelEvaluations | Pause | Complete
+Action = Expire | Offer | Open | Close | Merge | Abandon | Evaluate | CancelEvaluations | Pause | Complete
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _leases(run: RunSnapshot, now: float) -> Iterator[Action]:
     evaluations = (task for task in run.evaluations if task.state == "leased" or task.present)
     for task in (*open_tasks, *evaluations):
         if task.state == "leased" and (task.lease_expires_at or 0) <= now:
-            yield Lapse(task.id, task.token)
+            yield Expire(task.id, task.token)
         elif task.state == "lapsed" and task.leases < run.cohort.task_tries:
             yield Offer(task.id)
 

@@ -23,7 +23,8 @@ from examples.federation import Federation, Holding
 from examples.staging import parser, play, run_through
 from tessera.shared.cli.render import output
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.data.partition.schemes import Shift, divide
+from tessera.worker.data.partition.division import divide
+from tessera.worker.data.partition.schemes import Shift
 from tessera.worker.settings import DataSource
 
 HERE = Path(__file__).parent

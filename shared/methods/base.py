@@ -34,7 +34,7 @@ class MethodSettings(Frozen):
     """A method's own settings; unknown ones are refused."""
 
 
-class Unsuited(ValueError):
+class UnsupportedRun(ValueError):
     """A run asks for what its method cannot do. The text says what, and what to ask for instead."""
 
 
@@ -143,7 +143,7 @@ class CoordinatorHalf(Generic[C]):
     def start(self, state: State) -> State:
         """The state before the first round: a place to add server memory.
 
-        Raises Unsuited, which refuses the run, if it is not one that the method can do.
+        Raises UnsupportedRun, which refuses the run, if it is not one that the method can do.
         """
         return state
 
@@ -175,11 +175,14 @@ class CoordinatorHalf(Generic[C]):
             average(state.model, senders, self.run.divide, lambda name: self.inclusion(by_name[name]))
         )
 
-    def guard(self) -> None:
-        """Raises Unsuited if there is a way past the run's robust rule: if anything but the average of `merge` above
-        follows from what workers send. A method that merges in its own way says for itself that there is none."""
+    def check_robust(self) -> None:
+        """Raise UnsupportedRun if there is a way past the run's robust rule.
+
+        There is one if anything but the average of `merge` above follows from what workers send. A method that merges
+        in its own way says for itself that there is none.
+        """
         if type(self).merge is not CoordinatorHalf.merge:
-            raise Unsuited(
+            raise UnsupportedRun(
                 "the method merges in a way of its own, which no robust rule guards: leave out robust, or choose "
                 "another method"
             )
@@ -187,7 +190,7 @@ class CoordinatorHalf(Generic[C]):
     def inclusion(self, block: Block) -> float:
         """The probability with which a worker sends the block, for the `inverse-probability` average.
 
-        Raises Unsuited where nobody can know it, such as when the choice follows the data.
+        Raises UnsupportedRun where nobody can know it, such as when the choice follows the data.
         """
         return 1.0
 
@@ -196,13 +199,13 @@ class CoordinatorHalf(Generic[C]):
         return ()
 
 
-def begin(half: CoordinatorHalf[Any], first: State) -> State:
-    """A run's state before its first round. Raises Unsuited for a run that its method cannot do."""
+def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
+    """A run's state before its first round. Raises UnsupportedRun for a run that its method cannot do."""
     if half.run.divide == "inverse-probability":
         for block in half.run.blocks:
             half.inclusion(block)
     if not half.run.robust.neutral:
-        half.guard()
+        half.check_robust()
     return half.start(first)
 
 
@@ -375,7 +378,7 @@ class WorkerHalf(Generic[C]):
         """The local training that comes before a version is evaluated as this site's own model."""
         return ()
 
-    def enter(self, work: Work, phase: Phase) -> None:
+    def on_phase_start(self, work: Work, phase: Phase) -> None:
         """Before a phase begins."""
 
     def loss(self, work: Work, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

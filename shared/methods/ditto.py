@@ -51,7 +51,7 @@ class DittoWorker(WorkerHalf[DittoSettings]):
         self._trained: dict[str, Array] = {}
         self._held = False
 
-    def enter(self, work: Work, phase: Phase) -> None:
+    def on_phase_start(self, work: Work, phase: Phase) -> None:
         self._held = phase.name == "own"
         if self._held:
             self._trained = {block.name: work.read(block) for block in work.blocks}

@@ -38,7 +38,7 @@ from tessera.shared.methods.base import (
     Plan,
     State,
     Tally,
-    Unsuited,
+    UnsupportedRun,
     Update,
     Work,
     WorkerHalf,
@@ -68,7 +68,7 @@ class FedDynCoordinator(CoordinatorHalf[FedDynSettings]):
 
     def start(self, state: State) -> State:
         if self.run.workers_per_site > 1:
-            raise Unsuited(
+            raise UnsupportedRun(
                 "feddyn keeps a gradient for each site, at the one worker that takes part for it: set "
                 "cohort.workers_per_site to 1"
             )
@@ -83,8 +83,8 @@ class FedDynCoordinator(CoordinatorHalf[FedDynSettings]):
         usual = population.mean or median(sizes.values())
         return {name: Plan(numbers={ALPHA: self.settings.alpha * usual / size}) for name, size in sizes.items()}
 
-    def guard(self) -> None:
-        raise Unsuited(
+    def check_robust(self) -> None:
+        raise UnsupportedRun(
             "feddyn's drift is a sum of steps, which no robust rule guards: leave out robust, or choose "
             "another method"
         )

@@ -36,7 +36,7 @@ from tessera.shared.methods.base import (
     Participant,
     Plan,
     State,
-    Unsuited,
+    UnsupportedRun,
     Update,
     WorkerHalf,
 )
@@ -143,14 +143,14 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
     def start(self, state: State) -> State:
         blocks = self.run.blocks
         if any(block.role == "adapter" and not block.adapts for block in blocks):
-            raise Unsuited(
+            raise UnsupportedRun(
                 "the model's adapters do not say which matrices they belong to, so they cannot be frozen with them: "
                 "make the model again with `tessera model init`"
             )
         scopes = SCOPES[self.settings.freeze]
         if "head" in (scopes[self.settings.scope] or ()) and not any(block.role == "head" for block in blocks):
             others = [scope for scope, trained in scopes.items() if "head" not in (trained or ())]
-            raise Unsuited(
+            raise UnsupportedRun(
                 f"scope {self.settings.scope!r} trains the head, and this model has none of its own: its output "
                 f"matrix is tied to the token embeddings. Choose scope {' or '.join(others)}"
             )
@@ -207,7 +207,7 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             memory[SKETCH] = ArrayTensor(seen.sketch, "F64")
             numbers |= judged(numbers, self.settings, self.run.rounds - state.round - 1)
 
-    def guard(self) -> None:
+    def check_robust(self) -> None:
         """None that moves a block; when a warm-up of `auto` ends, a hostile worker has a say in."""
 
     def _watched(self) -> list[str]:

@@ -104,7 +104,7 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
         blocks = {name: Stretched(state.model[name], tensor, factor) for name, tensor in update.blocks.items()}
         return replace(update, blocks=blocks)
 
-    def guard(self) -> None:
+    def check_robust(self) -> None:
         """tau_eff, which follows from what workers say of themselves, is then their median."""
 
 

@@ -17,7 +17,7 @@ from tessera.shared.methods.base import (
     Participant,
     Plan,
     State,
-    Unsuited,
+    UnsupportedRun,
     WorkerHalf,
 )
 from tessera.shared.model.selectors import Match, Selector
@@ -35,7 +35,7 @@ class LoraSettings(MethodSettings):
 class LoraCoordinator(CoordinatorHalf[LoraSettings]):
     def start(self, state: State) -> State:
         if not any(ADAPTERS.holds(block) for block in self.run.blocks):
-            raise Unsuited("the model has no adapters: make it with `tessera model init --lora-rank N`")
+            raise UnsupportedRun("the model has no adapters: make it with `tessera model init --lora-rank N`")
         return state
 
     def plan_for(self, state: State, worker: Participant) -> Plan:

@@ -26,7 +26,7 @@ from tessera.shared.methods.base import (
     MethodSettings,
     State,
     Tally,
-    Unsuited,
+    UnsupportedRun,
     Work,
     WorkerHalf,
 )
@@ -47,7 +47,9 @@ class MoonSettings(MethodSettings):
 class MoonCoordinator(CoordinatorHalf[MoonSettings]):
     def start(self, state: State) -> State:
         if not any(block.role == "head" for block in self.run.blocks):
-            raise Unsuited("moon contrasts what a model's head is handed, and this model has no head of its own")
+            raise UnsupportedRun(
+                "moon contrasts what a model's head is handed, and this model has no head of its own"
+            )
         return state
 
 

@@ -27,7 +27,7 @@ from tessera.shared.methods.base import (
     Plan,
     RunFacts,
     State,
-    Unsuited,
+    UnsupportedRun,
     Work,
     WorkerHalf,
 )
@@ -57,7 +57,7 @@ class PFedDCSettings(MethodSettings):
 
 
 def trained_modalities(settings: PFedDCSettings, run: RunFacts) -> tuple[Modality, ...]:
-    """The towers whose prompts train. Raises Unsuited if the model lacks one of them, or has no prompts at all."""
+    """Return the towers whose prompts train. Raises UnsupportedRun if the model lacks one of them, or any prompts."""
     there = {block.name for block in run.blocks}
     wanted = settings.modalities or tuple(each for each in MODALITIES if f"prompts.{each}" in there) or MODALITIES
     prompt_blocks(run.blocks, wanted)
@@ -70,13 +70,13 @@ class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
         fusion = self.settings.fusion
         prompts = [block for block in self.run.blocks if block.name in self._prompts()]
         if fusion.kind == "attention" and (single := [block.name for block in prompts if block.shape[0] == 1]):
-            raise Unsuited(
+            raise UnsupportedRun(
                 f"{single[0]} is a single token, which leaves attention nothing to choose from: make a model with "
                 'more, or set fusion.kind to "mean" or "concat"'
             )
         widths = {block.shape[-1] for block in prompts}
         if fusion.kind == "attention" and (odd := sorted(width for width in widths if width % fusion.heads)):
-            raise Unsuited(
+            raise UnsupportedRun(
                 f"prompts of width {odd[0]} do not divide among {fusion.heads} heads: set fusion.heads to another"
             )
         return state
@@ -94,7 +94,7 @@ class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
         if self.settings.share == "prompts-and-fusion":
             fusion = [block.name for block in self.run.blocks if _fuses(block, modalities)]
             if not fusion:
-                raise Unsuited(
+                raise UnsupportedRun(
                     "the model has no fusion to share: make it with "
                     f"`tessera model init --prompt-fusion {self.settings.fusion.asks}`"
                 )

@@ -18,7 +18,7 @@ from tessera.shared.methods.base import (
     Participant,
     Plan,
     State,
-    Unsuited,
+    UnsupportedRun,
     WorkerHalf,
 )
 from tessera.shared.model.blocks import Block
@@ -36,12 +36,14 @@ class PromptFLSettings(MethodSettings):
 
 
 def prompt_blocks(blocks: Iterable[Block], modalities: Sequence[Modality]) -> tuple[str, ...]:
-    """The names of the model's prompts for these towers. Raises Unsuited for a tower that has none."""
+    """The names of the model's prompts for these towers. Raises UnsupportedRun for a tower that has none."""
     there = {block.name for block in blocks}
     names = tuple(f"prompts.{modality}" for modality in modalities)
     if absent := [modality for modality, name in zip(modalities, names, strict=True) if name not in there]:
         flags = " ".join(f"--{modality}-prompts N" for modality in absent)
-        raise Unsuited(f"the model has no {' and '.join(absent)} prompts: make it with `tessera model init {flags}`")
+        raise UnsupportedRun(
+            f"the model has no {' and '.join(absent)} prompts: make it with `tessera model init {flags}`"
+        )
     return names
 
 

@@ -37,7 +37,7 @@ from tessera.shared.methods.base import (
     RunFacts,
     State,
     Tally,
-    Unsuited,
+    UnsupportedRun,
     Update,
     Work,
     WorkerHalf,
@@ -199,20 +199,20 @@ def _patterns(layer: Layer) -> Sequence[str]:
 
 
 def check_privacy(settings: SAFLSettings, privacy: Privacy | None) -> None:
-    """Raises Unsuited where what SAFL tells of a site's data is not what the run's privacy covers."""
+    """Raises UnsupportedRun where what SAFL tells of a site's data is not what the run's privacy covers."""
     if privacy is None or not (settings.looks_at_data or settings.needs_heads):
         return
     if privacy.selection == "refused":
-        raise Unsuited(
+        raise UnsupportedRun(
             "SAFL looks at the data to choose, which the run's epsilon does not cover: set privacy.selection to "
             "noisy, or to uncovered to say so in plain sight; or take the score random, and prune by magnitude"
         )
     if settings.looks_at_data and settings.chooser == "consensus":
-        raise Unsuited("a private worker tells no scores to find a consensus by: set chooser to worker")
+        raise UnsupportedRun("a private worker tells no scores to find a consensus by: set chooser to worker")
     if privacy.selection == "noisy" and settings.looks_at_data and settings.score not in OF_ATTENTION:
-        raise Unsuited(f"no noise covers the score {settings.score}, which one example may move without bound")
+        raise UnsupportedRun(f"no noise covers the score {settings.score}, which one example may move without bound")
     if privacy.selection == "noisy" and settings.needs_heads:
-        raise Unsuited("noise covers the choice of layers, and not that of heads: set prune_by to magnitude")
+        raise UnsupportedRun("noise covers the choice of layers, and not that of heads: set prune_by to magnitude")
 
 
 @dataclass(frozen=True)
@@ -238,16 +238,20 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         layers, settings = self._candidates.layers, self.settings
         check_privacy(settings, self.run.privacy)
         if not layers:
-            raise Unsuited("the model has no layers that SAFL could choose among with these settings")
+            raise UnsupportedRun("the model has no layers that SAFL could choose among with these settings")
         if settings.layers and settings.layers > len(layers):
-            raise Unsuited(f"of {len(layers)} layers, {settings.layers} are to be chosen: lower the setting layers")
+            raise UnsupportedRun(
+                f"of {len(layers)} layers, {settings.layers} are to be chosen: lower the setting layers"
+            )
         if settings.upload_bytes and self._k == 0:
-            raise Unsuited(
+            raise UnsupportedRun(
                 f"upload_bytes is {settings.upload_bytes}, and one layer with what always trains has "
                 f"{self._candidates.trained_bytes(1)}"
             )
         if odd := [name for name in settings.fixed if not any(fnmatchcase(layer.name, name) for layer in layers)]:
-            raise Unsuited(f"no layer is called {odd[0]}; there are {', '.join(layer.name for layer in layers[:8])}")
+            raise UnsupportedRun(
+                f"no layer is called {odd[0]}; there are {', '.join(layer.name for layer in layers[:8])}"
+            )
         return state
 
     @property
@@ -350,19 +354,19 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
                     numbers[measured] = fsum(n * value for n, value in told) / sum(n for n, _ in told)
         return replace(merged, numbers=numbers)
 
-    def guard(self) -> None:
+    def check_robust(self) -> None:
         """None that moves a block; which layers a consensus chooses, a hostile worker has a say in."""
 
     def inclusion(self, block: Block) -> float:
         settings = self.settings
         if settings.looks_at_data:
-            raise Unsuited(
+            raise UnsupportedRun(
                 f"with the score {settings.score} nobody can know how likely a layer is to be sent: choose the score "
                 "random, or another divide than inverse-probability"
             )
         by_line = (settings.upload_seconds, self.run.upload_seconds)
         if settings.prune or settings.memory_share is not None or by_line != (None, None):
-            raise Unsuited(
+            raise UnsupportedRun(
                 "inverse-probability needs every worker to send each layer whole, with the same probability: leave "
                 "out prune, upload_seconds and memory_share, or choose another divide"
             )
@@ -518,7 +522,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
                 if not each and any(attention[name].per_example for name in names)
             ]
             if mixed and self._is_noisy:
-                raise Unsuited(
+                raise UnsupportedRun(
                     f"{', '.join(mixed[0][:SHOWN])}: some of these layers read examples and others what is common to "
                     "all, which no noise covers: take the score fixed, first, last or random"
                 )

@@ -33,7 +33,7 @@ from tessera.shared.methods.base import (
     Plan,
     State,
     Tally,
-    Unsuited,
+    UnsupportedRun,
     Update,
     Work,
     WorkerHalf,
@@ -63,12 +63,12 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
     def start(self, state: State) -> State:
         training = self.run.training
         if self.settings.strength and (training.optimizer != "sgd" or training.momentum):
-            raise Unsuited(
+            raise UnsupportedRun(
                 f"scaffold reads gradients off plain SGD's steps, and the run trains with {training.optimizer} and "
                 f"momentum {training.momentum:g}: set training.optimizer to 'sgd' and training.momentum to 0"
             )
         if self.run.workers_per_site > 1:
-            raise Unsuited(
+            raise UnsupportedRun(
                 "scaffold keeps a control for each site, at the one worker that takes part for it: set "
                 "cohort.workers_per_site to 1"
             )
@@ -84,8 +84,8 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
         if numbers.get(STEPS) != (made := local_steps(self.run.training, examples)):
             raise ValueError(f"{STEPS} is {numbers.get(STEPS)}; {examples} examples make it {made}")
 
-    def guard(self) -> None:
-        raise Unsuited(
+    def check_robust(self) -> None:
+        raise UnsupportedRun(
             "scaffold's controls are means of steps, which no robust rule guards: leave out robust, or choose "
             "another method"
         )

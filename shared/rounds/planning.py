@@ -18,7 +18,7 @@ from tessera.shared.aggregation.robust import FEW_SENDERS
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.tasks import Receipt, Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen, Participant, Plan, RunFacts, State, Unsuited, begin
+from tessera.shared.methods.base import Chosen, Participant, Plan, RunFacts, State, UnsupportedRun, initial_state
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
@@ -65,8 +65,8 @@ def check_method(chosen: Chosen) -> None:
 def begun(spec: RunSpec, model: Model, first: State) -> State:
     """The run's state before its first round. Raises Invalid for a run that its method cannot do."""
     try:
-        return begin(coordinator_half(spec.method, run_facts(spec, model)), first)
-    except Unsuited as fault:
+        return initial_state(coordinator_half(spec.method, run_facts(spec, model)), first)
+    except UnsupportedRun as fault:
         raise Invalid("the method cannot do this run", errors=[Fault(pointer="/method", detail=str(fault))]) from None
 
 

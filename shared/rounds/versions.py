@@ -22,8 +22,8 @@ from tessera.shared.tensors.lazy import Array, Tensor, as_bytes, chunk_counts, f
 from tessera.shared.tensors.mmap_file import taken
 
 Groups = Sequence[Sequence[Tensor]]
-Settle = Callable[[BlobStore, Groups], list[list[Stored]]]
-"""What computes and stores groups of tensors: `settle` in this process, or the same on other machines."""
+MergeEngine = Callable[[BlobStore, Groups], list[list[Stored]]]
+"""Computes and stores groups of tensors: `materialize` in this process, or the same on other machines."""
 
 D = TypeVar("D", Model, Manifest)
 
@@ -47,9 +47,9 @@ class StoredTensor:
 class States:
     """Reads and writes versions. Models and manifests never change, so those read lately are kept."""
 
-    def __init__(self, blobs: BlobStore, settle: Settle | None = None) -> None:
+    def __init__(self, blobs: BlobStore, engine: MergeEngine | None = None) -> None:
         self._blobs = blobs
-        self._settle = settle or _settle_here
+        self._engine = engine or _materialize_here
         self.model = lru_cache(maxsize=16)(self._read_model)
         self.manifest = lru_cache(maxsize=64)(self._read_manifest)
 
@@ -90,7 +90,7 @@ class States:
         new: list[Stored] = []
         digests = {id(tensor): tensor.digest for tensor in tensors if isinstance(tensor, StoredTensor)}
         groups = related([tensor for tensor in tensors if not isinstance(tensor, StoredTensor)])
-        for group, stored in zip(groups, self._settle(self._blobs, groups), strict=True):
+        for group, stored in zip(groups, self._engine(self._blobs, groups), strict=True):
             digests |= {id(tensor): blob.digest for tensor, blob in zip(group, stored, strict=True)}
             new += stored
         manifest = Manifest(
@@ -160,28 +160,28 @@ class States:
                 yield Fault(pointer=pointer, detail=f"blob {digest} has {size} bytes; {nbytes} are needed")
 
 
-def settle(blobs: BlobStore, groups: Groups, threads: int = 1) -> list[list[Stored]]:
+def materialize(blobs: BlobStore, groups: Groups, threads: int = 1) -> list[list[Stored]]:
     """Computes groups of tensors, each group in one pass, and makes them safe. Returns what each was stored as."""
     # The largest first, so that no thread is left with one when the others have done.
     order = sorted(range(len(groups)), key=lambda index: -sum(map(numel, groups[index])))
     with blobs.batch() as batch:
         if threads == 1 or len(groups) <= 1:
-            stored = [_settle(batch, groups[index]) for index in order]
+            stored = [_materialize_group(batch, groups[index]) for index in order]
         else:
             with ThreadPoolExecutor(threads, thread_name_prefix="merge") as pool:
                 try:
-                    stored = list(pool.map(lambda index: _settle(batch, groups[index]), order))
+                    stored = list(pool.map(lambda index: _materialize_group(batch, groups[index]), order))
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
     return [blobs for _, blobs in sorted(zip(order, stored, strict=True), key=lambda entry: entry[0])]
 
 
-def _settle_here(blobs: BlobStore, groups: Groups) -> list[list[Stored]]:
-    return settle(blobs, groups)
+def _materialize_here(blobs: BlobStore, groups: Groups) -> list[list[Stored]]:
+    return materialize(blobs, groups)
 
 
-def _settle(batch: Batch, group: Sequence[Tensor]) -> list[Stored]:
+def _materialize_group(batch: Batch, group: Sequence[Tensor]) -> list[Stored]:
     with ExitStack() as stack:
         writers = [stack.enter_context(batch.writer()) for _ in group]
         for chunks in lockstep(group):

@@ -2,7 +2,7 @@
 
     python -m tests.model_checking --help
 
-`schedule` says who goes on next and who dies; `replicas` runs the real handlers, conductor, storage and SQLite on it;
-`actors` are workers, an orchestrator and an intruder; `invariants` looks after every step; `planted` has the faults
-that all this must find. `rules` is the same for the pure rules alone, a hundred times as fast.
+`schedule` says who goes on next and who dies; `replicas` runs the real operations, conductor, storage and SQLite on
+it; `actors` are workers, an orchestrator and an intruder; `invariants` looks after every step; `planted` has the
+faults that all this must find. `rules` is the same for the pure rules alone, a hundred times as fast.
 """

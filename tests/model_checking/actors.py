@@ -1,6 +1,6 @@
 """Who takes part: workers that train by a formula, an orchestrator that changes its mind, and an intruder.
 
-They speak to the coordinator's own handlers, over a network that loses and repeats, and write down what they did and
+They call the coordinator's own operations, over a network that loses and repeats, and write down what they did and
 were told, as `tests.support.histories` has it.
 """
 
@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from fastapi import Response
 
-from tessera.coordinator.api import runs as runs_api
-from tessera.coordinator.api import tasks as tasks_api
-from tessera.coordinator.api.blobs import uploads
+from tessera.coordinator.db import views
 from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.operations import runs, tasks
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import Claim, Evaluated, Failure, Heartbeat, Submission, Task, TaskView
@@ -165,7 +163,7 @@ class Worker:
                 schedule.sleep(schedule.dice.uniform(0.1, 5))
 
     def _fate(self, task: str) -> TaskView:
-        view: TaskView = self._patiently("task", lambda serving: tasks_api.get_task(task, serving, self._me))
+        view: TaskView = self._patiently("task", lambda serving: tasks.get_task(serving, self._me, task))
         return view
 
     def _claim(self, instance: str) -> Task | None:
@@ -179,8 +177,8 @@ class Worker:
         )
 
         def request(serving: Services) -> Task | None:
-            worker_id = tasks_api._enrol(serving, self._me, body)
-            return tasks_api._lease(serving, self._me, worker_id, instance, rung=False)
+            worker_id = tasks.declare(serving, self._me, body)
+            return tasks.lease(serving, self._me, worker_id, instance, rung=False)
 
         with self.log.entry(self.name, "claim", instance=instance) as entry:
             task: Task | None = self._call("claim", request)
@@ -203,23 +201,23 @@ class Worker:
         fate = dice.random()
         if fate < manners.fails:
             failure = Failure(token=task.token, code="failed", detail="no")
-            self._report(task, "fail", lambda s: tasks_api.report_failure(task.id, failure, s, self._me))
+            self._report(task, "fail", lambda s: tasks.fail(s, self._me, task.id, failure))
         elif fate < manners.fails + manners.releases:
             beat = Heartbeat(token=task.token)
-            self._report(task, "release", lambda s: tasks_api.release(task.id, beat, s, self._me))
+            self._report(task, "release", lambda s: tasks.release(s, self._me, task.id, beat))
         elif task.kind == "evaluate":
             found = Evaluated(token=task.token, version=task.version.digest, examples=5, numbers={"accuracy": 0.5})
             self._report(
                 task,
                 "evaluate",
-                lambda s: tasks_api.submit_evaluation(task.id, found, s, self._me),
+                lambda s: tasks.submit_evaluation(s, self._me, task.id, found),
                 version=found.version,
             )
         else:
             self._train(task, vault)
 
     def _heartbeat(self, task: Task) -> Callable[[Services], Any]:
-        return lambda serving: tasks_api.heartbeat(task.id, Heartbeat(token=task.token), serving, self._me)
+        return lambda serving: tasks.heartbeat(serving, self._me, task.id, Heartbeat(token=task.token))
 
     def _train(self, task: Task, vault: Vault) -> None:
         dice, manners = self.world.schedule.dice, self.manners
@@ -243,7 +241,7 @@ class Worker:
         )
 
         def submit(serving: Services) -> Any:
-            return tasks_api.submitted(serving, self._me, task.id, submission)
+            return tasks.submit_update(serving, self._me, task.id, submission)
 
         try:
             self._report(task, "submit", submit, update=digest, version=submission.version)
@@ -285,13 +283,13 @@ class Worker:
         dice = self.world.schedule.dice
 
         def announce(serving: Services) -> str:
-            upload = uploads(serving).announce(self._me.owner, digest, len(data))
+            upload = serving.uploads.announce(self._me.owner, digest, len(data))
             return upload.id
 
         upload_id = self._patiently("announce", announce)
 
         def attempt(serving: Services) -> bool:
-            taking = uploads(serving)
+            taking = serving.uploads
             upload = taking.find(upload_id, self._me.owner)
             offset = taking.offset(upload)
             breaks = dice.random() < 0.2
@@ -357,7 +355,7 @@ class Orchestrator:
         key = uuid.uuid4().hex
 
         def create(serving: Services) -> Run:
-            return runs_api.create_run(spec, serving, ORCHESTRATOR, Response(), key)
+            return runs.create_run(serving, ORCHESTRATOR, spec, key)
 
         self.run = self._until(lambda: self._logged("create", create, key=key))
         for _ in range(self.whims):
@@ -376,11 +374,11 @@ class Orchestrator:
         assert run
 
         def patch(serving: Services) -> Run:
-            seen = Response()
-            runs_api.get_run(run.id, serving, ORCHESTRATOR, seen)
+            with serving.database.snapshot() as session:
+                seen = runs.etag(views.find_run(session, run.id).revision)
             self.world.schedule.point("seen")
             wish = RunPatch.model_validate({"state": state})
-            return runs_api.patch_run(run.id, wish, serving, ORCHESTRATOR, Response(), seen.headers["ETag"])
+            return runs.patch_run(serving, ORCHESTRATOR, run.id, wish, seen)
 
         try:
             self._logged("patch", patch, run=run.id, state=state)
@@ -404,7 +402,7 @@ class Orchestrator:
             self.world.schedule.sleep(2)
 
     def _uploaded(self, serving: Services) -> RunSpec:
-        taking = uploads(serving)
+        taking = serving.uploads
 
         def put(data: bytes) -> str:
             digest = digest_of(data)
@@ -442,7 +440,7 @@ class Intruder:
 
     def _meddle(self, serving: Services, task: str, token: int) -> None:
         try:
-            tasks_api.release(task, Heartbeat(token=token), serving, site("x"))
+            tasks.release(serving, site("x"), task, Heartbeat(token=token))
         except NotFound:
             return
         except Problem as problem:

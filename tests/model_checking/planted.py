@@ -11,8 +11,6 @@ from unittest.mock import patch
 
 from sqlalchemy import select
 
-from tessera.coordinator.api import runs as runs_api
-from tessera.coordinator.api import tasks as tasks_api
 from tessera.coordinator.blobs import store as blobs
 from tessera.coordinator.blobs import uploads
 from tessera.coordinator.conductor import actions
@@ -20,6 +18,8 @@ from tessera.coordinator.db import rounds, snapshots, tasks, transitions
 from tessera.coordinator.db.tables import AuditRow, RoundRow, TaskRow
 from tessera.coordinator.domain import acceptance, decide, lifecycle
 from tessera.coordinator.domain.lifecycle import Move
+from tessera.coordinator.operations import runs as run_operations
+from tessera.coordinator.operations import tasks as task_operations
 from tessera.shared.rounds import aggregate as aggregation
 from tessera.shared.rounds import validation as inspection
 from tessera.worker.state import vault
@@ -31,15 +31,15 @@ Change = tuple[Any, str, Any]
 
 # As they are before anything is planted.
 REFUSAL = acceptance.refusal
-ACCEPT = tasks.accept
 ACCEPTED = rounds.accepted_updates
 LEASE = tasks.lease
 LIVE = snapshots.live_workers
 MOVE = transitions._move
 ROUND = decide._round
 RECORD = transitions.audit.record
+SETTLE = tasks.settle
 STAGE = vault.Vault.stage
-HELD = tasks.held
+FIND = tasks.find_task
 
 
 def no_token(state: str, round_state: str | None, shown: int, token: int) -> Any:
@@ -62,18 +62,19 @@ def any_state(state: str, round_state: str | None, shown: int, token: int) -> An
     return None if state == "cancelled" and shown == token else REFUSAL(state, round_state, shown, token)
 
 
-def acknowledged_first(serving: Any, caller: Any, task_id: str, body: Any, *rest: Any) -> None:
+def acknowledged_first(serving: Any, caller: Any, judged: Any, columns: Any, *rest: Any) -> Any:
     """Answers, and writes a moment later."""
     schedule = SCHEDULES[-1]
 
     def later() -> None:
         schedule.sleep(0.5)
         with serving.database.transaction() as session:
-            entry = tasks.held(session, task_id, caller.site_id)
-            if entry.task.state == "leased" and entry.task.token == body.token:
-                ACCEPT(session, serving.database.now(), caller.actor, entry, body, *rest)
+            record, token = tasks.reload(session, judged), judged.task.token
+            if record.task.state == "leased" and record.task.token == token:
+                tasks.settle(session, serving.database.now(), caller.actor, record, token, "accept", columns)
 
     schedule.spawn(schedule.current.process, "later", later)
+    return task_operations.get_task(serving, caller, judged.task.id)
 
 
 def unflushed(self: Any, path: Any, digest: str) -> None:
@@ -184,7 +185,7 @@ def unaudited(session: Any, now: float, actor: str, action: str, subject: str, *
 
 
 def of_any_site(session: Any, task_id: str, site_id: str | None) -> Any:
-    return HELD(session, task_id, None)
+    return FIND(session, task_id, None)
 
 
 def everything_swept(self: Any) -> int:
@@ -197,17 +198,17 @@ def everything_swept(self: Any) -> int:
     return len(left)
 
 
-def writes_first(session: Any, now: float, actor: str, entry: Any, report: Any, *rest: Any) -> None:
+def writes_first(session: Any, now: float, actor: str, record: Any, token: int, event: str, columns: Any) -> None:
     """Notes the report, and then looks whether it may."""
-    entry.task.examples = report.examples
+    record.task.examples = columns.get("examples")
     session.flush()
     session.connection().exec_driver_sql("COMMIT")
     session.connection().exec_driver_sql("BEGIN IMMEDIATE")
-    ACCEPT(session, now, actor, entry, report, *rest)
+    SETTLE(session, now, actor, record, token, event, columns)
 
 
-def unchecked_report(entry: Any, body: Any, kind: str) -> None:
-    entry.require(body.token)
+def unchecked_report(record: Any, report: Any, kind: str) -> None:
+    record.require_lease(report.token)
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ FAULTS: dict[str, Fault] = {
     "a new lease has the old token": Fault(((tasks, "lease", same_token),)),
     "no index keeps a run to one live round": Fault(without="uq_rounds_live"),
     "a write does not look at the state it starts from": Fault(((transitions, "_move", unguarded),)),
-    "an answer is given before the commit": Fault(((tasks_api, "_accept", acknowledged_first),)),
+    "an answer is given before the commit": Fault(((task_operations, "_accept", acknowledged_first),)),
     "a file is not flushed before its rename": Fault(((blobs.Blobs, "move", unflushed),)),
     "a folder is not flushed after a rename": Fault(((blobs.Blobs, "flush_names", lambda self, digests: None),)),
     "a blob is in the table before it has its name": Fault(((uploads.Uploads, "_finish", table_first),)),
@@ -249,8 +250,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "an update counts twice": Fault(((rounds, "accepted_updates", twice),)),
     "an accepted update is left out": Fault(((rounds, "accepted_updates", one_lost),)),
-    "a repeated report is not recognised": Fault(((tasks, "was_accepted", lambda entry, report: False),)),
-    "a repeated creation creates again": Fault(((runs_api, "once", lambda *arguments: arguments[-1]()),)),
+    "a repeated report is not recognised": Fault(((tasks, "was_accepted", lambda *arguments: False),)),
+    "a repeated creation creates again": Fault(((run_operations, "once", lambda *arguments: arguments[-1]()),)),
     "digests are not verified": Fault(
         ((uploads.Uploads, "_finish", unverified), (uploads.Uploads, "keep", taken_as_they_are))
     ),
@@ -260,13 +261,11 @@ FAULTS: dict[str, Fault] = {
     "a lapse is not audited": Fault(((transitions.audit, "record", unaudited),)),
     "the tasks of a closed round live on": Fault(((rounds, "cancel_tasks", lambda *arguments: None),)),
     "a round never reaches its deadline": Fault(((decide, "_round", endless),)),
-    "a site reaches the tasks of others": Fault(((tasks, "held", of_any_site),)),
+    "a site reaches the tasks of others": Fault(((tasks, "find_task", of_any_site),)),
     "what is not finite is taken": Fault(((inspection.Inspector, "check", lambda *arguments: {}),)),
     "the sweep takes blobs that are being made": Fault(((blobs.Blobs, "sweep", everything_swept),)),
-    "a report on another version, or of any weight, is taken": Fault(
-        ((tasks_api, "_require_report", unchecked_report),)
-    ),
-    "a refused report leaves a trace": Fault(((tasks, "accept", writes_first),)),
+    "a report on another version, or of any weight, is taken": Fault(((tasks, "require_report", unchecked_report),)),
+    "a refused report leaves a trace": Fault(((tasks, "settle", writes_first),)),
 }
 
 HIDDEN = {"a lapse is entered though the lease was renewed"}

@@ -208,7 +208,7 @@ class Rules:
     def _do(self, action: todo.Action) -> None:
         run = self.run
         match action:
-            case todo.Lapse(task_id, token):
+            case todo.Expire(task_id, token):
                 task = self._task(task_id)
                 if task.token != token or (task.expires_at or 0) > self.now:
                     raise Overtaken

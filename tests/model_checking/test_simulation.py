@@ -1,4 +1,4 @@
-"""Whole federations on fixed seeds: the real storage, handlers and conductor, and everything that may go wrong."""
+"""Whole federations on fixed seeds: the real storage, operations and conductor, and everything that may go wrong."""
 
 from __future__ import annotations
 

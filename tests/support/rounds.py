@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tessera.shared.methods.base import Chosen, Harvest, Participant, RunFacts, State, Update, begin
+from tessera.shared.methods.base import Chosen, Harvest, Participant, RunFacts, State, Update, initial_state
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.selectors import Selector
 from tessera.shared.run_settings.training import Training
@@ -51,7 +51,7 @@ class Rounds:
         work = LocalWork(model, "image-classification", None, self.facts.blocks)  # type: ignore[arg-type]
         first = State(0, {block.name: ArrayTensor(work.read(block)) for block in self.facts.blocks})
         self.half = coordinator_half(Chosen(name=self.method, settings=dict(self.settings)), self.facts)
-        self.state = begin(self.half, first)
+        self.state = initial_state(self.half, first)
         self.vaults: dict[str, dict[str, Array]] = {name: {} for name in self.sites}
         self.harvests: dict[str, Harvest] = {}
 

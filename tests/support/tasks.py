@@ -1,4 +1,4 @@
-"""One task as the workbench does it, without coordinator, cache or files: for tests of what a method computes."""
+"""One task as a task runner does it, without coordinator, cache or files: for tests of what a method computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import torch
 from transformers import PreTrainedModel
 
 from tessera.shared.api.runs import Training
-from tessera.shared.methods.base import Chosen, Harvest, Participant, Plan, RunFacts, State, Unsuited, begin
+from tessera.shared.methods.base import (
+    Chosen,
+    Harvest,
+    Participant,
+    Plan,
+    RunFacts,
+    State,
+    UnsupportedRun,
+    initial_state,
+)
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.spec import Fusion, Head, Lora, Prompts
 from tessera.shared.tensors.lazy import Array, ArrayTensor
@@ -66,8 +75,8 @@ def subject_of(method: str) -> Subject:
         facts = subject.facts(optimizer="sgd")  # some methods take no other
         zeros = {block.name: ArrayTensor(np.zeros(block.shape, np.float32)) for block in facts.blocks}
         try:
-            begin(coordinator_half(Chosen(name=method), facts), State(0, zeros))
-        except Unsuited:
+            initial_state(coordinator_half(Chosen(name=method), facts), State(0, zeros))
+        except UnsupportedRun:
             continue
         return subject
     raise AssertionError(f"{method} is suited to none of the models that it could be tested on")

@@ -17,6 +17,7 @@ from examples.reports.notes import DEPARTMENTS, WORDINGS, notes
 from tessera.shared.cli.run_file import read_spec
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.inventory import load_source
 from tests.support.cli import environment
 from tests.system.test_demo import left_of
 
@@ -57,7 +58,7 @@ def test_what_a_demo_asks_for_is_there_at_every_site(tmp_path: Path, demo: Modul
     demo.write_tokenizer(tmp_path / "tokenizer")
     wanted = read_spec(demo.HERE / "run.toml", [])
     holdings = demo.holdings(tmp_path)
-    loaded = {holding.site: holding.source.load(key_of_seed(0)) for holding in holdings}
+    loaded = {holding.site: load_source(holding.source, key_of_seed(0)) for holding in holdings}
     assert len(loaded) == sites
     assert all(dataset.examples > 100 for dataset in loaded.values())
     assert {wanted["dataset"], wanted["evaluation"].get("dataset", wanted["dataset"])} == {

@@ -35,7 +35,7 @@ from tessera.shared.methods.base import (
     Plan,
     State,
     Tally,
-    Unsuited,
+    UnsupportedRun,
     Work,
     WorkerHalf,
 )
@@ -52,8 +52,9 @@ from tessera.worker.governance.opening_hours import local_time
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.worker.settings import Settings, audit_of, ledger_of
+from tessera.worker.settings import Settings
 from tessera.worker.state.privacy_ledger import Exact
+from tessera.worker.stores import audit_of, ledger_of
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -284,8 +285,8 @@ def test_a_worker_removes_verdicts_on_models_that_were_not_used_for_long(
 
 
 def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
-    failures = (ROOT / "worker" / "task" / "runner.py").read_text()
-    codes = {*TELLABLE.values(), *re.findall(r"(?:TaskFailure|_failing_as)\(\s*\"([a-z-]+)\"", failures)}
+    failures = "".join(path.read_text() for path in (ROOT / "worker" / "task").glob("*.py"))
+    codes = {*TELLABLE.values(), *re.findall(r"(?:TaskFailure|failing_as)\(\s*\"([a-z-]+)\"", failures)}
     assert sorted({*codes, "out-of-memory"} ^ set(OF_WORKERS)) == []
 
 
@@ -498,7 +499,7 @@ def test_only_texts_of_our_own_are_told_to_the_coordinator() -> None:
         named(["x"]).resolve(())
     assert told(refused.value) == ("invalid-plan", str(refused.value))
     assert told(UnknownAttention("layer 3")) == ("unknown-architecture", "layer 3")
-    assert told(Unsuited("set score to last")) == ("unsuited", "set score to last")
+    assert told(UnsupportedRun("set score to last")) == ("unsuited", "set score to last")
 
 
 def test_two_workers_of_two_sites_make_one_version(coordinator: LiveCoordinator, tmp_path: Path) -> None:

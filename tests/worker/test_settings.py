@@ -13,16 +13,8 @@ from typer.testing import CliRunner
 from tessera.shared.schema import TokenRole
 from tessera.worker.cli.worker import app
 from tessera.worker.governance.policy import Allowance
-from tessera.worker.settings import (
-    Settings,
-    SettingsError,
-    allowances_of,
-    datasets_of,
-    device_of,
-    mappings_of,
-    read_settings,
-    token_of,
-)
+from tessera.worker.inventory import datasets_of, device_of, mappings_of
+from tessera.worker.settings import Settings, SettingsError, read_settings, token_of
 from tests.support.cli import process
 from tests.support.coordinator import LiveCoordinator
 
@@ -244,8 +236,8 @@ def test_a_budget_of_all_data_gives_way_to_a_data_set_s_own(tmp_path: Path) -> N
     settings = read_settings(
         written(tmp_path, text + "\n[privacy]\nepsilon = 8.0\ndelta = 1e-5\nevaluations = true\n")
     )
-    assert allowances_of(settings) == {
+    assert settings.allowances == {
         "digits": Allowance(epsilon=2.0, delta=1e-6),
         "held-out": Allowance(epsilon=8.0, delta=1e-5, evaluations=True),
     }
-    assert allowances_of(read_settings(written(tmp_path, GOOD))) == {}
+    assert read_settings(written(tmp_path, GOOD)).allowances == {}

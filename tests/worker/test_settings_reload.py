@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tessera.worker.settings import SettingsError
-from tessera.worker.settings_reload import SettingsFile, differing, taken_up
+from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 
 TEXT = """
 url = "http://127.0.0.1:9"
@@ -86,7 +86,7 @@ def test_of_what_changed_only_the_policy_and_the_budgets_are_taken_up(tmp_path: 
     path.write_text(changed)
     told = file.reread(no_wait)
     assert told
-    now = taken_up(file.settings, told)
+    now = reloaded(file.settings, told)
     assert differing(file.settings, now) == {"policy", "datasets.a"}
     assert now.datasets["a"].privacy
     assert (now.datasets["a"].kind, now.name) == ("digits", "w")

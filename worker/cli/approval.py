@@ -14,8 +14,9 @@ import typer
 from tessera.shared.cli.render.output import AsJson, ago, complain, note, out, print_json, size, table
 from tessera.worker.governance.airlock import AirlockError, Summary
 from tessera.worker.governance.approvals import Decision, InboxError, Request
-from tessera.worker.settings import SettingsError, airlock_of, audit_of, inbox_of, read_settings
+from tessera.worker.settings import SettingsError, read_settings
 from tessera.worker.state.hash_chain import ChainError
+from tessera.worker.stores import airlock_of, audit_of, inbox_of
 
 BAD_SETTINGS = 2
 

@@ -14,18 +14,12 @@ from pydantic import TypeAdapter, ValidationError
 from tessera.shared.cli.render.output import AsJson, complain, note, out, print_json, table
 from tessera.shared.problems import said_of
 from tessera.worker.data.partition.class_counts import Tally, tallies
+from tessera.worker.data.partition.division import divide
 from tessera.worker.data.partition.held_out import key_of_seed
-from tessera.worker.data.partition.schemes import Partition, Scheme, divide
+from tessera.worker.data.partition.schemes import Partition, Scheme
 from tessera.worker.data.registry import Dataset, load
-from tessera.worker.settings import (
-    DataSettings,
-    DataSource,
-    SettingsError,
-    held_out_key,
-    named,
-    read_data_settings,
-    read_settings,
-)
+from tessera.worker.inventory import held_out_key, load_source, named
+from tessera.worker.settings import DataSettings, DataSource, SettingsError, read_data_settings, read_settings
 
 WIDEST = 16
 """Classes that a table has a column for each of; with more it says how many a site has."""
@@ -82,7 +76,7 @@ def _key(config: Path) -> bytes:
 
 def _described(name: str, source: DataSource, key: bytes) -> dict[str, Any]:
     with named(name):
-        loaded = source.load(key)
+        loaded = load_source(source, key)
     part = source.part and f"{source.part.index} of {source.part.count}, {source.part.scheme}"
     return {
         "name": name,

@@ -23,7 +23,8 @@ from tessera.shared.urls import require_private
 from tessera.shared.version import VERSION
 from tessera.worker.enrolment import Place, asked, awaited, prepared
 from tessera.worker.enrolment import rotate as rotate_secret
-from tessera.worker.settings import SettingsError, describe, device_of, read_settings, tls_of
+from tessera.worker.inventory import describe, device_of
+from tessera.worker.settings import SettingsError, read_settings, tls_of
 
 BAD_SETTINGS = 2
 NOT_ADMITTED = 3

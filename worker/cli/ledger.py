@@ -12,10 +12,11 @@ from pydantic import JsonValue
 from tessera.shared.cli.render.output import AsJson, complain, note, out, print_json, table
 from tessera.worker.governance.policy import Allowance
 from tessera.worker.privacy.cost import epsilon_of, least_budget_of
-from tessera.worker.settings import Settings, SettingsError, allowances_of, audit_of, ledger_of, read_settings
+from tessera.worker.settings import Settings, SettingsError, read_settings
 from tessera.worker.state.audit import LEDGER_HEAD
 from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.state.privacy_ledger import Entry, LedgerError, exact_in, noisy_in
+from tessera.worker.stores import audit_of, ledger_of
 
 BAD_SETTINGS = 2
 
@@ -87,7 +88,7 @@ def adopt(
 def _spending(settings: Settings, dataset: str) -> dict[str, Any]:
     """What a data set's ledger comes to: as a whole the least budget that admits it, and run by run their epsilon."""
     entries = ledger_of(settings).read(dataset)
-    allowance: Allowance | None = allowances_of(settings).get(dataset)
+    allowance: Allowance | None = settings.allowances.get(dataset)
     runs: dict[str, list[Entry]] = {}
     for entry in entries:
         runs.setdefault(entry.run, []).append(entry)

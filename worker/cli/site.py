@@ -11,18 +11,10 @@ import typer
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.cli.render.output import complain
 from tessera.shared.client.client import Client
-from tessera.worker.settings import (
-    Settings,
-    SettingsError,
-    audit_key_of,
-    audit_of,
-    ledger_of,
-    read_settings,
-    tls_of,
-    token_of,
-)
+from tessera.worker.settings import Settings, SettingsError, read_settings, tls_of, token_of
 from tessera.worker.state.audit import Entry
 from tessera.worker.state.hash_chain import ChainError
+from tessera.worker.stores import audit_key_of, audit_of, ledger_of
 
 
 @dataclass(frozen=True)

@@ -29,20 +29,11 @@ from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.diagnostics.doctor import checks
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.settings import (
-    Settings,
-    SettingsError,
-    contributions_of,
-    datasets_of,
-    describe,
-    device_of,
-    effective_settings,
-    read_settings,
-    tls_of,
-    token_of,
-)
+from tessera.worker.inventory import datasets_of, describe, device_of
+from tessera.worker.settings import Settings, SettingsError, effective_settings, read_settings, tls_of, token_of
 from tessera.worker.settings_reload import SettingsFile
 from tessera.worker.state.atomic_files import alone
+from tessera.worker.stores import run_history_of
 from tessera.worker.task.heartbeat import Stop
 
 if TYPE_CHECKING:
@@ -113,7 +104,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         device = describe(device_of(settings.device))
         methods()
         loaded = datasets_of(settings)
-        measured = {name: contributions_of(settings).measured(name) for name in settings.datasets}
+        measured = {name: run_history_of(settings).measured(name) for name in settings.datasets}
     examples = {name: loaded[name].examples if name in loaded else None for name in settings.datasets}
     version, problem = None, None
     try:

@@ -1,1 +1,1 @@
-"""The checks of `tessera worker doctor`. Imports `data`, `governance`, `settings` and `state`."""
+"""The checks of `tessera worker doctor`. Imports `data`, `governance`, `inventory`, `settings` and `state`."""

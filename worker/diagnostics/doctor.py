@@ -21,7 +21,8 @@ from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticate
 from tessera.worker.data.registry import DataError, Dataset
 from tessera.worker.diagnostics.network import way_to
 from tessera.worker.governance.descriptions import policy_in_words, size
-from tessera.worker.settings import DataSource, Settings, SettingsError, device_of, held_out_key, tls_of, token_of
+from tessera.worker.inventory import device_of, held_out_key, load_source
+from tessera.worker.settings import DataSource, Settings, SettingsError, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
 
 WRITTEN_BYTES = 32 << 20
@@ -143,7 +144,7 @@ def _dataset(settings: Settings, name: str, source: DataSource) -> Iterator[Find
         return
     began_at = time.monotonic()
     try:
-        loaded = source.load(held_out_key(settings, make=False))
+        loaded = load_source(source, held_out_key(settings, make=False))
     except (DataError, SettingsError) as fault:
         yield fail(f"data {name}", str(fault), f"Mend datasets.{name} in the settings, or the files that it names.")
         return

@@ -1,4 +1,4 @@
-"""What a site has handed in for each run, so that no run is shown to it in two forms.
+"""Per-run history of a site, used to refuse runs whose terms change midway.
 
 A run says once for all what it trains and how, a version's number names one version, and rounds go forward. A
 coordinator that breaks one of these wants the same examples trained on under another guise, to learn from the
@@ -62,7 +62,7 @@ class Measured(Frozen):
     times: NonNegativeInt = 0
 
 
-class Contributions:
+class RunHistory:
     """The records of all runs, a file each in `folder`, which several workers of a site may share."""
 
     def __init__(self, folder: Path, worker: str) -> None:

@@ -29,9 +29,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tessera.shared.cli.run_file import check_spec, read_toml
 from tessera.shared.problems import Invalid, faults_of
 from tessera.shared.schema import Label, Resources
+from tessera.worker.data.partition.division import makers
 from tessera.worker.data.partition.held_out import hold_out, key_of_seed
-from tessera.worker.data.partition.schemes import MAX_SITES, Partition, makers
+from tessera.worker.data.partition.schemes import MAX_SITES, Partition
 from tessera.worker.data.registry import DataError, Dataset, load
+from tessera.worker.inventory import load_source
 from tessera.worker.settings import DataSource, check_no_seed
 from tessera.worker.simulation.conditions import Conditions
 from tessera.worker.simulation.virtual_sites import Site
@@ -118,7 +120,7 @@ class Table(Conditions):
     def _makers(self, key: bytes) -> dict[str, Callable[[], Dataset]]:
         if isinstance(self.sites, dict):
             return {
-                name: partial(_loaded, f"simulation.sites.{name}", partial(own.load, key))
+                name: partial(_loaded, f"simulation.sites.{name}", partial(load_source, own, key))
                 for name, own in self.sites.items()
             }
         pool = self.data
@@ -129,7 +131,7 @@ class Table(Conditions):
         }
 
     def central(self) -> Dataset | None:
-        return _loaded("simulation.test", self.test.load) if self.test else None
+        return _loaded("simulation.test", partial(load_source, self.test)) if self.test else None
 
 
 @dataclass(frozen=True)

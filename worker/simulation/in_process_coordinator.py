@@ -52,7 +52,7 @@ class Order:
 
 
 class LocalCoordinator:
-    """Implements `worker.task.runner.Coordinator` for the orders that it gave out."""
+    """Implements `worker.task.environment.Coordinator` for the orders that it gave out."""
 
     def __init__(self, spec: RunSpec, model: Model, folder: Folder, states: States, records: Records) -> None:
         self._spec = spec

@@ -78,7 +78,7 @@ class Lent:
     """The cache of a worker that shares its coordinator's disk: what it fetches it reads where it lies.
 
     A blob counts as moved when the worker did not hold it after its last task, as if it had a cache of its own, with
-    room for one version. Implements `worker.task.runner.Shelf`.
+    room for one version. Implements `worker.task.environment.Shelf`.
     """
 
     def __init__(self, folder: Folder, note: Path) -> None:

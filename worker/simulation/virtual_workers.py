@@ -1,4 +1,4 @@
-"""The virtual workers: each does its tasks on a workbench of its own, one after the other, with one model for all."""
+"""The virtual workers: each does its tasks with a runner of its own, one after the other, with one model for all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from tessera.worker.simulation.in_process_coordinator import LocalCoordinator, O
 from tessera.worker.simulation.virtual_sites import Lent, Population
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.vault import Vault
-from tessera.worker.task.runner import Models, TaskFailure, Workbench
+from tessera.worker.task.errors import TaskFailure
+from tessera.worker.task.model_cache import ModelCache
+from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 
 EVALUATOR = "evaluator"
@@ -42,7 +44,7 @@ class Workers:
     device: torch.device
     policy: Policy
     mappings: Mapping[str, MappingFile]
-    models: Models = field(default_factory=Models)
+    models: ModelCache = field(default_factory=ModelCache)
 
     def settle(self) -> None:
         """Commits or discards what the vaults have pending of rounds that are over."""
@@ -80,7 +82,7 @@ class Workers:
         home = self._home(site) if site else self.folder / "evaluator"
         lent = Lent(self.blobs, home / "held.json")
         task = self.coordinator.give(order)
-        bench = Workbench(
+        runner = TaskRunner(
             coordinator=self.coordinator,
             datasets={task.dataset: dataset},
             for_evaluation=frozenset({task.dataset} if central else ()),
@@ -94,7 +96,7 @@ class Workers:
             resources=self.population.participant(site).resources if site else {},
             noise_key=noise_key_of,
         )
-        bench.do(task, lambda: None, Report())
+        runner.run(task, lambda: None, Report())
         lent.keep(manifest.digests)
 
     def _home(self, site: str) -> Path:

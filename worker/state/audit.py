@@ -15,8 +15,6 @@ from typing import Literal
 from pydantic import JsonValue
 
 from tessera.shared.api.tasks import Task
-from tessera.shared.schema import canonical
-from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.state.hash_chain import Chain, Head, Link, derived
 
 AUDIT_FOLDER = "audit"
@@ -113,10 +111,6 @@ def heads_of(entry: Entry) -> dict[str, Head]:
     """How far ledgers had come by an entry, by data set."""
     told = entry.detail.get(LEDGER_HEAD)
     return {name: Head.model_validate(head) for name, head in told.items()} if isinstance(told, dict) else {}
-
-
-def plan_digest(task: Task) -> str:
-    return digest_of(canonical(task.plan))
 
 
 def names_digest(names: Iterable[str]) -> str:

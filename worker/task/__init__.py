@@ -1,4 +1,4 @@
 """One task from its claim to its upload.
 
-Imports `data`, `governance`, `model`, `privacy`, `settings`, `state` and `training`.
+Imports `data`, `governance`, `model`, `privacy`, `state` and `training`.
 """

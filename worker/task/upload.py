@@ -1,8 +1,9 @@
-"""The way out of a site: what a task made is judged here, held if it must be, and written down before it leaves."""
+"""The third gate, egress: what a task made is judged, held for release if it must be, audited, and only then sent."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from pydantic import JsonValue
 
-from tessera.shared.api.tasks import Evaluated, Submission, Task
+from tessera.shared.api.tasks import Evaluated, Submission
 from tessera.shared.hashing import digest_at
+from tessera.shared.methods.base import Harvest
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Problem
 from tessera.shared.schema import EPSILON
-from tessera.shared.tensors.lazy import Array, squares
+from tessera.shared.tensors.lazy import Array, ArrayTensor, squares
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.safetensors_file import read_header
 from tessera.shared.updates.update_file import Change, read_update, write_update
@@ -24,17 +26,17 @@ from tessera.worker.governance.airlock import Airlock, BlockOut, Summary, Update
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import names_digest
+from tessera.worker.state.blob_cache import BlobTensor
+from tessera.worker.task.environment import MOST_INLINE, TaskRun
 from tessera.worker.task.error_feedback import Feedback
-from tessera.worker.task.throttle import Throttle
+from tessera.worker.task.errors import TaskFailure
+from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.upload_budget import write_within
-from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.private_task import PrivateTask
-    from tessera.worker.task.runner import Workbench
 
-MOST_INLINE = 1 << 20
-"""No more bytes go along with a submission, or are taken with a task: there they are held several times."""
+PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -48,73 +50,66 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """The way out of a bench for what one task made."""
+class Egress:
+    """The way out of a worker for what one task made."""
 
-    bench: Workbench
-    task: Task
-    check: Check
-    report: Report
+    run: TaskRun
     private: PrivateTask | None = None
 
-    def upload(
-        self,
-        changes: Sequence[Change],
-        feedback: Feedback,
-        asked: Sequence[Block],
-        keep: Collection[str],
-        examples: int,
-    ) -> Sent:
-        """Writes the update of `changes`, and sends it unless it goes along with the submission.
+    def upload(self, harvest: Harvest, loaded: Loaded, examples: int) -> Sent:
+        """Write the update of what was trained, and send it unless it goes along with the submission.
 
-        `asked` are the blocks that may be in it, `keep` names what may not. Raises PolicyViolation, UpdateWithheld,
-        OverBudget, Problem.
+        Raises TaskFailure, PolicyViolation, UpdateWithheld, OverBudget, Problem.
         """
-        bench, task = self.bench, self.task
-        with temporary_file(bench.scratch) as (path, file):
+        env, task, report = self.run.env, self.run.task, self.run.report
+        feedback = loaded.feedback
+        changes = feedback.add(_changes(harvest, loaded.bases))
+        asked = task.plan.upload.resolve(loaded.built.blocks)
+        with temporary_file(env.scratch) as (path, file):
             exact = self._write(file, changes)
             file.flush()
             if not exact:
-                self.report.numbers["codec_error"] = self._settle(path, changes, feedback)
+                report.numbers["codec_error"] = self._settle(path, changes, feedback)
             nbytes = path.stat().st_size
-            self._check_egress(path, asked, keep)
-            self.check()
+            self._check_egress(path, asked, harvest.keep)
+            self.run.check()
             digest = digest_at(path)
-            told = None
-            if bench.audit or bench.airlock:
-                told = self._told(digest, path, changes, examples)
-            if bench.airlock and told:
-                self.report.begin("waiting")
-                self._hold(bench.airlock, path, told)
+            summary = None
+            if env.audit or env.airlock:
+                summary = self._summary(digest, path, changes, examples)
+            if env.airlock and summary:
+                report.begin("waiting")
+                self._hold(env.airlock, path, summary)
             if self.private:
                 self.private.leave()
-            self._remember(nbytes)
-            head = self._note_leaving(told) if told else None
-            self.report.begin("uploading", of_bytes=nbytes)
+            if env.history:
+                env.history.add(task, env.policy, nbytes)
+            head = self._note_leaving(summary) if summary else None
+            report.begin("uploading", of_bytes=nbytes)
             sent = self._counting()
             if nbytes > min(task.inline_bytes, MOST_INLINE):
-                bench.coordinator.put_file(path, sent, digest)
+                env.coordinator.put_file(path, sent, digest)
                 return Sent(digest, audit_head=head)
             data = path.read_bytes()
             sent(len(data))
             return Sent(digest, data, head)
 
     def submit(self, update: Sent, keep: Mapping[str, Array], examples: int) -> None:
-        """Hands the update in. What the site keeps waits beside the vault until a receipt says that it was merged."""
-        bench, task = self.bench, self.task
+        """Submit the update. What the site keeps waits beside the vault until a receipt says that it was merged."""
+        env, task = self.run.env, self.run.task
         submission = Submission(
             token=task.token,
             version=task.version.digest,
             update=update.digest,
             data=update.data,
             examples=examples,
-            numbers=self.report.numbers,
-            download_bytes=self.report.download_bytes,
+            numbers=self.run.report.numbers,
+            download_bytes=self.run.report.download_bytes,
             audit_head=update.audit_head,
         )
-        staged = bench.vault.stage(task.run, task.id, task.token, keep)
+        staged = env.vault.stage(task.run, task.id, task.token, keep)
         try:
-            view = bench.coordinator.submit(task.id, submission)
+            view = env.coordinator.submit(task.id, submission)
         except Problem as problem:
             # Without an answer the file stays staged, and the vault asks later what became of the task.
             if not problem.retryable:
@@ -122,132 +117,143 @@ class Leaving:
             raise
         if view.state == "accepted":
             staged.accept()
-            bench.note("update.count", task, update=update.digest)
+            self.run.note("update.count", update=update.digest)
         else:
             staged.discard()
 
-    def figures(self, examples: int) -> None:
-        """Hands in what was measured on so many examples."""
-        bench, task, numbers = self.bench, self.task, self.report.numbers
-        self._remember()
+    def submit_evaluation(self, examples: int) -> None:
+        """Submit what was measured on so many examples."""
+        env, task, numbers = self.run.env, self.run.task, self.run.report.numbers
+        if env.history:
+            env.history.add(task, env.policy)
         names = list[JsonValue](sorted(numbers))
-        head = bench.note(
-            "figures.leave", task, dataset=task.dataset, examples=examples, names=names, ledger=self._ledger_head()
+        head = self.run.note(
+            "figures.leave", dataset=task.dataset, examples=examples, names=names, ledger=self._ledger_head()
         )
         evaluated = Evaluated(
             token=task.token,
             version=task.version.digest,
             examples=examples,
             numbers=numbers,
-            download_bytes=self.report.download_bytes,
+            download_bytes=self.run.report.download_bytes,
             audit_head=head,
         )
-        bench.coordinator.submit_evaluation(task.id, evaluated)
-        bench.note("figures.count", task)
+        env.coordinator.submit_evaluation(task.id, evaluated)
+        self.run.note("figures.count")
 
     # ------------------------------------------------------------ before an update leaves
 
     def _write(self, file: BinaryIO, changes: Sequence[Change]) -> bool:
-        """Whether the file says exactly what the changes are."""
-        task, budget = self.task, self._budget()
+        """Write the update. Return whether it says exactly what the changes are."""
+        task, budget = self.run.task, self._budget()
         if budget is not None:
             write_within(file, task.codec, changes, budget, task.seed)
             return False
         lossless = pipeline.parse(task.codec).lossless
         # What is lossless may as well be sent as it is, where that takes less time.
-        codec = pipeline.RAW if lossless and self.bench.coordinator.fast_line else task.codec
+        codec = pipeline.RAW if lossless and self.run.env.coordinator.fast_line else task.codec
         write_update(file, codec, changes, task.seed)
         return lossless
 
     def _budget(self) -> int | None:
-        """The most bytes that the update may have, by what the run says and the site's line."""
-        rate, seconds = self.bench.resources.get("upload_bytes_per_second"), self.task.upload_seconds
+        """Return the most bytes that the update may have, by what the run says and the site's line."""
+        rate, seconds = self.run.env.resources.get("upload_bytes_per_second"), self.run.task.upload_seconds
         by_line = int(rate * seconds) if rate and seconds else None
-        return min((limit for limit in (self.task.upload_budget, by_line) if limit is not None), default=None)
+        return min((limit for limit in (self.run.task.upload_budget, by_line) if limit is not None), default=None)
 
     def _settle(self, path: Path, changes: Sequence[Change], feedback: Feedback) -> float:
-        """Reads what is about to leave as the coordinator will. What of it is missing stays here."""
+        """Read the file as the coordinator will, and keep what codecs left out. Return the error that they caused."""
         asked = {change.block.name: change.block for change in changes}
         bases = {change.block.name: change.base for change in changes}
         sent = read_update(lambda: path.open("rb"), path.stat().st_size, asked, bases)
-        return feedback.settle(changes, sent, self.task.round)
+        return feedback.settle(changes, sent, self.run.task.round)
 
     def _check_egress(self, path: Path, asked: Sequence[Block], keep: Collection[str]) -> None:
-        """Reads the very file that is about to leave, whatever was meant to be in it."""
+        """Judge the very file that is about to leave, whatever was meant to be in it. Raises PolicyViolation."""
         nbytes = path.stat().st_size
         with path.open("rb") as file:
             header = read_header(file, nbytes)
-        self.bench.policy.check_egress(header.entries, nbytes, asked, keep)
+        self.run.env.policy.check_egress(header.entries, nbytes, asked, keep)
 
-    def _told(self, digest: str, path: Path, changes: Sequence[Change], examples: int) -> Summary:
-        """What an update that is about to leave would tell."""
+    def _summary(self, digest: str, path: Path, changes: Sequence[Change], examples: int) -> Summary:
+        """Return what the update would tell."""
         return summary_of(
-            self.task,
+            self.run.task,
             examples=examples,
             held_at=datetime.now(UTC),
             update=digest,
             nbytes=path.stat().st_size,
             blocks=_blocks_out(path, changes),
-            numbers=self.report.numbers,
-            epsilon=self.report.numbers.get(EPSILON),
+            numbers=self.run.report.numbers,
+            epsilon=self.run.report.numbers.get(EPSILON),
         )
 
-    def _hold(self, airlock: Airlock, path: Path, told: Summary) -> None:
-        """Waits until a person has released the update. Raises UpdateWithheld."""
-        bench, task = self.bench, self.task
-        bench.note("update.hold", task, id=told.id, update=told.update, bytes=told.nbytes)
+    def _hold(self, airlock: Airlock, path: Path, summary: Summary) -> None:
+        """Wait until a person has released the update. Raises UpdateWithheld."""
+        self.run.note("update.hold", id=summary.id, update=summary.update, bytes=summary.nbytes)
         try:
-            decision = airlock.hold(path, told, self.check)
+            decision = airlock.hold(path, summary, self.run.check)
         except UpdateWithheld as withheld:
-            bench.note("update.withhold", task, id=told.id, update=told.update, reason=str(withheld))
+            self.run.note("update.withhold", id=summary.id, update=summary.update, reason=str(withheld))
             raise
-        bench.note("update.release", task, id=told.id, update=told.update, by=decision.by)
+        self.run.note("update.release", id=summary.id, update=summary.update, by=decision.by)
         if digest_at(path) != decision.update:
             raise PolicyViolation("airlock", "what would leave is not what was released")
 
-    def _note_leaving(self, told: Summary) -> str | None:
-        """Writes down what leaves, before it does. Returns the entry's digest."""
-        return self.bench.note(
+    def _note_leaving(self, summary: Summary) -> str | None:
+        """Add what leaves to the audit, before it does. Return the entry's digest."""
+        return self.run.note(
             "update.leave",
-            self.task,
-            dataset=told.dataset,
-            examples=told.examples,
-            update=told.update,
-            bytes=told.nbytes,
-            blocks=len(told.blocks),
-            names=names_digest(told.blocks),
-            norm=told.norm,
-            epsilon=told.epsilon,
-            numbers=list[JsonValue](sorted(told.numbers)),
+            dataset=summary.dataset,
+            examples=summary.examples,
+            update=summary.update,
+            bytes=summary.nbytes,
+            blocks=len(summary.blocks),
+            names=names_digest(summary.blocks),
+            norm=summary.norm,
+            epsilon=summary.epsilon,
+            numbers=list[JsonValue](sorted(summary.numbers)),
             ledger=self._ledger_head(),
         )
 
     def _ledger_head(self) -> JsonValue:
-        """How far the data set's ledger has come, which the audit then knows."""
-        head = self.bench.ledger.leaving(self.task.dataset) if self.bench.ledger else None
-        return {self.task.dataset: head.model_dump(mode="json")} if head else {}
-
-    def _remember(self, upload_bytes: int = 0) -> None:
-        """Writes down what the task shows of its run, right before its result leaves. Raises PolicyViolation."""
-        if self.bench.contributions:
-            self.bench.contributions.add(self.task, self.bench.policy, upload_bytes)
+        """Return how far the data set's ledger has come, for the audit."""
+        head = self.run.env.ledger.leaving(self.run.task.dataset) if self.run.env.ledger else None
+        return {self.run.task.dataset: head.model_dump(mode="json")} if head else {}
 
     def _counting(self) -> Callable[[int], None]:
-        """What is told of each piece as it is sent: counts it, and keeps to the site's rate."""
-        rate = self.bench.policy.max_upload_bytes_per_second
-        throttle = Throttle(rate, self.check) if rate else None
+        """Return what counts each piece as it is sent, and keeps to the site's rate."""
+        rate = self.run.env.policy.max_upload_bytes_per_second
+        throttle = Throttle(rate, self.run.check) if rate else None
 
         def sent(nbytes: int) -> None:
-            self.report.upload_bytes += nbytes
-            self.check()
+            self.run.report.upload_bytes += nbytes
+            self.run.check()
             if throttle:
                 throttle.sent(nbytes)
 
         return sent
 
 
+def _changes(harvest: Harvest, bases: Mapping[str, BlobTensor]) -> list[Change]:
+    """Return what is sent, in the block table's order.
+
+    Raises TaskFailure for what is no block, or of another shape.
+    """
+    if unknown := sorted(set(harvest.upload) - set(bases)):
+        raise TaskFailure("invalid-harvest", f"the method sends what was not fetched: {unknown[:8]}")
+    changes = []
+    for name, base in bases.items():
+        if name in harvest.upload:
+            values = harvest.upload[name]
+            if values.shape != base.shape:
+                raise TaskFailure("invalid-harvest", f"{name} has shape {base.shape}, not {values.shape}")
+            changes.append(Change(base.block, ArrayTensor(values, base.dtype), base))
+    return changes
+
+
 def _blocks_out(path: Path, changes: Sequence[Change]) -> dict[str, BlockOut]:
-    """What is in an update file, by block."""
+    """Return what is in an update file, by block."""
     with path.open("rb") as file:
         entries = read_header(file, path.stat().st_size).entries
     return {
@@ -257,5 +263,33 @@ def _blocks_out(path: Path, changes: Sequence[Change]) -> dict[str, BlockOut]:
 
 
 def _norm(change: Change) -> float:
-    """The l2 norm of a block's difference from its version."""
+    """Return the l2 norm of a block's difference from its version."""
     return math.sqrt(sum(map(squares, change.steps())))
+
+
+class Throttle:
+    """A limit of `bytes_per_second` on average: after each piece it waits for as long as that should have taken.
+
+    `check` is called while it waits, and may raise.
+    """
+
+    def __init__(
+        self,
+        bytes_per_second: float,
+        check: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._rate = bytes_per_second
+        self._check = check
+        self._clock = clock
+        self._sleep = sleep
+        self._began_at = clock()
+        self._sent_bytes = 0
+
+    def sent(self, nbytes: int) -> None:
+        self._sent_bytes += nbytes
+        due_at = self._began_at + self._sent_bytes / self._rate
+        while (left := due_at - self._clock()) > 0:
+            self._sleep(min(left, PAUSE_SECONDS))
+            self._check()

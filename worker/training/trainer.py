@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tessera.shared.methods.base import Phase, Tally, Unsuited, WorkerHalf
+from tessera.shared.methods.base import Phase, Tally, UnsupportedRun, WorkerHalf
 from tessera.shared.run_settings.training import Training
 from tessera.worker.data.registry import Dataset
 from tessera.worker.model.block_map import named_tensors
@@ -116,7 +116,7 @@ class Trainer:
             self._rehearse(dataset)
             self.private.begin(epochs)
         for phase in phases:
-            self.half.enter(self.work, phase)
+            self.half.on_phase_start(self.work, phase)
             epoch = _Epoch(self, phase)
             if self.private:
                 self._train_privately(self.private, epoch, epochs_of(phase, self.training), dataset)
@@ -127,8 +127,11 @@ class Trainer:
         return Tally(examples=dataset.examples, steps=steps, loss=loss)
 
     def _rehearse(self, dataset: Dataset) -> None:
-        """Compute one loss on no example of the data set. Raises Unsuited for a model that does not fit the data set,
-        before anything is paid for and whatever the examples are; afterwards a private task does not fail by them."""
+        """Compute one loss on no example of the data set.
+
+        Raises UnsupportedRun for a model that does not fit the data set, before anything is paid for and whatever the
+        examples are; afterwards a private task does not fail by them.
+        """
         batch = {**self.work.made_up(dataset, 1), **dataset.common}
         try:
             with measuring(self.work.model), torch.no_grad(), autocast(self.training, self.device):
@@ -137,7 +140,7 @@ class Trainer:
             raise
         except (IndexError, RuntimeError, TypeError, ValueError) as fault:
             shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(batch.items()))
-            raise Unsuited(
+            raise UnsupportedRun(
                 f"the model gives no loss for a made-up example of this data set ({shapes}): {type(fault).__name__}: "
                 f"{fault}. A private run pads texts to the data set's max_length, which the model must take."
             ) from fault

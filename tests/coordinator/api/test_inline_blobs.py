@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.coordinator.api import tasks
+from tessera.coordinator.operations import tasks
 from tessera.shared.api.tasks import Task
 from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import digest_of
@@ -80,7 +80,7 @@ def test_bytes_that_are_nothing_of_the_version_change_nothing(
         honest = begin(client, rounds=2)
         until(lambda: client.run(honest.id).state == "completed")
     lies = iter([(b"junk", b""), (bytes(2 << 20),)])
-    monkeypatch.setattr(tasks, "_along", lambda *_: next(lies, ()))
+    monkeypatch.setattr(tasks, "_inline_blobs", lambda *_: next(lies, ()))
     with working(coordinator, tmp_path / "lied-to"):
         run = begin(client, rounds=2)
         until(lambda: client.run(run.id).state == "completed")

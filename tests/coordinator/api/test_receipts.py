@@ -22,7 +22,8 @@ from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
-from tessera.worker.task.runner import TaskFailure, Workbench
+from tessera.worker.task.errors import TaskFailure
+from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -155,7 +156,7 @@ def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure
         ScriptedWorker(standing.client("site", site), name=name, datasets={name: 12}, methods=(method,))
         for site in "abc"
     ]
-    benches = [bench(tmp_path, worker, labelled(seed)) for seed, worker in enumerate(workers)]
+    runners = [runner(tmp_path, worker, labelled(seed)) for seed, worker in enumerate(workers)]
     for worker in workers:
         worker.enrol()
     run = start_run(
@@ -172,7 +173,7 @@ def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure
             if place in failing:
                 workers[place].fail(taken[place])
             else:
-                benches[place].do(taken[place], lambda: None, Report())
+                runners[place].run(taken[place], lambda: None, Report())
 
     attempt()
     attempt(failing=[2])
@@ -186,11 +187,11 @@ def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure
     # Later steps may all be shorter than those of the first round.
     assert states[3] == abandoned
     assert {*states[2], *states[4]} <= {"left_out", "merged"}
-    for own, worker in zip(benches, workers, strict=True):
+    for own, worker in zip(runners, workers, strict=True):
         own.vault.settle(worker.client.task)
     memory = client.manifest(client.run(run.id).version.digest).memory
     # Of those of which an update was ever merged; all have as many examples.
-    vaults = [kept for own in benches if (kept := own.vault.load(run.id))]
+    vaults = [kept for own in runners if (kept := own.vault.load(run.id))]
     largest = furthest = 0.0
     for entry_name, entry in memory.items():
         if not entry_name.startswith(prefix):
@@ -219,27 +220,27 @@ def test_a_coordinator_without_receipts_gets_no_update_that_follows_from_what_th
     older = WithoutReceipts(standing.url, standing.token("site", "a"), verify=False)
     with older:
         worker = ScriptedWorker(older, name=name, datasets={name: 12}, methods=(method,))
-        own = bench(tmp_path, worker, labelled(0))
+        own = runner(tmp_path, worker, labelled(0))
         worker.enrol()
         training = Training(optimizer="sgd", momentum=0, learning_rate=0.05, batch_size=4)
         start_run(
             standing.client(), document, start, dataset=name, rounds=2, method=Chosen(name=method), training=training
         )
-        own.do(worker.take(), lambda: None, Report())
+        own.run(worker.take(), lambda: None, Report())
         second = worker.take().model_copy(update={"receipt": None})
         if trains:
-            own.do(second, lambda: None, Report())
+            own.run(second, lambda: None, Report())
             return
         with pytest.raises(TaskFailure, match="upgrade the coordinator first") as failure:
-            own.do(second, lambda: None, Report())
+            own.run(second, lambda: None, Report())
         assert failure.value.code == "no-receipt"
         assert [path.name[:9] for path in own.vault._of_run(second.run).iterdir()] == ["accepted-"]
 
 
-def bench(folder: Path, worker: ScriptedWorker, data: Dataset) -> Workbench:
+def runner(folder: Path, worker: ScriptedWorker, data: Dataset) -> TaskRunner:
     home = folder / str(id(worker))
     home.mkdir()
     (name,) = worker.datasets
-    return Workbench(
+    return TaskRunner(
         worker.client, {name: data}, torch.device("cpu"), Vault(home / "vault"), Cache(home / "cache", 1 << 24), home
     )

@@ -17,7 +17,6 @@ import httpx
 import pytest
 from sqlalchemy import update
 
-from tessera.coordinator.api.blobs import uploads
 from tessera.coordinator.blobs.uploads import Upload, Uploads
 from tessera.coordinator.db.tables import UploadRow
 from tessera.shared.rounds.blob_store import Stored
@@ -250,7 +249,7 @@ def test_who_comes_as_another_finishes_does_not_finish_it_once_more(
     """Its file was opened before it had its last byte, and locked when it was a blob already."""
     location = http.post("/v1/uploads", headers=announced(LARGE)).headers["Location"]
     assert append(http, location, 0, LARGE[:-1]).status_code == 204
-    uploading, lock = uploads(coordinator.services), fcntl.flock
+    uploading, lock = coordinator.services.uploads, fcntl.flock
     with coordinator.services.database.snapshot() as session:
         owner = session.get_one(UploadRow, location.rpartition("/")[2]).owner
     others: list[threading.Thread] = []

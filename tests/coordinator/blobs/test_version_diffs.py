@@ -22,8 +22,8 @@ from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
-from tessera.worker.task import runner
-from tessera.worker.task.runner import Workbench
+from tessera.worker.task import fetch
+from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -105,10 +105,10 @@ def test_on_a_fast_line_none_is_asked_for(coordinator: LiveCoordinator) -> None:
 # ---------------------------------------------------------------- at a worker
 
 
-def bench_and_run(coordinator: LiveCoordinator, folder: Path) -> tuple[Workbench, ScriptedWorker, Run]:
+def runner_and_run(coordinator: LiveCoordinator, folder: Path) -> tuple[TaskRunner, ScriptedWorker, Run]:
     worker = ScriptedWorker(coordinator.client("site", "a"), datasets={"data": 16})
     cache = Cache(folder / "cache", 1 << 24)
-    bench = Workbench(worker.client, {"data": images(0)}, CPU, Vault(folder / "vault"), cache, folder)
+    runner = TaskRunner(worker.client, {"data": images(0)}, CPU, Vault(folder / "vault"), cache, folder)
     worker.enrol()
     model = instantiate(WIDE, "image-classification", seed=0)
     blocks = block_table(model)
@@ -117,22 +117,22 @@ def bench_and_run(coordinator: LiveCoordinator, folder: Path) -> tuple[Workbench
     training = Training(optimizer="sgd", momentum=0, learning_rate=0.01, batch_size=8)
     client = coordinator.client()
     return (
-        bench,
+        runner,
         worker,
         start_run(client, document, start, rounds=3, method=Chosen(name="fedavg"), training=training),
     )
 
 
-def do(bench: Workbench, worker: ScriptedWorker) -> int:
+def do(runner: TaskRunner, worker: ScriptedWorker) -> int:
     """Does the next task; the bytes that were fetched for it."""
     report = Report()
-    bench.do(worker.take(), lambda: None, report)
+    runner.run(worker.take(), lambda: None, report)
     return report.download_bytes
 
 
 @pytest.fixture
 def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "LEAST_DIFFERENCE", 1)
+    monkeypatch.setattr(fetch, "LEAST_DIFFERENCE", 1)
 
 
 @pytest.mark.usefixtures("_however_small")
@@ -141,9 +141,9 @@ def test_a_worker_makes_what_it_can_and_comes_to_the_same(coordinator: LiveCoord
     client = coordinator.client()
     made = []
     for name, fast in (("whole", True), ("made", False)):
-        bench, worker, run = bench_and_run(coordinator, tmp_path / name)
+        runner, worker, run = runner_and_run(coordinator, tmp_path / name)
         worker.client._rates.extend([2 * FAST_LINE] * fast)
-        fetched = [do(bench, worker) for _ in range(3)]
+        fetched = [do(runner, worker) for _ in range(3)]
         until(lambda run=run: client.run(run.id).state == "completed")
         made.append((client.run(run.id).version.digest, fetched))
     (same, whole), (digest, differences) = made
@@ -160,8 +160,8 @@ def test_a_difference_that_is_of_no_use_is_done_without(
     coordinator: LiveCoordinator, tmp_path: Path, spoils: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = coordinator.client()
-    bench, worker, run = bench_and_run(coordinator, tmp_path)
-    do(bench, worker)
+    runner, worker, run = runner_and_run(coordinator, tmp_path)
+    do(runner, worker)
     asked = worker.client.difference
 
     def spoilt(run_id: str, number: int, since: int) -> Any:
@@ -173,6 +173,6 @@ def test_a_difference_that_is_of_no_use_is_done_without(
         return found.model_copy(update={"digest": document})
 
     monkeypatch.setattr(worker.client, "difference", spoilt)
-    do(bench, worker)
-    do(bench, worker)
+    do(runner, worker)
+    do(runner, worker)
     until(lambda: client.run(run.id).state == "completed")

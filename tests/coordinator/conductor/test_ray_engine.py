@@ -21,7 +21,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.server_step import merge
 from tessera.shared.rounds.validation import Inspector
-from tessera.shared.rounds.versions import States, settle
+from tessera.shared.rounds.versions import States, materialize
 from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, as_bytes
 from tessera.shared.updates.update_file import Change, write_update
 from tests.support.paths import ROOT
@@ -80,7 +80,7 @@ def test_the_version_is_that_of_one_process_bit_for_bit(
         return states.store(merge(half, Adam(), states.load(model, manifest, 0), received))
 
     found, new = next_version(States(blobs, cluster))
-    assert (found, new) == next_version(States(blobs, partial(settle, threads=2)))
+    assert (found, new) == next_version(States(blobs, partial(materialize, threads=2)))
     with database.transaction() as session:
         blobs.record(session, NOW, new)
     assert len(blobs.read(found.blocks["w0"])) == start["w0"].nbytes

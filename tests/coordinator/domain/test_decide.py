@@ -15,7 +15,7 @@ from tessera.coordinator.domain.decide import (
     Close,
     Complete,
     Evaluate,
-    Lapse,
+    Expire,
     Merge,
     Offer,
     Open,
@@ -74,7 +74,7 @@ def test_a_lease_lapses_at_the_moment_it_expires_and_not_before() -> None:
     live = replace(
         a_round("leased", "leased"), tasks=(task("leased", "t", leases=2, expires_at=NOW), task("leased", "u"))
     )
-    assert decided(run(round=live)) == [Lapse("t", token=2)]
+    assert decided(run(round=live)) == [Expire("t", token=2)]
     assert decided(run(round=live), NOW - 0.001) == []
 
 
@@ -86,7 +86,7 @@ def test_a_lapsed_task_is_offered_again_while_it_has_tries_left() -> None:
 
 def test_an_evaluation_s_lease_lapses_and_is_offered_again_too() -> None:
     pending = (task("leased", "slow", expires_at=NOW - 1), task("lapsed", "lost"))
-    assert decided(run(evaluations=pending)) == [Lapse("slow", 1), Offer("lost")]
+    assert decided(run(evaluations=pending)) == [Expire("slow", 1), Offer("lost")]
 
 
 def test_leases_of_a_round_that_is_being_merged_are_left_alone() -> None:
@@ -257,7 +257,7 @@ def test_a_lapsed_evaluation_is_not_offered_again_to_a_worker_that_is_gone() -> 
 
 def test_the_lease_of_a_worker_that_is_gone_lapses_all_the_same() -> None:
     gone = replace(task("leased", expires_at=NOW), present=False)
-    assert decided(run(evaluations=(gone,))) == [Lapse("t", 1)]
+    assert decided(run(evaluations=(gone,))) == [Expire("t", 1)]
 
 
 def test_a_finished_run_waits_for_its_last_evaluation_and_no_longer_than_agreed() -> None:

@@ -134,7 +134,7 @@ def test_a_site_may_have_so_many_unfinished_uploads(tmp_path: Path) -> None:
 def test_a_site_may_announce_half_of_the_disk_a_day_if_no_setting_says_otherwise(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path) as live:
         disk = os.statvfs(tmp_path)
-        assert live.services.quota.bytes_per_day == disk.f_blocks * disk.f_frsize // 2
+        assert live.services.uploads.quota.bytes_per_day == disk.f_blocks * disk.f_frsize // 2
     settings = live.settings.model_copy(update={"site_bytes_per_day": 7})
     assert _bytes_per_day(settings, live.services.blobs) == 7
     # How large a store on other machines is nobody tells.

@@ -37,9 +37,9 @@ from tessera.shared.methods.base import (
     MethodSettings,
     RunFacts,
     State,
-    Unsuited,
+    UnsupportedRun,
     Update,
-    begin,
+    initial_state,
 )
 from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.model.blocks import Block
@@ -372,8 +372,8 @@ def test_a_method_is_guarded_or_refused() -> None:
     state = State(0, {name: ArrayTensor(value) for name, value in start.items()})
     for name, half in halves().items():
         try:
-            half.guard()
-        except Unsuited:
+            half.check_robust()
+        except UnsupportedRun:
             refused.add(name)
             continue
         numbers = {"effective_steps": 2.0}
@@ -395,9 +395,9 @@ class Own(CoordinatorHalf[MethodSettings]):
 
 
 def test_a_method_that_merges_by_itself_and_does_not_say_is_refused() -> None:
-    begin(Own(MethodSettings(), RunFacts((), rounds=1)), State(0, {}))
-    with pytest.raises(Unsuited, match="merges in a way of its own"):
-        begin(Own(MethodSettings(), RunFacts((), rounds=1, robust=Median())), State(0, {}))
+    initial_state(Own(MethodSettings(), RunFacts((), rounds=1)), State(0, {}))
+    with pytest.raises(UnsupportedRun, match="merges in a way of its own"):
+        initial_state(Own(MethodSettings(), RunFacts((), rounds=1, robust=Median())), State(0, {}))
 
 
 @EVERY_RULE

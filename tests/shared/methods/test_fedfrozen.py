@@ -12,7 +12,16 @@ import pytest
 from pydantic import ValidationError
 
 from tessera.shared.aggregation.drift import BUCKETS, agreement
-from tessera.shared.methods.base import Chosen, CoordinatorHalf, Participant, RunFacts, State, Unsuited, Update, begin
+from tessera.shared.methods.base import (
+    Chosen,
+    CoordinatorHalf,
+    Participant,
+    RunFacts,
+    State,
+    UnsupportedRun,
+    Update,
+    initial_state,
+)
 from tessera.shared.methods.fedfrozen import FedFrozenSettings, judged, observed
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block, Role
@@ -276,15 +285,15 @@ def test_a_warm_up_of_a_fixed_length_measures_only_if_asked() -> None:
 def test_a_scope_with_the_head_is_refused_where_the_head_is_tied_to_the_embeddings() -> None:
     headless = tuple(block for block in BLOCKS if block.role != "head")
     half = coordinator_half(Chosen(name="fedfrozen", settings={"scope": "v_head"}), RunFacts(headless, ROUNDS))
-    with pytest.raises(Unsuited, match=r"tied to the token embeddings\. Choose scope all_but_qk or v_only"):
-        begin(half, START)
+    with pytest.raises(UnsupportedRun, match=r"tied to the token embeddings\. Choose scope all_but_qk or v_only"):
+        initial_state(half, START)
 
 
 def test_adapters_that_do_not_name_their_matrix_are_refused() -> None:
     block = Block(tensor="query.lora_A", role="adapter", shape=(2,), dtype="F32")
     half = coordinator_half(Chosen(name="fedfrozen"), RunFacts((*BLOCKS, block), ROUNDS))
-    with pytest.raises(Unsuited, match="make the model again"):
-        begin(half, START)
+    with pytest.raises(UnsupportedRun, match="make the model again"):
+        initial_state(half, START)
 
 
 def test_an_adapter_is_frozen_with_its_matrix_and_else_trains_with_it() -> None:

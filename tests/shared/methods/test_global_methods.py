@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.shared.methods.base import Chosen, Participant, Plan, RunFacts, State, Unsuited, Update, begin
+from tessera.shared.methods.base import (
+    Chosen,
+    Participant,
+    Plan,
+    RunFacts,
+    State,
+    UnsupportedRun,
+    Update,
+    initial_state,
+)
 from tessera.shared.methods.fednova import effective_steps
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.selectors import roles
@@ -329,9 +338,9 @@ def test_the_controls_are_fetched_only_once_there_are_any() -> None:
 
 @pytest.mark.parametrize("training", [{"optimizer": "adamw"}, {"momentum": 0.9}])
 def test_scaffold_refuses_a_run_whose_steps_are_not_plain_sgd_s(training: dict[str, Any]) -> None:
-    with pytest.raises(Unsuited, match=r"set training\.optimizer to 'sgd' and training\.momentum to 0"):
-        begin(half_of("scaffold", **training), State(0, {}))
-    begin(half_of("scaffold", {"strength": 0.0}, **training), State(0, {}))
+    with pytest.raises(UnsupportedRun, match=r"set training\.optimizer to 'sgd' and training\.momentum to 0"):
+        initial_state(half_of("scaffold", **training), State(0, {}))
+    initial_state(half_of("scaffold", {"strength": 0.0}, **training), State(0, {}))
 
 
 # ---------------------------------------------------------------- FedDyn
@@ -564,8 +573,8 @@ def test_moon_moves_the_statistics_of_batches_once_a_batch() -> None:
 
 
 def test_moon_refuses_a_model_without_a_head() -> None:
-    with pytest.raises(Unsuited, match="no head of its own"):
-        begin(half_of("moon"), State(0, {}))
+    with pytest.raises(UnsupportedRun, match="no head of its own"):
+        initial_state(half_of("moon"), State(0, {}))
 
 
 # ---------------------------------------------------------------- for all of them

@@ -19,7 +19,7 @@ from tessera.worker.agent import Agent
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import Settings
-from tessera.worker.task import runner
+from tessera.worker.task import fetch
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
@@ -47,7 +47,7 @@ class Finished:
 @pytest.fixture(autouse=True)
 def _blocks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not made out of differences, so that bytes are those of the blocks."""
-    monkeypatch.setattr(runner, "LEAST_DIFFERENCE", 1 << 40)
+    monkeypatch.setattr(fetch, "LEAST_DIFFERENCE", 1 << 40)
 
 
 @dataclass(frozen=True)

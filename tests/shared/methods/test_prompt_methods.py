@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera.shared.methods.base import Chosen, Harvest, State, Unsuited, Update, begin
+from tessera.shared.methods.base import Chosen, Harvest, State, UnsupportedRun, Update, initial_state
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.spec import Prompts
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
@@ -45,7 +45,7 @@ def moved(work: LocalWork, subject: Subject) -> set[str]:
 
 def start(method: str, subject: Subject, **settings: Any) -> State:
     facts = subject.facts(optimizer="sgd")
-    return begin(coordinator_half(Chosen(name=method, settings=settings), facts), State(0, {}))
+    return initial_state(coordinator_half(Chosen(name=method, settings=settings), facts), State(0, {}))
 
 
 # ---------------------------------------------------------------- PromptFL
@@ -82,10 +82,10 @@ def test_a_step_of_promptfl_is_the_gradient_of_the_cross_entropy_over_the_classe
 @pytest.mark.parametrize("method", ["promptfl", "pfeddc"])
 def test_a_model_without_prompts_is_refused_with_the_command_that_makes_one(method: str) -> None:
     with pytest.raises(
-        Unsuited, match=r"model has no .*prompts: make it with `tessera model init .*--text-prompts N"
+        UnsupportedRun, match=r"model has no .*prompts: make it with `tessera model init .*--text-prompts N"
     ):
         start(method, PLAIN)
-    with pytest.raises(Unsuited, match=r"model has no vision prompts: .*--vision-prompts N`"):
+    with pytest.raises(UnsupportedRun, match=r"model has no vision prompts: .*--vision-prompts N`"):
         start(method, TEXT_ONLY, modalities=["text", "vision"])
 
 
@@ -93,7 +93,7 @@ def test_a_model_without_prompts_is_refused_with_the_command_that_makes_one(meth
 
 
 def test_heads_that_do_not_divide_the_prompts_are_refused_when_the_run_is_made() -> None:
-    with pytest.raises(Unsuited, match=r"width 16 do not divide among 3 heads: set fusion\.heads"):
+    with pytest.raises(UnsupportedRun, match=r"width 16 do not divide among 3 heads: set fusion\.heads"):
         start("pfeddc", BARE, fusion={"heads": 3})
     start("pfeddc", BARE, fusion={"heads": 3, "kind": "mean"})
 
@@ -235,7 +235,7 @@ def test_a_fusion_that_was_kept_in_an_older_form_is_left_and_begun_anew() -> Non
 
 def test_a_single_prompt_token_leaves_attention_nothing_to_choose_from() -> None:
     single = replace(PROMPTED, prompts=Prompts(vision=2, text=1))
-    with pytest.raises(Unsuited, match=r"prompts\.text is a single token.*fusion\.kind"):
+    with pytest.raises(UnsupportedRun, match=r"prompts\.text is a single token.*fusion\.kind"):
         start("pfeddc", single)
     start("pfeddc", single, modalities=["vision"])
     start("pfeddc", single, fusion={"kind": "mean"})
@@ -255,7 +255,7 @@ def test_a_shared_fusion_is_sent_and_local_prompts_are_kept() -> None:
     work, harvest = trained("pfeddc", settings=settings, epochs=2)
     assert set(harvest.upload) == moved(work, PROMPTED) == PROMPTS | {f"prompts.{name}" for name in FUSION}
     assert set(harvest.keep) == LOCAL
-    with pytest.raises(Unsuited, match=r"no fusion to share: .*--prompt-fusion global"):
+    with pytest.raises(UnsupportedRun, match=r"no fusion to share: .*--prompt-fusion global"):
         start("pfeddc", BARE, share="prompts-and-fusion")
     with pytest.raises(PromptError, match=r"heads=2.*heads=4"):
         prepared({**settings, "fusion": {"heads": 4}})
@@ -347,7 +347,7 @@ def test_lora_trains_and_sends_adapters_and_the_head_and_nothing_else(
 
 
 def test_a_model_without_adapters_is_refused_with_the_command_that_makes_one() -> None:
-    with pytest.raises(Unsuited, match="no adapters: make it with `tessera model init --lora-rank N`"):
+    with pytest.raises(UnsupportedRun, match="no adapters: make it with `tessera model init --lora-rank N`"):
         start("lora", PLAIN)
 
 

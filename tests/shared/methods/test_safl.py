@@ -25,9 +25,9 @@ from tessera.shared.methods.base import (
     Plan,
     RunFacts,
     State,
-    Unsuited,
+    UnsupportedRun,
     Update,
-    begin,
+    initial_state,
 )
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.methods.safl import Candidates, SAFLSettings, beyond_the_sink, copies_in_training, pruned
@@ -170,7 +170,7 @@ def test_a_budget_of_bytes_counts_what_always_trains() -> None:
 
 
 def test_a_budget_too_small_for_a_layer_is_refused_with_what_one_needs() -> None:
-    with pytest.raises(Unsuited, match=f"has {ALWAYS_BYTES + LAYER_BYTES}"):
+    with pytest.raises(UnsupportedRun, match=f"has {ALWAYS_BYTES + LAYER_BYTES}"):
         coordinator(upload_bytes=ALWAYS_BYTES + LAYER_BYTES - 1).start(state())
 
 
@@ -189,9 +189,9 @@ def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, Any], 
 
 
 def test_more_layers_than_there_are_and_names_of_none_are_refused() -> None:
-    with pytest.raises(Unsuited, match="of 6 layers, 7"):
+    with pytest.raises(UnsupportedRun, match="of 6 layers, 7"):
         coordinator(layers=7).start(state())
-    with pytest.raises(Unsuited, match=r"no layer is called \*\.6; there are vit\.layers\.0"):
+    with pytest.raises(UnsupportedRun, match=r"no layer is called \*\.6; there are vit\.layers\.0"):
         coordinator(score="fixed", fixed=["*.1", "*.6"]).start(state())
 
 
@@ -315,7 +315,7 @@ def test_random_layers_by_consensus_are_the_same_for_all() -> None:
 
 def test_random_layers_are_included_with_probability_k_over_l() -> None:
     half = coordinator("inverse-probability", score="random", layers=2)
-    begin(half, state())
+    initial_state(half, state())
     chances = {half.inclusion(block) for block in BLOCKS if block.layer is not None}
     assert chances == {2 / 6}
     assert {half.inclusion(block) for block in BLOCKS if block.name in ALWAYS} == {1.0}
@@ -346,12 +346,12 @@ def test_over_all_random_choices_the_inverse_probability_step_is_the_full_one() 
     ],
 )
 def test_inverse_probability_is_refused_where_nobody_knows_the_law(settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(Unsuited, match=why):
-        begin(coordinator("inverse-probability", **settings), state())
+    with pytest.raises(UnsupportedRun, match=why):
+        initial_state(coordinator("inverse-probability", **settings), state())
 
 
 def test_layers_that_are_always_chosen_are_always_included() -> None:
-    begin(half := coordinator("inverse-probability", score="last", layers=2), state())
+    initial_state(half := coordinator("inverse-probability", score="last", layers=2), state())
     assert {half.inclusion(block) for block in BLOCKS if block.layer == 5} == {1.0}
 
 
@@ -649,11 +649,11 @@ def test_what_the_runs_privacy_does_not_cover_is_refused_on_both_sides(
     selection: Any, settings: dict[str, Any], why: str
 ) -> None:
     half = under(selection, **settings)
-    with pytest.raises(Unsuited, match=why):
-        begin(half, state())
+    with pytest.raises(UnsupportedRun, match=why):
+        initial_state(half, state())
     worker = worker_half(Chosen(name="safl", settings=settings), half.run)
     work = LocalWork(instantiate(SIX, "image-classification"), "image-classification", Plan(), BLOCKS)
-    with pytest.raises(Unsuited, match=why):
+    with pytest.raises(UnsupportedRun, match=why):
         worker.select(work, Unseen())
 
 
@@ -675,7 +675,7 @@ class Unseen:
     ],
 )
 def test_what_is_covered_or_said_not_to_be_is_run(selection: Any, settings: dict[str, Any]) -> None:
-    begin(under(selection, **settings), state())
+    initial_state(under(selection, **settings), state())
 
 
 def test_a_noisy_choice_is_by_all_of_the_examples_so_that_one_more_only_adds() -> None:
@@ -711,7 +711,7 @@ def test_a_noisy_choice_among_layers_of_which_only_some_read_examples_is_refused
     first = next(iter(measured))
     told = {**measured, first: replace(measured[first], per_example=False)}
     monkeypatch.setattr(work, "attention", lambda *_: told)
-    with pytest.raises(Unsuited, match=f"{re.escape(first)}.*which no noise covers"):
+    with pytest.raises(UnsupportedRun, match=f"{re.escape(first)}.*which no noise covers"):
         worker.select(work, Batches(images(8), 8, CPU))
 
 

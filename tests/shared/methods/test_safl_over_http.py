@@ -24,7 +24,7 @@ from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import Settings
 from tessera.worker.state.privacy_ledger import LEDGER_FOLDER
-from tessera.worker.task import runner
+from tessera.worker.task import fetch
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import some_digits
@@ -54,7 +54,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCoordinator]:
 @pytest.fixture(autouse=True)
 def _blocks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not made out of differences, so that bytes are those of the blocks."""
-    monkeypatch.setattr(runner, "LEAST_DIFFERENCE", 1 << 40)
+    monkeypatch.setattr(fetch, "LEAST_DIFFERENCE", 1 << 40)
 
 
 @dataclass

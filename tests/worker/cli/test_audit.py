@@ -19,8 +19,9 @@ from tessera.shared.api.tasks import Submission
 from tessera.worker.agent import Agent
 from tessera.worker.cli.audit import app
 from tessera.worker.cli.worker import app as worker_app
-from tessera.worker.settings import SettingsError, audit_of, ledger_of, read_settings
+from tessera.worker.settings import SettingsError, read_settings
 from tessera.worker.state.privacy_ledger import Ledger
+from tessera.worker.stores import audit_of, ledger_of
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from tessera.worker.data.partition.held_out import hold_out, key_of_seed
 from tessera.worker.data.registry import DataError, Dataset, load
-from tessera.worker.settings import DataSource, Settings, SettingsError, datasets_of
+from tessera.worker.inventory import datasets_of
+from tessera.worker.settings import DataSource, Settings, SettingsError
 from tessera.worker.state.atomic_files import secret_key
 from tests.support.pretrained import bert_tokenizer, picture
 

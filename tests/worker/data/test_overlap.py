@@ -14,12 +14,16 @@ from safetensors.torch import save_file
 from tessera.worker.data.overlap import CHECKED, KEPT, fingerprints, share_of, sketch_of
 from tessera.worker.data.registry import Dataset, load
 from tessera.worker.governance.policy import Allowance, PolicyViolation
-from tessera.worker.settings import Settings, ledger_of
+from tessera.worker.settings import Settings
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.privacy_ledger import Ledger, LedgerError
 from tessera.worker.state.vault import Vault
+from tessera.worker.stores import ledger_of
+from tessera.worker.task.admission import check_overlap
+from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.heartbeat import Stopped
-from tessera.worker.task.runner import Workbench
+from tessera.worker.task.runner import TaskRunner
+from tessera.worker.training.progress import Report
 from tests.worker.privacy.test_private_task import task as task_of
 
 KEY = b"k" * 32
@@ -89,9 +93,9 @@ def test_a_stop_need_not_wait_for_all_examples_to_be_hashed() -> None:
     assert next(checks) == 2
 
 
-def bench(folder: Path, shared: dict[str, str] | None = None) -> Workbench:
+def runner(folder: Path, shared: dict[str, str] | None = None) -> TaskRunner:
     data = {"wards": images(range(200)), "again": images(range(190, 400)), "others": images(range(1000, 1200))}
-    return Workbench(
+    return TaskRunner(
         None,  # type: ignore[arg-type]  (nothing is fetched or sent)
         data, torch.device("cpu"), Vault(folder / "vault"), Cache(folder / "cache", 1 << 20), folder,
         ledger=Ledger(folder / "ledger", KEY, shared),
@@ -99,15 +103,16 @@ def bench(folder: Path, shared: dict[str, str] | None = None) -> Workbench:
     )  # fmt: skip
 
 
-def uses(made: Workbench, dataset: str) -> None:
-    made._check_overlap(task_of(dataset=dataset), made.datasets[dataset], lambda: None)
+def uses(made: TaskRunner, dataset: str) -> None:
+    run = TaskRun(made, task_of(dataset=dataset), lambda: None, Report())
+    check_overlap(run, made.datasets[dataset])
 
 
 @pytest.mark.parametrize("order", [("wards", "again"), ("again", "wards")])
 def test_the_same_examples_under_another_name_are_refused_where_one_has_a_budget(
     tmp_path: Path, order: tuple[str, str]
 ) -> None:
-    made = bench(tmp_path)
+    made = runner(tmp_path)
     uses(made, "others")
     uses(made, order[0])
     # 10 of 200 are the same.
@@ -124,7 +129,7 @@ def test_the_same_examples_under_another_name_are_refused_where_one_has_a_budget
 
 
 def test_names_that_share_a_ledger_share_what_is_spent(tmp_path: Path) -> None:
-    made = bench(tmp_path, {"wards": "people", "again": "people"})
+    made = runner(tmp_path, {"wards": "people", "again": "people"})
     uses(made, "wards")
     uses(made, "again")
     assert made.ledger
@@ -142,7 +147,7 @@ def test_settings_say_which_names_share_a_ledger(tmp_path: Path) -> None:
 
 
 def test_which_examples_there_are_is_written_once_and_spends_nothing(tmp_path: Path) -> None:
-    made = bench(tmp_path)
+    made = runner(tmp_path)
     for _ in range(3):
         uses(made, "wards")
     assert len((tmp_path / "ledger" / "wards.jsonl").read_bytes().splitlines()) == 1
@@ -151,9 +156,9 @@ def test_which_examples_there_are_is_written_once_and_spends_nothing(tmp_path: P
 
 
 def test_a_ledger_that_cannot_be_relied_on_stops_no_task_without_a_budget(tmp_path: Path) -> None:
-    uses(bench(tmp_path), "wards")
+    uses(runner(tmp_path), "wards")
     (tmp_path / "ledger" / "wards.jsonl").rename(tmp_path / "ledger" / "old.jsonl")
-    made = bench(tmp_path)
+    made = runner(tmp_path)
     # Neither "others" nor "old" has a budget.
     uses(made, "others")
     with pytest.raises(LedgerError, match=r"old\.jsonl"):

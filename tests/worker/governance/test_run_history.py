@@ -11,7 +11,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Chosen, Plan
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.governance.run_history import VERSIONS_KEPT, Contributions
+from tessera.worker.governance.run_history import VERSIONS_KEPT, RunHistory
 
 DIGESTS = [f"sha256:{number:064x}" for number in range(100)]
 
@@ -27,7 +27,7 @@ def task(number: int, digest: str | None = None, **more: object) -> Task:
     return Task.model_validate({**given, **more})
 
 
-def refused(seen: Contributions, asked: Task, rule: str, max_tries: int = 10) -> str:
+def refused(seen: RunHistory, asked: Task, rule: str, max_tries: int = 10) -> str:
     with pytest.raises(PolicyViolation) as violation:
         seen.check(asked, Policy(max_tries=max_tries))
     assert violation.value.rule == rule
@@ -35,29 +35,29 @@ def refused(seen: Contributions, asked: Task, rule: str, max_tries: int = 10) ->
 
 
 def test_rounds_that_go_forward_are_all_well(tmp_path: Path) -> None:
-    seen = Contributions(tmp_path, "w")
+    seen = RunHistory(tmp_path, "w")
     for number in (1, 2, 5):
         seen.check(task(number), Policy(max_tries=1))
         seen.add(task(number), Policy(max_tries=1))
 
 
 def test_what_is_only_looked_at_leaves_no_trace(tmp_path: Path) -> None:
-    seen = Contributions(tmp_path / "runs", "w")
+    seen = RunHistory(tmp_path / "runs", "w")
     seen.check(task(1), Policy(max_tries=10))
     seen.check(task(1, DIGESTS[7], method=Chosen(name="fedprox")), Policy(max_tries=10))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_task_whose_plan_is_another_is_an_honest_retry_and_counted(tmp_path: Path) -> None:
-    seen = Contributions(tmp_path, "w")
+    seen = RunHistory(tmp_path, "w")
     for stage in ("train", "again"):
         seen.add(task(1, plan=Plan(stage=stage)), Policy(max_tries=2))
     assert refused(seen, task(1), "max_tries", 2) == "round 1 was handed in 2 times, which is allowed"
 
 
 def test_what_was_handed_in_is_remembered_after_a_restart(tmp_path: Path) -> None:
-    Contributions(tmp_path, "w").add(task(3), Policy(max_tries=10))
-    again = Contributions(tmp_path, "w")
+    RunHistory(tmp_path, "w").add(task(3), Policy(max_tries=10))
+    again = RunHistory(tmp_path, "w")
     refused(again, task(2), "round")
     refused(again, task(3, seed=6), "round")
     refused(again, task(4, DIGESTS[2], version=VersionRef(number=2, digest=DIGESTS[2])), "round")
@@ -65,7 +65,7 @@ def test_what_was_handed_in_is_remembered_after_a_restart(tmp_path: Path) -> Non
 
 
 def test_two_workers_of_a_site_are_not_shown_two_versions(tmp_path: Path) -> None:
-    north, south = Contributions(tmp_path, "north"), Contributions(tmp_path, "south")
+    north, south = RunHistory(tmp_path, "north"), RunHistory(tmp_path, "south")
     north.add(task(3), Policy(max_tries=10))
     south.add(task(3), Policy(max_tries=10))
     refused(south, task(3, DIGESTS[9]), "version")
@@ -75,7 +75,7 @@ def test_two_workers_of_a_site_are_not_shown_two_versions(tmp_path: Path) -> Non
 
 
 def test_who_hands_in_second_is_judged_by_what_the_first_wrote(tmp_path: Path) -> None:
-    north, south = Contributions(tmp_path, "north"), Contributions(tmp_path, "south")
+    north, south = RunHistory(tmp_path, "north"), RunHistory(tmp_path, "south")
     north.check(task(1), Policy(max_tries=10))
     south.check(task(1, DIGESTS[9]), Policy(max_tries=10))
     north.add(task(1), Policy(max_tries=10))
@@ -84,7 +84,7 @@ def test_who_hands_in_second_is_judged_by_what_the_first_wrote(tmp_path: Path) -
 
 
 def test_a_central_evaluation_is_of_another_data_set_and_an_earlier_version(tmp_path: Path) -> None:
-    seen = Contributions(tmp_path, "w")
+    seen = RunHistory(tmp_path, "w")
     for number in range(1, VERSIONS_KEPT + 3):
         seen.add(task(number), Policy(max_tries=10))
     evaluation = {"kind": "evaluate", "dataset": "test", "round": 60}
@@ -95,7 +95,7 @@ def test_a_central_evaluation_is_of_another_data_set_and_an_earlier_version(tmp_
 
 
 def test_a_record_that_cannot_be_read_is_looked_at_by_a_person(tmp_path: Path) -> None:
-    seen = Contributions(tmp_path, "w")
+    seen = RunHistory(tmp_path, "w")
     seen.add(task(1), Policy(max_tries=10))
     (tmp_path / "r.json").write_bytes(b"{}x")
     assert "cannot be read" in refused(seen, task(2), "run")
@@ -103,12 +103,12 @@ def test_a_record_that_cannot_be_read_is_looked_at_by_a_person(tmp_path: Path) -
 
 def test_what_was_measured_is_counted_for_all_runs_and_workers_that_share_it(tmp_path: Path) -> None:
     policy, measuring = Policy(max_measurements=2), {"kind": "evaluate", "held_out": True}
-    north, south = Contributions(tmp_path, "north"), Contributions(tmp_path, "south")
+    north, south = RunHistory(tmp_path, "north"), RunHistory(tmp_path, "south")
     north.measure("wards", policy)
     # Counted before anything is measured, so that whoever is killed in between has not measured for nothing.
     south.check(task(1, run="another", **measuring), policy)
     south.measure("wards", policy)
-    assert Contributions(tmp_path, "north").measured("wards") == 2
+    assert RunHistory(tmp_path, "north").measured("wards") == 2
     for asked in (lambda: north.check(task(1, **measuring), policy), lambda: north.measure("wards", policy)):
         with pytest.raises(PolicyViolation, match="2 versions were measured on the data set 'wards'") as violation:
             asked()
@@ -118,7 +118,7 @@ def test_what_was_measured_is_counted_for_all_runs_and_workers_that_share_it(tmp
 
 
 def test_a_count_that_cannot_be_read_allows_no_more(tmp_path: Path) -> None:
-    seen = Contributions(tmp_path, "w")
+    seen = RunHistory(tmp_path, "w")
     seen.measure("wards", Policy())
     (tmp_path / "measured" / "wards.json").write_bytes(b"{}x")
     with pytest.raises(PolicyViolation, match="cannot be read as a count"):
@@ -127,8 +127,8 @@ def test_a_count_that_cannot_be_read_allows_no_more(tmp_path: Path) -> None:
 
 def test_what_all_updates_of_a_run_may_have_is_counted_for_the_workers_that_share_it(tmp_path: Path) -> None:
     policy = Policy(max_run_upload_bytes=1000)
-    Contributions(tmp_path, "north").add(task(1), policy, 600)
-    south = Contributions(tmp_path, "south")
+    RunHistory(tmp_path, "north").add(task(1), policy, 600)
+    south = RunHistory(tmp_path, "south")
     with pytest.raises(PolicyViolation, match="would come to 1001 bytes, more than the 1000 allowed") as violation:
         south.add(task(1), policy, 401)
     assert violation.value.rule == "max_run_upload_bytes"
@@ -137,4 +137,4 @@ def test_what_all_updates_of_a_run_may_have_is_counted_for_the_workers_that_shar
     with pytest.raises(PolicyViolation, match="max_run_upload_bytes"):
         south.check(task(2), policy)
     south.check(task(2, kind="evaluate"), policy)
-    Contributions(tmp_path, "north").check(task(1, run="another"), policy)
+    RunHistory(tmp_path, "north").check(task(1, run="another"), policy)

@@ -15,7 +15,7 @@ from torch import nn
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen, Phase, Plan, RunFacts, Unsuited
+from tessera.shared.methods.base import Chosen, Phase, Plan, RunFacts, UnsupportedRun
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.attention_stats import TaskTokens
 from tessera.shared.model.selectors import EVERYTHING, Selector, named
@@ -206,7 +206,7 @@ def test_gradients_that_cancel_each_other_out_are_no_reason_to_fail() -> None:
 
 def test_a_model_that_does_not_fit_the_data_set_is_refused_before_anything_is_paid_for(tmp_path: Path) -> None:
     work = version(max_position_embeddings=TOKENS - 1)
-    with pytest.raises(Unsuited, match=r"input_ids \[1, 64\].*max_length, which the model must take"):
+    with pytest.raises(UnsupportedRun, match=r"input_ids \[1, 64\].*max_length, which the model must take"):
         train(tmp_path, work, texts(present=False), "a key", 1.0)
     assert Ledger(tmp_path).read("wards") == ()
 

@@ -145,7 +145,7 @@ def test_so_it_is_with_every_method_in_every_phase(method: str) -> None:
     work.model.train()
     trainer = Trainer(half, work, facts.training, CPU, lambda: None)
     for phase in phases:
-        half.enter(work, phase)
+        half.on_phase_start(work, phase)
         freeze = Freeze(work.model, [*phase.train.resolve(work.blocks), *(work.private if phase.private else ())])
         mechanism = Mechanism(sampling(data.examples, 8), clip_norm=0.3, noise_multiplier=1.0)
         noisy = NoisyGradients(trainer, freeze, data, mechanism, Dice(KEY))

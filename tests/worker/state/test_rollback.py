@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from tessera.shared.run_settings.privacy import Budget
-from tessera.worker.settings import Settings, SettingsError, audit_key_of, ledger_of
+from tessera.worker.settings import Settings, SettingsError
 from tessera.worker.state.audit import Audit
 from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head
 from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerError, NoisySteps
+from tessera.worker.stores import audit_key_of, ledger_of
 from tests.worker.state.test_privacy_ledger import STEPS, TARGET, task
 
 KEY = b"k" * 64

@@ -33,7 +33,7 @@ from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import Chain
 from tessera.worker.state.privacy_ledger import Entry, Exact, Ledger, NoisySteps
 from tessera.worker.state.vault import Vault
-from tessera.worker.task.runner import Workbench
+from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, start_run
@@ -48,8 +48,8 @@ VIT: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Bench:
-    """A worker's bench at a coordinator, with a run that it takes part in."""
+class SiteWithRun:
+    """A task runner at a coordinator, with a run that it takes part in."""
 
     def __init__(self, coordinator: LiveCoordinator, folder: Path, privacy: Privacy | None) -> None:
         self.worker = ScriptedWorker(coordinator.client("site", "a"), datasets={"data": 24})
@@ -60,7 +60,7 @@ class Bench:
         data = Dataset({"pixel_values": pixels, "labels": torch.randint(0, 3, (24,), generator=generator)})
         cache = Cache(folder / "cache", 1 << 24)
         given = (self.worker.client, {"data": data}, CPU, Vault(folder / "vault"), cache, folder)
-        self.bench = Workbench(*given, ledger=self.ledger, audit=self.audit)
+        self.runner = TaskRunner(*given, ledger=self.ledger, audit=self.audit)
         self.worker.enrol()
         model = instantiate(VIT, "image-classification", seed=1)
         document = Model(config=VIT, head="image-classification", blocks=block_table(model))
@@ -80,7 +80,7 @@ class Bench:
                 raise LeaseLost("another has it")
 
         with pytest.raises(LeaseLost):
-            self.bench.do(task, check, report)
+            self.runner.run(task, check, report)
 
     def events(self) -> list[object]:
         return [event for entry in self.ledger.read("data") for event in entry.events]
@@ -96,12 +96,12 @@ def coordinator(tmp_path: Path) -> Iterator[LiveCoordinator]:
 
 
 def test_a_coordinator_that_drops_leases_burns_no_budget(coordinator: LiveCoordinator, tmp_path: Path) -> None:
-    site = Bench(coordinator, tmp_path, PRIVACY)
+    site = SiteWithRun(coordinator, tmp_path, PRIVACY)
     task = site.worker.take()
     for _ in range(3):
         site.is_cut_off(task)
     assert site.events() == []
-    site.bench.do(task, lambda: None, Report())
+    site.runner.run(task, lambda: None, Report())
     (paid,) = site.events()
     assert isinstance(paid, NoisySteps)
     # What left is known to the site's audit, and by its digest to the coordinator.
@@ -112,21 +112,21 @@ def test_a_coordinator_that_drops_leases_burns_no_budget(coordinator: LiveCoordi
 
 
 def test_an_update_that_a_person_withholds_burns_no_budget(coordinator: LiveCoordinator, tmp_path: Path) -> None:
-    site = Bench(coordinator, tmp_path, PRIVACY)
+    site = SiteWithRun(coordinator, tmp_path, PRIVACY)
     airlock = Airlock(tmp_path / "airlock", pause=0.0)
     airlock.waits = lambda: airlock.decide(airlock.held()[0].id, "withhold", "ann") and None
     with pytest.raises(UpdateWithheld):
-        replace(site.bench, airlock=airlock).do(site.worker.take(), lambda: None, Report())
+        replace(site.runner, airlock=airlock).run(site.worker.take(), lambda: None, Report())
     assert site.events() == []
 
 
 def test_a_failure_that_may_depend_on_what_was_computed_stays_spent(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
-    site = Bench(coordinator, tmp_path, PRIVACY)
-    bench = replace(site.bench, policy=Policy(max_upload_bytes=1))
+    site = SiteWithRun(coordinator, tmp_path, PRIVACY)
+    runner = replace(site.runner, policy=Policy(max_upload_bytes=1))
     with pytest.raises(PolicyViolation, match="max_upload_bytes"):
-        bench.do(site.worker.take(), lambda: None, Report())
+        runner.run(site.worker.take(), lambda: None, Report())
     assert len(site.events()) == 1
 
 
@@ -201,11 +201,11 @@ def test_a_week_holds_so_much_over_all_runs_and_the_next_one_anew(tmp_path: Path
 def test_training_without_privacy_is_written_down_before_anything_of_it_leaves(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
-    site = Bench(coordinator, tmp_path, None)
+    site = SiteWithRun(coordinator, tmp_path, None)
     task = site.worker.take()
     site.is_cut_off(task)  # as kill -9 would: nothing is written after the first step
     assert site.events() == [Exact(use="training")]
-    site.bench.do(task, lambda: None, Report())
+    site.runner.run(task, lambda: None, Report())
     # One entry a run, however many rounds.
     assert site.events() == [Exact(use="training")]
 
@@ -213,8 +213,8 @@ def test_training_without_privacy_is_written_down_before_anything_of_it_leaves(
 def test_a_budget_set_after_training_without_privacy_is_refused_until_the_site_acknowledges_it(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
-    site = Bench(coordinator, tmp_path, None)
-    site.bench.do(site.worker.take(), lambda: None, Report())
+    site = SiteWithRun(coordinator, tmp_path, None)
+    site.runner.run(site.worker.take(), lambda: None, Report())
     private = task_of(dataset="data")
     assert private.privacy
     budget = Allowance(epsilon=8.0, delta=1e-5)
@@ -223,12 +223,12 @@ def test_a_budget_set_after_training_without_privacy_is_refused_until_the_site_a
     ) as refusal:
         PrivateTask(private, private.privacy, 24, site.ledger, budget)
     assert "acknowledge_exact = true" in refusal.value.remedy
-    bench = replace(site.bench, allowances={"data": budget})
-    assert bench.spent() == {"data": math.inf}
-    assert bench.policy.mirror(bench.allowances, 0, bench.spent()).spent == {"data": LARGEST_NUMBER}
+    runner = replace(site.runner, allowances={"data": budget})
+    assert runner.spent() == {"data": math.inf}
+    assert runner.policy.mirror(runner.allowances, 0, runner.spent()).spent == {"data": LARGEST_NUMBER}
     acknowledged = budget.model_copy(update={"acknowledge_exact": True})
     PrivateTask(private, private.privacy, 24, site.ledger, acknowledged).begin(epochs=1)
-    assert 0 < replace(bench, allowances={"data": acknowledged}).spent()["data"] <= 8.0
+    assert 0 < replace(runner, allowances={"data": acknowledged}).spent()["data"] <= 8.0
 
 
 def test_an_uncovered_choice_is_written_down_when_the_data_are_looked_at(tmp_path: Path) -> None:

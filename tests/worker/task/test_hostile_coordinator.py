@@ -128,8 +128,8 @@ class Scene:
             datasets=sets, threads=1, poll_seconds=0, held_out_key_file=key_file(folder), **site.settings,
         )  # fmt: skip
         self.agent = Agent(settings, self.stop)
-        assert self.agent._bench.sandbox
-        self.agent._bench.sandbox.memory_bytes = 128 * MIB
+        assert self.agent._runner.sandbox
+        self.agent._runner.sandbox.memory_bytes = 128 * MIB
         model = instantiate(VIT, "image-classification", seed=1)
         self.model = Model(config=VIT, head="image-classification", blocks=block_table(model))
         start = {block.name: read_block(named_tensors(model), block) for block in self.model.blocks}
@@ -160,7 +160,7 @@ class Scene:
         until(one_more)
         until(lambda: self.client.run(self.run.id).version.number == accepted + 1)
         # Else the next task would begin by settling what came of this one.
-        self.agent._bench.vault.settle(self.agent._client.task)
+        self.agent._runner.vault.settle(self.agent._client.task)
 
     def accepted(self) -> int:
         return sum(task.is_accepted for made in self.client.rounds(self.run.id) for task in made.tasks)

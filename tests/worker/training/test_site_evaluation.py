@@ -21,13 +21,14 @@ from tessera.worker.agent import Agent
 from tessera.worker.data.partition.held_out import key_of_seed
 from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.policy import Policy, PrivacyFloor
+from tessera.worker.inventory import datasets_of
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.worker.settings import Settings, datasets_of
+from tessera.worker.settings import Settings
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.heartbeat import Stop
-from tessera.worker.task.runner import Workbench
+from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.evaluate import evaluate
 from tessera.worker.training.progress import Report
 from tessera.worker.training.trainer import Batches, TrainingDiverged
@@ -202,11 +203,11 @@ def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it(
     )
     cache, vault = Cache(tmp_path / "cache", 1 << 24), Vault(tmp_path / "vault")
     policy = Policy(require_privacy=floor)
-    bench = Workbench(worker.client, data, CPU, vault, cache, tmp_path, policy=policy)
+    runner = TaskRunner(worker.client, data, CPU, vault, cache, tmp_path, policy=policy)
     worker.enrol()
     client = coordinator.client()
     run = begin(client, "fedbabu", Evaluation(sites=True), tune_epochs=1)
-    bench.do(worker.take(), lambda: None, Report())
+    runner.run(worker.take(), lambda: None, Report())
     (found,) = client.measurements(run.id)
     assert set(found.numbers) == (GLOBAL if floor else GLOBAL | PERSONAL)
 
@@ -241,7 +242,7 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
     )
     cache = Cache(tmp_path / "cache", 1 << 24)
     few = Policy(min_measured=6)
-    bench = Workbench(worker.client, {"data": data}, CPU, Vault(tmp_path / "vault"), cache, tmp_path, policy=few)
+    runner = TaskRunner(worker.client, {"data": data}, CPU, Vault(tmp_path / "vault"), cache, tmp_path, policy=few)
     worker.enrol()
     model = instantiate(dual("clip"), "contrastive", seed=0, prompts=Prompts(vision=2, text=2))
     blocks = block_table(model)
@@ -257,42 +258,42 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
         evaluation=Evaluation(sites=True),
     )
     for _ in range(3):
-        bench.do(worker.take(), lambda: None, Report())
+        runner.run(worker.take(), lambda: None, Report())
     found = measured(client, run)
     assert {number: set(one.numbers) for number, one in found.items()} == {0: GLOBAL, 1: GLOBAL | PERSONAL}
     assert found[1].numbers["personal_loss"] != found[1].numbers["loss"]
 
 
-def digits_bench(coordinator: LiveCoordinator, folder: Path) -> tuple[Workbench, ScriptedWorker]:
+def digits_runner(coordinator: LiveCoordinator, folder: Path) -> tuple[TaskRunner, ScriptedWorker]:
     generator = torch.Generator().manual_seed(5)
     pixels = torch.randn(16, 1, 8, 8, generator=generator)
     data = Dataset({"pixel_values": pixels, "labels": torch.randint(0, 10, (16,), generator=generator)})
     worker = ScriptedWorker(coordinator.client("site", "a"), datasets={"digits": 16})
     cache = Cache(folder / "cache", 1 << 24)
     worker.enrol()
-    return Workbench(worker.client, {"digits": data}, CPU, Vault(folder / "vault"), cache, folder), worker
+    return TaskRunner(worker.client, {"digits": data}, CPU, Vault(folder / "vault"), cache, folder), worker
 
 
 def test_a_worker_trains_each_round_of_a_run_at_the_scale_that_the_last_one_found(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
-    bench, worker = digits_bench(coordinator, tmp_path)
+    runner, worker = digits_runner(coordinator, tmp_path)
     run = begin(coordinator.client(), "fedavg", None)
     # As a GPU has one for float16, at a scale that overflows even float32.
-    bench.scalers[run.id] = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    runner.scalers[run.id] = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     scales = []
     for _ in range(ROUNDS):
-        bench.do(worker.take(), lambda: None, Report())
-        scales.append(bench.scalers[run.id].get_scale())
+        runner.run(worker.take(), lambda: None, Report())
+        scales.append(runner.scalers[run.id].get_scale())
     assert scales[0] == scales[1] < 2.0**127
 
 
 def test_training_that_diverges_leaves_no_scale_for_the_next_round(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
-    bench, worker = digits_bench(coordinator, tmp_path)
+    runner, worker = digits_runner(coordinator, tmp_path)
     run = begin(coordinator.client(), "fedavg", None)
-    bench.scalers[run.id] = torch.amp.GradScaler("cpu", init_scale=2.0**-30)
+    runner.scalers[run.id] = torch.amp.GradScaler("cpu", init_scale=2.0**-30)
     with pytest.raises(TrainingDiverged, match="gradients are not finite at step 0"):
-        bench.do(worker.take(), lambda: None, Report())
-    assert run.id not in bench.scalers
+        runner.run(worker.take(), lambda: None, Report())
+    assert run.id not in runner.scalers

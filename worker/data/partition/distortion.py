@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import torch
-from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from tessera.shared.schema import Frozen
 from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.partition.schemes import Distortion
 
 PIXELS = "pixel_values"
-
-
-class Distortion(Frozen):
-    """What becomes of a site's images: turned, then inverted, then noisy."""
-
-    quarter_turns: int = Field(default=0, ge=0, le=3, description="counter-clockwise")
-    invert: bool = False
-    noise: NonNegativeFloat = Field(default=0.0, description="standard deviation, in the units of the pixels")
-
-    def __str__(self) -> str:
-        said = [
-            f"turned {90 * self.quarter_turns} degrees" if self.quarter_turns else "",
-            "inverted" if self.invert else "",
-            f"noise {self.noise:g}" if self.noise else "",
-        ]
-        return ", ".join(filter(None, said)) or "as they are"
 
 
 def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Dataset:

@@ -5,18 +5,17 @@ part = { scheme = "dirichlet", count = 4, alpha = 0.1, index = 0 }
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import numpy as np
-import torch
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from tessera.shared.schema import Frozen
-from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.algorithms import dirichlet, domains, iid, quantity, shards
-from tessera.worker.data.partition.distortion import Distortion, distort
+
+if TYPE_CHECKING:
+    # Settings name a scheme, and are read where nothing imports torch.
+    from tessera.worker.data.dataset import Dataset
 
 MAX_SITES = 1000
 
@@ -40,10 +39,6 @@ class Scheme(Frozen):
     def rows(self, dataset: Dataset) -> list[np.ndarray]:
         """The rows of each site. Raises ValueError for a data set that cannot be divided so."""
         raise NotImplementedError
-
-    def made(self, part: Dataset, whole: Dataset, index: int) -> Dataset:
-        """A site's rows as the site has them."""
-        return part
 
     def told(self, index: int) -> str | None:
         """What is done to a site's examples, for people."""
@@ -117,6 +112,22 @@ class Domain(Scheme):
         return domains(found, self.count, self.seed, labels, self.label_alpha)
 
 
+class Distortion(Frozen):
+    """What becomes of a site's images: turned, then inverted, then noisy."""
+
+    quarter_turns: int = Field(default=0, ge=0, le=3, description="counter-clockwise")
+    invert: bool = False
+    noise: NonNegativeFloat = Field(default=0.0, description="standard deviation, in the units of the pixels")
+
+    def __str__(self) -> str:
+        said = [
+            f"turned {90 * self.quarter_turns} degrees" if self.quarter_turns else "",
+            "inverted" if self.invert else "",
+            f"noise {self.noise:g}" if self.noise else "",
+        ]
+        return ", ".join(filter(None, said)) or "as they are"
+
+
 class Shift(Scheme):
     """The sites' images look different: site i has the (i mod d)th of d distortions."""
 
@@ -132,15 +143,16 @@ class Shift(Scheme):
             return iid(dataset.examples, self.count, self.seed)
         return dirichlet(self._classes(dataset), self.count, self.alpha, self.seed)
 
-    def made(self, part: Dataset, whole: Dataset, index: int) -> Dataset:
-        # No two sites draw the same noise.
-        return distort(part, whole, self._of(index), seed=self.seed * MAX_SITES + index)
-
     def told(self, index: int) -> str:
-        return str(self._of(index))
+        return str(self.distortion(index))
 
-    def _of(self, index: int) -> Distortion:
+    def distortion(self, index: int) -> Distortion:
+        """Return what becomes of a site's images."""
         return self.distortions[index % len(self.distortions)]
+
+    def noise_seed(self, index: int) -> int:
+        """Return a seed for a site's noise: no two sites draw the same."""
+        return self.seed * MAX_SITES + index
 
 
 Partition = Annotated[Iid | Dirichlet | Shards | Quantity | Domain | Shift, Field(discriminator="scheme")]
@@ -155,32 +167,3 @@ def _says_which(part: Scheme) -> Scheme:
 
 Part = Annotated[Partition, AfterValidator(_says_which)]
 """A partition that says which part of it is meant."""
-
-
-def divide(whole: Dataset, partition: Scheme) -> list[Dataset]:
-    """Every site's part. Raises DataError for a data set that cannot be divided so."""
-    return [make() for make in makers(whole, partition)]
-
-
-def makers(whole: Dataset, partition: Scheme) -> list[Callable[[], Dataset]]:
-    """What makes each site's part when it is wanted. Raises DataError, here or then, as `divide` does."""
-    return [partial(_made, whole, partition, rows, index) for index, rows in enumerate(_rows(whole, partition))]
-
-
-def part_of(whole: Dataset, partition: Scheme, index: int) -> Dataset:
-    """The part of the site `index`. Raises DataError for a data set that cannot be divided so."""
-    return _made(whole, partition, _rows(whole, partition)[index], index)
-
-
-def _rows(whole: Dataset, partition: Scheme) -> list[np.ndarray]:
-    try:
-        return partition.rows(whole)
-    except ValueError as fault:
-        raise DataError(f"part: {fault}") from fault
-
-
-def _made(whole: Dataset, partition: Scheme, rows: np.ndarray, index: int) -> Dataset:
-    try:
-        return partition.made(whole.rows(torch.from_numpy(rows)), whole, index)
-    except DataError as fault:
-        raise DataError(f"part: {fault}") from fault

@@ -1,7 +1,7 @@
-"""How a worker comes in: it asks, an administrator admits it by a code, and no secret is handed over.
+"""Enrolments: a worker asks to be admitted, an administrator decides by a code, and no secret is handed over.
 
 The shape is that of the device grant (RFC 8628): the worker shows a short code, waits, and asks again. Unlike there,
-the secret is made at the worker, and what its token will be known by is a hash of it.
+the secret is made at the worker, and its token will be known by a hash of it.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from sqlalchemy import delete, exists, select, update
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.auth.tokens import is_known
-from tessera.coordinator.db import audit
+from tessera.coordinator.auth import tokens
+from tessera.coordinator.db import audit, views
 from tessera.coordinator.db.ids import new_id
 from tessera.coordinator.db.tables import AuditRow, EnrolmentRow, SiteRow, TokenRow
 from tessera.coordinator.db.workers import create_site
 from tessera.coordinator.domain.principal import Principal
-from tessera.shared.api.admin import Approval, EnrolmentSpec
-from tessera.shared.problems import Busy, Conflict, Fault, Invalid, NotFound, Unauthenticated
+from tessera.coordinator.services import Services
+from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec, Rotated, Rotation
+from tessera.shared.problems import Busy, Conflict, Fault, Forbidden, Invalid, NotFound, Unauthenticated
+from tessera.shared.schema import Page
 from tessera.shared.token_format import hash_of, normal_code
 from tessera.shared.urls import networks_of
 
@@ -44,11 +47,104 @@ SHARE_MARGIN = 2
 FULL_SECONDS = 60.0
 
 
-def ask(session: Session, now: float, spec: EnrolmentSpec, address: str, most: int) -> EnrolmentRow:
-    """Notes that a worker wants to be admitted, once for each secret.
+def ask(services: Services, spec: EnrolmentSpec, address: str, secret: str | None) -> Enrolment:
+    """Ask for a worker to be admitted: by an administrator, or at once if `secret` is that of an enrolment token.
 
-    Nothing is audited: anybody may ask, and nothing comes of it by itself. Where all places are taken, the latest
-    from the network with the most of them makes way. Raises Busy if too many wait all the same.
+    The same hash again is the same request.
+    """
+    services.admission.enrols(address)
+    try:
+        with services.database.transaction() as session:
+            now = services.database.now()
+            row = _asked_before(session, now, spec)
+            if row is None and secret is not None:
+                caller = tokens.authenticate(session, now, secret)
+                if caller.role != "enrolment":
+                    raise Forbidden(f"this needs an enrolment token, or none; yours has role {caller.role}")
+                row = _redeem(session, now, spec, caller, address)
+            if row is None:
+                row = _wait(session, now, spec, address, services.settings.pending_enrolments)
+            return views.enrolment_view(row, now)
+    except Unauthenticated:
+        services.admission.failed(address)
+        raise
+
+
+def get_enrolment(services: Services, enrolment_id: str, address: str, secret: str) -> Enrolment:
+    """Return an enrolment to the holder of the secret that it was made for. Raise NotFound to any other."""
+    with services.database.snapshot() as session:
+        row = session.get(EnrolmentRow, enrolment_id)
+        if row is None or not secrets.compare_digest(row.secret_hash, hash_of(secret)):
+            services.admission.failed(address)
+            raise NotFound(f"there is no enrolment {enrolment_id} with this secret")
+        view = views.enrolment_view(row, services.database.now())
+    services.admission.asked(view.id)
+    return view
+
+
+def list_enrolments(
+    services: Services, limit: int, cursor: str | None = None, code: str | None = None
+) -> Page[Enrolment]:
+    """Return a page of the workers that wait to be admitted, oldest first; with a `code`, of all that showed it."""
+    now = services.database.now()
+    waiting = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at > now)
+    with services.database.snapshot() as session:
+
+        def view(row: Any) -> Enrolment:
+            return views.enrolment_view(row[0], now, _decided_at(session, row[0]))
+
+        query = select(EnrolmentRow).where(waiting if code is None else EnrolmentRow.code == normal_code(code))
+        return views.page(session, query, (EnrolmentRow.created_at, EnrolmentRow.id), view, limit, cursor)
+
+
+def approve(services: Services, caller: Principal, enrolment_id: str, approval: Approval) -> Enrolment:
+    """Admit a worker: from now on its secret is a token of its site.
+
+    Raise NotFound, Conflict, and Invalid for another worker's code or for a site that does not exist.
+    """
+    with services.database.transaction() as session:
+        now, actor = services.database.now(), caller.actor
+        row = _pending(session, now, enrolment_id)
+        if normal_code(approval.code) != row.code:
+            fault = Fault(pointer="/code", detail="is not the one that this worker shows")
+            raise Invalid(
+                "the code is another worker's", errors=[fault], remedy="Ask the worker's people for it again."
+            )
+        site = session.scalars(select(SiteRow).where(SiteRow.name == approval.site)).one_or_none()
+        if site is None and not approval.create_site:
+            fault = Fault(pointer="/site", detail=f"there is no site {approval.site!r}")
+            raise Invalid("the site does not exist", errors=[fault], remedy="Set create_site to make it.")
+        if site is None:
+            site = create_site(session, now, actor, approval.site)
+        _end(session, now, row, "approved", site.name)
+        audit.record(session, now, actor, "enrolment.approve", row.id, **_told(row))
+        _admit(session, now, actor, row, site)
+        return views.enrolment_view(row, now)
+
+
+def decline(services: Services, caller: Principal, enrolment_id: str) -> Enrolment:
+    """Refuse to admit a worker. Raise NotFound and Conflict."""
+    with services.database.transaction() as session:
+        now = services.database.now()
+        row = _pending(session, now, enrolment_id)
+        _end(session, now, row, "declined", row.site)
+        audit.record(session, now, caller.actor, "enrolment.decline", row.id, **_told(row))
+        return views.enrolment_view(row, now)
+
+
+def rotate(services: Services, caller: Principal, secret: str, rotation: Rotation) -> Rotated:
+    """Give a site's token another secret; `secret`, the present one, is admitted for a while yet."""
+    grace = services.settings.rotation_grace_seconds
+    with services.database.transaction() as session:
+        tokens.rotate_token(session, services.database.now(), caller, secret, rotation.secret_hash, grace)
+    return Rotated(grace_seconds=grace)
+
+
+def _wait(session: Session, now: float, spec: EnrolmentSpec, address: str, most: int) -> EnrolmentRow:
+    """Record that a worker asks to be admitted, once for each secret.
+
+    Nothing is audited: anybody may ask, and asking alone has no effect. Where all places are taken, the latest
+    from the network with the most of them makes way. Raise Busy if too many wait all the same.
     """
     if spec.site is None:
         fault = Fault(pointer="/site", detail="without an enrolment token, the worker says of which site it is")
@@ -71,8 +167,10 @@ def ask(session: Session, now: float, spec: EnrolmentSpec, address: str, most: i
 
 
 def makes_way(waiting: Sequence[tuple[str, str]], address: str) -> str | None:
-    """Which of those that wait leaves its place to one from an address; `waiting` has their ids and addresses, the
-    latest last. None if no network has so many more places than this one."""
+    """Return which of those that wait leaves its place to one from `address`.
+
+    `waiting` has their ids and addresses, the latest last. None if no network has so many more places than this one.
+    """
     taken = Counter(networks_of(other)[-1] for _, other in waiting)
     network, most = taken.most_common(1)[0]
     if most < taken[networks_of(address)[-1]] + SHARE_MARGIN:
@@ -80,10 +178,10 @@ def makes_way(waiting: Sequence[tuple[str, str]], address: str) -> str | None:
     return next(id_ for id_, other in reversed(waiting) if networks_of(other)[-1] == network)
 
 
-def asked_before(session: Session, now: float, spec: EnrolmentSpec) -> EnrolmentRow | None:
-    """What this very secret asked for, if it waits or was admitted: only the answer was lost.
+def _asked_before(session: Session, now: float, spec: EnrolmentSpec) -> EnrolmentRow | None:
+    """Return what this very secret asked for, if it waits or was admitted: only the answer was lost.
 
-    Raises Conflict if the secret is a token's that was not asked for so.
+    Raise Conflict if the secret is a token's that was not asked for so.
     """
     rows = session.scalars(
         select(EnrolmentRow)
@@ -95,7 +193,7 @@ def asked_before(session: Session, now: float, spec: EnrolmentSpec) -> Enrolment
     for row in rows:
         if (row.state == "approved" and admitted) or (row.state == "pending" and row.expires_at > now):
             return row
-    if is_known(session, spec.secret_hash):
+    if tokens.is_known(session, spec.secret_hash):
         raise Conflict(
             "a token with this secret was issued before",
             remedy="If it is still valid there is nothing to join; else remove the file that holds it and join anew.",
@@ -103,9 +201,11 @@ def asked_before(session: Session, now: float, spec: EnrolmentSpec) -> Enrolment
     return None
 
 
-def redeem(session: Session, now: float, spec: EnrolmentSpec, caller: Principal, address: str) -> EnrolmentRow:
-    """Admits a worker that shows an enrolment token, which is used up by it. Raises Unauthenticated if another was
-    faster, and Invalid if the worker says that it is of another site."""
+def _redeem(session: Session, now: float, spec: EnrolmentSpec, caller: Principal, address: str) -> EnrolmentRow:
+    """Admit a worker that shows an enrolment token, which is used up by it.
+
+    Raise Unauthenticated if another was faster, and Invalid if the worker names another site.
+    """
     site = session.get_one(SiteRow, caller.site_id)
     if spec.site not in (None, site.name):
         fault = Fault(pointer="/site", detail=f"the enrolment token is of site {site.name}")
@@ -120,43 +220,8 @@ def redeem(session: Session, now: float, spec: EnrolmentSpec, caller: Principal,
     return row
 
 
-def approve(session: Session, now: float, actor: str, enrolment_id: str, approval: Approval) -> EnrolmentRow:
-    """Makes a token of what waits. Raises NotFound, Conflict, and Invalid for another code or a site that there is
-    not."""
-    row = _pending(session, now, enrolment_id)
-    if normal_code(approval.code) != row.code:
-        fault = Fault(pointer="/code", detail="is not the one that this worker shows")
-        raise Invalid("the code is another worker's", errors=[fault], remedy="Ask the worker's people for it again.")
-    site = session.scalars(select(SiteRow).where(SiteRow.name == approval.site)).one_or_none()
-    if site is None and not approval.create_site:
-        fault = Fault(pointer="/site", detail=f"there is no site {approval.site!r}")
-        raise Invalid("the site does not exist", errors=[fault], remedy="Set create_site to make it.")
-    if site is None:
-        site = create_site(session, now, actor, approval.site)
-    _end(session, now, row, "approved", site.name)
-    audit.record(session, now, actor, "enrolment.approve", row.id, **_told(row))
-    _admit(session, now, actor, row, site)
-    return row
-
-
-def decline(session: Session, now: float, actor: str, enrolment_id: str) -> EnrolmentRow:
-    """Raises NotFound and Conflict."""
-    row = _pending(session, now, enrolment_id)
-    _end(session, now, row, "declined", row.site)
-    audit.record(session, now, actor, "enrolment.decline", row.id, **_told(row))
-    return row
-
-
-def shown_to(session: Session, enrolment_id: str, secret: str) -> EnrolmentRow:
-    """What became of the wish of whoever holds this secret. Raises NotFound for anybody else."""
-    row = session.get(EnrolmentRow, enrolment_id)
-    if row is None or not secrets.compare_digest(row.secret_hash, hash_of(secret)):
-        raise NotFound(f"there is no enrolment {enrolment_id} with this secret")
-    return row
-
-
-def decided_at(session: Session, row: EnrolmentRow) -> float | None:
-    """When it was admitted or declined, as the audit has it."""
+def _decided_at(session: Session, row: EnrolmentRow) -> float | None:
+    """Return when it was admitted or declined, by the audit."""
     if row.state not in ("approved", "declined"):
         return None
     return session.scalar(select(AuditRow.at).where(AuditRow.subject == row.id).limit(1))
@@ -181,8 +246,8 @@ def _end(session: Session, now: float, row: EnrolmentRow, state: str, site: str)
 
 
 def _admit(session: Session, now: float, actor: str, row: EnrolmentRow, site: SiteRow) -> None:
-    """The token whose secret the worker has made."""
-    if is_known(session, row.secret_hash):
+    """Issue the token whose secret the worker has made."""
+    if tokens.is_known(session, row.secret_hash):
         raise Conflict("a token with this secret was issued meanwhile")
     name = f"{site.name}.{row.worker}"[:64]
     token = TokenRow(
@@ -195,7 +260,7 @@ def _admit(session: Session, now: float, actor: str, row: EnrolmentRow, site: Si
 
 
 def _added(session: Session, now: float, spec: EnrolmentSpec, site: str, address: str, state: str) -> EnrolmentRow:
-    """A new row, in place of those that nobody may ask about any more."""
+    """Add a row, in place of those that nobody may ask about any more."""
     session.execute(delete(EnrolmentRow).where(EnrolmentRow.expires_at < now - KEPT_SECONDS))
     row = EnrolmentRow(
         id=new_id(),
@@ -216,7 +281,7 @@ def _added(session: Session, now: float, spec: EnrolmentSpec, site: str, address
 
 
 def _free_code(session: Session) -> str:
-    """A code that nothing which waits has."""
+    """Return a code that no waiting enrolment has."""
     while True:
         code = normal_code("".join(secrets.choice(LETTERS) for _ in range(CODE_LETTERS)))
         taken = (EnrolmentRow.code == code) & (EnrolmentRow.state == "pending")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.coordinator.auth.enrolment import KEPT_SECONDS, LETTERS, PENDING_SECONDS, makes_way
+from tessera.coordinator.operations.enrolments import KEPT_SECONDS, LETTERS, PENDING_SECONDS, makes_way
 from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec, TokenSpec
 from tessera.shared.client.client import Client
 from tessera.shared.token_format import hash_of, new_secret, normal_code

@@ -1,0 +1,134 @@
+"""Runs: create one, preview it, pause, resume or cancel it."""
+
+from __future__ import annotations
+
+from tessera.coordinator.auth.permissions import within_reach
+from tessera.coordinator.db import audit, rounds, views
+from tessera.coordinator.db.idempotency import once
+from tessera.coordinator.db.ids import new_id
+from tessera.coordinator.db.snapshots import live_workers
+from tessera.coordinator.db.tables import RunBlobRow, RunRow
+from tessera.coordinator.db.transitions import move_run
+from tessera.coordinator.domain.eligibility import Invitation
+from tessera.coordinator.domain.lifecycle import LIVE_RUN
+from tessera.coordinator.domain.preview import preview
+from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.services import Services
+from tessera.shared.api.runs import Preview, Run, RunPatch, RunSpec
+from tessera.shared.api.versions import Manifest, VersionRef
+from tessera.shared.model.spec import Model
+from tessera.shared.problems import Conflict, Fault, Forbidden, Invalid, PreconditionFailed
+from tessera.shared.rounds.planning import begun, check_method, warnings_of
+from tessera.shared.telemetry import spans
+from tessera.shared.telemetry.trace_ids import traceparent_of
+
+
+def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | None = None) -> Run:
+    """Start a run from a model and a first version that were uploaded before.
+
+    With a `key`, repeating the request returns the same run.
+    """
+    model, manifest = _start_of(services, caller, spec)
+    named = {f"/version/blocks/{name}": digest for name, digest in manifest.blocks.items()}
+    named |= {f"/version/memory/{name}": entry.digest for name, entry in manifest.memory.items()}
+    _require_readable(services, caller, named)
+    given = services.states.load(model, manifest, 0)
+    # The first version holds what the method's server half remembers from the start, too.
+    state = begun(spec, model, given)
+    started, new = (manifest, []) if state == given else services.states.store(state, spec.version)
+    warnings = warnings_of(spec, model, state)
+    with services.database.transaction() as session:
+        now = services.database.now()
+
+        def create() -> Run:
+            services.blobs.record(session, now, new)
+            run = RunRow(
+                id=new_id(),
+                name=spec.name,
+                state="running",
+                spec=spec.model_dump(mode="json"),
+                model_bytes=model.nbytes,
+                version_number=0,
+                revision=1,
+                created_at=now,
+                resumed_at=now,
+                updated_at=now,
+                owner=caller.owner,
+            )
+            session.add(run)
+            session.flush()
+            first = VersionRef(number=0, digest=new[-1].digest if new else spec.version)
+            rounds.add_version(session, now, run.id, first, started, warnings)
+            session.add(RunBlobRow(run_id=run.id, digest=spec.model))
+            audit.record(session, now, caller.actor, "run.create", run.id, run_id=run.id, spec=run.spec)
+            return views.run_view(session, run)
+
+        run = once(session, now, caller, key, spec, Run, create)
+    services.call()
+    spans.link(traceparent_of(run.id, 1))
+    return run
+
+
+def preview_run(services: Services, caller: Principal, spec: RunSpec) -> Preview:
+    """Return who would take part in a run, who not and why, and what its first round would ask. Change nothing."""
+    model, manifest = _start_of(services, caller, spec)
+    state = begun(spec, model, services.states.load(model, manifest, 0))
+    now = services.database.now()
+    with services.database.snapshot() as session:
+        known = live_workers(session, 0.0)
+        live = {worker.name for worker in live_workers(session, now - services.settings.live_seconds)}
+    return preview(Invitation(spec, model.nbytes, caller.name), model, state, known, live, now)
+
+
+def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatch, if_match: str) -> Run:
+    """Pause, resume or cancel a run, unless it has changed since the caller saw it under the tag `if_match`.
+
+    Raise NotFound, Forbidden, PreconditionFailed, and Conflict for a run that is over.
+    """
+    event = {"paused": "pause", "running": "resume", "cancelled": "cancel"}[patch.state]
+    with services.database.transaction() as session:
+        row = views.find_run(session, run_id)
+        if caller.role != "admin" and row.owner != caller.owner:
+            raise Forbidden(
+                f"run {run_id} was created by another", remedy="Ask whoever created it, or an administrator."
+            )
+        if row.state == patch.state:
+            # A repeat whose first answer was lost, or another person had the same wish.
+            return views.run_view(session, row)
+        if if_match != etag(row.revision):
+            raise PreconditionFailed(f"the run is at revision {row.revision}; If-Match names {if_match[:64]}")
+        if row.state not in LIVE_RUN:
+            raise Conflict(f"the run is {row.state}, which is final", remedy="Start a new run from its last version.")
+        move_run(session, services.database.now(), caller.actor, run_id, event)
+        session.refresh(row)
+        run = views.run_view(session, row)
+    services.call()
+    return run
+
+
+def etag(revision: int) -> str:
+    """Return the entity tag of a run at this revision."""
+    return f'"{revision}"'
+
+
+def _start_of(services: Services, caller: Principal, spec: RunSpec) -> tuple[Model, Manifest]:
+    """Return the model and the first version that a run names, if its method is known and the caller may use them."""
+    check_method(spec.method)
+    _require_readable(services, caller, {"/model": spec.model, "/version": spec.version})
+    return services.states.check(spec.model, spec.version)
+
+
+def _require_readable(services: Services, caller: Principal, named: dict[str, str]) -> None:
+    """Raise Invalid unless the caller sent these blobs or may read them.
+
+    Otherwise naming a blob in a run would be a way to read it.
+    """
+    with services.database.snapshot() as session:
+        reached = within_reach(session, caller, named.values())
+    faults = [
+        Fault(pointer=pointer, detail=f"blob {digest} was not uploaded")
+        for pointer, digest in sorted(named.items())
+        if digest not in reached
+    ]
+    if faults:
+        raise Invalid(f"{len(faults)} of the run's blobs are not there", errors=faults, remedy="Upload them first.")

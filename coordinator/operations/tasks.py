@@ -1,0 +1,328 @@
+"""The life of a task as its worker drives it: claim it, renew its lease, report on it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from anyio import to_thread
+from sqlalchemy import Row, select
+
+from tessera.coordinator.auth import tokens
+from tessera.coordinator.blobs.uploads import Upload, find_finished, retain
+from tessera.coordinator.db import tasks, views
+from tessera.coordinator.db.tables import TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tasks import TaskRecord
+from tessera.coordinator.db.workers import enrol, enrolled
+from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.services import Services
+from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES, UPDATES_TOTAL
+from tessera.shared.api.tasks import Claim, Evaluated, Failure, Heartbeat, Lease, Submission, Task, TaskView
+from tessera.shared.model.layers import layers_of
+from tessera.shared.problems import (
+    Conflict,
+    Fault,
+    Invalid,
+    InvalidUpdate,
+    Problem,
+    Withheld,
+    WorkerFailed,
+    problem_from,
+)
+from tessera.shared.rounds.planning import check_report
+from tessera.shared.schema import GIVEN_BACK, MOST_ALONG, Page
+
+# ---------------------------------------------------------------- claim
+
+
+async def claim(
+    services: Services,
+    caller: Principal,
+    request: Claim,
+    wait_seconds: float,
+    hung_up: Callable[[], Coroutine[Any, Any, None]],
+) -> Task | None:
+    """Lease the next task that is offered to the worker, waiting for one until the time is over.
+
+    `hung_up` returns when the caller has hung up: nothing may be leased to it then.
+    """
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + wait_seconds
+    worker_id = await to_thread.run_sync(declare, services, caller, request)
+    with services.gate.waiting(worker_id) as bell:
+        watcher, rung = asyncio.create_task(hung_up()), False
+        watcher.add_done_callback(lambda _: bell.set())
+        try:
+            while not watcher.done():
+                bell.clear()
+                next_task = partial(lease, services, caller, worker_id, request.instance, rung=rung)
+                if task := await to_thread.run_sync(next_task):
+                    return task
+                with suppress(TimeoutError):
+                    if not services.gate.closed:
+                        await asyncio.wait_for(bell.wait(), deadline - clock())
+                rung = bell.is_set()
+                if services.gate.closed or not rung:
+                    break
+        finally:
+            watcher.cancel()
+    return None
+
+
+def declare(services: Services, caller: Principal, request: Claim) -> str:
+    """Return the worker's id. The tables are written to only when its declaration has changed."""
+    site_id = caller.site_id or ""
+    now = services.database.now()
+    with services.database.snapshot() as session:
+        worker_id = enrolled(session, site_id, request)
+    if worker_id is None:
+        services.admission.declares(site_id)
+        with services.database.transaction() as session:
+            worker_id, nbytes = enrol(session, now, site_id, request, services.settings.max_workers_per_site)
+            services.room.require(nbytes)
+            services.uploads.quota.note_bytes(session, now, site_id, nbytes)
+            tasks.withhold(session, now, caller.actor, worker_id, request.withheld)
+        services.call()
+    services.presence.note(worker_id, now)
+    return worker_id
+
+
+def lease(services: Services, caller: Principal, worker_id: str, instance: str, *, rung: bool) -> Task | None:
+    """Lease the worker's next task, if there is one; `rung` says that there should be."""
+    if not rung:
+        # A worker that polls again and again must not hold up writers.
+        with services.database.snapshot() as session:
+            if tasks.claimable(session, worker_id, instance) is None:
+                return None
+    seconds, now = services.settings.lease_seconds, services.database.now()
+    with services.database.transaction() as session:
+        if rung:
+            # The bell rings for those too whose token was revoked while they waited.
+            tokens.require_admitted(session, now, caller)
+        offered = tasks.claimable(session, worker_id, instance)
+        if offered is None:
+            return None
+        try:
+            tasks.lease(session, now, caller.actor, offered, instance, seconds)
+        except Conflict:
+            # Another thread of this worker was faster; there may be another task.
+            return None
+        record = tasks.find_task(session, offered.id, caller.site_id)
+        task = tasks.task_message(session, record, seconds, services.settings.submission_bytes)
+        before = session.get(VersionRow, (task.run, task.version.number - 1))
+        earlier = before.digest if before else None
+        known = earlier == task.version.digest or tasks.has_begun_another(session, offered)
+    if known:
+        return task
+    # The worker finds a blob that cannot be read itself, and reports what comes of it.
+    with suppress(Problem):
+        return task.model_copy(update={"along": _inline_blobs(services, task, earlier)})
+    return task
+
+
+def _inline_blobs(services: Services, task: Task, earlier: str | None) -> tuple[bytes, ...]:
+    """Return what is new in the task's version since an earlier one, if all of it is small.
+
+    It spares each worker two requests. The version's document comes first.
+    """
+    before = services.states.manifest(earlier).blocks if earlier else {}
+    blocks = services.states.manifest(task.version.digest).blocks
+    model = services.states.model(task.model)
+    new = [block for block in task.plan.fetch.resolve(model.blocks) if blocks[block.name] != before.get(block.name)]
+    digests = dict.fromkeys([task.version.digest, *(blocks[block.name] for block in new)])
+    left = services.settings.submission_bytes - sum(block.nbytes for block in new)
+    if left < 0 or services.blobs.size(task.version.digest) > left or len(digests) > MOST_ALONG:
+        return ()
+    services.blobs.expect(digests)
+    inline = tuple(map(services.blobs.read, digests))
+    SENT_BYTES.inc(sum(map(len, inline)))
+    return inline
+
+
+# ---------------------------------------------------------------- look
+
+
+def list_tasks(
+    services: Services, caller: Principal, run: str | None, limit: int, cursor: str | None
+) -> Page[TaskView]:
+    """Return a page of the calling site's tasks, oldest first."""
+    query = select(TaskRow).join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+    query = query.where(WorkerRow.site_id == caller.site_id)
+    if run is not None:
+        query = query.where(TaskRow.run_id == run)
+
+    def view(row: Row[TaskRow]) -> TaskView:
+        return _view(tasks.find_task(session, row[0].id, caller.site_id), caller)
+
+    with services.database.snapshot() as session:
+        return views.page(session, query, (TaskRow.created_at, TaskRow.id), view, limit, cursor)
+
+
+def get_task(services: Services, caller: Principal, task_id: str) -> TaskView:
+    """Return a task. Raise NotFound if it is another site's."""
+    with services.database.snapshot() as session:
+        return _view(tasks.find_task(session, task_id, caller.site_id), caller)
+
+
+def _view(record: TaskRecord, caller: Principal) -> TaskView:
+    view = views.task_view(record.task, f"{record.site}/{record.worker.name}", record.number)
+    return view if caller.site_id is None else views.task_for_site(view)
+
+
+# ---------------------------------------------------------------- report
+
+
+def heartbeat(services: Services, caller: Principal, task_id: str, request: Heartbeat) -> Lease:
+    """Renew the lease. Raise LeaseLost, TaskCancelled or RoundClosed."""
+    seconds = services.settings.lease_seconds
+    with services.database.transaction() as session:
+        now = services.database.now()
+        record = tasks.find_task(session, task_id, caller.site_id)
+        record.require_lease(request.token)
+        tasks.renew(session, record.task, now + seconds, request.progress)
+        services.presence.note(record.worker.id, now)
+    return Lease(lease_seconds=seconds)
+
+
+def submit_update(services: Services, caller: Principal, task_id: str, report: Submission) -> TaskView:
+    """Inspect an update, and accept or reject it.
+
+    Raise InvalidUpdate for an update that cannot be used, and Invalid for one that was not uploaded.
+    """
+    with services.database.snapshot() as session:
+        record = tasks.find_task(session, task_id, caller.site_id)
+        if tasks.was_accepted(record, report.token, report.update):
+            return _view(record, caller)
+        task = record.task
+        # A repeat is rejected as it was at first.
+        if (task.state, task.token, task.update_digest) == ("rejected", report.token, report.update) and task.problem:
+            raise problem_from(task.problem)
+        tasks.require_report(record, report, "train")
+        upload = find_finished(session, caller.owner, report.update)
+    if report.data is not None:
+        _receive(services, len(report.data))
+        upload = services.uploads.store(caller.owner, report.update, report.data, site_id=caller.site_id)
+    if upload is None:
+        missing = Fault(pointer="/update", detail="no finished upload of yours has this digest")
+        raise Invalid(f"{report.update} was not uploaded", errors=[missing], remedy="Upload it, then submit again.")
+    spec, plan = record.spec, record.plan
+    try:
+        model = services.states.model(spec.model)
+        check_report(spec, model, plan, report.examples, report.numbers)
+        manifest = services.states.manifest(record.version.digest)
+        # The whole update is read, outside of any transaction.
+        measured, blocks = services.inspector.checked(report.update, model, manifest, plan, spec.max_update_norm)
+        numbers = {**views.without_scores(report.numbers), **measured}
+    except InvalidUpdate as problem:
+        _reject(services, caller, record, _rejected(report, problem))
+        raise
+    layers = [layer.name for layer in layers_of(model.by_name[name] for name in blocks)]
+    columns = _accepted(report, numbers, layers, upload)
+    view = _accept(services, caller, record, columns, upload)
+    UPDATES_TOTAL.labels(outcome="accepted").inc()
+    return view
+
+
+def submit_evaluation(services: Services, caller: Principal, task_id: str, report: Evaluated) -> TaskView:
+    """Accept what a version was measured at."""
+    with services.database.snapshot() as session:
+        record = tasks.find_task(session, task_id, caller.site_id)
+        if tasks.was_accepted(record, report.token):
+            return _view(record, caller)
+        tasks.require_report(record, report, "evaluate")
+    return _accept(services, caller, record, _accepted(report, dict(report.numbers)))
+
+
+def fail(services: Services, caller: Principal, task_id: str, report: Failure) -> TaskView:
+    """End a task that cannot be done at its worker; the round goes on without it.
+
+    One that its site has not agreed to is withheld, which is no failure.
+    """
+    withheld = report.code in GIVEN_BACK
+    problem = Withheld(report.detail) if withheld else WorkerFailed.of(report.code, report.detail)
+    with services.database.transaction() as session:
+        record = tasks.find_task(session, task_id, caller.site_id)
+        if not tasks.was_failed(record, report.token):
+            event, columns = "withhold" if withheld else "fail", {"problem": problem.json()}
+            tasks.settle(session, services.database.now(), caller.actor, record, report.token, event, columns)
+            if withheld:
+                tasks.note_withheld(record, problem.detail)
+        view = _view(record, caller)
+    services.call()
+    return view
+
+
+def release(services: Services, caller: Principal, task_id: str, request: Heartbeat) -> TaskView:
+    """Take a task back undone, and offer it again at once. Its lease does not count as a try."""
+    with services.database.transaction() as session:
+        record = tasks.find_task(session, task_id, caller.site_id)
+        if not tasks.was_released(record, request.token):
+            columns = {"leases": record.task.leases - 1, "lease_expires_at": None}
+            now = services.database.now()
+            tasks.settle(session, now, caller.actor, record, request.token, "release", columns)
+        view, worker_id = _view(record, caller), record.worker.id
+    services.wake([worker_id])
+    return view
+
+
+def _receive(services: Services, nbytes: int) -> None:
+    """Admit the bytes of an update that came with its submission. Raise Invalid if they are too many."""
+    if nbytes > (most := services.settings.submission_bytes):
+        fault = Fault(pointer="/data", detail=f"{nbytes} bytes; at most {most} come with a submission")
+        raise Invalid("the update is too long for its submission", errors=[fault], remedy="Upload it first.")
+    RECEIVED_BYTES.inc(nbytes)
+    services.memory.require()
+
+
+def _rejected(report: Submission, problem: Problem) -> dict[str, Any]:
+    """Return the columns of a task whose update cannot be used."""
+    return {"problem": problem.json(), "update_digest": report.update, "audit_head": report.audit_head}
+
+
+def _accepted(
+    report: Submission | Evaluated,
+    numbers: dict[str, float],
+    layers: Sequence[str] = (),
+    upload: Upload | None = None,
+) -> dict[str, Any]:
+    """Return the columns of a task whose report counts."""
+    return {
+        "examples": report.examples,
+        "numbers": numbers,
+        "layers": list(layers),
+        "download_bytes": report.download_bytes,
+        "upload_bytes": upload.length if upload else 0,
+        "update_digest": upload.digest if upload else None,
+        "audit_head": report.audit_head,
+    }
+
+
+def _accept(
+    services: Services, caller: Principal, judged: TaskRecord, columns: dict[str, Any], upload: Upload | None = None
+) -> TaskView:
+    """Count the report that a task was judged by, under the token that it was judged with."""
+    token = judged.task.token
+    with services.database.transaction() as session:
+        now, record = services.database.now(), tasks.reload(session, judged)
+        if not tasks.was_accepted(record, token, columns["update_digest"]):
+            if upload:
+                retain(session, now, upload)
+            tasks.settle(session, now, caller.actor, record, token, "accept", columns)
+            # Counted and not refused: what is under way may finish.
+            nbytes = len(json.dumps(columns["numbers"]))
+            services.uploads.quota.note_bytes(session, now, caller.site_id or "", nbytes)
+        view = _view(record, caller)
+    services.call()
+    return view
+
+
+def _reject(services: Services, caller: Principal, judged: TaskRecord, columns: dict[str, Any]) -> None:
+    with services.database.transaction() as session:
+        now, record = services.database.now(), tasks.reload(session, judged)
+        tasks.settle(session, now, caller.actor, record, judged.task.token, "reject", columns)
+    services.call()
+    UPDATES_TOTAL.labels(outcome="rejected").inc()

@@ -1,0 +1,70 @@
+"""A worker's parts, put together as its settings say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import structlog
+
+from tessera.shared.client.client import Client
+from tessera.worker.inventory import datasets_of, device_of, mappings_of
+from tessera.worker.model.sandbox import Sandbox, shared_folder
+from tessera.worker.settings import Settings, SettingsError
+from tessera.worker.state.atomic_files import sweep
+from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.hash_chain import ChainError
+from tessera.worker.state.vault import Vault
+from tessera.worker.stores import airlock_of, audit_of, inbox_of, ledger_of, run_history_of
+from tessera.worker.task.runner import TaskRunner
+
+
+def runner_of(client: Client, settings: Settings) -> TaskRunner:
+    """Return the runner of a worker with these settings.
+
+    Raises SettingsError for what they name and cannot be used, such as an audit or a ledger that was changed.
+    """
+    settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    sweep(settings.state_dir)
+    airlock_of(settings).clear()
+    audit, ledger = audit_of(settings), ledger_of(settings)
+    try:
+        ledger.expect(audit.ledger_heads(audit.check()))
+        for name in settings.datasets:
+            ledger.check(name)
+        for name in ledger.besides(settings.datasets):
+            ledger.by_name.check(name)
+    except ChainError as fault:
+        raise SettingsError(str(fault)) from fault
+    except OSError as fault:
+        # Nothing can be written down there either, and so nothing is done.
+        structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
+    runner = TaskRunner(
+        coordinator=client,
+        datasets=datasets_of(settings, make_key=True),
+        for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
+        divided=frozenset(name for name, source in settings.datasets.items() if source.part),
+        device=device_of(settings.device),
+        vault=Vault(settings.state_dir / "vault"),
+        shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
+        scratch=settings.state_dir,
+        name=settings.name,
+        kinds=settings.kinds,
+        mappings=mappings_of(settings.mappings),
+        resources={str(name): most for name, most in settings.resources.items()},
+        ledger=ledger,
+        history=run_history_of(settings),
+        audit=audit,
+        sandbox=Sandbox(shared_folder()),
+    )
+    return with_rules(runner, settings)
+
+
+def with_rules(runner: TaskRunner, settings: Settings) -> TaskRunner:
+    """Return the same runner, whose next task is judged by the policy and the budgets of these settings."""
+    return replace(
+        runner,
+        policy=settings.policy,
+        allowances=settings.allowances,
+        inbox=inbox_of(settings) if settings.policy.approve_runs else None,
+        airlock=airlock_of(settings) if settings.policy.airlock else None,
+    )

@@ -1,0 +1,85 @@
+"""What a worker's settings name of this machine: its data sets, its device and its mapping files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.registry import DataError, Dataset, load
+from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
+from tessera.worker.settings import DataSource, DeviceName, Settings, SettingsError
+from tessera.worker.state.atomic_files import secret_key
+
+HELD_OUT_KEY_FILE = "held-out.key"
+"""The name of the key's file in a worker's state folder."""
+
+
+def load_source(source: DataSource, key: bytes = b"") -> Dataset:
+    """Return the examples; `key` decides which are held out, if any are. Raises DataError."""
+    return load(source.kind, source.options, part=source.part, held_out=source.held_out, key=key)
+
+
+def held_out_key(settings: Settings, *, make: bool) -> bytes:
+    """The secret that decides which examples are held out; one that is no secret if there is none and it is not to be
+    made, and none if nothing is held out. Raises SettingsError."""
+    if not any(source.held_out for source in settings.datasets.values()):
+        return b""
+    path = settings.held_out_key_file or settings.state_dir / HELD_OUT_KEY_FILE
+    try:
+        return secret_key(path) if make or path.exists() else key_of_seed(0)
+    except (OSError, ValueError) as fault:
+        raise SettingsError(
+            f"held_out_key_file: {path} cannot be used: {fault}. Bring it back from a copy"
+        ) from fault
+
+
+def datasets_of(settings: Settings, *, make_key: bool = False) -> dict[str, Dataset]:
+    """The data sets that the policy lets runs use, by name. Raises SettingsError naming the option that is wrong."""
+    loaded: dict[str, Dataset] = {}
+    key = held_out_key(settings, make=make_key)
+    for name, source in settings.datasets.items():
+        if settings.policy.allows_dataset(name):
+            with named(name):
+                loaded[name] = load_source(source, key)
+    return loaded
+
+
+@contextmanager
+def named(dataset: str) -> Iterator[None]:
+    """Turns a DataError into a SettingsError that says of which data set it is."""
+    try:
+        yield
+    except DataError as fault:
+        raise SettingsError(f"datasets.{dataset}.{fault}") from fault
+
+
+def mappings_of(files: Iterable[Path]) -> dict[str, MappingFile]:
+    """The site's mappings, by the model type that each describes. Raises SettingsError for one that is wrong."""
+    try:
+        found = [read_mapping(file) for file in files]
+    except MappingError as fault:
+        raise SettingsError(f"mappings: {fault}") from fault
+    by_type = {mapping.model_type: mapping for mapping in found}
+    if len(by_type) < len(found):
+        raise SettingsError("mappings: two files describe the same model type")
+    return by_type
+
+
+def device_of(name: DeviceName) -> torch.device:
+    """The device to train on: with `auto` a GPU if there is one. Raises SettingsError for a GPU that is not there."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device = torch.device("cuda" if name == "auto" else name)
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(f"device: there is no {device} here, of {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def describe(device: torch.device) -> str:
+    """The device as people read it, at most 64 printable characters of ASCII."""
+    name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+    return "".join(letter for letter in name if " " <= letter <= "~")[:64]

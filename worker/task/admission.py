@@ -1,0 +1,142 @@
+"""The first gate: whether the site does a task at all, judged before anything is fetched for it."""
+
+from __future__ import annotations
+
+import importlib
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from tessera.shared.methods.registry import check as check_method
+from tessera.shared.tensors.lazy import Array
+from tessera.shared.updates.codecs import pipeline
+from tessera.worker.data.overlap import MOST_SHARED, fingerprints, share_of, sketch_of
+from tessera.worker.data.registry import Dataset
+from tessera.worker.governance.approvals import Inbox, Request
+from tessera.worker.governance.descriptions import summary
+from tessera.worker.governance.policy import PolicyViolation, check_use
+from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
+from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.errors import TaskFailure, faults_in
+from tessera.worker.task.fetch import read_model
+
+if TYPE_CHECKING:
+    from tessera.worker.privacy.private_task import PrivateTask
+
+
+def admit(run: TaskRun) -> tuple[Dataset, PrivateTask | None]:
+    """Return the task's data set, and what the task may spend if it is a private one.
+
+    Raises PolicyViolation, Unapproved, TaskFailure, UnknownMethod, CodecError.
+    """
+    env, task = run.env, run.task
+    env.policy.check_task(task, env.kinds)
+    if env.history:
+        env.history.check(task, env.policy)
+    try:
+        check_method(task.method)
+    except ValidationError as refusal:
+        raise TaskFailure("invalid-method", f"the settings of {task.method.name!r}: {faults_in(refusal)}") from None
+    pipeline.parse(task.codec)
+    dataset = env.datasets.get(task.dataset)
+    if dataset is None:
+        raise TaskFailure("unknown-dataset", f"there is no data set {task.dataset!r} here")
+    check_use(task, for_evaluation=task.dataset in env.for_evaluation)
+    env.policy.check_batch(task.training.batch_size, dataset.examples)
+    if env.inbox:
+        _require_approval(run, env.inbox, dataset)
+    if allowance := env.allowances.get(task.dataset):
+        allowance.check(task)
+    check_overlap(run, dataset)
+    return dataset, _private(run, dataset) if task.kind == "train" else None
+
+
+def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset) -> None:
+    """Raise Unapproved for a run without approval. A person is shown its first task."""
+    task = run.task
+    measured = dataset.held_out if task.kind == "evaluate" and task.held_out else dataset
+    examples = measured.examples if measured else 0
+
+    def request(terms: str) -> Request:
+        made = Request(
+            run=task.run,
+            run_name=task.run_name,
+            terms=terms,
+            orchestrator=task.orchestrator,
+            dataset=task.dataset,
+            examples=examples,
+            worker=run.env.name,
+            asked_at=datetime.now(UTC),
+            summary=summary(task, read_model(run), examples),
+        )
+        run.note("run.ask", terms=terms, summary=made.summary)
+        return made
+
+    inbox.require(task, request)
+
+
+def check_overlap(run: TaskRun, dataset: Dataset) -> None:
+    """Raise PolicyViolation if two data sets with the same examples have ledgers of their own and one has a budget.
+
+    What is spent under one name would not count under the other.
+    """
+    env, name, ledger = run.env, run.task.dataset, run.env.ledger
+    if ledger is None:
+        return
+    prints = _fingerprints(run, name, ledger)
+    with ledger.page(name) as page:
+        sketch = sketch_of(prints, page.sketch)
+        page.know(run.task, dataset.examples, sketch)
+    limited = {ledger.name(name) for name in env.allowances}
+    others = ledger.besides([name])
+    if ledger.name(name) not in limited:
+        others = [name for name in others if name in limited]
+    for other, theirs in ledger.sketches(others).items():
+        loaded = [name for name in env.datasets if ledger.name(name) == other]
+        shares = [share_of(theirs, prints)]
+        shares += [share_of(sketch, _fingerprints(run, name, ledger)) for name in loaded]
+        if max(shares) > MOST_SHARED:
+            raise PolicyViolation(
+                "overlap",
+                f"about {max(shares):.0%} of the examples of {name!r} and {other!r} are the same, and a "
+                "budget of one does not see what is spent of the other",
+            )
+
+
+def _fingerprints(run: TaskRun, dataset: str, ledger: Ledger) -> Array:
+    known = run.env.fingerprints
+    if dataset not in known:
+        known[dataset] = fingerprints(run.env.datasets[dataset], ledger.hash_key, run.check)
+    return known[dataset]
+
+
+def _private(run: TaskRun, dataset: Dataset) -> PrivateTask | None:
+    """Return what the task may spend, if it is a private one. Raises PolicyViolation if that is not enough."""
+    env, task = run.env, run.task
+    if task.privacy is None:
+        return None
+    if task.dataset in env.divided:
+        raise PolicyViolation(
+            "part",
+            f"{task.dataset!r} is a part of a partition, in which one example more moves others between sites: "
+            "no epsilon holds for that",
+        )
+    try:
+        privacy = importlib.import_module("tessera.worker.privacy.private_task")
+    except ImportError as error:
+        raise TaskFailure(
+            "privacy-not-installed",
+            f"the run asks for privacy, which needs another package ({error}): install tessera[privacy]",
+        ) from error
+    made: PrivateTask = privacy.PrivateTask(
+        task,
+        task.privacy,
+        dataset.examples,
+        env.ledger or Ledger(env.scratch / LEDGER_FOLDER),
+        env.allowances.get(task.dataset),
+        env.policy.require_privacy,
+        env.policy.max_weekly_privacy,
+        env.noise_key(task),
+    )
+    return made

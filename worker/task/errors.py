@@ -1,0 +1,37 @@
+"""The failures of a task that its coordinator is told, by code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pydantic import ValidationError
+
+from tessera.shared.problems import faults_of
+from tessera.worker.state.blob_cache import BlobTooLarge
+
+
+class TaskFailure(ValueError):
+    """A task cannot be done as it was given. `code` is for programs; the text goes to the coordinator."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+
+
+@contextmanager
+def failing_as(code: str) -> Iterator[None]:
+    """Raise TaskFailure with this code for a document that the block finds invalid."""
+    try:
+        yield
+    except ValidationError as refusal:
+        raise TaskFailure(code, faults_in(refusal)) from None
+    except (TaskFailure, BlobTooLarge):
+        raise
+    except ValueError as fault:
+        raise TaskFailure(code, str(fault)[:300]) from None
+
+
+def faults_in(refusal: ValidationError) -> str:
+    """Return the first faults of a document in one line."""
+    return "; ".join(f"{fault.pointer}: {fault.detail}" for fault in faults_of(refusal)[:8])

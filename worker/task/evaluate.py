@@ -1,0 +1,67 @@
+"""The stage that evaluates: the second gate for data that are measured on, and the figures."""
+
+from __future__ import annotations
+
+from tessera.shared.metrics.site_spread import PERSONAL
+from tessera.worker.data.registry import Dataset
+from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.errors import TaskFailure
+from tessera.worker.task.fetch import Loaded
+from tessera.worker.training.evaluate import evaluate as measure
+from tessera.worker.training.progress import rounded
+from tessera.worker.training.trainer import Batches, Trainer, epochs_of, gradient_scaler, steps_in
+
+
+def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
+    """Measure the version as it is and, of what is held out here, this site's own model too.
+
+    Returns the number of examples. Raises PolicyViolation, TaskFailure.
+    """
+    env, task, report = run.env, run.task, run.report
+    measured = dataset.held_out if task.held_out else dataset
+    if measured is None:
+        raise TaskFailure("nothing-held-out", f"nothing of the data set {task.dataset!r} is held out here")
+    env.policy.check_measured(measured.examples)
+    if env.history:
+        env.history.measure(task.dataset, env.policy)
+    report.examples = measured.examples
+    report.begin("evaluating", steps=steps_in(measured.examples, task.training.batch_size))
+
+    def counted() -> None:
+        report.advance()
+        run.check()
+
+    run.note_exact(measured.examples, "evaluation")
+    work = loaded.work
+    batches = Batches(measured, task.training.batch_size, env.device)
+    found = measure(work.model, work.head, batches, counted)
+    if task.held_out and _personalise(run, loaded, dataset):
+        own = measure(work.model, work.head, batches, run.check)
+        found |= {PERSONAL + name: value for name, value in own.items()}
+    report.numbers = {name: rounded(value) for name, value in found.items()}
+    run.check()
+    return measured.examples
+
+
+def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
+    """Turn the version into this site's own model. Return whether there is one, by this method and so far."""
+    env, task = run.env, run.task
+    half, work = loaded.half, loaded.work
+    if task.privacy is None and (env.policy.require_privacy or task.dataset in env.allowances):
+        # What the site keeps may have been trained before it required privacy.
+        return False
+    loaded.personalise()
+    phases = half.personal(work)
+    env.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
+    if phases and task.privacy:
+        # It would train on the examples themselves, and its figures would tell of them.
+        return False
+    if phases:
+        run.note_exact(dataset.examples, "training")
+        scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
+        Trainer(half, work, task.training, env.device, run.check, scaler=scaler).train(phases, dataset, task.seed)
+        env.scalers[task.run] = scaler
+        return True
+    # A vault may also hold what only steers training; and what is added to the model of a site that has never
+    # trained is no model of its own.
+    return bool(work.vault) and (bool(work.private) or loaded.is_changed())

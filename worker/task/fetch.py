@@ -1,0 +1,260 @@
+"""The stages that fetch a version, by the plan, and put it into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+
+from tessera.shared.api.versions import Manifest, MemoryEntry
+from tessera.shared.json_limits import check_document
+from tessera.shared.methods.base import RunFacts, WorkerHalf
+from tessera.shared.methods.registry import worker_half
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
+from tessera.shared.problems import InvalidUpdate
+from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
+from tessera.shared.updates.codecs.pipeline import CodecError
+from tessera.shared.updates.update_file import read_update
+from tessera.worker.model.block_map import named_tensors
+from tessera.worker.model.build import check_model, instantiate, write_block
+from tessera.worker.model.layouts import MappingFile
+from tessera.worker.state.atomic_files import temporary_file
+from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
+from tessera.worker.state.vault import NoReceipt
+from tessera.worker.task.environment import MOST_INLINE, CachedVersion, TaskRun
+from tessera.worker.task.error_feedback import Feedback, without_feedback
+from tessera.worker.task.errors import TaskFailure, failing_as
+from tessera.worker.task.model_cache import Built, structure_of
+from tessera.worker.training.context import LocalWork
+from tessera.worker.training.trainer import seed_everything
+
+LEAST_DIFFERENCE = 1 << 16
+"""Fewer bytes of blocks are not worth asking what a difference would take."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A version on this machine, and the model that it is for."""
+
+    document: Model
+    mapping: MappingFile | None
+    manifest: Manifest
+    blocks: tuple[Block, ...]
+    """The model's, by our own table."""
+    bases: Mapping[str, BlobTensor]
+    """The version's value of each fetched block."""
+    last: Built | None
+    """The last round's model, if this round may go on with it."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A task with its version loaded."""
+
+    built: Built
+    half: WorkerHalf[Any]
+    work: LocalWork
+    bases: Mapping[str, BlobTensor]
+    """The version's value of each fetched block."""
+    feedback: Feedback
+    """What lossy codecs left out before."""
+
+    def personalise(self) -> None:
+        """Make the version this site's own: put in what it keeps, and what the method adds."""
+        self.work.restore(self.half.private())
+        self.half.prepare(self.work)
+
+    def is_changed(self) -> bool:
+        """Return whether a fetched block has another value than the version's."""
+        return any(self.work.read(base.block).tobytes() != to_array(base).tobytes() for base in self.bases.values())
+
+
+def fetch(run: TaskRun) -> Fetched:
+    """Return the version, whose blocks lie here as files.
+
+    Raises PolicyViolation, TaskFailure, ConfigError, ModelMismatch, Problem.
+    """
+    env, task = run.env, run.task
+    # What came along with the task lies where it would be fetched to, unless it is more than ever does.
+    if sum(map(len, task.along)) <= MOST_INLINE:
+        for data in task.along:
+            run.report.download_bytes += len(data)
+            env.shelf.put(digest_of(data), [data], len(data))
+    document = read_model(run)
+    model_type = str(document.config["model_type"])
+    env.policy.check_model_type(model_type)
+    env.policy.check_model(document.nbytes)
+    names = {block.name for block in task.plan.fetch.resolve(document.blocks)}
+    # The last round's model, if all of it is about to be overwritten: what a round leaves in blocks that the next
+    # one does not fetch must not become where the next one starts.
+    last = env.models.take(task.run, task.model)
+    if last and len(names) < len(document.blocks):
+        last = None
+    mapping = env.mappings.get(model_type)
+    if last is None and env.sandbox:
+        env.sandbox.require(document, mapping, run.check)
+    blocks = last.blocks if last else check_model(document, mapping)
+    with failing_as("invalid-version"):
+        manifest = Manifest.read(_document(run, task.version.digest), lambda digest: _document(run, digest))
+    bases = _fetch_blocks(run, manifest, [block for block in blocks if block.name in names], blocks)
+    return Fetched(document, mapping, manifest, blocks, bases, last)
+
+
+def load(run: TaskRun, fetched: Fetched) -> Loaded:
+    """Return the version in a model; what the site keeps is at hand, and not yet in it.
+
+    Raises TaskFailure, PolicyViolation, Problem, and what the method's worker half raises.
+    """
+    env, task = run.env, run.task
+    # After the version is here, so that nobody allocates what a coordinator only claims to have.
+    built = fetched.last or _built(run, fetched)
+    tensors = named_tensors(built.model)
+    for base in fetched.bases.values():
+        run.check()
+        values = to_array(base)
+        _require_finite(base.block.name, values)
+        write_block(tensors, base.block, values)
+    seed_everything(task.seed)
+    facts = RunFacts(
+        built.blocks,
+        task.rounds,
+        task.divide,
+        task.training,
+        task.privacy,
+        upload_budget=task.upload_budget,
+        upload_seconds=task.upload_seconds,
+    )
+    half = worker_half(task.method, facts)
+    memory = _fetch_memory(run, fetched.manifest)
+    try:
+        env.vault.settle_run(task.run, task.receipt, env.coordinator.task)
+    except NoReceipt as fault:
+        raise TaskFailure("no-receipt", str(fault)) from None
+    vault = env.vault.load(task.run)
+    feedback = Feedback.of(vault, task.plan.stage, task.round)
+    head = fetched.document.head
+    work = LocalWork(built.model, head, task.plan, built.blocks, without_feedback(vault), memory)
+    return Loaded(built, half, work, fetched.bases, feedback)
+
+
+def _built(run: TaskRun, fetched: Fetched) -> Built:
+    """Build the run's model, which was checked before."""
+    document, task = fetched.document, run.task
+    model = instantiate(
+        document.config,
+        document.head,
+        seed=task.seed,
+        prompts=document.prompts,
+        lora=document.lora,
+        mapping=fetched.mapping,
+    ).to(run.env.device)  # type: ignore[arg-type]
+    return Built(task.run, task.model, model, fetched.blocks, structure_of(model))
+
+
+def read_model(run: TaskRun) -> Model:
+    """Return the description of the task's model. Raises TaskFailure."""
+    with failing_as("invalid-model"):
+        return Model.model_validate_json(_document(run, run.task.model))
+
+
+def _fetch_memory(run: TaskRun, manifest: Manifest) -> dict[str, Array]:
+    """Return the server memory that the plan asks for. Raises PolicyViolation, TaskFailure."""
+    entries: dict[str, MemoryEntry] = {}
+    for pattern in run.task.plan.memory:
+        named = {name: entry for name, entry in sorted(manifest.memory.items()) if fnmatchcase(name, pattern)}
+        if not named:
+            raise TaskFailure("invalid-plan", f"the version holds no memory called {pattern}")
+        entries |= named
+    run.env.policy.check_memory(sum(entry.nbytes for entry in entries.values()))
+    found: dict[str, Array] = {}
+    for name, entry in entries.items():
+        raw = _blob(run, entry.digest, entry.nbytes).read_bytes()
+        if len(raw) != entry.nbytes:
+            raise TaskFailure("invalid-version", f"the blob of the memory {name} has not {entry.nbytes} bytes")
+        found[name] = from_bytes(raw, entry.dtype).reshape(entry.shape)
+        _require_finite(name, found[name])
+    return found
+
+
+def _require_finite(name: str, values: Array) -> None:
+    """Raise TaskFailure for what would make every loss NaN, before it is paid for with anybody's privacy."""
+    flat = values.reshape(-1)
+    if not all(np.isfinite(flat[start : start + CHUNK]).all() for start in range(0, flat.size, CHUNK)):
+        raise TaskFailure("invalid-version", f"{name} holds values that are NaN or infinite")
+
+
+def _blob(run: TaskRun, digest: str, max_bytes: int) -> Path:
+    return run.env.shelf.fetch(digest, max_bytes, run.env.coordinator.copy_blob, run.received)
+
+
+def _document(run: TaskRun, digest: str) -> bytes:
+    raw = _blob(run, digest, MAX_DOCUMENT_BYTES).read_bytes()
+    check_document(raw)
+    return raw
+
+
+def _fetch_blocks(
+    run: TaskRun, manifest: Manifest, wanted: Sequence[Block], blocks: Sequence[Block]
+) -> dict[str, BlobTensor]:
+    if odd := sorted(set(manifest.blocks) ^ {block.name for block in blocks}):
+        raise TaskFailure("invalid-version", f"the version and the model differ in the blocks {odd[:8]}")
+    shelf, report = run.env.shelf, run.report
+    sizes = {manifest.blocks[block.name]: block.nbytes for block in wanted}
+    lacking_bytes = sum(nbytes for digest, nbytes in sizes.items() if digest not in shelf)
+    report.begin("fetching", of_bytes=report.download_bytes + lacking_bytes)
+    _catch_up(run, manifest, wanted, blocks)
+    shelf.fetch_all(sizes, run.env.coordinator.copy_blobs, run.received)
+    bases: dict[str, BlobTensor] = {}
+    for block in wanted:
+        path = _blob(run, manifest.blocks[block.name], block.nbytes)
+        if path.stat().st_size != block.nbytes:
+            raise TaskFailure("invalid-version", f"the blob of {block.name} has not {block.nbytes} bytes")
+        bases[block.name] = BlobTensor(path, block)
+    return bases
+
+
+def _catch_up(run: TaskRun, manifest: Manifest, wanted: Sequence[Block], blocks: Sequence[Block]) -> None:
+    """Make the wanted blocks from those of the last task's version, if their difference is less to fetch.
+
+    Blocks that cannot be made so are left to be fetched as they are.
+    """
+    env, task, shelf = run.env, run.task, run.env.shelf
+    known, env.versions[task.run] = env.versions.get(task.run), CachedVersion(task.version.number, manifest)
+    if known is None:
+        return
+    before = known.manifest.blocks
+    lacking = [b for b in wanted if manifest.blocks[b.name] not in shelf and before[b.name] in shelf]
+    lacking_bytes = sum(block.nbytes for block in lacking)
+    if lacking_bytes < LEAST_DIFFERENCE:
+        return
+    difference = env.coordinator.difference(task.run, task.version.number, known.number)
+    if difference is None or difference.nbytes >= lacking_bytes:
+        return
+
+    def received(nbytes: int) -> None:
+        run.received(nbytes)
+        if file.tell() > lacking_bytes:
+            raise BlobTooLarge(f"{difference.digest} has more than the {difference.nbytes} bytes of a difference")
+
+    with temporary_file(env.scratch) as (path, file):
+        env.coordinator.copy_blob(difference.digest, file, received)
+        file.flush()
+        asked = {block.name: block for block in blocks}
+        bases = {name: BlobTensor(shelf.path(before[name]), block) for name, block in asked.items()}
+        try:
+            tensors = read_update(lambda: path.open("rb"), path.stat().st_size, asked, bases)
+            made = True
+            for block in lacking:
+                run.check()
+                pieces = map(as_bytes, tensors[block.name].chunks())
+                made = shelf.put(manifest.blocks[block.name], pieces, block.nbytes) and made
+        except (InvalidUpdate, CodecError, KeyError):
+            made = False
+    if not made:
+        structlog.get_logger("worker").warning("difference-unusable", run=task.run_name, round=task.round)

@@ -1,0 +1,72 @@
+"""The stage that trains: the second gate for what is to leave, and the method's way from batches to a result."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from tessera.shared.methods.base import Harvest, Tally
+from tessera.shared.schema import EPSILON
+from tessera.worker.data.registry import Dataset
+from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.errors import TaskFailure
+from tessera.worker.task.fetch import Loaded
+from tessera.worker.training.progress import rounded
+from tessera.worker.training.trainer import Batches, Trainer, epochs_of, gradient_scaler
+
+if TYPE_CHECKING:
+    from tessera.worker.privacy.private_task import PrivateTask
+
+
+def train(run: TaskRun, loaded: Loaded, dataset: Dataset, private: PrivateTask | None) -> tuple[Harvest, Tally]:
+    """Return what the method made of the data.
+
+    Raises PolicyViolation, TaskFailure, TrainingDiverged, SelectorError, and what the method's worker half raises.
+    """
+    env, task, report = run.env, run.task, run.report
+    half, work = loaded.half, loaded.work
+    loaded.personalise()
+    _check_plan(run, loaded)
+    report.examples = dataset.examples
+    # Choosing what trains may look at the data too, for which nobody counts steps.
+    report.begin("training")
+    if private:
+        dataset = dataset.padded()
+        work.choosing = private.choose
+        made_up = {**work.made_up(dataset, 1), **dataset.common}
+        work.placeholder = {name: tensor.to(env.device) for name, tensor in made_up.items()}
+    else:
+        # Not when the update leaves: a heartbeat may tell the loss of the first batches, and a failure of the
+        # choice is told too.
+        run.note_exact(dataset.examples, "training")
+    batches = Batches(dataset, task.training.batch_size, env.device)
+    selected = half.select(work, private.watched(batches) if private else batches)
+    if private:
+        private.check_choice()
+    phases = half.phases(work, selected)
+    env.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
+    least = env.policy.min_measured
+    # Training that fails puts none back: its scale is good for nothing.
+    scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
+    trainer = Trainer(half, work, task.training, env.device, run.check, private, report, least, scaler)
+    tally = trainer.train(phases, dataset, task.seed)
+    env.scalers[task.run] = scaler
+    harvest = half.harvest(work, selected, tally)
+    measured = {"loss": rounded(tally.loss)} if math.isfinite(tally.loss) else {}
+    report.numbers = {**measured, **harvest.numbers}
+    if private:
+        report.numbers = {**private.disclosed(report.numbers), EPSILON: private.spent()}
+    return harvest, tally
+
+
+def _check_plan(run: TaskRun, loaded: Loaded) -> None:
+    """Judge the plan on our own block table, before any data is read. Raises PolicyViolation, TaskFailure."""
+    upload, work, policy = run.task.plan.upload, loaded.work, run.env.policy
+    private = [*loaded.half.private().resolve(work.blocks), *work.private]
+    policy.check_private(block for block in private if upload.holds(block))
+    asked = upload.resolve(work.blocks)
+    policy.check_upload(asked)
+    if baseless := sorted(block.name for block in asked if block.name not in loaded.bases):
+        raise TaskFailure(
+            "invalid-plan", f"an update is a difference, and the plan fetches no base for {baseless[:8]}"
+        )
