@@ -14,7 +14,7 @@ import pytest
 
 from tessera.shared.telemetry.trace_ids import trace_of
 from tessera.shared.updates.model_folder import ModelFolder
-from tests.support.cli import tessera
+from tests.support.cli import process
 from tests.support.coordinator import until
 from tests.support.otlp import Receiver, Span, receiving
 from tests.support.processes import CoordinatorProcess, worker_process
@@ -49,7 +49,7 @@ def traced(folder: Path, vit: ModelFolder) -> Iterator[tuple[Receiver, str, str]
         with CoordinatorProcess(folder / "coordinator", gather_seconds=0) as coordinator:
             worker = worker_process(coordinator, "north", DATA)
             token = (coordinator.folder / "admin.token").read_text().strip()
-            told = tessera(
+            told = process(
                 *("run", "create", str(folder / "run.toml"), "--model", str(vit.path), "--json"),
                 TESSERA_URL=coordinator.url,
                 TESSERA_TOKEN=token,
