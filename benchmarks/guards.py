@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from benchmarks.measuring import OUT, Results, median
 from tessera.coordinator.api.request_limits import in_time
-from tessera.coordinator.limits.disk import Room
+from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.memory import Memory
 from tessera.coordinator.limits.rate import Admission
 from tessera.coordinator.telemetry.request_timing import Timing
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     calls = QUICK_CALLS if given.quick else CALLS
     results = Results("guards", "the coordinator's limits, processor time for each request")
     admission = Admission(1e9, 1_000_000_000, 60, 60, 60)
-    room, memory = Room([Path(tempfile.gettempdir())], 0), Memory(None)
+    room, memory = DiskSpace([Path(tempfile.gettempdir())], 0), Memory(None)
     results.add(guard="rate of a token", us=microseconds(lambda: admission.asked("token"), calls))
     results.add(guard="trace id", us=asyncio.run(asynchronously(tracing, calls)))
     results.add(guard="time of a request", us=asyncio.run(asynchronously(timing, calls)))

@@ -40,7 +40,7 @@ from tessera.shared.aggregation.server_optimizer import Adagrad, Adam, Momentum,
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.host_memory import keep_freed_memory
-from tessera.shared.methods.base import Chosen, CoordinatorHalf, MethodSettings, Plan, RunFacts, State, Update
+from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, MethodSpec, Plan, RunInfo, State, Update
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.aggregate import Accepted, Aggregation
@@ -241,7 +241,12 @@ def measured(bench: Bench) -> tuple[Speed, Speed, float]:
     states = States(blobs, partial(materialize, threads=CORES))
     aggregation = Aggregation(states, Inspector(blobs, states))
     spec = RunSpec(
-        name="bench", method=Chosen(name="fedavg"), model=bench.model, version=bench.version, dataset="none", rounds=2
+        name="bench",
+        method=MethodSpec(name="fedavg"),
+        model=bench.model,
+        version=bench.version,
+        dataset="none",
+        rounds=2,
     )
     base = VersionRef(number=0, digest=bench.version)
     accepted = [
@@ -291,7 +296,7 @@ def rows(folder: Path, mb: float, count: int) -> Iterator[Row]:
 def with_optimizer(optimizer: Rule, base: ArrayTensor, sent: Sequence[ArrayTensor]) -> Speed:
     """One block in memory, merged in one thread. The moments are there already, as in every round but the first."""
     block = Block(tensor="w", role="mlp", shape=base.shape, dtype=base.dtype)
-    half = CoordinatorHalf(MethodSettings(), RunFacts((block,), rounds=1))
+    half = CoordinatorHalf(MethodSettings(), RunInfo((block,), rounds=1))
     memory = {f"server/{letter}/w": base for letter in "mv"}
     updates = [Update(f"{index}/w", 10, {"w": tensor}) for index, tensor in enumerate(sent)]
     merged = merge(half, optimizer, State(0, {"w": base}, memory), updates)
@@ -320,7 +325,7 @@ def rules(mb: float, count: int) -> dict[str, Speed]:
 
     def merged(rule: RobustRule) -> State:
         # Anew each time: what a rule finds of its senders it keeps.
-        return CoordinatorHalf(MethodSettings(), RunFacts((), rounds=1, robust=rule)).merge(state, updates)
+        return CoordinatorHalf(MethodSettings(), RunInfo((), rounds=1, robust=rule)).merge(state, updates)
 
     def read(rule: RobustRule) -> None:
         for _ in merged(rule).model["w"].chunks():

@@ -43,7 +43,7 @@ from tessera.coordinator.settings import Settings
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.audit_chain import GENESIS
 from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
-from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.methods.base import MethodSpec, Plan
 
 LIMIT_SECONDS = 0.2
 MODEL_BYTES = 440_000_000
@@ -76,7 +76,7 @@ def _fill_run(
     services: Services, run_id: str, rounds: int, trained: int, workers: list[str], dice: random.Random, now: float
 ) -> None:
     spec = RunSpec(
-        name=f"run-{int(run_id, 16)}", method=Chosen(name="safl"), model=DIGEST, version=DIGEST, dataset="wards",
+        name=f"run-{int(run_id, 16)}", method=MethodSpec(name="safl"), model=DIGEST, version=DIGEST, dataset="wards",
         rounds=rounds + 1, cohort=Cohort(quorum=1), evaluation=Evaluation(sites=True),
     )  # fmt: skip
     opened = run_id.endswith("0")

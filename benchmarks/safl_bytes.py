@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tessera.shared.methods.base import Chosen, Participant, Plan, RunFacts, State
+from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
@@ -56,7 +56,7 @@ def blocks_of(config: Mapping[str, Any]) -> tuple[Block, ...]:
 
 def plans(blocks: tuple[Block, ...], workers: int, seed: int, **settings: Any) -> list[Plan]:
     """What the method asks of so many workers in one round."""
-    half = coordinator_half(Chosen(name="safl", settings=settings), RunFacts(blocks, rounds=1))
+    half = coordinator_half(MethodSpec(name="safl", settings=settings), RunInfo(blocks, rounds=1))
     state = half.start(State(0, {}))
     cohort = [Participant(str(number), 1) for number in range(workers)]
     return list(half.plan(state, cohort, Random(seed)).values())  # noqa: S311 (no secret: the same each time)

@@ -23,7 +23,7 @@ from examples.processes import Processes, end_by_interrupt
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.round_outcomes import Outcome
-from tessera.shared.methods.base import Plan, RunFacts
+from tessera.shared.methods.base import Plan, RunInfo
 from tessera.shared.methods.fedavg import METHOD
 from tessera.shared.run_settings.training import Training
 from tessera.shared.updates.model_folder import ModelFolder
@@ -83,7 +83,7 @@ def training_alone(sites: dict[str, Dataset], model: ModelFolder, rounds: int) -
     """The same steps of the same loop, and nothing around them."""
     built, document = load(model), model.model
     training = Training.model_validate(SPEC["training"])
-    half = METHOD.worker(METHOD.settings(), RunFacts(document.blocks, 1))
+    half = METHOD.worker(METHOD.settings(), RunInfo(document.blocks, 1))
 
     def reach(version: int) -> tuple[float, float]:
         for _ in range(WARM_UP_ROUNDS if version == WARM_UP_ROUNDS else rounds):

@@ -15,7 +15,7 @@ from io import BytesIO
 
 import numpy as np
 
-from tessera.shared.methods.base import Chosen, RunFacts, State, Update
+from tessera.shared.methods.base import MethodSpec, RunInfo, State, Update
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block, Role
 from tessera.shared.tensors.lazy import ArrayTensor, Tensor, as_bytes
@@ -31,8 +31,8 @@ SHAPES: dict[Role, tuple[int, int]] = {
     "mlp": (WIDTH, 8 * WIDTH),
 }
 TRIES = 3
-FEDAVG = Chosen(name="fedavg")
-FEDFROZEN = Chosen(name="fedfrozen", settings={"signals": True})
+FEDAVG = MethodSpec(name="fedavg")
+FEDFROZEN = MethodSpec(name="fedfrozen", settings={"signals": True})
 
 
 def table(layers: int) -> tuple[Block, ...]:
@@ -59,7 +59,7 @@ def update_of(
     return read_update(lambda: BytesIO(data), len(data), {block.name: block for block in blocks}, model)
 
 
-def seconds_to_merge(method: Chosen, state: State, updates: Sequence[Update], facts: RunFacts) -> float:
+def seconds_to_merge(method: MethodSpec, state: State, updates: Sequence[Update], facts: RunInfo) -> float:
     """CPU seconds of the fastest of `TRIES`: other programs on the machine count less so."""
     taken = []
     for _ in range(TRIES):
@@ -77,7 +77,7 @@ def main(layers: int = 4, count: int = 8) -> None:
     rng, blocks = np.random.default_rng(0), table(layers)
     model = {block.name: ArrayTensor(drawn(SHAPES[block.role], 2e-2, rng)) for block in blocks}
     updates = [Update(f"{index}/w", 10, update_of(blocks, model, rng)) for index in range(count)]
-    facts, state = RunFacts(blocks, rounds=10), State(0, model)
+    facts, state = RunInfo(blocks, rounds=10), State(0, model)
     print(f"{count} updates of {sum(block.numel for block in blocks) / 1e6:.1f} M parameters, one thread")
     plain, watched = (seconds_to_merge(method, state, updates, facts) for method in (FEDAVG, FEDFROZEN))
     print(f"fedavg    {plain:6.2f} CPU s")

@@ -116,7 +116,7 @@ def serve(
     try:
         serving.require_private(_settings())
         serving.require_free(_settings())
-    except (serving.BadCertificate, serving.Exposed, serving.Taken) as refusal:
+    except (serving.BadCertificate, serving.InsecureBindError, serving.PortInUseError) as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
     if first_migrate:

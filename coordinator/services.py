@@ -18,26 +18,26 @@ from tessera.coordinator.conductor.actions import Actions, Liveness
 from tessera.coordinator.conductor.conductor import Conductor
 from tessera.coordinator.conductor.merge import RoundMerger
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.domain.decide import Patience
-from tessera.coordinator.limits.disk import Room
+from tessera.coordinator.domain.decide import Timeouts
+from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.memory import Memory
 from tessera.coordinator.limits.rate import Admission
 from tessera.coordinator.limits.response_memory import Answers
 from tessera.coordinator.limits.thread_shares import OneAtATime, Shares
 from tessera.coordinator.maintenance.garbage_collection import Retention
 from tessera.coordinator.maintenance.schedule import Housekeeping
-from tessera.coordinator.notify.event_stream import News
-from tessera.coordinator.notify.long_poll import Gate, Presence
-from tessera.coordinator.notify.poller import Attendance
-from tessera.coordinator.notify.wakeup import Bells, FolderBells, NoticeBells
+from tessera.coordinator.notify.event_stream import ChangeFeed
+from tessera.coordinator.notify.long_poll import LastSeen, LongPollWaiters
+from tessera.coordinator.notify.poller import Poller
+from tessera.coordinator.notify.wakeup import FolderBells, PostgresWakeups, WakeupChannel
 from tessera.coordinator.settings import Settings
 from tessera.shared.rounds.aggregate import Aggregation
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import MergeEngine, States, materialize
 
 if TYPE_CHECKING:
-    from tessera.coordinator.auth.oidc import People
-    from tessera.coordinator.auth.oidc_login import SignIn
+    from tessera.coordinator.auth.oidc import OIDCVerifier
+    from tessera.coordinator.auth.oidc_login import OIDCLogin
 
 Duty = Literal["both", "serve", "conduct"]
 """What a process does of a coordinator's work."""
@@ -51,7 +51,7 @@ UPLOAD_THREADS = 8
 class Services:
     settings: Settings
     database: Database
-    room: Room
+    room: DiskSpace
     memory: Memory
     admission: Admission
     answers: Answers
@@ -63,15 +63,15 @@ class Services:
     submitting: OneAtATime
     uploads: Uploads
     differences: Differences
-    presence: Presence
-    gate: Gate
-    news: News
+    presence: LastSeen
+    gate: LongPollWaiters
+    news: ChangeFeed
     conductor: Conductor
-    bells: Bells
-    attendance: Attendance
-    people: People | None
+    bells: WakeupChannel
+    attendance: Poller
+    people: OIDCVerifier | None
     """Who holds a token of the OpenID provider, if there is one."""
-    sign_in: SignIn | None
+    sign_in: OIDCLogin | None
     """Where people sign in to the page, if that is at the provider."""
     housekeeping: Housekeeping
     call: Callable[[], None]
@@ -98,13 +98,15 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         inline_bytes=settings.inline_bytes,
         readahead_bytes=settings.merge_readahead_bytes,
     )
-    room = Room(_folders(database, blobs), settings.disk_reserve_bytes)
+    room = DiskSpace(_folders(database, blobs), settings.disk_reserve_bytes)
     states = States(blobs, _engine(settings) if duty != "serve" else None)
     inspector = Inspector(blobs, states)
-    presence, gate = Presence(), Gate()
-    bells: Bells = FolderBells(settings.staging_dir / "bells") if database.is_sqlite else NoticeBells(database)
+    presence, gate = LastSeen(), LongPollWaiters()
+    bells: WakeupChannel = (
+        FolderBells(settings.staging_dir / "bells") if database.is_sqlite else PostgresWakeups(database)
+    )
     wake = gate.notify if duty == "both" else bells.wake
-    news = News(database, tick_seconds=settings.tick_seconds, most_listeners=settings.max_listeners)
+    news = ChangeFeed(database, tick_seconds=settings.tick_seconds, most_listeners=settings.max_listeners)
     liveness = Liveness(database, settings.live_seconds)
     conductor = Conductor(
         database,
@@ -112,7 +114,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         Actions(database, states, liveness),
         RoundMerger(database, blobs, states, Aggregation(states, inspector), room, liveness),
         presence,
-        patience=Patience(settings.gather_seconds, settings.evaluation_seconds),
+        patience=Timeouts(settings.gather_seconds, settings.evaluation_seconds),
         tick_seconds=settings.tick_seconds,
         alive_file=settings.alive_file,
         notify=wake,
@@ -146,7 +148,7 @@ def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty:
         news=news,
         conductor=conductor,
         bells=bells,
-        attendance=Attendance(database, presence, gate, news, bells, tick_seconds=settings.tick_seconds),
+        attendance=Poller(database, presence, gate, news, bells, tick_seconds=settings.tick_seconds),
         people=people,
         sign_in=_sign_in(settings, people) if people else None,
         housekeeping=Housekeeping(
@@ -192,18 +194,18 @@ def _bytes_per_day(settings: Settings, blobs: Blobs) -> int | None:
     return disk.f_blocks * disk.f_frsize // 2
 
 
-def _people(settings: Settings) -> People | None:
+def _people(settings: Settings) -> OIDCVerifier | None:
     if settings.oidc_issuer is None:
         return None
     # Its libraries take long to import, and most coordinators have no use for them.
-    found: People = importlib.import_module("tessera.coordinator.auth.oidc").People(settings)
+    found: OIDCVerifier = importlib.import_module("tessera.coordinator.auth.oidc").OIDCVerifier(settings)
     return found
 
 
-def _sign_in(settings: Settings, people: People) -> SignIn | None:
+def _sign_in(settings: Settings, people: OIDCVerifier) -> OIDCLogin | None:
     if settings.oidc_client_id is None:
         return None
-    found: SignIn = importlib.import_module("tessera.coordinator.auth.oidc_login").SignIn(settings, people)
+    found: OIDCLogin = importlib.import_module("tessera.coordinator.auth.oidc_login").OIDCLogin(settings, people)
     return found
 
 

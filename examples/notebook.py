@@ -16,7 +16,7 @@ from tessera.shared.cli.export import export_folder
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import follow
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.metrics.rows import Row, rows_of
 from tessera.shared.updates.model_folder import ModelFolder
 
@@ -31,7 +31,7 @@ folder = ModelFolder.open(Path(os.environ.get("MODEL", "model")))
 uploaded = upload_model(client, folder)
 spec = RunSpec(
     name="from-a-notebook",
-    method=Chosen(name="fedavg"),
+    method=MethodSpec(name="fedavg"),
     model=uploaded.model,
     version=uploaded.version,
     dataset=os.environ.get("DATASET", "digits"),

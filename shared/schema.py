@@ -88,7 +88,7 @@ EnrolmentState = Literal["pending", "approved", "declined", "expired"]
 SecretHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """The SHA-256 of a whole token: all that a coordinator keeps of one."""
 
-Told = Annotated[str, Field(pattern=r"^[ -~]*$", max_length=64)]
+ShortText = Annotated[str, Field(pattern=r"^[ -~]*$", max_length=64)]
 """What a worker says of itself, for people to read."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from benchmarks.linear_attention.problem import Weights
-from tessera.shared.methods.base import Chosen, RunFacts, State, Update
+from tessera.shared.methods.base import MethodSpec, RunInfo, State, Update
 from tessera.shared.methods.fedfrozen import FROZEN_FROM
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block, Role
@@ -20,7 +20,7 @@ def warmup_rounds(start: Weights, versions: Iterable[tuple[Weights, Weights]], r
         Block(tensor=role, role=role, shape=matrix.shape, dtype="F64")
         for role, matrix in zip(BLOCK_ROLES, start, strict=True)
     )
-    half = coordinator_half(Chosen(name="fedfrozen", settings={"warmup_rounds": "auto"}), RunFacts(blocks, rounds))
+    half = coordinator_half(MethodSpec(name="fedfrozen", settings={"warmup_rounds": "auto"}), RunInfo(blocks, rounds))
     state = half.start(State(0, _named(start)))
     for sent, mean in versions:
         # The simulation has averaged already, so what the half would average is not read.

@@ -19,7 +19,7 @@ from tessera.shared.methods.base import (
     Phase,
     Plan,
     State,
-    Tally,
+    TrainingStats,
     Work,
     WorkerHalf,
 )
@@ -44,7 +44,7 @@ class DriftWorker(WorkerHalf[DriftSettings]):
     def phases(self, work: Work, selected: Selector) -> Sequence[Phase]:
         return ()
 
-    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
         # The task's seed is in the global state, so that each worker moves elsewhere.
         steps = drawn(random.getrandbits(32))
         blocks = work.plan.upload.resolve(work.blocks)

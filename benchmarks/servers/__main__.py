@@ -61,7 +61,7 @@ ARMS = (
 
 
 @dataclass(frozen=True)
-class Taken:
+class PortInUseError:
     """One direction, all clients at once."""
 
     seconds: float
@@ -91,7 +91,7 @@ class Running:
         finally:
             connection.close()
 
-    def turn(self, clients: int, each: Callable[[http.client.HTTPConnection], None]) -> Taken:
+    def turn(self, clients: int, each: Callable[[http.client.HTTPConnection], None]) -> PortInUseError:
         forget_peak(self.pid)
         connections = [http.client.HTTPConnection("127.0.0.1", self.port, timeout=120) for _ in range(clients)]
         faults: list[BaseException] = []
@@ -108,7 +108,7 @@ class Running:
             thread.start()
         for thread in threads:
             thread.join()
-        taken = Taken(perf_counter() - began, processor_seconds([self.pid]) - before, peak_bytes(self.pid))
+        taken = PortInUseError(perf_counter() - began, processor_seconds([self.pid]) - before, peak_bytes(self.pid))
         for connection in connections:
             connection.close()
         if faults:
@@ -139,13 +139,15 @@ def upload(payload: memoryview) -> Callable[[http.client.HTTPConnection], None]:
     return send
 
 
-def measure(folder: Path, megabytes: float, clients: int, turns: int) -> Mapping[str, Mapping[str, list[Taken]]]:
+def measure(
+    folder: Path, megabytes: float, clients: int, turns: int
+) -> Mapping[str, Mapping[str, list[PortInUseError]]]:
     """By server and direction, what each turn took."""
     payload = np.random.default_rng(0).bytes(int(megabytes * 1e6))
     file = folder / "payload"
     file.write_bytes(payload)
     ways = {"down": download(len(payload)), "up": upload(memoryview(payload))}
-    found: dict[str, dict[str, list[Taken]]] = {arm.name: {way: [] for way in ways} for arm in ARMS}
+    found: dict[str, dict[str, list[PortInUseError]]] = {arm.name: {way: [] for way in ways} for arm in ARMS}
     with ExitStack() as stack:
         running = {arm.name: Running(arm, folder, file, stack) for arm in ARMS}
         for turn in range(turns + 1):

@@ -19,12 +19,12 @@ from starlette.types import Receive, Scope, Send
 
 from tessera.coordinator.api.dependencies import Serving, allow
 from tessera.coordinator.api.request_limits import BoundedRoute
-from tessera.coordinator.auth.permissions import within_reach
+from tessera.coordinator.auth.permissions import readable_blobs
 from tessera.coordinator.blobs.uploads import Upload, Uploads
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.limits.response_memory import Answers
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES
-from tessera.shared.api.versions import Wanted
+from tessera.shared.api.versions import BlobRequest
 from tessera.shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
 
 router = APIRouter(prefix="/v1", tags=["blobs"])
@@ -87,7 +87,7 @@ def get_blob(
 ) -> Response:
     """A blob of a run that the caller has to do with. Immutable: its name is its content."""
     with serving.database.snapshot() as session:
-        if not within_reach(session, caller, [digest]):
+        if not readable_blobs(session, caller, [digest]):
             raise NotFound(f"there is no blob {digest} within this token's reach")
         blob = serving.blobs.find(session, digest)
     serving.blobs.verify(blob)
@@ -108,11 +108,11 @@ def get_blob(
 
 
 @listed.post("/blobs/read", operation_id="readBlobs", response_class=StreamingResponse)
-def read_blobs(wanted: Wanted, serving: Serving, caller: Holder) -> Response:
+def read_blobs(wanted: BlobRequest, serving: Serving, caller: Holder) -> Response:
     """Several blobs of runs that the caller has to do with, one behind the other in one answer."""
     serving.memory.require()
     with serving.database.snapshot() as session:
-        reached = within_reach(session, caller, wanted.digests)
+        reached = readable_blobs(session, caller, wanted.digests)
         if beyond := [digest for digest in wanted.digests if digest not in reached]:
             raise NotFound(f"there is no blob {beyond[0]} within this token's reach")
         portions = serving.blobs.portions(session, wanted.digests)

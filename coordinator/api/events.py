@@ -34,7 +34,7 @@ class EventStream(StreamingResponse):
 
 @router.get("/events", operation_id="listenToAll", response_class=EventStream)
 async def all_events(serving: Serving, caller: Viewer, shown: Shown, last_event_id: LastEvent = None) -> EventStream:
-    """Every change of state as it happens, as `Happening` in an event of type `change`; without an id and of type
+    """Every change of state as it happens, as `ChangeEvent` in an event of type `change`; without an id and of type
     `progress`, that workers were heard of."""
     return stream(serving, None, last_event_id, caller.token_id, lambda: admitted(serving, shown))
 

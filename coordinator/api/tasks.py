@@ -10,7 +10,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from tessera.coordinator.api.dependencies import Anyone, Cursor, Limit, Serving, SiteCaller
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.operations import tasks
-from tessera.shared.api.tasks import Claim, Evaluated, Failure, Heartbeat, Lease, Submission, Task, TaskView
+from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Lease, Submission, Task, TaskView
 from tessera.shared.problems import Fault, Invalid, TooLarge
 from tessera.shared.schema import MOST_CLAIM_BYTES, PROTOCOL, Page
 
@@ -92,7 +92,7 @@ async def submit_update(task_id: str, body: Submission, serving: Serving, caller
 
 
 @router.post("/{task_id}/evaluation", operation_id="submitEvaluation")
-def submit_evaluation(task_id: str, body: Evaluated, serving: Serving, caller: SiteCaller) -> TaskView:
+def submit_evaluation(task_id: str, body: EvaluationResult, serving: Serving, caller: SiteCaller) -> TaskView:
     """Hands in what a version was measured at."""
     return tasks.submit_evaluation(serving, caller, task_id, body)
 

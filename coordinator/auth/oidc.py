@@ -44,7 +44,7 @@ class ProviderFault(Exception):
     """The provider did not answer, or not with what an OpenID provider answers."""
 
 
-class People:
+class OIDCVerifier:
     """Who the holders of a provider's tokens are. Safe to use from several threads."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:

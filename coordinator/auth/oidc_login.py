@@ -22,7 +22,7 @@ import structlog
 from tessera.coordinator.auth.oidc import (
     AGAIN_SECONDS,
     KEYS_SECONDS,
-    People,
+    OIDCVerifier,
     ProviderFault,
     asked,
     discovered,
@@ -41,10 +41,10 @@ SECRET_BYTES = 32
 log = structlog.get_logger()
 
 
-class SignIn:
+class OIDCLogin:
     """The page as a client of the provider. Safe to use from several threads."""
 
-    def __init__(self, settings: Settings, people: People, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: Settings, people: OIDCVerifier, clock: Callable[[], float] = time.monotonic) -> None:
         self._issuer = settings.oidc_issuer or ""
         self._client_id = settings.oidc_client_id or ""
         self._secret_file = settings.oidc_client_secret_file

@@ -33,7 +33,7 @@ def run_within_reach(session: Session, caller: Principal, run_id: str) -> RunRow
     return row
 
 
-def within_reach(session: Session, caller: Principal, digests: Collection[str]) -> set[str]:
+def readable_blobs(session: Session, caller: Principal, digests: Collection[str]) -> set[str]:
     """Those of the digests that the caller may read or name.
 
     A site reads the blobs of runs that it has had a task in. Others read those of all runs, and what was sent by any

@@ -10,7 +10,7 @@ import secrets
 from sqlalchemy import delete
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.auth.tokens import holder_of
+from tessera.coordinator.auth.tokens import principal_for_token
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import PersonSessionRow, SessionRow
 from tessera.coordinator.domain.principal import Principal
@@ -46,7 +46,7 @@ def holder(session: Session, now: float, secret: str, issuer: str | None) -> Pri
     if found.expires_at <= now:
         raise Unauthenticated("the session has expired")
     if isinstance(found, SessionRow):
-        return holder_of(session, now, found.token_id)
+        return principal_for_token(session, now, found.token_id)
     if issuer is None or not found.person.startswith(f"{issuer}#"):
         raise Unauthenticated("people no longer sign in where this session was begun")
     # The role was one when the session began.

@@ -34,10 +34,10 @@ def authenticate(session: Session, now: float, secret: str) -> Principal:
 
 def require_admitted(session: Session, now: float, caller: Principal) -> None:
     """Raises Unauthenticated or SiteSuspended if the caller, who was admitted before, no longer is."""
-    holder_of(session, now, caller.token_id)
+    principal_for_token(session, now, caller.token_id)
 
 
-def holder_of(session: Session, now: float, token_id: str) -> Principal:
+def principal_for_token(session: Session, now: float, token_id: str) -> Principal:
     """Who holds the token of this id. Raises Unauthenticated and SiteSuspended."""
     return _admitted(_token(session, TokenRow.id == token_id), now)
 

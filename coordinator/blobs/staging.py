@@ -19,7 +19,7 @@ OWN = "put-"
 LOCK = "lock"
 
 
-class Unfinished:
+class StagingArea:
     """The files of one process in the staging folder."""
 
     def __init__(self, staging_dir: Path) -> None:

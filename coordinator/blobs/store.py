@@ -29,7 +29,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.object_store import Objects, key_of
-from tessera.coordinator.blobs.staging import Unfinished, sweep
+from tessera.coordinator.blobs.staging import StagingArea, sweep
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import BlobRow
 from tessera.shared.problems import NotFound, StoreSpoilt
@@ -91,7 +91,7 @@ class Blobs:
         self.staging_dir = staging_dir.absolute()
         # What lies in them is of sites: updates, and models that not everybody may have.
         staging_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.unfinished = Unfinished(self.staging_dir)
+        self.unfinished = StagingArea(self.staging_dir)
         # A disk may have spoilt what an earlier process wrote: each blob is hashed once more before its first use.
         # What came since was hashed as it came, by this process or by one beside it.
         self._sound = Recent(SOUND_KEPT)

@@ -23,7 +23,7 @@ from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.ids import new_id
 from tessera.coordinator.db.tables import AnnouncedRow, SiteRow, UploadRow
-from tessera.coordinator.limits.disk import Room
+from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.thread_shares import Shares
 from tessera.shared.problems import (
     BadRequest,
@@ -102,7 +102,7 @@ class Quota:
 class Uploads:
     database: Database
     blobs: Blobs
-    room: Room
+    room: DiskSpace
     quota: Quota
     idle_seconds: float
     threads: Shares

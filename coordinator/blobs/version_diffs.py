@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 from anyio import to_thread
 
-from tessera.coordinator.auth.permissions import within_reach
+from tessera.coordinator.auth.permissions import readable_blobs
 from tessera.coordinator.blobs.difference_format import write_difference
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
@@ -46,7 +46,7 @@ class Differences:
         with self.database.snapshot() as session:
             rows = [session.get(VersionRow, (run_id, wanted)) for wanted in (since, number)]
             digests = [row.digest for row in rows if row and row.retired_at is None]
-            if len(digests) < 2 or within_reach(session, caller, digests) != set(digests):
+            if len(digests) < 2 or readable_blobs(session, caller, digests) != set(digests):
                 raise NotFound(f"run {run_id} has no versions {since} and {number}")
             if made := session.get(DifferenceRow, (run_id, number, since)):
                 return Difference(digest=made.digest, nbytes=session.get_one(BlobRow, made.digest).size)

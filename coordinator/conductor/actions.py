@@ -23,9 +23,9 @@ from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, VersionRow
 from tessera.coordinator.db.transitions import move_run, move_task
 from tessera.coordinator.domain import decide as todo
 from tessera.coordinator.domain.decide import Action
-from tessera.coordinator.domain.eligibility import Invitation, refused_model, refused_plan
-from tessera.coordinator.domain.snapshot import Due
-from tessera.coordinator.domain.workers import Member, ids, sites_of
+from tessera.coordinator.domain.eligibility import RunTerms, refused_model, refused_plan
+from tessera.coordinator.domain.snapshot import PendingEvaluation
+from tessera.coordinator.domain.workers import LiveWorker, ids, sites_of
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan, State
@@ -47,7 +47,7 @@ class Liveness:
         self._live_seconds = live_seconds
         self._began_at = database.now()
 
-    def workers(self, session: Session) -> list[Member]:
+    def workers(self, session: Session) -> list[LiveWorker]:
         return live_workers(session, self._database.now() - self._live_seconds)
 
     def includes(self, session: Session, plans: Mapping[str, Plan]) -> bool:
@@ -144,7 +144,7 @@ class Actions:
         with self.database.transaction() as session:
             rounds.cancel_tasks(session, self.database.now(), rounds.evaluations_of(session, run_id))
 
-    def offer_evaluation(self, run_id: str, due: Due) -> list[str]:
+    def offer_evaluation(self, run_id: str, due: PendingEvaluation) -> list[str]:
         """Offer a version to the site that is named, or to the central worker that was least often asked in vain."""
         with self.database.transaction() as session:
             now = self.database.now()
@@ -173,7 +173,7 @@ def require(holds: bool, otherwise: str) -> None:
         raise Conflict(otherwise)
 
 
-def read_base(database: Database, run_id: str) -> tuple[Invitation, VersionRef]:
+def read_base(database: Database, run_id: str) -> tuple[RunTerms, VersionRef]:
     """Return what a run asks for, and its latest version."""
     with database.snapshot() as session:
         run = session.get_one(RunRow, run_id)
@@ -181,13 +181,13 @@ def read_base(database: Database, run_id: str) -> tuple[Invitation, VersionRef]:
         return invitation(session, run), VersionRef(number=version.number, digest=version.digest)
 
 
-def read_willing(database: Database, run_id: str, invited: Invitation, live: Sequence[Member]) -> list[Member]:
+def read_willing(database: Database, run_id: str, invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
     """Return who could take part in a round, each with what decides who does for its site."""
     with database.snapshot() as session:
         return remembering(session, run_id, candidates(session, invited, live))
 
 
-def plan_for_willing(spec: RunSpec, model: Model, state: State, willing: Sequence[Member]) -> Mapping[str, Plan]:
+def plan_for_willing(spec: RunSpec, model: Model, state: State, willing: Sequence[LiveWorker]) -> Mapping[str, Plan]:
     """Plan for those whose sites would send what is planned for them, as far as they show their policies.
 
     Raises SelectorError for a plan of what is not there, before any worker hears of it, and TooFewWilling.
@@ -207,7 +207,7 @@ def plan_for_willing(spec: RunSpec, model: Model, state: State, willing: Sequenc
 
 
 def open_planned(
-    session: Session, now: float, run: RunRow, willing: Sequence[Member], plans: Mapping[str, Plan]
+    session: Session, now: float, run: RunRow, willing: Sequence[LiveWorker], plans: Mapping[str, Plan]
 ) -> list[str]:
     """Open the next round, or end the run if the method plans nothing more. Return the workers that were asked."""
     if not plans:

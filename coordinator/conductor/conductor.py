@@ -27,11 +27,11 @@ from tessera.coordinator.db.snapshots import run_snapshot, runs_to_decide
 from tessera.coordinator.db.tables import RoundRow
 from tessera.coordinator.db.workers import note_seen
 from tessera.coordinator.domain import decide as todo
-from tessera.coordinator.domain.decide import Action, Patience, decide
+from tessera.coordinator.domain.decide import Action, Timeouts, decide
 from tessera.coordinator.domain.snapshot import RunSnapshot
-from tessera.coordinator.domain.workers import Member
+from tessera.coordinator.domain.workers import LiveWorker
 from tessera.coordinator.limits.disk import is_full
-from tessera.coordinator.notify.long_poll import Presence
+from tessera.coordinator.notify.long_poll import LastSeen
 from tessera.shared.problems import Conflict, StoreAway, StoreFull
 from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import Attributes, trace_of, traceparent_of
@@ -54,9 +54,9 @@ class Conductor:
         liveness: Liveness,
         actions: Actions,
         merger: RoundMerger,
-        presence: Presence,
+        presence: LastSeen,
         *,
-        patience: Patience,
+        patience: Timeouts,
         tick_seconds: float,
         alive_file: Path | None = None,
         notify: Callable[[Sequence[str]], None],
@@ -128,7 +128,7 @@ class Conductor:
                     acted |= self._try(run, action)
         return acted
 
-    def _look(self, run_id: str, live: Sequence[Member]) -> RunSnapshot | None:
+    def _look(self, run_id: str, live: Sequence[LiveWorker]) -> RunSnapshot | None:
         """Return a run as it is. One that this version cannot read pauses, and the others go on."""
         try:
             with self._database.snapshot() as session:

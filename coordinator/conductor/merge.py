@@ -20,10 +20,10 @@ from tessera.coordinator.conductor.actions import (
 from tessera.coordinator.db import rounds
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import RoundRow, RunRow
-from tessera.coordinator.domain.eligibility import Invitation
+from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.workers import sites_of
-from tessera.coordinator.limits.disk import Room
+from tessera.coordinator.limits.disk import DiskSpace
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.registry import coordinator_half
@@ -44,7 +44,7 @@ class RoundMerger:
     blobs: Blobs
     states: States
     aggregation: Aggregation
-    room: Room
+    room: DiskSpace
     liveness: Liveness
 
     def merge(self, run_id: str, round_id: str, notify: Callable[[Sequence[str]], None]) -> None:
@@ -54,7 +54,7 @@ class RoundMerger:
         # Beside the next round, which need not wait for it.
         self._score(run_id, round_id, invited.spec, base)
 
-    def _merge(self, run_id: str, round_id: str, invited: Invitation, base: VersionRef) -> list[str]:
+    def _merge(self, run_id: str, round_id: str, invited: RunTerms, base: VersionRef) -> list[str]:
         """Merge and plan outside of any transaction, then commit version, round and next round in one (I3)."""
         spec = invited.spec
         model = self.states.model(spec.model)

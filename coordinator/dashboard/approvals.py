@@ -18,7 +18,7 @@ from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.tables import EnrolmentRow, RunRow
-from tessera.coordinator.domain.workers import Member
+from tessera.coordinator.domain.workers import LiveWorker
 from tessera.coordinator.operations import enrolments
 from tessera.shared.api.admin import Approval
 from tessera.shared.problems import Fault, Invalid, faults_of
@@ -74,7 +74,7 @@ def pending_count(session: Session, now: float) -> int:
     return session.scalar(select(func.count()).where(waits)) or 0
 
 
-def withheld(session: Session, live: Sequence[Member]) -> list[Withheld]:
+def withheld(session: Session, live: Sequence[LiveWorker]) -> list[Withheld]:
     """Live runs that live workers withhold themselves from until a person at their site has agreed."""
     by_run: dict[str, list[tuple[str, str]]] = {}
     for worker in live:

@@ -34,7 +34,7 @@ from tessera.shared.problems import Forbidden, NotFound, Unauthenticated
 from tessera.shared.schema import TokenRole
 
 if TYPE_CHECKING:
-    from tessera.coordinator.auth.oidc_login import SignIn
+    from tessera.coordinator.auth.oidc_login import OIDCLogin
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
@@ -130,7 +130,7 @@ def as_sentence(detail: str) -> str:
     return f"{detail[:1].upper()}{detail[1:]}."
 
 
-def _provider(serving: Services) -> SignIn:
+def _provider(serving: Services) -> OIDCLogin:
     """Raises NotFound."""
     if serving.sign_in is None:
         raise NotFound(

@@ -35,7 +35,7 @@ LATELY_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True)
-class Concern:
+class Alert:
     """Something that does not mend itself."""
 
     title: str
@@ -140,11 +140,11 @@ def tasks_in_hand(session: Session, names: Mapping[str, str]) -> dict[str, TaskV
     }
 
 
-def _concerns(session: Session, serving: Services, now: float) -> Iterator[Concern]:
+def _concerns(session: Session, serving: Services, now: float) -> Iterator[Alert]:
     newest = select(RunRow).order_by(RunRow.updated_at.desc()).limit(MOST_LIVE)
     for run in session.scalars(newest.where(RunRow.state == "paused")):
         why = run.reason or "A person paused it."
-        yield Concern(
+        yield Alert(
             f"{run.name} is paused",
             why,
             "Mend what the reason names, then resume the run.",
@@ -156,14 +156,14 @@ def _concerns(session: Session, serving: Services, now: float) -> Iterator[Conce
         able, quorum = len(sites_of(candidates(session, invitation(session, run), live))), view.spec.cohort.quorum
         if able < quorum:
             detail = f"{plural(able, 'live site')} could train on {view.spec.dataset}; its quorum is {quorum}."
-            yield Concern(
+            yield Alert(
                 f"{run.name} waits for workers", detail, "See which sites are silent.", f"{PREFIX}/runs/{run.id}"
             )
         latest = session.get_one(VersionRow, (run.id, run.version_number))
         for warning in latest.warnings:
-            yield Concern(f"{run.name} warns", warning, link=f"{PREFIX}/runs/{run.id}")
+            yield Alert(f"{run.name} warns", warning, link=f"{PREFIX}/runs/{run.id}")
     if waiting := pending_count(session, now):
-        yield Concern(
+        yield Alert(
             f"{plural(waiting, 'worker')} {'asks' if waiting == 1 else 'ask'} to be admitted",
             "Each shows a code to its people.",
             "An administrator compares the codes, and admits or declines.",
@@ -171,12 +171,12 @@ def _concerns(session: Session, serving: Services, now: float) -> Iterator[Conce
         )
     for one in withheld(session, live):
         detail = f"{plural(len(one.workers) + one.more, 'worker')} will not take part before their sites agree."
-        yield Concern(
+        yield Alert(
             f"{one.name} waits for sites", detail, "A person at each site approves it there.", f"{PREFIX}/approvals"
         )
     yield from _of_tasks(session, now)
     if not serving.room.has():
-        yield Concern(
+        yield Alert(
             "The disk is nearly full",
             f"{size(serving.room.free_bytes())} are free, less than the reserve: uploads and merges are refused.",
             "Make room, or keep fewer versions (setting keep_versions).",
@@ -184,24 +184,24 @@ def _concerns(session: Session, serving: Services, now: float) -> Iterator[Conce
             "bad",
         )
     if (share := serving.memory.share()) > WATERMARK:
-        yield Concern(
+        yield Alert(
             "Memory is short", f"{share:.0%} are in use: no upload is begun.", "Give the process more.", weight="bad"
         )
 
 
-def _of_tasks(session: Session, now: float) -> Iterator[Concern]:
+def _of_tasks(session: Session, now: float) -> Iterator[Alert]:
     faulty = TaskRow.state.in_(("failed", "rejected")) & (TaskRow.created_at >= now - LATELY_SECONDS)
     rows = session.execute(select(TaskRow.state, func.count()).where(faulty).group_by(TaskRow.state))
     by_state = {state: count for state, count in rows}  # noqa: C416 (a row is no pair)
     if failed := by_state.get("failed"):
-        yield Concern(
+        yield Alert(
             f"{plural(failed, 'task')} failed within a day",
             "Workers said that they could not do them.",
             "Each failure says why, and what to do.",
             f"{PREFIX}/failures",
         )
     if rejected := by_state.get("rejected"):
-        yield Concern(
+        yield Alert(
             f"{plural(rejected, 'update')} refused within a day",
             "They were not what the plan asked for, or could not be read.",
             "Each refusal names the block and the fault.",

@@ -15,7 +15,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.tables import WorkerRow, declared_text
-from tessera.coordinator.domain.eligibility import mirror_of
+from tessera.coordinator.domain.eligibility import policy_of
 
 KEPT_BYTES = 32 << 20
 AT_A_TIME = 500
@@ -53,7 +53,7 @@ class Declarations:
     def _keep(self, key: str, declared: dict[str, Any]) -> dict[str, Any]:
         length = len(declared_text(declared))
         # Each run is compared with it, so the mirror is read here.
-        declared = {**declared, "mirror": mirror_of(declared)}
+        declared = {**declared, "mirror": policy_of(declared)}
         if key.startswith("sha256:"):
             with self._lock:
                 if key not in self._kept:

@@ -14,8 +14,8 @@ from tessera.coordinator.db.ids import new_id
 from tessera.coordinator.db.snapshots import invitation, sites_due
 from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.db.transitions import move_round, move_task, move_tasks
-from tessera.coordinator.domain.snapshot import Due
-from tessera.coordinator.domain.workers import Member
+from tessera.coordinator.domain.snapshot import PendingEvaluation
+from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.methods.base import Plan
@@ -28,7 +28,7 @@ ACTOR = "conductor"
 
 
 def open_round(
-    session: Session, now: float, run: RunRow, willing: Sequence[Member], plans: Mapping[str, Plan]
+    session: Session, now: float, run: RunRow, willing: Sequence[LiveWorker], plans: Mapping[str, Plan]
 ) -> list[str]:
     """Opens the run's next round with one task for each planned worker; returns the workers' ids.
 
@@ -63,7 +63,7 @@ def open_round(
     return [worker.id for worker in planned]
 
 
-def offer_evaluation(session: Session, now: float, run: RunRow, due: Due, worker: Member) -> None:
+def offer_evaluation(session: Session, now: float, run: RunRow, due: PendingEvaluation, worker: LiveWorker) -> None:
     """Offers a version to a worker, in place of what is no longer wanted: of a central data set the same version from
     another worker, of a site an earlier version."""
     spec = RunSpec.model_validate(run.spec)
@@ -83,7 +83,7 @@ def offer_evaluation(session: Session, now: float, run: RunRow, due: Due, worker
     audit.record(session, now, ACTOR, "task.evaluate", task.id, run_id=run.id, **about)
 
 
-def offer_at_sites(session: Session, now: float, run: RunRow, live: Sequence[Member]) -> list[str]:
+def offer_at_sites(session: Session, now: float, run: RunRow, live: Sequence[LiveWorker]) -> list[str]:
     """Offers the run's latest due version to each worker at a site that lacks it; returns their ids."""
     due = sites_due(session, run, invitation(session, run), live)
     by_id = {worker.id: worker for worker in live}

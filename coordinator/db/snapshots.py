@@ -12,10 +12,10 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.declarations import Declarations
 from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
-from tessera.coordinator.domain.eligibility import Invitation, objections
+from tessera.coordinator.domain.eligibility import RunTerms, ineligibilities
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
-from tessera.coordinator.domain.snapshot import Due, RoundSnapshot, RunSnapshot, TaskSnapshot
-from tessera.coordinator.domain.workers import Member, ids, sites_of
+from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, TaskSnapshot
+from tessera.coordinator.domain.workers import LiveWorker, ids, sites_of
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.registry import sticky
 from tessera.shared.schema import ACCEPTED
@@ -29,7 +29,7 @@ MOST_UNAGREED = 100
 """Rounds that may be abandoned because sites have not agreed to the run, without counting as tries."""
 
 
-def live_workers(session: Session, since: float) -> list[Member]:
+def live_workers(session: Session, since: float) -> list[LiveWorker]:
     """Every worker heard of since then whose site is not suspended, in the order of names (`site/worker`)."""
     rows = session.execute(
         select(WorkerRow.id, WorkerRow.name, SiteRow.name.label("site"), WorkerRow.declared_digest)
@@ -37,19 +37,21 @@ def live_workers(session: Session, since: float) -> list[Member]:
         .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None))
     ).all()
     declared = DECLARATIONS.of(session, {r.id: r.declared_digest for r in rows})
-    return sorted((Member(r.id, f"{r.site}/{r.name}", r.site, declared[r.id]) for r in rows), key=lambda m: m.name)
+    return sorted(
+        (LiveWorker(r.id, f"{r.site}/{r.name}", r.site, declared[r.id]) for r in rows), key=lambda m: m.name
+    )
 
 
-def invitation(session: Session, run: RunRow) -> Invitation:
-    return Invitation(RunSpec.model_validate(run.spec), run.model_bytes, audit.creator_of(session, run.id), run.id)
+def invitation(session: Session, run: RunRow) -> RunTerms:
+    return RunTerms(RunSpec.model_validate(run.spec), run.model_bytes, audit.creator_of(session, run.id), run.id)
 
 
-def eligible(invited: Invitation, live: Sequence[Member]) -> list[Member]:
+def eligible(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
     """Who could train in a round of this run: allowed, willing, with the data and the method."""
-    return [worker for worker in live if not objections(invited, worker.site, worker.declared)]
+    return [worker for worker in live if not ineligibilities(invited, worker.site, worker.declared)]
 
 
-def candidates(session: Session, invited: Invitation, live: Sequence[Member]) -> list[Member]:
+def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
     """Who of them may be asked in the run's next round: where the method is sticky, nobody in another's place."""
     able = eligible(invited, live)
     if not sticky(invited.spec.method):
@@ -71,7 +73,7 @@ def candidates(session: Session, invited: Invitation, live: Sequence[Member]) ->
     return [worker for worker in able if took_part.get(worker.site, worker.id) == worker.id]
 
 
-def remembering(session: Session, run_id: str, willing: Sequence[Member]) -> list[Member]:
+def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) -> list[LiveWorker]:
     """The same workers with the round that each last did, where its site has several to choose from."""
     counts = Counter(worker.site for worker in willing)
     crowded = [site for site, count in counts.items() if count > 1]
@@ -89,7 +91,7 @@ def remembering(session: Session, run_id: str, willing: Sequence[Member]) -> lis
     return [replace(worker, last_round=rounds.get(worker.id, 0)) for worker in willing]
 
 
-def evaluators(invited: Invitation, live: Sequence[Member]) -> list[Member]:
+def evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
     """Who could evaluate this run's versions on the central data set."""
     if invited.spec.evaluation is None:
         return []
@@ -104,7 +106,7 @@ def evaluators(invited: Invitation, live: Sequence[Member]) -> list[Member]:
     ]
 
 
-def site_evaluators(invited: Invitation, live: Sequence[Member]) -> list[Member]:
+def site_evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
     """Who could evaluate them on what it holds out: whoever could train, and holds something out."""
     spec = invited.spec
     if spec.evaluation is None or not spec.evaluation.sites:
@@ -124,7 +126,7 @@ def runs_to_decide(session: Session) -> list[str]:
     return list(session.scalars(select(RunRow.id).where(which).order_by(RunRow.created_at, RunRow.id)))
 
 
-def run_snapshot(session: Session, run_id: str, live: Sequence[Member], *, absent_are_gone: bool) -> RunSnapshot:
+def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, absent_are_gone: bool) -> RunSnapshot:
     """A run at this moment. `absent_are_gone` tells whether a worker that is not live is given up on."""
     here = ids(live) if absent_are_gone else None
     run = session.get_one(RunRow, run_id)
@@ -208,7 +210,9 @@ def _idle_since(session: Session, run: RunRow) -> float:
     return max(run.resumed_at, ended or 0.0)
 
 
-def central_due(session: Session, run: RunRow, spec: RunSpec, here: Collection[str] | None) -> list[Due]:
+def central_due(
+    session: Session, run: RunRow, spec: RunSpec, here: Collection[str] | None
+) -> list[PendingEvaluation]:
     """Versions to be measured on the central data set, every n-th, the first and the last, oldest first, that nobody
     has measured, nor is at it, nor was asked to in vain too often.
 
@@ -229,7 +233,7 @@ def central_due(session: Session, run: RunRow, spec: RunSpec, here: Collection[s
         .order_by(VersionRow.number)
         .limit(MAX_UNEVALUATED)
     )
-    return [Due(number) for number in session.scalars(numbers)]
+    return [PendingEvaluation(number) for number in session.scalars(numbers)]
 
 
 def _latest_due(run: RunRow, spec: RunSpec) -> int:
@@ -240,7 +244,9 @@ def _latest_due(run: RunRow, spec: RunSpec) -> int:
     return number - number % spec.evaluation.every
 
 
-def sites_due(session: Session, run: RunRow, invited: Invitation, live: Sequence[Member]) -> list[Due]:
+def sites_due(
+    session: Session, run: RunRow, invited: RunTerms, live: Sequence[LiveWorker]
+) -> list[PendingEvaluation]:
     """The latest version that is due, for each live worker that has not measured it on what it holds out, nor been
     asked to too often. All workers of a site are asked, and are one site in every figure
     (`shared.metrics.site_spread`).
@@ -254,4 +260,4 @@ def sites_due(session: Session, run: RunRow, invited: Invitation, live: Sequence
     tasks = (TaskRow.run_id == run.id) & (TaskRow.version_number == number) & (TaskRow.held_out)
     over = TaskRow.state.in_(("offered", "leased", "lapsed", "accepted")) | (TaskRow.leases >= spec.cohort.task_tries)
     asked = set(session.scalars(select(TaskRow.worker_id).where(tasks, over)))
-    return [Due(number, worker.id) for worker in able if worker.id not in asked]
+    return [PendingEvaluation(number, worker.id) for worker in able if worker.id not in asked]

@@ -15,7 +15,7 @@ from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, Ve
 from tessera.coordinator.db.transitions import move_task
 from tessera.coordinator.domain.acceptance import refusal
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.api.tasks import Evaluated, Progress, Receipt, Submission, Task
+from tessera.shared.api.tasks import EvaluationResult, Progress, Receipt, Submission, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, StaleVersion, Withheld
@@ -151,7 +151,7 @@ def renew(session: Session, task: TaskRow, expires_at: float, progress: Progress
     session.execute(update(TaskRow).where(same).values(lease_expires_at=expires_at, **told))
 
 
-def require_report(record: TaskRecord, report: Submission | Evaluated, kind: str) -> None:
+def require_report(record: TaskRecord, report: Submission | EvaluationResult, kind: str) -> None:
     """Raise a problem unless the report is about the task under its lease, of this kind, and within its bounds."""
     record.require_lease(report.token)
     if record.task.kind != kind:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
-from tessera.coordinator.domain.snapshot import Due, RoundSnapshot, RunSnapshot, TaskSnapshot
+from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, TaskSnapshot
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Abandon:
 class Evaluate:
     """A version is to be offered to the worker for what it holds out, or to one that evaluates centrally."""
 
-    due: Due
+    due: PendingEvaluation
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ Action = Expire | Offer | Open | Close | Merge | Abandon | Evaluate | CancelEval
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """How long is waited for what may still come, in seconds."""
 
     gather_seconds: float
@@ -87,7 +87,7 @@ class Patience:
     """For the last evaluations, once all rounds are done."""
 
 
-def decide(run: RunSnapshot, now: float, patience: Patience) -> list[Action]:
+def decide(run: RunSnapshot, now: float, patience: Timeouts) -> list[Action]:
     if run.state not in LIVE_RUN:
         return list(_wind_up(run))
     leases, moves = list(_leases(run, now)), []
@@ -152,7 +152,7 @@ def _may_come(task: TaskSnapshot, tries: int) -> bool:
     return task.state == "leased" or (to_be_had and task.present)
 
 
-def _next(run: RunSnapshot, now: float, patience: Patience) -> Iterator[Action]:
+def _next(run: RunSnapshot, now: float, patience: Timeouts) -> Iterator[Action]:
     """Between rounds: the next one, or the end, or a pause for a reason that a person can read."""
     waited = now - run.idle_since
     if run.version >= run.rounds:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from tessera.shared.api.runs import Objection, RunSpec
-from tessera.shared.api.tasks import Mirror
+from tessera.shared.api.runs import Ineligibility, RunSpec
+from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
@@ -23,7 +23,7 @@ SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Invitation:
+class RunTerms:
     """A run as it is judged before a round. `run` is None for one that is not yet."""
 
     spec: RunSpec
@@ -36,26 +36,26 @@ class Invitation:
         return self.spec.cohort.sites is None or site in self.spec.cohort.sites
 
 
-def mirror_of(declared: Mapping[str, Any]) -> Mirror | None:
+def policy_of(declared: Mapping[str, Any]) -> AdvertisedPolicy | None:
     """What a worker said of its policy; None for one of a version that says nothing."""
     told = declared.get("mirror")
-    if isinstance(told, Mirror):
+    if isinstance(told, AdvertisedPolicy):
         return told
     # Each look at a run asks for every live worker's: to parse it takes longer than to write it down.
     return None if told is None else _mirror(json.dumps(told))
 
 
 @lru_cache(maxsize=4096)
-def _mirror(text: str) -> Mirror:
-    return Mirror.model_validate_json(text)
+def _mirror(text: str) -> AdvertisedPolicy:
+    return AdvertisedPolicy.model_validate_json(text)
 
 
-def objections(invitation: Invitation, site: str, declared: Mapping[str, Any]) -> list[Objection]:
+def ineligibilities(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> list[Ineligibility]:
     """Why a worker would not train in a round of the run, whatever the round asks; none if it would."""
-    return [Objection(rule=rule, detail=detail) for rule, detail in _objections(invitation, site, declared)]
+    return [Ineligibility(rule=rule, detail=detail) for rule, detail in _objections(invitation, site, declared)]
 
 
-def _objections(invitation: Invitation, site: str, declared: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     spec = invitation.spec
     if not invitation.lets_know(site):
         yield "not-invited", "its site is not among cohort.sites"
@@ -68,11 +68,11 @@ def _objections(invitation: Invitation, site: str, declared: Mapping[str, Any]) 
         yield "datasets", f"it has no data set {spec.dataset}, or may not use it"
     if reason := declared.get("withheld", {}).get(invitation.run):
         yield "withheld", reason
-    if mirror := mirror_of(declared):
+    if mirror := policy_of(declared):
         yield from _refusals(invitation, examples, mirror)
 
 
-def _refusals(invitation: Invitation, examples: int, mirror: Mirror) -> Iterator[tuple[str, str]]:
+def _refusals(invitation: RunTerms, examples: int, mirror: AdvertisedPolicy) -> Iterator[tuple[str, str]]:
     """What the site's policy has against the run as a whole, by the policy's own rules."""
     spec, privacy = invitation.spec, invitation.spec.privacy
     if mirror.orchestrators is not None and invitation.orchestrator not in mirror.orchestrators:
@@ -102,14 +102,14 @@ def _refusals(invitation: Invitation, examples: int, mirror: Mirror) -> Iterator
         )
 
 
-def reservations(invitation: Invitation, mirror: Mirror | None, upload_bytes: int) -> list[Objection]:
+def reservations(invitation: RunTerms, mirror: AdvertisedPolicy | None, upload_bytes: int) -> list[Ineligibility]:
     """What may keep a worker that takes part from doing so to the run's end, or make it late. A round asks it for
     `upload_bytes` before any codec."""
     found = _reservations(invitation.spec, mirror, upload_bytes) if mirror else ()
-    return [Objection(rule=rule, detail=detail) for rule, detail in found]
+    return [Ineligibility(rule=rule, detail=detail) for rule, detail in found]
 
 
-def _reservations(spec: RunSpec, mirror: Mirror, upload_bytes: int) -> Iterator[tuple[str, str]]:
+def _reservations(spec: RunSpec, mirror: AdvertisedPolicy, upload_bytes: int) -> Iterator[tuple[str, str]]:
     budget, privacy = mirror.budgets.get(spec.dataset), spec.privacy
     if budget and privacy:
         spent = mirror.spent.get(spec.dataset)
@@ -132,23 +132,23 @@ def _reservations(spec: RunSpec, mirror: Mirror, upload_bytes: int) -> Iterator[
         yield "airlock", "a person at its site releases each update"
 
 
-def refused_model(mirror: Mirror | None, model: Model) -> Objection | None:
+def refused_model(mirror: AdvertisedPolicy | None, model: Model) -> Ineligibility | None:
     """What the site has against the model."""
     kind = str(model.config.get("model_type"))
     if mirror is None or mirror.models is None or kind in mirror.models:
         return None
-    return Objection(rule="models", detail=f"it takes no models of type {kind}")
+    return Ineligibility(rule="models", detail=f"it takes no models of type {kind}")
 
 
-def refused_plan(mirror: Mirror | None, model: Model, plan: Plan) -> Objection | None:
+def refused_plan(mirror: AdvertisedPolicy | None, model: Model, plan: Plan) -> Ineligibility | None:
     """What the site has against sending what a plan asks for."""
     if mirror is None:
         return None
     asked = plan.upload.resolve(model.blocks)
     if kept := [block for block in asked if mirror.withholds(block)]:
-        return Objection(rule="never_send", detail=f"these blocks never leave it: {_listed(kept)}")
+        return Ineligibility(rule="never_send", detail=f"these blocks never leave it: {_listed(kept)}")
     if kept := [block for block in asked if not mirror.may_send.holds(block)]:
-        return Objection(rule="may_send", detail=f"these blocks may not leave it: {_listed(kept)}")
+        return Ineligibility(rule="may_send", detail=f"these blocks may not leave it: {_listed(kept)}")
     return None
 
 

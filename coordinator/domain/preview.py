@@ -6,10 +6,16 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 
-from tessera.coordinator.domain.eligibility import Invitation, objections, refused_model, refused_plan, reservations
-from tessera.coordinator.domain.workers import Member
-from tessera.shared.api.runs import Ask, Objection, Preview, Prospect, RunSpec
-from tessera.shared.api.tasks import Mirror
+from tessera.coordinator.domain.eligibility import (
+    RunTerms,
+    ineligibilities,
+    refused_model,
+    refused_plan,
+    reservations,
+)
+from tessera.coordinator.domain.workers import LiveWorker
+from tessera.shared.api.runs import Ineligibility, Preview, RoundWorkload, RunSpec, WorkerPreview
+from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import Selector
@@ -23,7 +29,7 @@ MOST_NAMED = 5
 
 
 def preview(
-    invited: Invitation, model: Model, state: State, known: Sequence[Member], live: Collection[str], now: float
+    invited: RunTerms, model: Model, state: State, known: Sequence[LiveWorker], live: Collection[str], now: float
 ) -> Preview:
     """`known` is every worker that was ever heard of, `live` the names of those heard of lately.
 
@@ -43,9 +49,9 @@ def preview(
             found[name] = [*found[name], said]
     asked = {name: _ask(plan, model) for name, plan in plans.items()}
     prospects = tuple(
-        Prospect(
+        WorkerPreview(
             worker=worker.name,
-            objections=tuple(found[worker.name]),
+            ineligibilities=tuple(found[worker.name]),
             reservations=tuple(reservations(invited, worker.mirror, ask.upload_bytes)) if ask else (),
             asked=ask,
         )
@@ -64,7 +70,7 @@ def preview(
     )
 
 
-def _shared_data(spec: RunSpec, known: Sequence[Member]) -> list[str]:
+def _shared_data(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
     """A warning if workers of one site hold the run's data under one name, which may be one data set twice."""
     holding = Counter(worker.site for worker in known if worker.declared["datasets"].get(spec.dataset, 0) > 0)
     sites = sorted(site for site, count in holding.items() if count > 1)
@@ -75,40 +81,40 @@ def _shared_data(spec: RunSpec, known: Sequence[Member]) -> list[str]:
     return [f"{said}: if it is the same data, each keeps a privacy budget of its own for it; run one worker on it"]
 
 
-def _but_for_approval(found: Sequence[Objection]) -> list[Objection]:
+def _but_for_approval(found: Sequence[Ineligibility]) -> list[Ineligibility]:
     return [said for said in found if said.rule != AWAITING]
 
 
 def _before_planning(
-    invited: Invitation, model: Model, worker: Member, live: Collection[str], now: float
-) -> list[Objection]:
+    invited: RunTerms, model: Model, worker: LiveWorker, live: Collection[str], now: float
+) -> list[Ineligibility]:
     found = [_silent(worker.mirror, now)] if worker.name not in live else []
-    found += objections(invited, worker.site, worker.declared)
+    found += ineligibilities(invited, worker.site, worker.declared)
     if said := refused_model(worker.mirror, model):
         found.append(said)
     if worker.mirror and worker.mirror.approve_runs and invited.run is None:
-        found.append(Objection(rule=AWAITING, detail="a person at its site has to approve the run first"))
+        found.append(Ineligibility(rule=AWAITING, detail="a person at its site has to approve the run first"))
     return found
 
 
-def _silent(mirror: Mirror | None, now: float) -> Objection:
+def _silent(mirror: AdvertisedPolicy | None, now: float) -> Ineligibility:
     """Why a worker is silent: its site's hours, as far as anybody can tell from here."""
     if mirror and mirror.hours:
         local = datetime.fromtimestamp(now, UTC) + timedelta(minutes=mirror.utc_offset_minutes)
         if not is_open(mirror.hours, local):
             hours, minutes = divmod(minutes_until_open(mirror.hours, local), 60)
             detail = f"it works {', '.join(mirror.hours)} and begins in {hours} h {minutes} min"
-            return Objection(rule="hours", detail=detail)
-    return Objection(rule="silent", detail="it was not heard of lately")
+            return Ineligibility(rule="hours", detail=detail)
+    return Ineligibility(rule="silent", detail="it was not heard of lately")
 
 
-def _ask(plan: Plan, model: Model) -> Ask:
+def _ask(plan: Plan, model: Model) -> RoundWorkload:
     def measured(selector: Selector) -> tuple[int, int]:
         blocks: tuple[Block, ...] = selector.resolve(model.blocks)
         return len(blocks), sum(block.nbytes for block in blocks)
 
     fetch, train, upload = map(measured, (plan.fetch, plan.train, plan.upload))
-    return Ask(
+    return RoundWorkload(
         stage=plan.stage,
         fetch_blocks=fetch[0],
         fetch_bytes=fetch[1],

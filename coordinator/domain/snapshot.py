@@ -30,7 +30,7 @@ class RoundSnapshot:
 
 
 @dataclass(frozen=True)
-class Due:
+class PendingEvaluation:
     """A version that is to be measured, and that nobody who is here has been asked to."""
 
     version: int
@@ -57,7 +57,7 @@ class RunSnapshot:
     """When the run was last changed: created, resumed, or its last round ended."""
     evaluations: tuple[TaskSnapshot, ...]
     """Evaluations that are not over."""
-    unevaluated: tuple[Due, ...]
+    unevaluated: tuple[PendingEvaluation, ...]
     """With tries left: central versions oldest first, and of the latest at sites whom it still lacks of the live."""
     evaluators: int
     """Live workers that could evaluate on the central data set."""

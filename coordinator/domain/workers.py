@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tessera.coordinator.domain.eligibility import mirror_of
-from tessera.shared.api.tasks import Mirror
+from tessera.coordinator.domain.eligibility import policy_of
+from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Participant
 
 
 @dataclass(frozen=True)
-class Member:
+class LiveWorker:
     """A live worker: its row, the name that orders and seeds everything, and what it declared."""
 
     id: str
@@ -23,8 +23,8 @@ class Member:
     """As `Participant.last_round`, where `remembering` looked it up."""
 
     @property
-    def mirror(self) -> Mirror | None:
-        return mirror_of(self.declared)
+    def mirror(self) -> AdvertisedPolicy | None:
+        return policy_of(self.declared)
 
     def participant(self, dataset: str) -> Participant:
         examples = self.declared["datasets"].get(dataset, 0)
@@ -32,9 +32,9 @@ class Member:
         return Participant(self.name, examples, resources, self.site, self.last_round)
 
 
-def ids(workers: Sequence[Member]) -> set[str]:
+def ids(workers: Sequence[LiveWorker]) -> set[str]:
     return {worker.id for worker in workers}
 
 
-def sites_of(workers: Iterable[Member]) -> set[str]:
+def sites_of(workers: Iterable[LiveWorker]) -> set[str]:
     return {worker.site for worker in workers}

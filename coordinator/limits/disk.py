@@ -19,7 +19,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _POSTGRES_FULL = "53100"
 
 
-class Room:
+class DiskSpace:
     """What is free where blobs, uploads and the embedded database lie, less a reserve in which what is under way may
     finish."""
 

@@ -20,7 +20,7 @@ from sqlalchemy import func, select
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database
 from tessera.coordinator.db.tables import AuditRow, TaskRow
 from tessera.coordinator.db.views import instant
-from tessera.shared.api.admin import Happening
+from tessera.shared.api.admin import ChangeEvent
 from tessera.shared.problems import Busy
 
 log = structlog.get_logger()
@@ -54,7 +54,7 @@ class _Listener:
     """Whether it is to be asked anew if it may listen."""
 
 
-class News:
+class ChangeFeed:
     """Belongs to one event loop; `ring` and `close` may be called from any thread."""
 
     def __init__(self, database: Database, *, tick_seconds: float, most_listeners: int) -> None:
@@ -62,7 +62,7 @@ class News:
         self._tick_seconds = tick_seconds
         self._most = most_listeners
         self._listeners: set[_Listener] = set()
-        self._kept: deque[Happening] = deque(maxlen=KEPT)
+        self._kept: deque[ChangeEvent] = deque(maxlen=KEPT)
         self._last = 0
         self._renewed: dict[str, tuple[float, int]] = {}
         self._looking: asyncio.Task[None] | None = None
@@ -168,7 +168,7 @@ class News:
         for listener in self._listeners:
             listener.bell.set()
 
-    async def _after(self, seq: int, run_id: str | None) -> tuple[list[Happening], int]:
+    async def _after(self, seq: int, run_id: str | None) -> tuple[list[ChangeEvent], int]:
         """The next events behind one, and up to where that is all."""
         if seq >= self._last:
             return [], seq
@@ -185,7 +185,7 @@ class News:
         with self._database.snapshot() as session:
             return session.scalar(select(func.max(AuditRow.seq))) or 0
 
-    def _read(self, seq: int, run_id: str | None) -> list[Happening]:
+    def _read(self, seq: int, run_id: str | None) -> list[ChangeEvent]:
         query = select(AuditRow.seq, AuditRow.at, AuditRow.action, AuditRow.subject, AuditRow.run_id)
         query = query.where(AuditRow.seq > seq)
         if run_id is not None:
@@ -193,7 +193,7 @@ class News:
         with self._database.snapshot() as session:
             rows = session.execute(query.order_by(AuditRow.seq).limit(AT_A_TIME)).all()
         return [
-            Happening(seq=row.seq, at=instant(row.at), action=row.action, subject=row.subject, run=row.run_id)
+            ChangeEvent(seq=row.seq, at=instant(row.at), action=row.action, subject=row.subject, run=row.run_id)
             for row in rows
         ]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
-class Presence:
+class LastSeen:
     """When each worker was last heard of, since the last time this was asked."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Presence:
         return seen
 
 
-class Gate:
+class LongPollWaiters:
     """Where claims wait. Belongs to one event loop; `notify` and `close` may be called from any thread."""
 
     def __init__(self) -> None:

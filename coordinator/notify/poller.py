@@ -11,19 +11,26 @@ from sqlalchemy.exc import SQLAlchemyError
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tasks import offered_to
 from tessera.coordinator.db.workers import note_seen
-from tessera.coordinator.notify.event_stream import News
-from tessera.coordinator.notify.long_poll import Gate, Presence
-from tessera.coordinator.notify.wakeup import Bell, Bells, own_name
+from tessera.coordinator.notify.event_stream import ChangeFeed
+from tessera.coordinator.notify.long_poll import LastSeen, LongPollWaiters
+from tessera.coordinator.notify.wakeup import WakeupChannel, WakeupListener, own_name
 
 log = structlog.get_logger()
 
 
-class Attendance:
+class Poller:
     """Enters who was heard of, and opens the gate for those who have a task: at once when its bell is rung, and at
     every tick, in case that a bell was lost or the conductor is on another machine."""
 
     def __init__(
-        self, database: Database, presence: Presence, gate: Gate, news: News, bells: Bells, *, tick_seconds: float
+        self,
+        database: Database,
+        presence: LastSeen,
+        gate: LongPollWaiters,
+        news: ChangeFeed,
+        bells: WakeupChannel,
+        *,
+        tick_seconds: float,
     ) -> None:
         self._database = database
         self._presence = presence
@@ -36,7 +43,7 @@ class Attendance:
 
     def begin(self) -> None:
         """To be called within the event loop that the gate belongs to."""
-        self._bell: Bell = self._bells.hung_up(own_name())
+        self._bell: WakeupListener = self._bells.hung_up(own_name())
         asyncio.get_running_loop().add_reader(self._bell.socket, self._rung)
         self._thread.start()
 

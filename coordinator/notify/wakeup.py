@@ -36,14 +36,14 @@ LONGEST_ADDRESS = 100
 log = structlog.get_logger()
 
 
-class Bells(Protocol):
+class WakeupChannel(Protocol):
     def call(self) -> None:
         """Rings for the conductors. One that has not come to its last few rings yet needs no further one."""
 
     def wake(self, worker_ids: Sequence[str]) -> None:
         """Rings for workers, wherever they wait."""
 
-    def hung_up(self, name: str) -> Bell:
+    def hung_up(self, name: str) -> WakeupListener:
         """A bell under this name, which nobody else alive on this machine has."""
 
 
@@ -71,13 +71,13 @@ class FolderBells:
             except OSError as fault:
                 log.warning("bell.not_heard", name=path.name, detail=str(fault))
 
-    def hung_up(self, name: str) -> Bell:
+    def hung_up(self, name: str) -> WakeupListener:
         path = self._folder / name
         path.unlink(missing_ok=True)
         listening = _datagrams()
         with self._addressed(name) as address:
             listening.bind(address)
-        return Bell(listening, lambda: path.unlink(missing_ok=True))
+        return WakeupListener(listening, lambda: path.unlink(missing_ok=True))
 
     @contextmanager
     def _addressed(self, name: str) -> Iterator[str]:
@@ -93,7 +93,7 @@ class FolderBells:
             os.close(folder)
 
 
-class NoticeBells:
+class PostgresWakeups:
     """Bells by notifications of PostgreSQL, which reach every machine."""
 
     def __init__(self, database: Database) -> None:
@@ -113,14 +113,14 @@ class NoticeBells:
             # What it is about was committed: the next tick finds it.
             log.warning("bell.not_rung", channel=channel, detail=str(fault))
 
-    def hung_up(self, name: str) -> Bell:
+    def hung_up(self, name: str) -> WakeupListener:
         channel = _CONDUCTING if name == CONDUCTOR else _SERVING
         ended = threading.Event()
         listening, ringing = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         threading.Thread(
             target=_pass_on, args=(self._database, channel, ringing, ended), name=channel, daemon=True
         ).start()
-        return Bell(listening, ended.set)
+        return WakeupListener(listening, ended.set)
 
 
 def _pass_on(database: Database, channel: str, ringing: socket.socket, ended: threading.Event) -> None:
@@ -146,7 +146,7 @@ def own_name() -> str:
     return SERVING + uuid.uuid4().hex
 
 
-class Bell:
+class WakeupListener:
     """What is listened to, until the end of `with`."""
 
     def __init__(self, listening: socket.socket, take_down: Callable[[], object]) -> None:

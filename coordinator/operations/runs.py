@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tessera.coordinator.auth.permissions import within_reach
+from tessera.coordinator.auth.permissions import readable_blobs
 from tessera.coordinator.db import audit, rounds, views
 from tessera.coordinator.db.idempotency import once
 from tessera.coordinator.db.ids import new_id
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.tables import RunBlobRow, RunRow
 from tessera.coordinator.db.transitions import move_run
-from tessera.coordinator.domain.eligibility import Invitation
+from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.preview import preview
 from tessera.coordinator.domain.principal import Principal
@@ -77,7 +77,7 @@ def preview_run(services: Services, caller: Principal, spec: RunSpec) -> Preview
     with services.database.snapshot() as session:
         known = live_workers(session, 0.0)
         live = {worker.name for worker in live_workers(session, now - services.settings.live_seconds)}
-    return preview(Invitation(spec, model.nbytes, caller.name), model, state, known, live, now)
+    return preview(RunTerms(spec, model.nbytes, caller.name), model, state, known, live, now)
 
 
 def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatch, if_match: str) -> Run:
@@ -124,7 +124,7 @@ def _require_readable(services: Services, caller: Principal, named: dict[str, st
     Otherwise naming a blob in a run would be a way to read it.
     """
     with services.database.snapshot() as session:
-        reached = within_reach(session, caller, named.values())
+        reached = readable_blobs(session, caller, named.values())
     faults = [
         Fault(pointer=pointer, detail=f"blob {digest} was not uploaded")
         for pointer, digest in sorted(named.items())

@@ -21,7 +21,7 @@ from tessera.coordinator.db.workers import enrol, enrolled
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES, UPDATES_TOTAL
-from tessera.shared.api.tasks import Claim, Evaluated, Failure, Heartbeat, Lease, Submission, Task, TaskView
+from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Lease, Submission, Task, TaskView
 from tessera.shared.model.layers import layers_of
 from tessera.shared.problems import (
     Conflict,
@@ -227,7 +227,7 @@ def submit_update(services: Services, caller: Principal, task_id: str, report: S
     return view
 
 
-def submit_evaluation(services: Services, caller: Principal, task_id: str, report: Evaluated) -> TaskView:
+def submit_evaluation(services: Services, caller: Principal, task_id: str, report: EvaluationResult) -> TaskView:
     """Accept what a version was measured at."""
     with services.database.snapshot() as session:
         record = tasks.find_task(session, task_id, caller.site_id)
@@ -284,7 +284,7 @@ def _rejected(report: Submission, problem: Problem) -> dict[str, Any]:
 
 
 def _accepted(
-    report: Submission | Evaluated,
+    report: Submission | EvaluationResult,
     numbers: dict[str, float],
     layers: Sequence[str] = (),
     upload: Upload | None = None,

@@ -17,7 +17,13 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import DatabaseInUse
 from tessera.coordinator.db.tables import AuditRow
 from tessera.coordinator.limits.memory import WATERMARK, Memory
-from tessera.coordinator.server.http_limits import BadCertificate, Exposed, Taken, require_free, require_private
+from tessera.coordinator.server.http_limits import (
+    BadCertificate,
+    InsecureBindError,
+    PortInUseError,
+    require_free,
+    require_private,
+)
 from tessera.coordinator.services import Services
 from tessera.coordinator.settings import Settings
 from tessera.shared.diagnostics.checks import Check, Finding, fail, ok, warn
@@ -115,7 +121,7 @@ def _address(services: Services) -> Iterator[Finding]:
     try:
         require_free(settings)
         yield ok("address", f"{listens}, which is free")
-    except Taken as taken:
+    except PortInUseError as taken:
         try:
             services.database.hold("serve")
         except DatabaseInUse:
@@ -124,7 +130,7 @@ def _address(services: Services) -> Iterator[Finding]:
             yield warn("address", str(taken), "If that is not this coordinator, `serve` will not start.")
     try:
         require_private(settings)
-    except (Exposed, BadCertificate) as refusal:
+    except (InsecureBindError, BadCertificate) as refusal:
         yield fail("tls", str(refusal), "Until then `serve` refuses to start.")
         return
     if settings.tls_cert is not None:
@@ -139,7 +145,7 @@ def _provider(settings: Settings) -> Iterator[Finding]:
     # Loaded for this alone: its libraries take long.
     oidc = importlib.import_module("tessera.coordinator.auth.oidc")
     try:
-        keys = oidc.People(settings).fetched()
+        keys = oidc.OIDCVerifier(settings).fetched()
     except oidc.ProviderFault as fault:
         yield fail("provider", str(fault), "Nobody is admitted with its tokens until it answers.")
     else:

@@ -55,9 +55,9 @@ LOOKS = 4
 
 def configuration(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     """The server as `serve` runs it."""
-    door = Door(settings)
+    door = ConnectionLimiter(settings)
     return uvicorn.Config(
-        Ending(app),
+        ShutdownMiddleware(app),
         host=settings.host,
         port=settings.port,
         http=partial(Connection, door),  # type: ignore[arg-type]  # it is called, whatever it is
@@ -75,11 +75,11 @@ def configuration(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     )
 
 
-class Exposed(RuntimeError):
+class InsecureBindError(RuntimeError):
     """To listen as the settings say would show tokens and updates to whoever is on the way."""
 
 
-class Taken(RuntimeError):
+class PortInUseError(RuntimeError):
     """Something listens at the address of the settings already, or nobody may."""
 
 
@@ -91,7 +91,7 @@ def require_private(settings: Settings) -> None:
     """Raises Exposed if other machines would be served in plain HTTP, and BadCertificate."""
     if settings.tls_cert is None:
         if not (settings.behind_proxy or is_loopback(settings.host)):
-            raise Exposed(
+            raise InsecureBindError(
                 f"TESSERA_HOST={settings.host} serves other machines, and without TLS whoever is on the way reads "
                 "tokens and updates. Give TESSERA_TLS_CERT and TESSERA_TLS_KEY, or set TESSERA_BEHIND_PROXY=true if "
                 "a proxy does TLS and nobody else reaches this address."
@@ -117,7 +117,7 @@ def require_free(settings: Settings) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as fault:
-        raise Taken(
+        raise PortInUseError(
             f"{settings.host}:{settings.port} cannot be listened at: {fault.strerror or fault}. Give another "
             "TESSERA_PORT or TESSERA_HOST, or end what listens there."
         ) from fault
@@ -134,7 +134,7 @@ def make_room(connections: int) -> None:
             log.warning("coordinator.few_files", allowed=allowed, wanted=wanted)
 
 
-class Door:
+class ConnectionLimiter:
     """Who is connected: how many in all, and how many from each address."""
 
     def __init__(self, settings: Settings) -> None:
@@ -169,7 +169,7 @@ class Connection(HttpToolsProtocol):
     """One connection with its limits: on the bytes and the time of a request's head, and on how long a receiver may
     take nothing of an answer."""
 
-    def __init__(self, door: Door, **uvicorns: Any) -> None:
+    def __init__(self, door: ConnectionLimiter, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._door = door
         self._settings = door.settings
@@ -362,7 +362,7 @@ class Connection(HttpToolsProtocol):
         return self.transport.get_write_buffer_size() + int(struct.unpack("i", held)[0])
 
 
-class Ending:
+class ShutdownMiddleware:
     """An application whose requests, if the process ends before they do, are told to come again."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -14,8 +14,8 @@ from tessera.coordinator.app import create_app
 from tessera.coordinator.conductor.child_process import ChildConductor
 from tessera.coordinator.server.http_limits import (
     BadCertificate,
-    Exposed,
-    Taken,
+    InsecureBindError,
+    PortInUseError,
     configuration,
     make_room,
     require_free,
@@ -24,7 +24,7 @@ from tessera.coordinator.server.http_limits import (
 from tessera.coordinator.services import Services
 from tessera.shared.telemetry import spans
 
-__all__ = ["BadCertificate", "Exposed", "Taken", "require_free", "require_private", "serve"]
+__all__ = ["BadCertificate", "InsecureBindError", "PortInUseError", "require_free", "require_private", "serve"]
 
 log = structlog.get_logger()
 

@@ -26,7 +26,7 @@ from tessera.shared.cli.export import export_folder
 from tessera.shared.cli.run_file import read_spec
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
-from tessera.shared.client.round_outcomes import Glimpse, at_work, follow
+from tessera.shared.client.round_outcomes import RunProgress, at_work, follow
 from tessera.shared.methods.fedfrozen import Scope
 from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.updates.model_folder import ModelFolder
@@ -112,7 +112,7 @@ def _untrained(client: Client, run: Run) -> Mapping[str, float]:
     return scores_by_version(client.measurements(run.id)).get(0, {})
 
 
-def _open_line(glimpse: Glimpse) -> str:
+def _open_line(glimpse: RunProgress) -> str:
     made = glimpse.open
     if made is None:
         return "the last version is being measured"

@@ -20,9 +20,9 @@ from tessera.shared.schema import (
     Label,
     Message,
     SecretHash,
+    ShortText,
     TaskKind,
     TokenRole,
-    Told,
 )
 
 # ---------------------------------------------------------------- sites, tokens, status
@@ -109,8 +109,8 @@ class EnrolmentSpec(Message):
         default=None, description="the site that it says it is of; an enrolment token's, if shown"
     )
     worker: Label
-    device: Told = ""
-    version: Told = ""
+    device: ShortText = ""
+    version: ShortText = ""
     secret_hash: SecretHash
 
 
@@ -122,8 +122,8 @@ class Enrolment(Message):
     state: EnrolmentState
     site: Label
     worker: Label
-    device: Told = ""
-    version: Told = ""
+    device: ShortText = ""
+    version: ShortText = ""
     address: str = ""
     created_at: datetime
     decided_at: datetime | None = None
@@ -152,7 +152,7 @@ class AuditEntry(Message):
     digest: str
 
 
-class Happening(Message):
+class ChangeEvent(Message):
     """One change of state, as those who listen are told of it: an entry of the audit chain without its detail."""
 
     seq: int

@@ -18,7 +18,7 @@ from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.run_settings.privacy import Privacy
 from tessera.shared.run_settings.training import Training
 from tessera.shared.schema import Bytes, Digest, Frozen, Label, Message, Rounds, RoundState, RunState, Seed
@@ -97,7 +97,7 @@ class RunSpec(Frozen):
     """What an orchestrator asks for. `model` and `version` are digests of blobs uploaded before."""
 
     name: Label
-    method: Chosen
+    method: MethodSpec
     model: Digest
     version: Digest
     dataset: Label = Field(description="what sites call the data to train on")
@@ -176,14 +176,14 @@ class Run(Message):
     updated_at: datetime
 
 
-class Objection(Message):
+class Ineligibility(Message):
     """Why a worker would not take part: a rule of its policy, or what it lacks."""
 
     rule: str
     detail: str
 
 
-class Ask(Message):
+class RoundWorkload(Message):
     """What a round asks of a worker, in blocks and bytes, before any codec. What it holds already is not fetched
     again."""
 
@@ -196,15 +196,15 @@ class Ask(Message):
     upload_bytes: int
 
 
-class Prospect(Message):
+class WorkerPreview(Message):
     """What is to be expected of a worker."""
 
     worker: str
-    objections: tuple[Objection, ...] = ()
+    ineligibilities: tuple[Ineligibility, ...] = ()
     """Why it would not take part; it would if there are none."""
-    reservations: tuple[Objection, ...] = ()
+    reservations: tuple[Ineligibility, ...] = ()
     """What may keep one that takes part from doing so to the run's end, or make it late."""
-    asked: Ask | None = None
+    asked: RoundWorkload | None = None
     """What the first round asks of it; None if it would not take part, or is not drawn for that round."""
 
 
@@ -216,7 +216,7 @@ class Preview(Message):
     """The sites that would take part."""
     awaiting: int
     """The sites that also would, once a person there has approved the run."""
-    prospects: tuple[Prospect, ...]
+    prospects: tuple[WorkerPreview, ...]
     missing_sites: tuple[str, ...] = ()
     """Sites that the run invites and that no worker was ever heard of from."""
     warnings: tuple[str, ...] = ()

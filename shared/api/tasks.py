@@ -21,7 +21,7 @@ from pydantic import (
 
 from tessera.shared.aggregation.mean import Divide
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block, Name
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.problems import ProblemDocument
@@ -50,9 +50,9 @@ from tessera.shared.schema import (
     Rounds,
     Seed,
     Short,
+    ShortText,
     TaskKind,
     TaskState,
-    Told,
 )
 
 
@@ -129,7 +129,7 @@ class TaskView(Message):
 # ---------------------------------------------------------------- tasks
 
 
-class Mirror(Message):
+class AdvertisedPolicy(Message):
     """What a site's policy would refuse, as far as it helps to plan: what may leave, how much, when, for whom. No
     promise of either side: the worker judges each task itself."""
 
@@ -183,11 +183,11 @@ class Claim(Message):
     datasets: Examples = Field(max_length=256)
     held_out: Examples = Field(default={}, max_length=256)
     methods: tuple[Short, ...] = Field(default=(), max_length=256)
-    device: Told = "cpu"
-    version: Told = ""
+    device: ShortText = "cpu"
+    version: ShortText = ""
     """Of the worker's own code; none of a worker that does not say."""
     resources: Resources = {}
-    mirror: Mirror | None = None
+    mirror: AdvertisedPolicy | None = None
     withheld: dict[Identifier, Annotated[str, Field(max_length=300)]] = Field(default={}, max_length=MOST_WITHHELD)
     """Runs that it is to be offered no task of, and why."""
 
@@ -219,7 +219,7 @@ class Task(Message):
     round: NonNegativeInt
     rounds: Rounds
     seed: Seed
-    method: Chosen
+    method: MethodSpec
     plan: Plan
     dataset: Label
     held_out: bool = False
@@ -277,7 +277,7 @@ class Submission(Message):
     audit_head: AuditHead | None = None
 
 
-class Evaluated(Message):
+class EvaluationResult(Message):
     """A finished `evaluate` task."""
 
     token: int

@@ -77,7 +77,7 @@ class VersionRef(Message):
     digest: Digest
 
 
-class Wanted(Message):
+class BlobRequest(Message):
     """Blobs to be read one behind the other, each once, from byte `start` of them all on."""
 
     digests: tuple[Digest, ...] = Field(min_length=1, max_length=MOST_WANTED, json_schema_extra={"uniqueItems": True})

@@ -42,9 +42,9 @@ from tessera.shared.api.admin import (
     WorkerView,
 )
 from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec
-from tessera.shared.api.tasks import Claim, Evaluated, Failure, Heartbeat, Lease, Submission, Task, TaskView
+from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Lease, Submission, Task, TaskView
 from tessera.shared.api.tasks import Progress as TaskProgress
-from tessera.shared.api.versions import Difference, Manifest, Version, Wanted
+from tessera.shared.api.versions import BlobRequest, Difference, Manifest, Version
 from tessera.shared.client.transport import Answer, Credential, NotUnderstood, Transport, Unreachable, tls_context
 from tessera.shared.hashing import Hashing, Sink, digest_at
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
@@ -251,7 +251,7 @@ class Client:
             some, before = tuple(digests[first : first + MOST_WANTED]), file.tell()
 
             def attempt(some: tuple[str, ...] = some, before: int = before) -> None:
-                wanted = Wanted(digests=some, start=file.tell() - before).model_dump_json()
+                wanted = BlobRequest(digests=some, start=file.tell() - before).model_dump_json()
                 headers = {"Content-Type": "application/json"}
                 with self._transport.stream("/v1/blobs/read", headers, method="POST", content=wanted) as response:
                     _pour(response, file, progress)
@@ -360,7 +360,7 @@ class Client:
         """Hands in a finished `train` task whose update was uploaded before. Accepted when it returns."""
         return self._post(f"/v1/tasks/{task_id}/update", submission, TaskView)
 
-    def submit_evaluation(self, task_id: str, evaluated: Evaluated) -> TaskView:
+    def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView:
         return self._post(f"/v1/tasks/{task_id}/evaluation", evaluated, TaskView)
 
     def fail(self, task_id: str, failure: Failure) -> TaskView:

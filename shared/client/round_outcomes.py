@@ -108,7 +108,7 @@ def at_work(round_: Round) -> str:
 
 
 @dataclass(frozen=True)
-class Glimpse:
+class RunProgress:
     """A run at one moment of following it: what ended since the last one, and what is open."""
 
     run: Run
@@ -122,7 +122,7 @@ class Glimpse:
 
 def follow(
     client: Client, run_id: str, *, poll_seconds: float = 1.0, sleep: Callable[[float], None] = time.sleep
-) -> Iterator[Glimpse]:
+) -> Iterator[RunProgress]:
     """Looks at a run every `poll_seconds` until it no longer runs. Every attempt at a round is told once, in order.
 
     A committed round is told once its version has been measured, if it is to be, or once the round after it was
@@ -143,7 +143,7 @@ def follow(
         told_of = [round_.number for round_ in settled if round_.state == "committed"]
         versions = client.versions(run_id, min(told_of) - 1) if told_of else ()
         ended = outcomes(settled, scores_by_version(found), spreads(found), versions)
-        glimpse = Glimpse(run, tuple(ended), last if last and last.state not in OVER else None)
+        glimpse = RunProgress(run, tuple(ended), last if last and last.state not in OVER else None)
         yield glimpse
         if glimpse.over:
             return

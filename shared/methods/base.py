@@ -110,7 +110,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunInfo:
     """What both halves may know of the run."""
 
     blocks: tuple[Block, ...]
@@ -136,7 +136,7 @@ class CoordinatorHalf(Generic[C]):
     """Whether the server's memory counts what each site keeps. A site that took part then stays with the worker whose
     update was merged, since what that one keeps is its own; while it is away, so is the site."""
 
-    def __init__(self, settings: C, run: RunFacts) -> None:
+    def __init__(self, settings: C, run: RunInfo) -> None:
         self.settings = settings
         self.run = run
 
@@ -329,7 +329,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Tally:
+class TrainingStats:
     """What local training came to."""
 
     examples: int
@@ -349,7 +349,7 @@ class Harvest:
 class WorkerHalf(Generic[C]):
     """Runs at a site: torch, but no network and no other worker."""
 
-    def __init__(self, settings: C, run: RunFacts) -> None:
+    def __init__(self, settings: C, run: RunInfo) -> None:
         self.settings = settings
         self.run = run
 
@@ -388,7 +388,7 @@ class WorkerHalf(Generic[C]):
     def after_backward(self, work: Work) -> None:
         """Between the backward pass and the optimizer's step, when gradients may be corrected."""
 
-    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
         """What to send and what to keep: by default the blocks that were both selected and asked for, and what is
         private."""
         sent = [block for block in work.plan.upload.resolve(work.blocks) if selected.holds(block)]
@@ -436,7 +436,7 @@ UPDATE_NORM = "update_norm"
 """The name of an update's l2 norm among its numbers, which the coordinator measures."""
 
 
-class Chosen(Frozen):
+class MethodSpec(Frozen):
     """A method by name, with its settings: what a run and a task carry."""
 
     name: str

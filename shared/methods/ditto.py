@@ -20,7 +20,7 @@ from tessera.shared.methods.base import (
     Method,
     MethodSettings,
     Phase,
-    Tally,
+    TrainingStats,
     Work,
     WorkerHalf,
 )
@@ -73,7 +73,7 @@ class DittoWorker(WorkerHalf[DittoSettings]):
                     loss = loss + self.settings.lam / 2 * (tensor - self._near[name]).square().sum()
         return loss
 
-    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
         harvest = super().harvest(work, selected, tally)
         own = {OWN + block.name: work.read(block) for block in work.blocks}
         sent = {name: self._trained[name] for name in harvest.upload}

@@ -37,7 +37,7 @@ from tessera.shared.methods.base import (
     Participant,
     Plan,
     State,
-    Tally,
+    TrainingStats,
     UnsupportedRun,
     Update,
     Work,
@@ -160,7 +160,7 @@ class FedDynWorker(WorkerHalf[FedDynSettings]):
                 if parameter.grad is not None and name in self._centre:
                     parameter.grad.add_(parameter.detach() - self._centre[name], alpha=self._alpha)
 
-    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
         harvest = super().harvest(work, selected, tally)
         if not self._alpha:
             return harvest

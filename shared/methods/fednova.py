@@ -27,7 +27,7 @@ from tessera.shared.methods.base import (
     MethodSettings,
     Plan,
     State,
-    Tally,
+    TrainingStats,
     Update,
     Work,
     WorkerHalf,
@@ -109,7 +109,7 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
 
 
 class FedNovaWorker(WorkerHalf[MethodSettings]):
-    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
         numbers = {EFFECTIVE_STEPS: effective_steps(tally.steps, self.run.training)}
         return replace(super().harvest(work, selected, tally), numbers=numbers)
 

@@ -25,7 +25,7 @@ from tessera.shared.methods.base import (
     Method,
     MethodSettings,
     State,
-    Tally,
+    TrainingStats,
     UnsupportedRun,
     Work,
     WorkerHalf,
@@ -73,7 +73,7 @@ class MoonWorker(WorkerHalf[MoonSettings]):
         difference = (far - near) / self.settings.temperature  # [examples]
         return output.loss + self.settings.mu * difference.logaddexp(difference.new_zeros(())).mean()
 
-    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
         harvest = super().harvest(work, selected, tally)
         if not self.settings.mu:
             return harvest

@@ -25,7 +25,7 @@ from tessera.shared.methods.base import (
     Participant,
     Phase,
     Plan,
-    RunFacts,
+    RunInfo,
     State,
     UnsupportedRun,
     Work,
@@ -56,7 +56,7 @@ class PFedDCSettings(MethodSettings):
     )
 
 
-def trained_modalities(settings: PFedDCSettings, run: RunFacts) -> tuple[Modality, ...]:
+def trained_modalities(settings: PFedDCSettings, run: RunInfo) -> tuple[Modality, ...]:
     """Return the towers whose prompts train. Raises UnsupportedRun if the model lacks one of them, or any prompts."""
     there = {block.name for block in run.blocks}
     wanted = settings.modalities or tuple(each for each in MODALITIES if f"prompts.{each}" in there) or MODALITIES

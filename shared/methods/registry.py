@@ -18,7 +18,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tessera.shared.methods.base import Chart, Chosen, CoordinatorHalf, Method, MethodSettings, RunFacts, WorkerHalf
+from tessera.shared.methods.base import (
+    Chart,
+    CoordinatorHalf,
+    Method,
+    MethodSettings,
+    MethodSpec,
+    RunInfo,
+    WorkerHalf,
+)
 
 FOLDERS = "TESSERA_METHODS"
 """The environment variable that names folders with methods, divided as in PATH."""
@@ -65,42 +73,42 @@ def _from_folders() -> Iterator[ModuleType]:
             yield module
 
 
-def _method(chosen: Chosen) -> tuple[Method[Any], MethodSettings]:
+def _method(chosen: MethodSpec) -> tuple[Method[Any], MethodSettings]:
     method = methods().get(chosen.name)
     if method is None:
         raise UnknownMethod(f"there is no method {chosen.name!r}; installed are {', '.join(sorted(methods()))}")
     return method, method.settings.model_validate(chosen.settings)
 
 
-def check(chosen: Chosen) -> None:
+def check(chosen: MethodSpec) -> None:
     """Raises UnknownMethod, or pydantic's ValidationError for settings that the method does not take."""
     _method(chosen)
 
 
-def sticky(chosen: Chosen) -> bool:
+def sticky(chosen: MethodSpec) -> bool:
     """Whether a site stays with one worker (`CoordinatorHalf.sticky`); False for a method that is not installed."""
     method = methods().get(chosen.name)
     return method is not None and method.coordinator.sticky
 
 
-def charts(chosen: Chosen) -> tuple[Chart, ...]:
+def charts(chosen: MethodSpec) -> tuple[Chart, ...]:
     """Return the charts that the method declares; none for a method that is not installed."""
     method = methods().get(chosen.name)
     return method.charts if method else ()
 
 
-def coordinator_half(chosen: Chosen, run: RunFacts) -> CoordinatorHalf[Any]:
+def coordinator_half(chosen: MethodSpec, run: RunInfo) -> CoordinatorHalf[Any]:
     method, settings = _method(chosen)
     return method.coordinator(settings, run)
 
 
-def worker_half(chosen: Chosen, run: RunFacts) -> WorkerHalf[Any]:
+def worker_half(chosen: MethodSpec, run: RunInfo) -> WorkerHalf[Any]:
     method, settings = _method(chosen)
     return method.worker(settings, run)
 
 
 __all__ = [
-    "Chosen",
+    "MethodSpec",
     "MethodsUnusable",
     "UnknownMethod",
     "ValidationError",

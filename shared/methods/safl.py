@@ -34,9 +34,9 @@ from tessera.shared.methods.base import (
     Participant,
     Phase,
     Plan,
-    RunFacts,
+    RunInfo,
     State,
-    Tally,
+    TrainingStats,
     UnsupportedRun,
     Update,
     Work,
@@ -230,7 +230,7 @@ class First:
 
 
 class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
-    def __init__(self, settings: SAFLSettings, run: RunFacts) -> None:
+    def __init__(self, settings: SAFLSettings, run: RunInfo) -> None:
         super().__init__(settings, run)
         self._candidates = Candidates.of(settings, run.blocks)
 
@@ -432,7 +432,7 @@ def copies_in_training(training: Training) -> int:
 
 
 class SAFLWorker(WorkerHalf[SAFLSettings]):
-    def __init__(self, settings: SAFLSettings, run: RunFacts) -> None:
+    def __init__(self, settings: SAFLSettings, run: RunInfo) -> None:
         super().__init__(settings, run)
         self._candidates = Candidates.of(settings, run.blocks)
         self._chosen: list[int] = []  # places among the candidates
@@ -539,7 +539,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
 
     # ------------------------------------------------------------ sending
 
-    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
         whole = super().harvest(work, selected, tally)
         sent = {name: self._pruned(name, values) for name, values in whole.upload.items()}
         keep = {**whole.keep, **self._memory()} if self.settings.profile_every > 1 else whole.keep

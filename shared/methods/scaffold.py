@@ -32,7 +32,7 @@ from tessera.shared.methods.base import (
     Participant,
     Plan,
     State,
-    Tally,
+    TrainingStats,
     UnsupportedRun,
     Update,
     Work,
@@ -143,7 +143,7 @@ class ScaffoldWorker(WorkerHalf[ScaffoldSettings]):
                 if parameter.grad is not None and name in self._correction:
                     parameter.grad.add_(self._correction[name])
 
-    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
         harvest = replace(super().harvest(work, selected, tally), numbers={STEPS: float(tally.steps)})
         if not self.settings.strength:
             return harvest

@@ -18,7 +18,7 @@ from tessera.shared.aggregation.robust import FEW_SENDERS
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.tasks import Receipt, Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen, Participant, Plan, RunFacts, State, UnsupportedRun, initial_state
+from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State, UnsupportedRun, initial_state
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
@@ -34,9 +34,9 @@ MAX_WARNINGS = 16
 MAX_WARNING_CHARACTERS = 500
 
 
-def run_facts(spec: RunSpec, model: Model) -> RunFacts:
+def run_facts(spec: RunSpec, model: Model) -> RunInfo:
     """What both halves of the run's method may know of it."""
-    return RunFacts(
+    return RunInfo(
         model.blocks,
         spec.rounds,
         spec.divide,
@@ -50,7 +50,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunFacts:
     )
 
 
-def check_method(chosen: Chosen) -> None:
+def check_method(chosen: MethodSpec) -> None:
     """Raises Invalid for a method that is not installed here, or for settings that it does not take."""
     try:
         check(chosen)

@@ -20,7 +20,7 @@ from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs, tasks
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Run, RunPatch, RunSpec
-from tessera.shared.api.tasks import Claim, Evaluated, Failure, Heartbeat, Submission, Task, TaskView
+from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Submission, Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.transport import Unreachable
 from tessera.shared.problems import Conflict, DigestMismatch, NotFound, OffsetMismatch, Problem
@@ -206,7 +206,9 @@ class Worker:
             beat = Heartbeat(token=task.token)
             self._report(task, "release", lambda s: tasks.release(s, self._me, task.id, beat))
         elif task.kind == "evaluate":
-            found = Evaluated(token=task.token, version=task.version.digest, examples=5, numbers={"accuracy": 0.5})
+            found = EvaluationResult(
+                token=task.token, version=task.version.digest, examples=5, numbers={"accuracy": 0.5}
+            )
             self._report(
                 task,
                 "evaluate",

@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from tessera.coordinator.db.tables import SiteRow
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tests.model_checking.actors import POLITE, Intruder, Manners, Orchestrator, Worker
 from tests.model_checking.invariants import Violated, Watch
 from tests.model_checking.replicas import World
@@ -131,7 +131,7 @@ class Shape:
     def spec(self, seed: int) -> dict[str, Any]:
         return {
             "name": "simulated",
-            "method": Chosen(name="fedavg"),
+            "method": MethodSpec(name="fedavg"),
             "dataset": "data",
             "rounds": self.rounds,
             "seed": seed,

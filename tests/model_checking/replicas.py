@@ -117,7 +117,7 @@ class AtOnce:
         """There is nothing to end."""
 
 
-class Patience:
+class Timeouts:
     """Senders here are never silent, only cut off."""
 
     def __init__(self, seconds: float) -> None:
@@ -357,7 +357,7 @@ class World:
             return uuid.UUID(int=schedule.dice.getrandbits(128), version=4)
 
         async_io = SimpleNamespace(
-            timeout=Patience,
+            timeout=Timeouts,
             get_running_loop=lambda: SimpleNamespace(time=schedule.now),
             CancelledError=asyncio.CancelledError,
             ensure_future=lambda steps: steps,

@@ -13,7 +13,7 @@ from random import Random
 
 from tessera.coordinator.domain import decide as todo
 from tessera.coordinator.domain.acceptance import refusal
-from tessera.coordinator.domain.decide import Patience, decide
+from tessera.coordinator.domain.decide import Timeouts, decide
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN, ROUND, RUN, TASK, Lifecycle
 from tessera.coordinator.domain.snapshot import RoundSnapshot, RunSnapshot, TaskSnapshot
 from tessera.shared.api.runs import Cohort
@@ -24,7 +24,7 @@ from tests.model_checking.invariants import LEGAL, Violated
 
 LEASE = 30.0
 LIVE = 45.0
-PATIENCE = Patience(gather_seconds=10, evaluation_seconds=100)
+PATIENCE = Timeouts(gather_seconds=10, evaluation_seconds=100)
 Report = tuple[str, int]
 """A worker's, and the round's number that it was made for."""
 

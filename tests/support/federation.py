@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from tessera.shared.api.runs import Cohort, Evaluation, Run, RunSpec
-from tessera.shared.api.tasks import Claim, Evaluated, Failure, Mirror, Submission, Task, TaskView
+from tessera.shared.api.tasks import AdvertisedPolicy, Claim, EvaluationResult, Failure, Submission, Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.blocks import Block, Part
 from tessera.shared.model.spec import Model
 from tessera.shared.schema import canonical
@@ -56,7 +56,7 @@ def start_run(client: Client, model: Model, start: Arrays, **spec: Any) -> Run:
     blocks = {name: client.put_bytes(bytes(as_bytes(array))) for name, array in start.items()}
     model_digest = client.put_bytes(canonical(model))
     version = client.put_bytes(canonical(Manifest(blocks=blocks)))
-    wanted = {"name": "test", "method": Chosen(name="fedavg"), "dataset": "data", "rounds": 1, **spec}
+    wanted = {"name": "test", "method": MethodSpec(name="fedavg"), "dataset": "data", "rounds": 1, **spec}
     return client.create_run(RunSpec(model=model_digest, version=version, **wanted))
 
 
@@ -70,7 +70,7 @@ class ScriptedWorker:
     datasets: dict[str, int] = field(default_factory=lambda: {"data": 10})
     held_out: dict[str, int] = field(default_factory=dict)
     methods: tuple[str, ...] = ("fedavg", "fedfrozen")
-    mirror: Mirror | None = None
+    mirror: AdvertisedPolicy | None = None
     withheld: dict[str, str] = field(default_factory=dict)
     version: str = ""
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -136,7 +136,9 @@ class ScriptedWorker:
 
     def evaluate(self, task: Task, **numbers: float) -> TaskView:
         examples = (self.held_out if task.held_out else self.datasets)[task.dataset]
-        evaluated = Evaluated(token=task.token, version=task.version.digest, examples=examples, numbers=numbers)
+        evaluated = EvaluationResult(
+            token=task.token, version=task.version.digest, examples=examples, numbers=numbers
+        )
         return self.client.submit_evaluation(task.id, evaluated)
 
     def fail(self, task: Task) -> TaskView:

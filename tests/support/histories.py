@@ -32,7 +32,7 @@ from tessera.coordinator.db import audit, rounds
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, VersionRow
 from tessera.shared.api.runs import Run, RunSpec
-from tessera.shared.api.tasks import Claim, Evaluated, Failure, Submission, Task, TaskView
+from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Submission, Task, TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.client.client import Client
 from tessera.shared.problems import Problem
@@ -131,7 +131,7 @@ class RecordingClient(Client):
             **about,
         )
 
-    def submit_evaluation(self, task_id: str, evaluated: Evaluated) -> TaskView:
+    def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView:
         about = {"task": task_id, "token": evaluated.token, "version": evaluated.version}
         return self._noted(
             "evaluate", lambda: super(RecordingClient, self).submit_evaluation(task_id, evaluated), **about

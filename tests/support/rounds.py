@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tessera.shared.methods.base import Chosen, Harvest, Participant, RunFacts, State, Update, initial_state
+from tessera.shared.methods.base import Harvest, MethodSpec, Participant, RunInfo, State, Update, initial_state
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.selectors import Selector
 from tessera.shared.run_settings.training import Training
@@ -47,10 +47,10 @@ class Rounds:
     def __post_init__(self) -> None:
         model = instantiate(VIT, "image-classification", seed=1)
         trained = {"batch_size": 8, **self.training}  # as `one_task` does
-        self.facts = RunFacts(block_table(model), rounds=10, training=Training.model_validate(trained))
+        self.facts = RunInfo(block_table(model), rounds=10, training=Training.model_validate(trained))
         work = LocalWork(model, "image-classification", None, self.facts.blocks)  # type: ignore[arg-type]
         first = State(0, {block.name: ArrayTensor(work.read(block)) for block in self.facts.blocks})
-        self.half = coordinator_half(Chosen(name=self.method, settings=dict(self.settings)), self.facts)
+        self.half = coordinator_half(MethodSpec(name=self.method, settings=dict(self.settings)), self.facts)
         self.state = initial_state(self.half, first)
         self.vaults: dict[str, dict[str, Array]] = {name: {} for name in self.sites}
         self.harvests: dict[str, Harvest] = {}

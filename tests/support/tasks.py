@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from tessera.shared.api.runs import Training
 from tessera.shared.methods.base import (
-    Chosen,
     Harvest,
+    MethodSpec,
     Participant,
     Plan,
-    RunFacts,
+    RunInfo,
     State,
     UnsupportedRun,
     initial_state,
@@ -58,8 +58,8 @@ class Subject:
     def model(self) -> PreTrainedModel:
         return instantiate(self.config, self.head, seed=1, prompts=self.prompts, lora=self.lora)
 
-    def facts(self, **training: Any) -> RunFacts:
-        return RunFacts(block_table(self.model()), rounds=10, training=Training.model_validate(training))
+    def facts(self, **training: Any) -> RunInfo:
+        return RunInfo(block_table(self.model()), rounds=10, training=Training.model_validate(training))
 
 
 PLAIN = Subject(VIT, "image-classification", images)
@@ -75,7 +75,7 @@ def subject_of(method: str) -> Subject:
         facts = subject.facts(optimizer="sgd")  # some methods take no other
         zeros = {block.name: ArrayTensor(np.zeros(block.shape, np.float32)) for block in facts.blocks}
         try:
-            initial_state(coordinator_half(Chosen(name=method), facts), State(0, zeros))
+            initial_state(coordinator_half(MethodSpec(name=method), facts), State(0, zeros))
         except UnsupportedRun:
             continue
         return subject
@@ -99,8 +99,8 @@ def one_task(
     of it, and its harvest."""
     model = subject.model()
     wanted = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
-    facts = RunFacts(block_table(model), rounds=10, training=wanted)
-    chosen = Chosen(name=method, settings=dict(settings or {}))
+    facts = RunInfo(block_table(model), rounds=10, training=wanted)
+    chosen = MethodSpec(name=method, settings=dict(settings or {}))
     worker = Participant("a/w", 24)
     plan = plan or coordinator_half(chosen, facts).plan_for(State(round_number, {}), worker)
     work = LocalWork(model, subject.head, plan, facts.blocks, dict(vault or {}), dict(memory or {}))

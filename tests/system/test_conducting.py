@@ -17,7 +17,7 @@ import pytest
 from tessera.coordinator.db.engine import Database, DatabaseInUse
 from tessera.shared.api.runs import Cohort, Run
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tests.support import databases
 from tests.support.coordinator import refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -61,7 +61,7 @@ def run_of_one(
     coordinator: CoordinatorProcess, method: str = "fedavg", rounds: int = 1
 ) -> tuple[Run, ScriptedWorker]:
     model = small_model()
-    chosen = Chosen(name=method)
+    chosen = MethodSpec(name=method)
     run = start_run(coordinator.admin(), model, values(model), cohort=Cohort(size=1), method=chosen, rounds=rounds)
     return run, ScriptedWorker(coordinator.site("a"), methods=(method,))
 

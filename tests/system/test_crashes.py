@@ -16,7 +16,7 @@ from tessera.coordinator.db.engine import Database
 from tessera.shared.api.runs import Cohort, Run, RunSpec, Training
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.problems import RoundClosed
 from tessera.shared.updates.model_folder import ModelFolder
 from tests.support import databases
@@ -41,7 +41,7 @@ def digits_run(client: Client, vit: ModelFolder, rounds: int, **cohort: object) 
     return client.create_run(
         RunSpec(
             name="digits",
-            method=Chosen(name="fedfrozen", settings={"warmup_rounds": 2, "scope": "v_head"}),
+            method=MethodSpec(name="fedfrozen", settings={"warmup_rounds": 2, "scope": "v_head"}),
             model=uploaded.model,
             version=uploaded.version,
             dataset="digits",
@@ -187,7 +187,7 @@ def test_a_worker_that_is_told_to_stop_gives_its_task_back_at_once(
     uploaded = upload_model(client, vit)
     spec = RunSpec(
         name="long",
-        method=Chosen(name="fedavg"),
+        method=MethodSpec(name="fedavg"),
         model=uploaded.model,
         version=uploaded.version,
         dataset="digits",

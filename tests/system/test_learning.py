@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tessera.shared.api.runs import Cohort, RunSpec, Training
 from tessera.shared.cli.upload import upload_model
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import build, write_block
@@ -60,7 +60,7 @@ def test_fedavg_with_one_full_batch_step_is_centralised_gradient_descent(
     uploaded = upload_model(client, vit)
     spec = RunSpec(
         name="descent",
-        method=Chosen(name="fedavg"),
+        method=MethodSpec(name="fedavg"),
         model=uploaded.model,
         version=uploaded.version,
         dataset="images",
@@ -88,7 +88,7 @@ def test_the_frozen_stage_moves_under_15_percent_of_a_full_exchange(
     uploaded = upload_model(client, demo_vit)
     spec = RunSpec(
         name="frozen",
-        method=Chosen(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"}),
+        method=MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"}),
         model=uploaded.model,
         version=uploaded.version,
         dataset="digits",

@@ -10,7 +10,7 @@ import pytest
 
 from tessera.shared.api.runs import Cohort, RunSpec, Training
 from tessera.shared.cli.upload import upload_model
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS
 from tessera.shared.updates.model_folder import ModelFolder
 from tests.support.coordinator import until
@@ -50,7 +50,7 @@ def test_the_methods_of_the_tutorial_run_from_one_file_each(
             run = client.create_run(
                 RunSpec(
                     name=name,
-                    method=Chosen(name=name),
+                    method=MethodSpec(name=name),
                     model=uploaded.model,
                     version=uploaded.version,
                     dataset="digits",

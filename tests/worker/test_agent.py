@@ -26,15 +26,15 @@ from tessera.shared.api.runs import Cohort, Evaluation, Run, Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import (
-    Chosen,
     CoordinatorHalf,
     Harvest,
     Method,
     MethodSettings,
+    MethodSpec,
     Participant,
     Plan,
     State,
-    Tally,
+    TrainingStats,
     UnsupportedRun,
     Work,
     WorkerHalf,
@@ -73,7 +73,7 @@ SECRET = "patient 4711"
 class Personal(WorkerHalf[MethodSettings]):
     """Keeps the head at the site and sends the rest."""
 
-    def harvest(self, work: Work, selected: Any, tally: Tally) -> Harvest:
+    def harvest(self, work: Work, selected: Any, tally: TrainingStats) -> Harvest:
         whole = super().harvest(work, selected, tally).upload
         rounds_before = float(work.vault["rounds"][0]) if work.vault else 0.0
         keep = {name: array for name, array in whole.items() if name == HEAD}
@@ -85,7 +85,7 @@ class Personal(WorkerHalf[MethodSettings]):
 class Leaky(WorkerHalf[MethodSettings]):
     """Sends more than the plan asks for."""
 
-    def harvest(self, work: Work, selected: Any, tally: Tally) -> Harvest:
+    def harvest(self, work: Work, selected: Any, tally: TrainingStats) -> Harvest:
         return Harvest({block.name: work.read(block) for block in work.blocks})
 
 
@@ -186,7 +186,7 @@ def failed(task: TaskView) -> bool:
 
 def test_an_agent_trains_and_evaluates_a_run_to_its_end(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     client = coordinator.client()
-    frozen = Chosen(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
+    frozen = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
     run = begin(client, method=frozen, rounds=2, evaluation=Evaluation(dataset="held-out"))
     with working(coordinator, tmp_path):
         until(lambda: client.run(run.id).state == "completed")
@@ -230,7 +230,7 @@ def test_what_is_kept_comes_back_in_the_next_round_and_never_travels(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
     client = coordinator.client()
-    run = begin(client, method=Chosen(name="personal"), rounds=3)
+    run = begin(client, method=MethodSpec(name="personal"), rounds=3)
     with working(coordinator, tmp_path):
         until(lambda: client.run(run.id).state == "completed")
         # No task comes any more: the worker asks what became of its last update.
@@ -245,7 +245,7 @@ def test_vaults_of_ended_runs_are_removed_by_the_site_s_rule_and_those_of_live_r
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
     client, vault = coordinator.client(), tmp_path / "state" / "vault"
-    ended, live = (begin(client, method=Chosen(name="personal"), rounds=rounds) for rounds in (1, 1000))
+    ended, live = (begin(client, method=MethodSpec(name="personal"), rounds=rounds) for rounds in (1, 1000))
     with working(coordinator, tmp_path):
         until(lambda: client.run(ended.id).state == "completed")
         until((vault / live.id / "current.safetensors").exists)
@@ -315,7 +315,7 @@ def test_what_may_not_be_done_fails_the_task_and_sends_nothing(
     # As a coordinator has it that does not heed what it is shown.
     monkeypatch.setattr(Policy, "mirror", lambda *_: None)
     client = coordinator.client()
-    run = begin(client, method=Chosen(name=method))
+    run = begin(client, method=MethodSpec(name=method))
     uploads_before = uploads(coordinator)
     with working(coordinator, tmp_path, policy=policy):
         task = task_of(client, run, 1, failed)
@@ -331,7 +331,7 @@ def test_a_choice_that_fails_without_privacy_is_written_down_for_it_is_told(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
     client = coordinator.client()
-    run = begin(client, method=Chosen(name="talkative"))
+    run = begin(client, method=MethodSpec(name="talkative"))
     with working(coordinator, tmp_path):
         task_of(client, run, 1, failed)
     (entry,) = ledger_of(settings_of(coordinator, tmp_path)).read("digits")
@@ -340,7 +340,7 @@ def test_a_choice_that_fails_without_privacy_is_written_down_for_it_is_told(
 
 def test_an_agent_goes_on_after_a_task_that_failed(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     client = coordinator.client()
-    bad = begin(client, method=Chosen(name="talkative"))
+    bad = begin(client, method=MethodSpec(name="talkative"))
     figures = tmp_path / "tessera.prom"
     with working(coordinator, tmp_path, metrics_file=figures):
         task_of(client, bad, 1, failed)
@@ -374,7 +374,7 @@ def test_cancelling_a_run_ends_its_training_and_the_agent_takes_the_next(tmp_pat
 
 def test_a_second_round_fetches_only_what_the_first_one_changed(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     client = coordinator.client()
-    head_only = Chosen(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"})
+    head_only = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"})
     run = begin(client, method=head_only, rounds=2)
     with working(coordinator, tmp_path):
         until(lambda: client.run(run.id).state == "completed")

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tessera.shared.cli.render.output import AsJson, complain, note, out, print_json, table
 from tessera.shared.problems import said_of
-from tessera.worker.data.partition.class_counts import Tally, tallies
+from tessera.worker.data.partition.class_counts import TrainingStats, tallies
 from tessera.worker.data.partition.division import divide
 from tessera.worker.data.partition.held_out import key_of_seed
 from tessera.worker.data.partition.schemes import Partition, Scheme
@@ -192,7 +192,7 @@ def _sentence(partition: Scheme) -> str:
     return f"{partition.scheme} among {partition.count} sites, " + ", ".join(f"{k} {v:g}" for k, v in said.items())
 
 
-def _table(tally: Tally, told: Sequence[str | None]) -> Any:
+def _table(tally: TrainingStats, told: Sequence[str | None]) -> Any:
     """A row for each site: its examples of each class, or of how many classes they are."""
     cells: list[list[object]]
     if len(tally.names) <= WIDEST:
@@ -209,7 +209,9 @@ def _table(tally: Tally, told: Sequence[str | None]) -> Any:
     return table([*numeric, *(["images"] if any(told) else [])], rows, right=numeric)
 
 
-def _document(name: str, partition: Scheme, parts: Sequence[Dataset], counted: Sequence[Tally]) -> dict[str, Any]:
+def _document(
+    name: str, partition: Scheme, parts: Sequence[Dataset], counted: Sequence[TrainingStats]
+) -> dict[str, Any]:
     sites = [
         {
             "site": site,

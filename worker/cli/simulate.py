@@ -24,7 +24,7 @@ from tessera.shared.problems import Invalid
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.settings import SettingsError
 from tessera.worker.simulation import Result, Stalled, simulate
-from tessera.worker.simulation.config import Wanted, read_file
+from tessera.worker.simulation.config import BlobRequest, read_file
 
 BAD_SETTINGS = 2
 STALLED = 3
@@ -111,7 +111,9 @@ def _told() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _run(wanted: Wanted, start: ModelFolder, folder: Path, changed: Mapping[str, Any], *, as_json: bool) -> Result:
+def _run(
+    wanted: BlobRequest, start: ModelFolder, folder: Path, changed: Mapping[str, Any], *, as_json: bool
+) -> Result:
     """One simulation from its beginning, or from where it was stopped, and what is written of it."""
     spec = {**wanted.spec, **changed}
     sites, test = wanted.table.population(int(spec.get("seed", 0))), wanted.table.central()

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tessera.worker.data.partition.class_counts import Tally
+from tessera.worker.data.partition.class_counts import TrainingStats
 
 MOST_NAMED = 20
 """Classes that have a colour and an entry in the legend of their own; of more, neighbours look alike."""
@@ -19,7 +19,7 @@ MOST_TALL = 50
 """Sites that make a picture taller; more share its height."""
 
 
-def draw(tallies: Sequence[Tally], title: str, out: Path) -> None:
+def draw(tallies: Sequence[TrainingStats], title: str, out: Path) -> None:
     """Writes a picture in the format that `out` ends in. Raises OSError, or ValueError for a format not known."""
     # Without pyplot, which would look for a screen.
     sites = min(len(tallies[0].counts), MOST_TALL)
@@ -30,7 +30,7 @@ def draw(tallies: Sequence[Tally], title: str, out: Path) -> None:
     figure.savefig(out, dpi=130)
 
 
-def _stack(axes: Axes, tally: Tally) -> None:
+def _stack(axes: Axes, tally: TrainingStats) -> None:
     counts = np.array(tally.counts)  # [sites, names]
     few = len(tally.names) <= MOST_NAMED
     colours = mpl.colormaps["tab20" if few else "viridis"]

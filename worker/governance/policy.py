@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from tessera.shared.api.tasks import Mirror, Task
+from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector
@@ -215,10 +215,10 @@ class Policy(Frozen):
 
     def mirror(
         self, budgets: Mapping[str, Budget], utc_offset_minutes: int, spent: Mapping[str, float] | None = None
-    ) -> Mirror:
+    ) -> AdvertisedPolicy:
         """What of it a coordinator is shown, to plan with: no promise, and nothing secret."""
         floor = self.require_privacy
-        return Mirror(
+        return AdvertisedPolicy(
             orchestrators=self.orchestrators,
             models=self.models,
             may_send=self.may_send,

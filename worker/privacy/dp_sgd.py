@@ -23,7 +23,7 @@ from tessera.shared.methods.base import WorkerHalf
 from tessera.worker.data.registry import Dataset
 from tessera.worker.model.forward import IGNORED, losses
 from tessera.worker.model.measuring import measuring
-from tessera.worker.privacy.noise import Dice
+from tessera.worker.privacy.noise import NoiseSource
 from tessera.worker.privacy.per_example_grads import (
     EXACT,
     ROUGH,
@@ -114,7 +114,7 @@ def clipped_sum(gradients: Gradients, clip_norm: float) -> list[Tensor]:
     return scaled_sum(gradients, scales(gradients, clip_norm))
 
 
-def release(total: Tensor, mechanism: Mechanism, dice: Dice) -> None:
+def release(total: Tensor, mechanism: Mechanism, dice: NoiseSource) -> None:
     """Add the noise to a sum, float64 and contiguous, and round it to the grid, in place.
 
     The data enter nowhere else: whatever is made of the result is made of multiples of the grid.
@@ -151,7 +151,9 @@ class NoisyGradients:
     the gradients of single examples are found is settled on made-up ones.
     """
 
-    def __init__(self, trainer: Trainer, freeze: Freeze, dataset: Dataset, mechanism: Mechanism, dice: Dice) -> None:
+    def __init__(
+        self, trainer: Trainer, freeze: Freeze, dataset: Dataset, mechanism: Mechanism, dice: NoiseSource
+    ) -> None:
         self.steps = mechanism.sampling.steps
         """Steps of one epoch."""
         self._freeze = freeze

@@ -25,7 +25,7 @@ def secret_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-class Dice:
+class NoiseSource:
     """Draws from the key stream of AES-256 in counter mode, in float64. One key gives the same draws each time."""
 
     def __init__(self, key: bytes) -> None:

@@ -21,7 +21,7 @@ from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.policy import Allowance, PolicyViolation, PrivacyFloor
 from tessera.worker.privacy.accountant import Overspent, admits, epsilon, least_budget, noise_multiplier, within
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
-from tessera.worker.privacy.noise import Dice, secret_key
+from tessera.worker.privacy.noise import NoiseSource, secret_key
 from tessera.worker.state.privacy_ledger import (
     Entry,
     Event,
@@ -72,7 +72,7 @@ class PrivateTask:
         self._weekly = weekly
         self._reserved: list[int] = []
         self._leaves = False
-        self._dice = Dice(key or secret_key())
+        self._dice = NoiseSource(key or secret_key())
         self._mechanism: Mechanism | None = None
         self._selections = (privacy.selections or task.rounds) if privacy.selection == "noisy" else 0
         self._choice = NoisyChoice(rho=privacy.selection_share * rho_of(privacy) / max(1, self._selections))
@@ -327,7 +327,7 @@ def epsilon_per_pick(rho: float, count: int) -> float:
     return float(np.sqrt(8 * rho / count))
 
 
-def private_top_k(sums: Array, count: int, epsilon_per_pick: float, dice: Dice) -> list[int]:
+def private_top_k(sums: Array, count: int, epsilon_per_pick: float, dice: NoiseSource) -> list[int]:
     """The places of the `count` largest of noisy sums [candidates], largest first.
 
     One example more or less must move each sum by at most 1, and all of them the same way. One draw of Gumbel noise

@@ -135,7 +135,7 @@ class Table(Conditions):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class BlobRequest:
     """What a file asks for."""
 
     spec: Mapping[str, Any]
@@ -143,7 +143,7 @@ class Wanted:
     table: Table
 
 
-def read_file(file: Path, settings: Iterable[str] = ()) -> Wanted:
+def read_file(file: Path, settings: Iterable[str] = ()) -> BlobRequest:
     """The file changed by `KEY=VALUE` settings. Raises Invalid naming every wrong one."""
     given = {"name": "simulation", "dataset": "data", **read_toml(file, settings)}
     table, model = given.pop("simulation", None), given.pop("model", None)
@@ -153,7 +153,7 @@ def read_file(file: Path, settings: Iterable[str] = ()) -> Wanted:
     if table is None:
         raise Invalid(f"{file} has no [simulation] table", remedy="Add one: it says which sites there are.")
     try:
-        return Wanted(given, None if model is None else Path(model), Table.model_validate(table))
+        return BlobRequest(given, None if model is None else Path(model), Table.model_validate(table))
     except ValidationError as fault:
         errors = faults_of(fault, "/simulation")
         raise Invalid(f"{file} does not make a federation", errors=errors, remedy=REMEDY) from None

@@ -14,7 +14,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from tessera.shared.api.runs import Measurement, Round, RunSpec
-from tessera.shared.api.tasks import Evaluated, Receipt, Submission, Task, TaskView
+from tessera.shared.api.tasks import EvaluationResult, Receipt, Submission, Task, TaskView
 from tessera.shared.api.versions import Difference, VersionRef
 from tessera.shared.client.client import Progress
 from tessera.shared.hashing import Sink
@@ -169,7 +169,7 @@ class LocalCoordinator:
         self._records.accept(Reported(view=view, update=report.update, plan=order.plan))
         return view
 
-    def submit_evaluation(self, task_id: str, evaluated: Evaluated) -> TaskView:
+    def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView:
         order, report = self._orders[task_id], _sent(evaluated)
         self._measured[task_id] = Measurement(
             version=order.version.number,

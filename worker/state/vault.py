@@ -45,7 +45,7 @@ class NoReceipt(ValueError):
     """The coordinator does not tell whether an accepted update was merged."""
 
 
-Ask = Callable[[str], TaskView | Receipt]
+RoundWorkload = Callable[[str], TaskView | Receipt]
 """Tells what became of a task. Raises Problem."""
 
 
@@ -108,17 +108,17 @@ class Vault:
         _write(path, keep, durable=self._durable)
         return Staged(path, self._durable)
 
-    def settle(self, ask: Ask) -> None:
+    def settle(self, ask: RoundWorkload) -> None:
         """Settles what every run has pending. Raises what `ask` raises."""
         for folder in self._folder.glob("*/"):
             self._settle(folder, "*", ask)
 
-    def settle_unanswered(self, ask: Ask) -> None:
+    def settle_unanswered(self, ask: RoundWorkload) -> None:
         """Settles those submissions that had no answer. Raises what `ask` raises."""
         for folder in self._folder.glob("*/"):
             self._settle(folder, f"{STAGED}-*", ask)
 
-    def settle_run(self, run: str, receipt: Receipt | None, ask: Ask) -> None:
+    def settle_run(self, run: str, receipt: Receipt | None, ask: RoundWorkload) -> None:
         """Settles what a run has pending, before a task of it begins; `ask` is asked for what is not in the receipt.
 
         Raises what `ask` raises, and NoReceipt where the task would begin from what is kept without knowing whether
@@ -133,7 +133,7 @@ class Vault:
                 "was merged: upgrade the coordinator first. What is kept waits until then"
             )
 
-    def _settle(self, folder: Path, pattern: str, ask: Ask) -> bool:
+    def _settle(self, folder: Path, pattern: str, ask: RoundWorkload) -> bool:
         """Does with each pending file, oldest first, what its task has come to.
 
         Returns whether the coordinator told: one of before receipts says of an update for ever that it is accepted.
@@ -202,7 +202,7 @@ def _of_blocks(name: str, blocks: frozenset[str]) -> bool:
     return any("/".join(parts[first:]) in blocks for first in range(len(parts)))
 
 
-def _fate_of(task: str, ask: Ask) -> TaskView | Receipt | None:
+def _fate_of(task: str, ask: RoundWorkload) -> TaskView | Receipt | None:
     """What became of a task; None if the coordinator itself does not know it, and so has not accepted its update."""
     try:
         told = ask(task)

@@ -13,7 +13,7 @@ import structlog
 
 from tessera.shared.api.versions import Manifest, MemoryEntry
 from tessera.shared.json_limits import check_document
-from tessera.shared.methods.base import RunFacts, WorkerHalf
+from tessera.shared.methods.base import RunInfo, WorkerHalf
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
@@ -121,7 +121,7 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
         _require_finite(base.block.name, values)
         write_block(tensors, base.block, values)
     seed_everything(task.seed)
-    facts = RunFacts(
+    facts = RunInfo(
         built.blocks,
         task.rounds,
         task.divide,

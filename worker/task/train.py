@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tessera.shared.methods.base import Harvest, Tally
+from tessera.shared.methods.base import Harvest, TrainingStats
 from tessera.shared.schema import EPSILON
 from tessera.worker.data.registry import Dataset
 from tessera.worker.task.environment import TaskRun
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from tessera.worker.privacy.private_task import PrivateTask
 
 
-def train(run: TaskRun, loaded: Loaded, dataset: Dataset, private: PrivateTask | None) -> tuple[Harvest, Tally]:
+def train(
+    run: TaskRun, loaded: Loaded, dataset: Dataset, private: PrivateTask | None
+) -> tuple[Harvest, TrainingStats]:
     """Return what the method made of the data.
 
     Raises PolicyViolation, TaskFailure, TrainingDiverged, SelectorError, and what the method's worker half raises.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from pydantic import JsonValue
 
-from tessera.shared.api.tasks import Evaluated, Submission
+from tessera.shared.api.tasks import EvaluationResult, Submission
 from tessera.shared.hashing import digest_at
 from tessera.shared.methods.base import Harvest
 from tessera.shared.model.blocks import Block
@@ -130,7 +130,7 @@ class Egress:
         head = self.run.note(
             "figures.leave", dataset=task.dataset, examples=examples, names=names, ledger=self._ledger_head()
         )
-        evaluated = Evaluated(
+        evaluated = EvaluationResult(
             token=task.token,
             version=task.version.digest,
             examples=examples,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tessera.shared.methods.base import Phase, Tally, UnsupportedRun, WorkerHalf
+from tessera.shared.methods.base import Phase, TrainingStats, UnsupportedRun, WorkerHalf
 from tessera.shared.run_settings.training import Training
 from tessera.worker.data.registry import Dataset
 from tessera.worker.model.block_map import named_tensors
@@ -98,7 +98,7 @@ class Trainer:
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
     """Scales the loss for float16. Pass the run's own to begin at the scale that its last round found."""
 
-    def train(self, phases: Sequence[Phase], dataset: Dataset, seed: int) -> Tally:
+    def train(self, phases: Sequence[Phase], dataset: Dataset, seed: int) -> TrainingStats:
         """Goes through the phases, each with an optimizer of its own over the blocks that it trains.
 
         The tally's loss is the mean over the examples of the last epoch; not a number if there is no phase, and
@@ -124,7 +124,7 @@ class Trainer:
                 for _ in range(epochs_of(phase, self.training)):
                     loss = epoch.run(batches)
             steps += epoch.steps
-        return Tally(examples=dataset.examples, steps=steps, loss=loss)
+        return TrainingStats(examples=dataset.examples, steps=steps, loss=loss)
 
     def _rehearse(self, dataset: Dataset) -> None:
         """Compute one loss on no example of the data set.

@@ -21,7 +21,7 @@ SAID_BY_SITES = (WorkerFailed.code, Withheld.code)
 
 
 @dataclass(frozen=True)
-class Trouble:
+class TaskFailureRow:
     worker: str
     round: Round
     end: str
@@ -31,7 +31,7 @@ class Trouble:
     faults: tuple[Fault, ...] = ()
 
 
-def troubles(rounds: Sequence[Round]) -> Iterator[Trouble]:
+def troubles(rounds: Sequence[Round]) -> Iterator[TaskFailureRow]:
     """The newest first. `rounds` are from the oldest on."""
     for round_ in reversed(rounds):
         for task in round_.tasks:
@@ -39,19 +39,21 @@ def troubles(rounds: Sequence[Round]) -> Iterator[Trouble]:
                 yield found
 
 
-def _trouble(round_: Round, task: TaskView) -> Trouble | None:
+def _trouble(round_: Round, task: TaskView) -> TaskFailureRow | None:
     if problem := task.problem:
         end = {"cancelled": "withheld", "rejected": "refused"}.get(task.state, task.state)
         said = problem.detail if problem.code in SAID_BY_SITES else f"{problem.code}: {problem.detail}"
-        return Trouble(task.worker, round_, end, said, problem.remedy, problem.errors)
+        return TaskFailureRow(task.worker, round_, end, said, problem.remedy, problem.errors)
     if task.state == "lapsed":
         remedy = "Ask its site whether the worker still runs."
-        return Trouble(task.worker, round_, "lapsed", "its lease ran out, and nothing was heard of it", remedy)
+        return TaskFailureRow(task.worker, round_, "lapsed", "its lease ran out, and nothing was heard of it", remedy)
     if task.state == "cancelled" and round_.state == "abandoned":
         said = "its update had not come" if task.leases else "it had not taken its task"
         late = round_.closed_at is not None and round_.closed_at >= round_.deadline_at
         remedy = "Ask its site whether the worker runs; a longer cohort.deadline_seconds waits for slow ones."
-        return Trouble(task.worker, round_, "no update", f"{said} when the round ended", remedy if late else "")
+        return TaskFailureRow(
+            task.worker, round_, "no update", f"{said} when the round ended", remedy if late else ""
+        )
     return None
 
 

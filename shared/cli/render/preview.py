@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from tessera.shared.api.runs import Ask, Preview, Prospect, RunSpec
+from tessera.shared.api.runs import Preview, RoundWorkload, RunSpec, WorkerPreview
 from tessera.shared.cli.render import output
 from tessera.shared.client.client import Client
 from tessera.shared.problems import Problem
@@ -17,15 +17,15 @@ def preview_table(found: Preview) -> Table:
     return output.table(columns, map(_row, found.prospects))
 
 
-def _row(prospect: Prospect) -> tuple[object, ...]:
-    asked, said = prospect.asked, (*prospect.objections, *prospect.reservations)
+def _row(prospect: WorkerPreview) -> tuple[object, ...]:
+    asked, said = prospect.asked, (*prospect.ineligibilities, *prospect.reservations)
     because = "; ".join(f"{one.rule}: {one.detail}" for one in said)
     willing = "yes, but" if prospect.reservations else "yes"
-    takes_part = "no" if prospect.objections else willing if asked else "not in the first round"
+    takes_part = "no" if prospect.ineligibilities else willing if asked else "not in the first round"
     return (prospect.worker, takes_part, *_parts(asked), because or None)
 
 
-def _parts(asked: Ask | None) -> tuple[str | None, str | None, str | None]:
+def _parts(asked: RoundWorkload | None) -> tuple[str | None, str | None, str | None]:
     if asked is None:
         return None, None, None
     return (

@@ -12,14 +12,14 @@ from rich.status import Status
 
 from tessera.shared.api.runs import Run
 from tessera.shared.cli.render import output
-from tessera.shared.client.round_outcomes import Glimpse, Outcome, at_work
+from tessera.shared.client.round_outcomes import Outcome, RunProgress, at_work
 from tessera.shared.metrics.site_spread import PERSONAL
 
 # Of what was measured, as much as a line holds; `tessera run metrics` has it all.
 TELLING = ("accuracy", "macro_f1", "loss", f"{PERSONAL}accuracy")
 
 
-def watch_as_text(glimpses: Iterable[Glimpse]) -> Run:
+def watch_as_text(glimpses: Iterable[RunProgress]) -> Run:
     """Prints until the glimpses end; returns the run as it then is."""
     console = output.out()
     with _live_line() as live:
@@ -34,7 +34,7 @@ def watch_as_text(glimpses: Iterable[Glimpse]) -> Run:
     return run
 
 
-def watch_as_json(glimpses: Iterable[Glimpse]) -> Run:
+def watch_as_json(glimpses: Iterable[RunProgress]) -> Run:
     """Prints an object a line: an `open` round when its tasks move, a `round` that ended, the `run` at its end."""
     before: dict[str, Any] | None = None
     for glimpse in glimpses:
@@ -80,7 +80,7 @@ def _line(outcome: Outcome) -> str:
     return f"{begin}{scores}, {moved}, {output.seconds(outcome.seconds())} s"
 
 
-def _open_line(glimpse: Glimpse) -> str:
+def _open_line(glimpse: RunProgress) -> str:
     made = glimpse.open
     if glimpse.over:
         return ""

@@ -11,7 +11,7 @@ import pytest
 from tessera.shared.api.runs import Cohort, Evaluation, Run
 from tessera.shared.api.tasks import Task
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.telling import STILL, TOO_MANY, telling
@@ -276,7 +276,7 @@ def test_a_finished_run_does_not_wait_for_a_site_that_is_gone(live: LiveCoordina
 def test_a_version_tells_its_method_s_numbers_and_warnings(coordinator: LiveCoordinator) -> None:
     client = coordinator.client()
     with telling() as method:
-        run = start_run(client, MODEL, START, method=Chosen(name=method), rounds=3)
+        run = start_run(client, MODEL, START, method=MethodSpec(name=method), rounds=3)
         worker = ScriptedWorker(coordinator.client("site", "a"), methods=(method,))
         for _ in range(3):
             worker.train(worker.take())

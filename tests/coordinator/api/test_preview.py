@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tessera.shared.api.runs import Cohort, Preview, Prospect, RunSpec
-from tessera.shared.api.tasks import Failure, Mirror
+from tessera.shared.api.runs import Cohort, Preview, RunSpec, WorkerPreview
+from tessera.shared.api.tasks import AdvertisedPolicy, Failure
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.selectors import roles
 from tessera.shared.problems import Forbidden, Invalid
 from tessera.shared.run_settings.privacy import Budget
@@ -21,22 +21,22 @@ from tests.support.coordinator import Clock, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
 MODEL = small_model()
-FROZEN = Chosen(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
+FROZEN = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
 
 
 def spec_of(client: Client, **more: Any) -> RunSpec:
     blocks = {name: client.put_bytes(bytes(as_bytes(array))) for name, array in values(MODEL).items()}
     version = client.put_bytes(canonical(Manifest(blocks=blocks)))
-    given = {"name": "trial", "method": Chosen(name="fedavg"), "dataset": "data", "rounds": 2, **more}
+    given = {"name": "trial", "method": MethodSpec(name="fedavg"), "dataset": "data", "rounds": 2, **more}
     return RunSpec(model=client.put_bytes(canonical(MODEL)), version=version, **given)
 
 
-def by_name(found: Preview) -> dict[str, Prospect]:
+def by_name(found: Preview) -> dict[str, WorkerPreview]:
     return {prospect.worker: prospect for prospect in found.prospects}
 
 
 def reasons(found: Preview) -> dict[str, list[str]]:
-    return {prospect.worker: [said.rule for said in prospect.objections] for prospect in found.prospects}
+    return {prospect.worker: [said.rule for said in prospect.ineligibilities] for prospect in found.prospects}
 
 
 def known(coordinator: LiveCoordinator, site: str, **said: Any) -> ScriptedWorker:
@@ -49,9 +49,9 @@ def test_a_preview_names_why_each_worker_would_not_take_part(coordinator: LiveCo
     known(coordinator, "a")
     known(coordinator, "b", methods=("fedprox",))
     known(coordinator, "c", datasets={"other": 3})
-    known(coordinator, "d", mirror=Mirror(max_epochs=1, require_privacy=Budget(epsilon=1, delta=1e-6)))
-    known(coordinator, "e", mirror=Mirror(approve_runs=True))
-    known(coordinator, "f", mirror=Mirror(never_send=("head*",)))
+    known(coordinator, "d", mirror=AdvertisedPolicy(max_epochs=1, require_privacy=Budget(epsilon=1, delta=1e-6)))
+    known(coordinator, "e", mirror=AdvertisedPolicy(approve_runs=True))
+    known(coordinator, "f", mirror=AdvertisedPolicy(never_send=("head*",)))
     client = coordinator.client("orchestrator")
     cohort = Cohort(quorum=2, sites=("a", "b", "c", "d", "e", "f", "nobody"))
     found = client.preview_run(spec_of(client, cohort=cohort))
@@ -94,17 +94,17 @@ def test_who_is_silent_is_told_apart_by_its_hours(tmp_path: Any) -> None:
     clock = Clock()  # 2027-01-15 08:00 UTC, a Friday
     with LiveCoordinator(tmp_path, clock=clock, live_seconds=90) as coordinator:
         known(coordinator, "a")
-        known(coordinator, "b", mirror=Mirror(hours=("Mon-Fri 19:00-07:00",), utc_offset_minutes=60))
-        known(coordinator, "c", mirror=Mirror(hours=("Fri 08:00-10:00",), utc_offset_minutes=60))
+        known(coordinator, "b", mirror=AdvertisedPolicy(hours=("Mon-Fri 19:00-07:00",), utc_offset_minutes=60))
+        known(coordinator, "c", mirror=AdvertisedPolicy(hours=("Fri 08:00-10:00",), utc_offset_minutes=60))
         client = coordinator.client("orchestrator")
         spec = spec_of(client)
         coordinator.services.conductor.step()
         clock.advance(600)
         found = by_name(client.preview_run(spec))
-    assert [said.rule for said in found["a/w"].objections] == ["silent"]
-    assert found["b/w"].objections[0].detail == "it works Mon-Fri 19:00-07:00 and begins in 9 h 50 min"
+    assert [said.rule for said in found["a/w"].ineligibilities] == ["silent"]
+    assert found["b/w"].ineligibilities[0].detail == "it works Mon-Fri 19:00-07:00 and begins in 9 h 50 min"
     # There it is ten past nine, when it should be there.
-    assert [said.rule for said in found["c/w"].objections] == ["silent"]
+    assert [said.rule for said in found["c/w"].ineligibilities] == ["silent"]
 
 
 def test_a_preview_is_for_orchestrators_and_of_a_run_that_could_be(coordinator: LiveCoordinator) -> None:
@@ -113,13 +113,13 @@ def test_a_preview_is_for_orchestrators_and_of_a_run_that_could_be(coordinator: 
     with pytest.raises(Forbidden):
         coordinator.client("viewer").preview_run(spec)
     with pytest.raises(Invalid, match=r"nothing"):
-        client.preview_run(spec.model_copy(update={"method": Chosen(name="nothing")}))
+        client.preview_run(spec.model_copy(update={"method": MethodSpec(name="nothing")}))
 
 
 def test_a_round_leaves_out_who_would_refuse_it(coordinator: LiveCoordinator) -> None:
-    known(coordinator, "a", mirror=Mirror(may_send=roles("value")))
-    known(coordinator, "b", mirror=Mirror(max_batch=1))
-    willing = known(coordinator, "c", mirror=Mirror())
+    known(coordinator, "a", mirror=AdvertisedPolicy(may_send=roles("value")))
+    known(coordinator, "b", mirror=AdvertisedPolicy(max_batch=1))
+    willing = known(coordinator, "c", mirror=AdvertisedPolicy())
     client = coordinator.client()
     run = start_run(client, MODEL, values(MODEL), cohort=Cohort(size=1))
     willing.train(willing.take())
@@ -128,7 +128,7 @@ def test_a_round_leaves_out_who_would_refuse_it(coordinator: LiveCoordinator) ->
 
 
 def test_a_run_waits_while_too_few_would_do_it(coordinator: LiveCoordinator) -> None:
-    worker = known(coordinator, "a", mirror=Mirror(never_send=("*",)))
+    worker = known(coordinator, "a", mirror=AdvertisedPolicy(never_send=("*",)))
     client = coordinator.client()
     run = start_run(client, MODEL, values(MODEL))
     assert worker.claim(1) is None
@@ -192,7 +192,9 @@ def test_sites_that_have_not_agreed_use_up_no_tries(coordinator: LiveCoordinator
 
 
 def test_a_mirror_that_has_not_changed_is_entered_once(coordinator: LiveCoordinator) -> None:
-    mirror = Mirror(may_send=roles("value"), hours=("Mon 10:00-11:00",), budgets={"d": Budget(epsilon=1, delta=1e-6)})
+    mirror = AdvertisedPolicy(
+        may_send=roles("value"), hours=("Mon 10:00-11:00",), budgets={"d": Budget(epsilon=1, delta=1e-6)}
+    )
     worker = known(coordinator, "a", mirror=mirror)
     worker.enrol()
     admin = coordinator.client()

@@ -13,7 +13,7 @@ import torch
 from tessera.shared.api.runs import Cohort, Evaluation, Run
 from tessera.shared.api.tasks import Submission, Task, TaskView
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings.training import Training
 from tessera.shared.tensors.lazy import from_bytes
@@ -161,7 +161,7 @@ def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure
         worker.enrol()
     run = start_run(
         client, document, start, dataset=name, rounds=3, max_norm_of_median=1.001,
-        method=Chosen(name=method),
+        method=MethodSpec(name=method),
         cohort=Cohort(size=3, quorum=3, tries=3, task_tries=1),
         training=Training(optimizer="sgd", momentum=0, learning_rate=0.05, batch_size=4),
     )  # fmt: skip
@@ -224,7 +224,13 @@ def test_a_coordinator_without_receipts_gets_no_update_that_follows_from_what_th
         worker.enrol()
         training = Training(optimizer="sgd", momentum=0, learning_rate=0.05, batch_size=4)
         start_run(
-            standing.client(), document, start, dataset=name, rounds=2, method=Chosen(name=method), training=training
+            standing.client(),
+            document,
+            start,
+            dataset=name,
+            rounds=2,
+            method=MethodSpec(name=method),
+            training=training,
         )
         own.run(worker.take(), lambda: None, Report())
         second = worker.take().model_copy(update={"receipt": None})

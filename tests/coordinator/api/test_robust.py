@@ -12,7 +12,7 @@ from safetensors.numpy import load
 from tessera.shared.api.runs import Cohort, Round, Run
 from tessera.shared.api.tasks import Submission, Task
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.rounds.outliers import ABSENT
 from tests.support.cli import tessera
 from tests.support.coordinator import LiveCoordinator, refusing, until
@@ -25,10 +25,10 @@ MEDIAN = {"rule": "median"}
 METHODS = ("fedavg", "fednova")
 _names = itertools.count()
 
-Taken = list[tuple[ScriptedWorker, Task]]
+PortInUseError = list[tuple[ScriptedWorker, Task]]
 
 
-def begun(live: LiveCoordinator, sites: str, **spec: object) -> tuple[Client, Run, Taken]:
+def begun(live: LiveCoordinator, sites: str, **spec: object) -> tuple[Client, Run, PortInUseError]:
     client, name = live.client(), f"robust{next(_names)}"
     workers = [
         ScriptedWorker(live.client("site", site), name=name, datasets={name: 10}, methods=METHODS) for site in sites
@@ -111,7 +111,7 @@ def test_an_update_far_larger_than_the_round_s_median_is_left_out(
 def test_a_site_that_claims_few_steps_is_left_out_where_the_method_would_stretch_its_update(
     standing: LiveCoordinator,
 ) -> None:
-    spec = {"method": Chosen(name="fednova"), "training": {"batch_size": 1}, "max_norm_of_median": 3.0}
+    spec = {"method": MethodSpec(name="fednova"), "training": {"batch_size": 1}, "max_norm_of_median": 3.0}
     client, run, taken = begun(standing, "abcd", **spec)
     lying, task = taken[0]
     # It moves no further than the others, but 3 in one step beside 1 2 3 in ten.
@@ -158,5 +158,5 @@ def test_a_method_that_no_rule_guards_is_refused_when_the_run_is_created(standin
     training = {"optimizer": "sgd", "learning_rate": 0.1}
     for name in ("scaffold", "feddyn"):
         with refusing("invalid", "no robust rule guards"):
-            wanted = {"method": Chosen(name=name), "training": training, "cohort": Cohort(quorum=3)}
+            wanted = {"method": MethodSpec(name=name), "training": training, "cohort": Cohort(quorum=3)}
             start_run(client, MODEL, START, robust=MEDIAN, **wanted)

@@ -11,7 +11,7 @@ from safetensors.numpy import load
 
 from tessera.shared.aggregation.server_optimizer import Momentum, Plain
 from tessera.shared.api.runs import Cohort, Evaluation
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
@@ -42,7 +42,7 @@ def test_a_round_commits_the_weighted_mean_of_its_updates(coordinator: LiveCoord
 
 def test_frozen_blocks_keep_their_digest_and_are_neither_sent_nor_asked_for(coordinator: LiveCoordinator) -> None:
     client, model = coordinator.client(), small_model()
-    frozen = Chosen(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
+    frozen = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
     run = start_run(client, model, values(model), method=frozen, rounds=3)
     worker = ScriptedWorker(coordinator.client("site", "a"))
 
@@ -98,7 +98,7 @@ def test_a_server_optimizer_steps_what_was_merged_and_leaves_what_is_frozen_and_
     coordinator: LiveCoordinator,
 ) -> None:
     client, model = coordinator.client(), small_model()
-    frozen = Chosen(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
+    frozen = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
     heavy = Momentum(learning_rate=0.5, momentum=0.9)
     run = start_run(client, model, values(model), method=frozen, rounds=2, server_optimizer=heavy)
     worker = ScriptedWorker(coordinator.client("site", "a"))

@@ -14,7 +14,7 @@ from safetensors.numpy import load
 from tessera.shared.api.runs import Cohort, RunSpec
 from tessera.shared.api.tasks import Failure
 from tessera.shared.api.versions import Manifest, MemoryEntry
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import as_bytes
 from tests.support.coordinator import LiveCoordinator, refused, refusing, until
@@ -102,7 +102,7 @@ def test_a_table_of_blocks_that_covers_a_tensor_twice_is_refused(
 def test_a_method_that_cannot_plan_for_the_model_pauses_the_run_with_the_reason(coordinator: LiveCoordinator) -> None:
     client = coordinator.client()
     model = MODEL.model_copy(update={"blocks": tuple(b for b in MODEL.blocks if b.role in ("mlp", "head"))})
-    frozen = Chosen(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"})
+    frozen = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"})
     start = {name: START[name] for name in model.by_name}
     run = start_run(client, model, start, method=frozen)
     ScriptedWorker(coordinator.client("site", "a")).enrol()
@@ -153,7 +153,9 @@ def test_an_orchestrator_cannot_make_a_run_of_what_a_site_sent(coordinator: Live
     blocks = {name: client.put_bytes(bytes(as_bytes(array))) for name, array in START.items()}
     stolen = client.put_bytes(canonical(Manifest(blocks={**blocks, "head.weight": private})))
     document = client.put_bytes(canonical(MODEL))
-    spec = RunSpec(name="x", method=Chosen(name="fedavg"), model=document, version=stolen, dataset="data", rounds=1)
+    spec = RunSpec(
+        name="x", method=MethodSpec(name="fedavg"), model=document, version=stolen, dataset="data", rounds=1
+    )
     with refusing("invalid") as caught:
         client.create_run(spec)
     assert [fault.pointer for fault in caught.value.errors] == ["/version/blocks/head.weight"]
@@ -166,7 +168,9 @@ def test_a_first_version_s_memory_must_be_there_and_fit(coordinator: LiveCoordin
     small = MemoryEntry(digest=client.put_bytes(b"four"), shape=(2,), dtype="F32")
     version = client.put_bytes(canonical(Manifest(blocks=blocks, memory={"m": small})))
     document = client.put_bytes(canonical(MODEL))
-    spec = RunSpec(name="x", method=Chosen(name="fedavg"), model=document, version=version, dataset="data", rounds=1)
+    spec = RunSpec(
+        name="x", method=MethodSpec(name="fedavg"), model=document, version=version, dataset="data", rounds=1
+    )
     with refusing("invalid") as caught:
         client.create_run(spec)
     assert [(f.pointer, "4 bytes; 8" in f.detail) for f in caught.value.errors] == [("/version/memory/m", True)]

@@ -16,7 +16,7 @@ from tessera.coordinator.db.snapshots import live_workers, run_snapshot
 from tessera.shared.api.runs import Cohort, Run, Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tests.support.cli import tessera
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -27,10 +27,12 @@ HEAD = START["head.weight"]
 HONEST = "abcd"
 _names = itertools.count()
 
-Taken = list[tuple[ScriptedWorker, Task]]
+PortInUseError = list[tuple[ScriptedWorker, Task]]
 
 
-def begun(live: LiveCoordinator, examples: Sequence[tuple[str, int]], **spec: Any) -> tuple[Client, Run, Taken]:
+def begun(
+    live: LiveCoordinator, examples: Sequence[tuple[str, int]], **spec: Any
+) -> tuple[Client, Run, PortInUseError]:
     """A run among workers that are given by their sites' names and by what they declare, and the tasks of those that
     got one. A site's workers share its token."""
     client, dataset = live.client(), f"data{next(_names)}"
@@ -157,7 +159,7 @@ def test_no_other_worker_takes_the_place_of_one_whose_kept_state_the_server_coun
         client, site = live.client(), live.client("site", "a")
         first, second = (ScriptedWorker(site, name=name, methods=(method,)) for name in ("first", "second"))
         first.enrol()
-        run = start_run(client, MODEL, START, rounds=3, method=Chosen(name=method), training=training)
+        run = start_run(client, MODEL, START, rounds=3, method=MethodSpec(name=method), training=training)
         task = first.take()
         # So that no round opens before the second worker is the only one there.
         client.set_run_state(run.id, "paused")

@@ -22,7 +22,7 @@ from tessera.coordinator.db.tables import BlobRow, RoundRow, RunBlobRow, RunRow,
 from tessera.shared.api.runs import Cohort, Run
 from tessera.shared.api.tasks import Failure, Submission, Task
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Problem
@@ -38,7 +38,7 @@ MODEL = small_model()
 START = values(MODEL)
 HEAD = START["head.weight"]
 """2 x 4 float32: 32 bytes. The first of its plan's blocks; query and key are frozen."""
-FROZEN = Chosen(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_head"})
+FROZEN = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_head"})
 _names = itertools.count()
 
 
@@ -213,7 +213,7 @@ def test_numbers_that_the_method_cannot_merge_are_refused(standing: LiveCoordina
     for worker in (bad, good):
         worker.enrol()
     cohort = Cohort(size=2, quorum=1)
-    run = start_run(client, MODEL, START, method=Chosen(name="fednova"), dataset=name, cohort=cohort)
+    run = start_run(client, MODEL, START, method=MethodSpec(name="fednova"), dataset=name, cohort=cohort)
     for worker, steps in ((bad, 1e9), (good, 1.0)):
         task = worker.take()
         said = Submission(

@@ -14,7 +14,7 @@ from sqlalchemy import select
 from tessera.coordinator.db.tables import DifferenceRow
 from tessera.shared.api.runs import Run, Training
 from tessera.shared.client.client import FAST_LINE, Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import ArrayTensor, to_array
 from tessera.shared.updates.update_file import read_update
@@ -119,7 +119,7 @@ def runner_and_run(coordinator: LiveCoordinator, folder: Path) -> tuple[TaskRunn
     return (
         runner,
         worker,
-        start_run(client, document, start, rounds=3, method=Chosen(name="fedavg"), training=training),
+        start_run(client, document, start, rounds=3, method=MethodSpec(name="fedavg"), training=training),
     )
 
 

@@ -16,10 +16,10 @@ from tessera.coordinator.settings import Settings
 from tessera.shared.api.tasks import Claim
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import (
-    Chosen,
     CoordinatorHalf,
     Method,
     MethodSettings,
+    MethodSpec,
     Participant,
     Plan,
     State,
@@ -54,7 +54,7 @@ def test_a_plan_that_selects_what_the_model_lacks_pauses_the_run_with_the_reason
     client = coordinator.client()
     blocks = tuple(block for block in small_model().blocks if block.role not in ("query", "key", "value"))
     model = small_model().model_copy(update={"blocks": blocks})
-    frozen = Chosen(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"})
+    frozen = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"})
     run = start_run(client, model, values(model), method=frozen)
     ScriptedWorker(coordinator.client("site", "a")).enrol()
 
@@ -82,7 +82,7 @@ def test_a_method_that_fails_pauses_its_run_and_the_others_go_on(coordinator: Li
     client, model = coordinator.client(), small_model()
     worker = ScriptedWorker(coordinator.client("site", "a"), methods=("fedavg", faulty))
     worker.enrol()
-    bad = start_run(client, model, values(model), method=Chosen(name=faulty))
+    bad = start_run(client, model, values(model), method=MethodSpec(name=faulty))
     good = start_run(client, model, values(model))
     worker.train(worker.take())
     until(lambda: client.run(good.id).state == "completed")

@@ -16,7 +16,7 @@ from tessera.coordinator.db.engine import Database
 from tessera.shared.aggregation.robust import GeometricMedian, Mean, Median, Rule
 from tessera.shared.aggregation.server_optimizer import Adam
 from tessera.shared.api.versions import Manifest
-from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, Plan, RunFacts, Update
+from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, Plan, RunInfo, Update
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.server_step import merge
@@ -76,7 +76,7 @@ def test_the_version_is_that_of_one_process_bit_for_bit(
             Update(f"site/{index}", 10 + index, inspector.open(digest, model, manifest, Plan()))
             for index, digest in enumerate(updates)
         ]
-        half = CoordinatorHalf(MethodSettings(), RunFacts(blocks, rounds=1, robust=rule))
+        half = CoordinatorHalf(MethodSettings(), RunInfo(blocks, rounds=1, robust=rule))
         return states.store(merge(half, Adam(), states.load(model, manifest, 0), received))
 
     found, new = next_version(States(blobs, cluster))

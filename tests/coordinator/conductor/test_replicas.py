@@ -18,7 +18,7 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db import engine as module
 from tessera.shared.api.runs import Cohort
 from tessera.shared.api.tasks import Submission
-from tessera.shared.methods.base import Chosen, CoordinatorHalf, Method, MethodSettings, State, WorkerHalf
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, MethodSpec, State, WorkerHalf
 from tessera.shared.methods.registry import methods
 from tests.support import databases
 from tests.support.coordinator import LiveCoordinator, refused, until
@@ -157,7 +157,7 @@ def test_two_conductors_merge_each_round_once(replicas: Pair, counted: str) -> N
     for worker in workers:
         worker.enrol()
     cohort = Cohort(size=2, quorum=2)
-    run = start_run(client, model, values(model), method=Chosen(name=counted), cohort=cohort, rounds=5)
+    run = start_run(client, model, values(model), method=MethodSpec(name=counted), cohort=cohort, rounds=5)
 
     def train(number: int) -> None:
         for _ in range(5):

@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, R
 
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.api.tasks import Failure, Progress
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
@@ -107,7 +107,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             worker.enrol()
         run = start_run(
             client, MODEL, values(MODEL), name="wards", rounds=9, evaluation=Evaluation(sites=True),
-            method=Chosen(name="fedfrozen", settings={"warmup_rounds": 1}), cohort=Cohort(quorum=2),
+            method=MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1}), cohort=Cohort(quorum=2),
         )  # fmt: skip
         for accuracy in (0.5, 0.75):
             for worker in workers:

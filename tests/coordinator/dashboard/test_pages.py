@@ -14,7 +14,7 @@ from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.api.tasks import Failure, Progress
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS, methods
 from tessera.shared.run_settings.privacy import Privacy
 from tessera.shared.token_format import hash_of
@@ -122,7 +122,7 @@ def worked(coordinator: LiveCoordinator) -> str:
         worker.enrol()
     run = start_run(
         client, MODEL, values(MODEL), name="wards", rounds=3, evaluation=Evaluation(sites=True),
-        method=Chosen(name="fedfrozen", settings={"warmup_rounds": 1}), cohort=Cohort(quorum=2, tries=1),
+        method=MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1}), cohort=Cohort(quorum=2, tries=1),
     )  # fmt: skip
     for worker in workers:
         while (task := worker.take()).kind == "evaluate":
@@ -282,8 +282,11 @@ def test_what_is_not_there_says_why(coordinator: LiveCoordinator, viewer: Person
         run = start_run(client, MODEL, values(MODEL), dataset="none", evaluation=evaluation)
         assert why in viewer.http.get(f"/page/runs/{run.id}").text
     for method, why in (
-        (Chosen(name="fedfrozen", settings={"warmup_rounds": "auto"}), "No warm-up signals: they need two rounds"),
-        (Chosen(name="safl"), "No attention entropy: no worker has measured it."),
+        (
+            MethodSpec(name="fedfrozen", settings={"warmup_rounds": "auto"}),
+            "No warm-up signals: they need two rounds",
+        ),
+        (MethodSpec(name="safl"), "No attention entropy: no worker has measured it."),
     ):
         run = start_run(client, MODEL, values(MODEL), dataset="none", method=method)
         assert why in viewer.http.get(f"/page/runs/{run.id}").text
@@ -303,18 +306,18 @@ METHOD = Method(
 
 
 @pytest.fixture
-def own_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Chosen]:
+def own_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MethodSpec]:
     """Put a method with charts of its own into a folder of a user's."""
     (tmp_path / "restless.py").write_text(OWN_METHOD)
     with monkeypatch.context() as patched:
         patched.setenv(FOLDERS, str(tmp_path))
         methods.cache_clear()
-        yield Chosen(name="restless")
+        yield MethodSpec(name="restless")
     methods.cache_clear()
 
 
 def test_a_users_method_has_the_charts_that_it_declares(
-    own_method: Chosen, coordinator: LiveCoordinator, viewer: Person
+    own_method: MethodSpec, coordinator: LiveCoordinator, viewer: Person
 ) -> None:
     run = start_run(coordinator.client(), MODEL, values(MODEL), method=own_method)
     page = f"/page/runs/{run.id}"

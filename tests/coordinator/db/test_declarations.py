@@ -19,9 +19,9 @@ from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.tables import AnnouncedRow, AuditRow, SiteRow, WorkerRow, declared_text
 from tessera.coordinator.db.views import PAGE_BYTES
-from tessera.coordinator.domain.workers import Member
+from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.audit_chain import first_broken
-from tessera.shared.api.tasks import Claim, Mirror
+from tessera.shared.api.tasks import AdvertisedPolicy, Claim
 from tessera.shared.schema import MOST_CLAIM_BYTES
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import Clock, LiveCoordinator, refused
@@ -62,13 +62,13 @@ def test_a_claim_has_64_kib_at_most(standing: LiveCoordinator) -> None:
 
 
 def test_a_worker_whose_claim_would_be_too_long_shortens_it() -> None:
-    said = Claim(worker="w", instance="0" * 32, datasets={"data": 1}, mirror=Mirror())
+    said = Claim(worker="w", instance="0" * 32, datasets={"data": 1}, mirror=AdvertisedPolicy())
     assert said.shortened() is said
     refusing = said.model_copy(update={"withheld": {f"r{number}": "x" * 300 for number in range(256)}})
     short = refusing.shortened()
     assert short.withheld.keys() == refusing.withheld.keys()
-    assert short.mirror == Mirror()
-    listing = refusing.model_copy(update={"mirror": Mirror(never_send=("x" * 512,) * 256)})
+    assert short.mirror == AdvertisedPolicy()
+    listing = refusing.model_copy(update={"mirror": AdvertisedPolicy(never_send=("x" * 512,) * 256)})
     assert listing.shortened().mirror is None
     assert len(listing.shortened().model_dump_json()) <= MOST_CLAIM_BYTES
 
@@ -153,14 +153,14 @@ def statements(database: Database) -> Iterator[list[str]]:
 
 def test_looks_at_the_runs_read_what_is_declared_once_and_again_when_it_changes(tmp_path: Path) -> None:
     database = migrated(tmp_path)
-    mirror = Mirror(never_send=("a*",))
+    mirror = AdvertisedPolicy(never_send=("a*",))
     said = Claim(worker="w", instance="0" * 32, datasets={"data": 10}, mirror=mirror)
 
     def enrol(claim: Claim) -> None:
         with database.transaction() as session:
             workers_module.enrol(session, NOW, "site", claim, 10)
 
-    def look() -> tuple[Member, int]:
+    def look() -> tuple[LiveWorker, int]:
         with statements(database) as seen, database.snapshot() as session:
             (found,) = live_workers(session, 0.0)
         return found, sum("workers.declared " in f"{statement} " for statement in seen)

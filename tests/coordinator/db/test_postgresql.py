@@ -24,7 +24,7 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db import engine as module
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database, UnknownDatabase
 from tessera.coordinator.db.tables import AnnouncedRow, AuditRow, RunRow, UploadRow
-from tessera.coordinator.notify.wakeup import BATCH, CONDUCTOR, NoticeBells, own_name
+from tessera.coordinator.notify.wakeup import BATCH, CONDUCTOR, PostgresWakeups, own_name
 from tests.support import databases
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.storage import add_run
@@ -259,7 +259,7 @@ def free(database: Database) -> bool:
 
 def test_all_who_serve_and_all_who_conduct_hear_what_is_rung_anywhere(shared: list[Database]) -> None:
     workers = [f"{index:032}" for index in range(2 * BATCH + 1)]
-    bells = [NoticeBells(database) for database in shared]
+    bells = [PostgresWakeups(database) for database in shared]
     with (
         bells[0].hung_up(own_name()) as serving,
         bells[1].hung_up(own_name()) as other,
@@ -283,7 +283,7 @@ def test_all_who_serve_and_all_who_conduct_hear_what_is_rung_anywhere(shared: li
 
 
 def test_after_the_server_was_restarted_bells_are_heard_again(shared: list[Database]) -> None:
-    bells = NoticeBells(shared[0])
+    bells = PostgresWakeups(shared[0])
     with bells.hung_up(CONDUCTOR) as bell:
         bell.wait()
         restarted(shared[1])
@@ -295,8 +295,8 @@ def test_after_the_server_was_restarted_bells_are_heard_again(shared: list[Datab
 
 def test_a_bell_that_cannot_be_rung_is_no_failure(shared: list[Database]) -> None:
     nowhere = Database("postgresql://nobody@127.0.0.1:1/none")
-    NoticeBells(nowhere).call()
-    NoticeBells(nowhere).wake(["w"])
+    PostgresWakeups(nowhere).call()
+    PostgresWakeups(nowhere).wake(["w"])
     nowhere.close()
 
 

@@ -19,17 +19,17 @@ from tessera.coordinator.domain.decide import (
     Merge,
     Offer,
     Open,
-    Patience,
     Pause,
+    Timeouts,
     decide,
 )
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
-from tessera.coordinator.domain.snapshot import Due, RoundSnapshot, RunSnapshot, TaskSnapshot
+from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, TaskSnapshot
 from tessera.shared.api.runs import Cohort
 from tessera.shared.schema import RunState, TaskState
 
 NOW = 1000.0
-PATIENCE = Patience(gather_seconds=30, evaluation_seconds=600)
+PATIENCE = Timeouts(gather_seconds=30, evaluation_seconds=600)
 
 
 def task(
@@ -233,26 +233,28 @@ def test_a_run_that_is_not_running_opens_nothing(state: str) -> None:
 
 
 def test_due_versions_are_offered_to_evaluators_if_there_are_any() -> None:
-    due = run(unevaluated=(Due(0), Due(2)), evaluators=1)
-    assert decided(due) == [Evaluate(Due(0)), Evaluate(Due(2))]
+    due = run(unevaluated=(PendingEvaluation(0), PendingEvaluation(2)), evaluators=1)
+    assert decided(due) == [Evaluate(PendingEvaluation(0)), Evaluate(PendingEvaluation(2))]
     assert decided(replace(due, evaluators=0)) == []
 
 
 def test_a_site_is_offered_a_version_whether_or_not_anybody_evaluates_centrally() -> None:
-    due = run(unevaluated=(Due(1), Due(2, "a"), Due(2, "b")), evaluators=0)
-    assert decided(due) == [Evaluate(Due(2, "a")), Evaluate(Due(2, "b"))]
+    due = run(unevaluated=(PendingEvaluation(1), PendingEvaluation(2, "a"), PendingEvaluation(2, "b")), evaluators=0)
+    assert decided(due) == [Evaluate(PendingEvaluation(2, "a")), Evaluate(PendingEvaluation(2, "b"))]
 
 
 def test_what_is_due_is_offered_before_the_next_round_changes_what_sites_keep() -> None:
-    due = run(unevaluated=(Due(0, "a"),), cohort=Cohort(size=2, quorum=2), eligible=2)
-    assert decided(due) == [Evaluate(Due(0, "a")), Open(1)]
+    due = run(unevaluated=(PendingEvaluation(0, "a"),), cohort=Cohort(size=2, quorum=2), eligible=2)
+    assert decided(due) == [Evaluate(PendingEvaluation(0, "a")), Open(1)]
 
 
 def test_a_lapsed_evaluation_is_not_offered_again_to_a_worker_that_is_gone() -> None:
     gone = replace(task("lapsed"), present=False)
     assert decided(run(evaluations=(gone,))) == []
     # Its version is then due again, for another worker.
-    assert decided(run(evaluations=(gone,), unevaluated=(Due(1),), evaluators=1)) == [Evaluate(Due(1))]
+    assert decided(run(evaluations=(gone,), unevaluated=(PendingEvaluation(1),), evaluators=1)) == [
+        Evaluate(PendingEvaluation(1))
+    ]
 
 
 def test_the_lease_of_a_worker_that_is_gone_lapses_all_the_same() -> None:
@@ -273,12 +275,14 @@ def test_a_finished_run_does_not_wait_for_a_site_that_is_gone() -> None:
 
 
 def test_a_finished_run_offers_its_last_version_before_it_completes() -> None:
-    assert decided(run(version=3, unevaluated=(Due(3),), evaluators=1)) == [Evaluate(Due(3))]
-    assert decided(run(version=3, unevaluated=(Due(3, "a"),))) == [Evaluate(Due(3, "a"))]
+    assert decided(run(version=3, unevaluated=(PendingEvaluation(3),), evaluators=1)) == [
+        Evaluate(PendingEvaluation(3))
+    ]
+    assert decided(run(version=3, unevaluated=(PendingEvaluation(3, "a"),))) == [Evaluate(PendingEvaluation(3, "a"))]
 
 
 def test_a_finished_run_does_not_wait_for_evaluators_that_are_not_there() -> None:
-    assert decided(run(version=3, unevaluated=(Due(3),), evaluators=0)) == [Complete()]
+    assert decided(run(version=3, unevaluated=(PendingEvaluation(3),), evaluators=0)) == [Complete()]
 
 
 # ---------------------------------------------------------------- winding up
@@ -339,9 +343,9 @@ RUNS = st.builds(
     st.integers(0, 6),
     INSTANTS,
     st.lists(TASKS, max_size=2).map(tuple),
-    st.lists(st.builds(Due, st.integers(0, 5), st.none() | st.sampled_from("abc")), unique=True, max_size=3).map(
-        tuple
-    ),
+    st.lists(
+        st.builds(PendingEvaluation, st.integers(0, 5), st.none() | st.sampled_from("abc")), unique=True, max_size=3
+    ).map(tuple),
     st.integers(0, 2),
 )
 

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from tessera.coordinator.domain.eligibility import (
-    Invitation,
-    mirror_of,
-    objections,
+    RunTerms,
+    ineligibilities,
+    policy_of,
     refused_model,
     refused_plan,
     reservations,
 )
 from tessera.shared.api.runs import Cohort, RunSpec, Training
-from tessera.shared.api.tasks import Mirror, Task
+from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings.privacy import Budget, Privacy
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
@@ -29,18 +29,18 @@ MODEL = small_model()
 PRIVATE = Privacy(epsilon=4.0, delta=1e-6, clip_norm=1.0)
 
 
-def invited(orchestrator: str | None = "trial", run: str | None = "r", **spec: Any) -> Invitation:
-    given = {"name": "demo", "method": Chosen(name="fedavg"), "dataset": "wards", "rounds": 2, **spec}
-    return Invitation(RunSpec(model=DIGEST, version=DIGEST, **given), MODEL.nbytes, orchestrator, run)
+def invited(orchestrator: str | None = "trial", run: str | None = "r", **spec: Any) -> RunTerms:
+    given = {"name": "demo", "method": MethodSpec(name="fedavg"), "dataset": "wards", "rounds": 2, **spec}
+    return RunTerms(RunSpec(model=DIGEST, version=DIGEST, **given), MODEL.nbytes, orchestrator, run)
 
 
-def declared(mirror: Mirror | None = None, **more: Any) -> dict[str, Any]:
+def declared(mirror: AdvertisedPolicy | None = None, **more: Any) -> dict[str, Any]:
     given = {"kinds": ["train"], "datasets": {"wards": 100}, "methods": ["fedavg"], **more}
     return {**given, "mirror": mirror.model_dump(mode="json")} if mirror else given
 
 
-def rules(invitation: Invitation, site: str = "a", **said: Any) -> list[str]:
-    return [found.rule for found in objections(invitation, site, declared(**said))]
+def rules(invitation: RunTerms, site: str = "a", **said: Any) -> list[str]:
+    return [found.rule for found in ineligibilities(invitation, site, declared(**said))]
 
 
 def test_a_worker_that_has_all_it_takes_has_no_objection() -> None:
@@ -105,7 +105,7 @@ def test_the_mirror_lets_pass_what_the_policy_lets_pass(policy: dict[str, Any], 
     assert rules(invited(**spec), mirror=site.mirror({}, 0)) == []
 
 
-def judge(site: Policy, invitation: Invitation) -> None:
+def judge(site: Policy, invitation: RunTerms) -> None:
     """As the worker does."""
     spec = invitation.spec
     task = Task(
@@ -167,11 +167,11 @@ def test_a_model_of_another_type_or_size_is_objected_to() -> None:
 
 def test_a_mirror_shows_no_path_and_is_read_back_as_it_was() -> None:
     mirror = Policy(hours=("Mon-Fri 19:00-07:00",), approve_runs=True).mirror({}, 60)
-    assert mirror_of(declared(mirror=mirror)) == mirror
-    assert mirror_of(declared()) is None
-    assert not {"state_dir", "token"} & set(Mirror.model_fields)
+    assert policy_of(declared(mirror=mirror)) == mirror
+    assert policy_of(declared()) is None
+    assert not {"state_dir", "token"} & set(AdvertisedPolicy.model_fields)
 
 
 def test_a_mirror_that_would_take_long_to_judge_is_refused() -> None:
     with pytest.raises(ValueError, match="at most 256"):
-        Mirror.model_validate({"may_send": {"include": [{"names": ["*a"] * 256}]}})
+        AdvertisedPolicy.model_validate({"may_send": {"include": [{"names": ["*a"] * 256}]}})

@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import delete
 
 from tessera.coordinator.db.tables import UploadRow
-from tessera.coordinator.limits.disk import Room, is_full
+from tessera.coordinator.limits.disk import DiskSpace, is_full
 from tessera.coordinator.limits.memory import Memory, used_bytes
 from tessera.coordinator.limits.rate import MOST_KEYS, Rate
 from tessera.coordinator.services import _bytes_per_day
@@ -199,7 +199,7 @@ def test_what_has_come_of_an_upload_needs_no_room_a_second_time(coordinator: Liv
 
 
 def test_uploads_under_way_are_counted_before_they_are_on_the_disk(tmp_path: Path) -> None:
-    room = Room([tmp_path], 0)
+    room = DiskSpace([tmp_path], 0)
     # The size of this file system is what it is: all but a thousandth of it is expected.
     most = room.free_bytes() - (count := room.free_bytes() // 1000)
     with room.expecting(most) as written:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tessera.coordinator.server.http_limits import BadCertificate, Exposed, require_private
+from tessera.coordinator.server.http_limits import BadCertificate, InsecureBindError, require_private
 from tessera.coordinator.settings import Settings
 from tessera.shared.client.client import Client
 from tessera.shared.client.transport import Unreachable, Untrusted, tls_context
@@ -207,7 +207,7 @@ def test_plain_http_goes_through_it_too_unless_the_host_is_excepted(
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "tessera.example"])  # noqa: S104 (is refused)
 def test_other_machines_are_not_served_in_plain_http(host: str, authority: Authority) -> None:
-    with pytest.raises(Exposed, match="TESSERA_BEHIND_PROXY"):
+    with pytest.raises(InsecureBindError, match="TESSERA_BEHIND_PROXY"):
         require_private(Settings(host=host))
     require_private(Settings(host=host, behind_proxy=True))
     require_private(Settings(host=host, tls_cert=authority.server))

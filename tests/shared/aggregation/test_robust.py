@@ -32,10 +32,10 @@ from tessera.shared.aggregation.robust import (
 from tessera.shared.aggregation.server_optimizer import Momentum
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.base import (
-    Chosen,
     CoordinatorHalf,
     MethodSettings,
-    RunFacts,
+    MethodSpec,
+    RunInfo,
     State,
     UnsupportedRun,
     Update,
@@ -140,7 +140,7 @@ def flipped_labels(rule: Rule, claimed: int) -> float:
     rng = np.random.default_rng(0)
     truth = rng.normal(size=20)
     sites = [rng.normal(size=(80, 20)) for _ in range(9)]
-    half = CoordinatorHalf(MethodSettings(), RunFacts((), rounds=10, robust=rule))
+    half = CoordinatorHalf(MethodSettings(), RunInfo((), rounds=10, robust=rule))
     state = State(0, {"w": ArrayTensor(np.zeros(20, np.float32))})
     for _ in range(10):
         updates = []
@@ -273,7 +273,7 @@ def test_what_is_sent_as_differences_is_guarded_too(rule: Guard) -> None:
 
 @EVERY_RULE
 def test_weights_that_workers_state_do_not_count(rule: Guard) -> None:
-    half = CoordinatorHalf(MethodSettings(), RunFacts((), rounds=1, robust=rule))
+    half = CoordinatorHalf(MethodSettings(), RunInfo((), rounds=1, robust=rule))
     state = State(0, {"w": ArrayTensor(BASE)})
     bits = set()
     for claimed in (1, 1_000_000):
@@ -287,7 +287,7 @@ def test_the_neutral_rule_is_the_mean_by_examples_to_the_bit() -> None:
     state = State(0, {"w": ArrayTensor(BASE)})
     updates = [Update(f"{i}", 1 + i, {"w": ArrayTensor(v)}) for i, v in enumerate(HONEST)]
     plain = average(state.model, [(float(u.examples), u.blocks) for u in updates], "participants")
-    for facts in (RunFacts((), rounds=1), RunFacts((), rounds=1, robust=Mean())):
+    for facts in (RunInfo((), rounds=1), RunInfo((), rounds=1, robust=Mean())):
         found = CoordinatorHalf(MethodSettings(), facts).merge(state, updates)
         assert to_array(found.model["w"]).tobytes() == to_array(plain["w"]).tobytes()
         assert found.numbers == {}
@@ -345,7 +345,7 @@ def spec(**change: object) -> RunSpec:
 def test_blocks_with_too_few_senders_are_counted_and_warned_of() -> None:
     model = small_model()
     asked = spec(robust={"rule": "median"}, cohort={"size": 5, "quorum": 3})
-    half = CoordinatorHalf(MethodSettings(), RunFacts(model.blocks, rounds=2, robust=asked.robust))
+    half = CoordinatorHalf(MethodSettings(), RunInfo(model.blocks, rounds=2, robust=asked.robust))
     names = list(values(model))
     state = State(0, {name: ArrayTensor(value) for name, value in values(model).items()})
     sent: list[list[str]] = [names, names, names[:4]]
@@ -362,8 +362,8 @@ def test_blocks_with_too_few_senders_are_counted_and_warned_of() -> None:
 
 
 def halves() -> dict[str, CoordinatorHalf]:
-    facts = RunFacts(small_model().blocks, rounds=3, robust=Median(), training=Training(optimizer="sgd"))
-    return {name: coordinator_half(Chosen(name=name), facts) for name in methods()}
+    facts = RunInfo(small_model().blocks, rounds=3, robust=Median(), training=Training(optimizer="sgd"))
+    return {name: coordinator_half(MethodSpec(name=name), facts) for name in methods()}
 
 
 def test_a_method_is_guarded_or_refused() -> None:
@@ -395,14 +395,14 @@ class Own(CoordinatorHalf[MethodSettings]):
 
 
 def test_a_method_that_merges_by_itself_and_does_not_say_is_refused() -> None:
-    initial_state(Own(MethodSettings(), RunFacts((), rounds=1)), State(0, {}))
+    initial_state(Own(MethodSettings(), RunInfo((), rounds=1)), State(0, {}))
     with pytest.raises(UnsupportedRun, match="merges in a way of its own"):
-        initial_state(Own(MethodSettings(), RunFacts((), rounds=1, robust=Median())), State(0, {}))
+        initial_state(Own(MethodSettings(), RunInfo((), rounds=1, robust=Median())), State(0, {}))
 
 
 @EVERY_RULE
 def test_a_server_optimizer_steps_along_what_the_rule_made(rule: Guard) -> None:
-    half = CoordinatorHalf(MethodSettings(), RunFacts((), rounds=1, robust=rule))
+    half = CoordinatorHalf(MethodSettings(), RunInfo((), rounds=1, robust=rule))
     state = State(0, {"w": ArrayTensor(BASE)})
     updates = [Update(str(i), 1, {"w": ArrayTensor(value)}) for i, value in enumerate(HONEST)]
     plain = to_array(half.merge(state, updates).model["w"])

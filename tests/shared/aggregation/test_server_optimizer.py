@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from pydantic import TypeAdapter, ValidationError
 
 from tessera.shared.aggregation.server_optimizer import Adagrad, Adam, Momentum, Plain, Rule, ServerOptimizer, Yogi
-from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, RunFacts, State, Update
+from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, RunInfo, State, Update
 from tessera.shared.model.blocks import Block
 from tessera.shared.rounds.server_step import merge
 from tessera.shared.tensors.dtypes import DType
@@ -30,7 +30,7 @@ def block(name: str, values: Array, dtype: DType = "F32") -> Block:
 
 def fedavg(model: Mapping[str, Tensor]) -> CoordinatorHalf[MethodSettings]:
     blocks = tuple(Block(tensor=n, role="mlp", shape=t.shape, dtype=t.dtype) for n, t in model.items())
-    return CoordinatorHalf(MethodSettings(), RunFacts(blocks, rounds=9))
+    return CoordinatorHalf(MethodSettings(), RunInfo(blocks, rounds=9))
 
 
 def after(optimizer: Rule, state: State, *sent: Mapping[str, Tensor]) -> State:
@@ -183,7 +183,7 @@ class Remembering(CoordinatorHalf[MethodSettings]):
 
 
 def test_a_method_s_own_memory_lives_beside_the_moments_and_sees_nothing_of_them() -> None:
-    half = Remembering(MethodSettings(), RunFacts((), rounds=9))
+    half = Remembering(MethodSettings(), RunInfo((), rounds=9))
     state = State(0, one(1.0))
     for _ in range(2):
         state = merge(half, Adam(), state, [Update("a/w", 1, one(2.0))])
@@ -191,7 +191,7 @@ def test_a_method_s_own_memory_lives_beside_the_moments_and_sees_nothing_of_them
 
 
 def test_a_method_whose_memory_is_named_like_moments_is_refused() -> None:
-    half = Remembering(MethodSettings(), RunFacts((), rounds=9))
+    half = Remembering(MethodSettings(), RunInfo((), rounds=9))
     half.name = "server/m/w"
     with pytest.raises(ValueError, match=r"kept for server optimizers: \['server/m/w'\]"):
         merge(half, Plain(), State(0, one(1.0)), [Update("a/w", 1, one(2.0))])

@@ -7,9 +7,9 @@ from pydantic import ValidationError
 
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.runs import Cohort, RunSpec
-from tessera.shared.api.tasks import Claim, Evaluated, Submission
+from tessera.shared.api.tasks import Claim, EvaluationResult, Submission
 from tessera.shared.api.versions import Manifest
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.schema import LARGEST_NUMBER, canonical
 from tessera.shared.updates.codecs import pipeline
 
@@ -124,18 +124,18 @@ def test_equal_values_have_one_canonical_form() -> None:
 
 
 def test_a_value_cannot_be_changed() -> None:
-    chosen = Chosen(name="fedavg")
+    chosen = MethodSpec(name="fedavg")
     with pytest.raises(ValidationError, match="frozen"):
         chosen.name = "other"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("message", [Submission, Evaluated])
+@pytest.mark.parametrize("message", [Submission, EvaluationResult])
 @pytest.mark.parametrize(
     "numbers",
     [{"loss": 1.7e308}, {"loss": -1.7e308}, {"loss": float("nan")}, {"": 1.0}, {"x" * 65: 1.0}, {"\x1b[2J": 1.0}],
 )
 def test_numbers_that_nobody_could_sum_and_names_that_nobody_could_print_are_refused(
-    message: type[Submission | Evaluated], numbers: dict[str, float]
+    message: type[Submission | EvaluationResult], numbers: dict[str, float]
 ) -> None:
     assert message.model_validate(SUBMISSION | {"numbers": {"loss": LARGEST_NUMBER}}).numbers["loss"] == 1e100
     with pytest.raises(ValidationError):

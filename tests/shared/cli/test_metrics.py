@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tessera.shared.api.runs import Cohort, Evaluation, Run
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.metrics.rows import Row
 from tests.support.cli import process
 from tests.support.coordinator import LiveCoordinator
@@ -51,7 +51,7 @@ class Scene:
                 client,
                 model,
                 values(model),
-                method=Chosen(name=method),
+                method=MethodSpec(name=method),
                 rounds=2,
                 cohort=Cohort(size=2, quorum=2),
                 evaluation=Evaluation(dataset="test", sites=True),

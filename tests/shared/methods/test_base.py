@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tessera.shared.methods.base import Chosen, Participant, Plan, RunFacts, State, Update
+from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State, Update
 from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.tensors.lazy import ArrayTensor, to_array
 from tests.support.tasks import one_task, subject_of
@@ -21,7 +21,7 @@ COHORT = [Participant(name, 10) for name in ("a/w", "b/w", "c/w")]
 
 
 @cache
-def facts_of(method: str) -> RunFacts:
+def facts_of(method: str) -> RunInfo:
     # Some methods take no other optimizer.
     return subject_of(method).facts(optimizer="sgd")
 
@@ -32,7 +32,7 @@ def state_at(method: str, round_number: int) -> State:
 
 
 def plans_of(method: str, round_number: int, cohort: list[Participant]) -> dict[str, Plan]:
-    half = coordinator_half(Chosen(name=method), facts_of(method))
+    half = coordinator_half(MethodSpec(name=method), facts_of(method))
     return dict(half.plan(half.start(state_at(method, round_number)), cohort, Random(1)))
 
 
@@ -73,7 +73,7 @@ def test_nothing_that_is_kept_is_sent_and_nothing_is_sent_that_was_not_asked_for
 @EVERY_METHOD
 def test_a_single_update_is_merged_and_what_it_lacks_stays_as_it_was(method: str) -> None:
     _, harvest = one_task(method, subject=subject_of(method))
-    half = coordinator_half(Chosen(name=method, settings=SETTINGS.get(method, {})), facts_of(method))
+    half = coordinator_half(MethodSpec(name=method, settings=SETTINGS.get(method, {})), facts_of(method))
     state = state_at(method, 0)
     sent = {name: ArrayTensor(values) for name, values in harvest.upload.items()}
     after = half.merge(half.start(state), [Update("a/w", 10, sent, harvest.numbers)])
@@ -98,7 +98,7 @@ def test_the_order_in_which_updates_are_given_changes_no_more_than_rounding(meth
     ]
     merged = []
     for order in permutations(updates):
-        half = coordinator_half(Chosen(name=method), facts_of(method))
+        half = coordinator_half(MethodSpec(name=method), facts_of(method))
         merged.append(half.merge(half.start(state_at(method, 0)), order).model)
     for model in merged[1:]:
         for name, tensor in model.items():

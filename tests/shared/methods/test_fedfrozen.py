@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from tessera.shared.aggregation.drift import BUCKETS, agreement
 from tessera.shared.methods.base import (
-    Chosen,
     CoordinatorHalf,
+    MethodSpec,
     Participant,
-    RunFacts,
+    RunInfo,
     State,
     UnsupportedRun,
     Update,
@@ -35,7 +35,7 @@ WORKER = Participant("a/w", 1)
 
 
 def half_with(**settings: Any) -> CoordinatorHalf[Any]:
-    return coordinator_half(Chosen(name="fedfrozen", settings=settings), RunFacts(BLOCKS, ROUNDS))
+    return coordinator_half(MethodSpec(name="fedfrozen", settings=settings), RunInfo(BLOCKS, ROUNDS))
 
 
 def updates(state: State, *steps: Sequence[float], names: Sequence[str] = ROLES) -> list[Update]:
@@ -284,14 +284,14 @@ def test_a_warm_up_of_a_fixed_length_measures_only_if_asked() -> None:
 
 def test_a_scope_with_the_head_is_refused_where_the_head_is_tied_to_the_embeddings() -> None:
     headless = tuple(block for block in BLOCKS if block.role != "head")
-    half = coordinator_half(Chosen(name="fedfrozen", settings={"scope": "v_head"}), RunFacts(headless, ROUNDS))
+    half = coordinator_half(MethodSpec(name="fedfrozen", settings={"scope": "v_head"}), RunInfo(headless, ROUNDS))
     with pytest.raises(UnsupportedRun, match=r"tied to the token embeddings\. Choose scope all_but_qk or v_only"):
         initial_state(half, START)
 
 
 def test_adapters_that_do_not_name_their_matrix_are_refused() -> None:
     block = Block(tensor="query.lora_A", role="adapter", shape=(2,), dtype="F32")
-    half = coordinator_half(Chosen(name="fedfrozen"), RunFacts((*BLOCKS, block), ROUNDS))
+    half = coordinator_half(MethodSpec(name="fedfrozen"), RunInfo((*BLOCKS, block), ROUNDS))
     with pytest.raises(UnsupportedRun, match="make the model again"):
         initial_state(half, START)
 
@@ -307,7 +307,7 @@ def test_an_adapter_is_frozen_with_its_matrix_and_else_trains_with_it() -> None:
 
     def trains(**settings: str) -> set[str]:
         half = coordinator_half(
-            Chosen(name="fedfrozen", settings={"warmup_rounds": 0, **settings}), RunFacts(table, ROUNDS)
+            MethodSpec(name="fedfrozen", settings={"warmup_rounds": 0, **settings}), RunInfo(table, ROUNDS)
         )
         plan = half.plan_for(START, WORKER)
         assert plan.upload == plan.train

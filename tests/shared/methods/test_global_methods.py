@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tessera.shared.methods.base import (
-    Chosen,
+    MethodSpec,
     Participant,
     Plan,
-    RunFacts,
+    RunInfo,
     State,
     UnsupportedRun,
     Update,
@@ -43,7 +43,7 @@ def full(value: float) -> ArrayTensor:
 
 def half_of(method: str, settings: Mapping[str, Any] | None = None, **training: Any) -> Any:
     wanted = Training.model_validate({**SGD, **training})
-    return coordinator_half(Chosen(name=method, settings=dict(settings or {})), RunFacts((), 9, training=wanted))
+    return coordinator_half(MethodSpec(name=method, settings=dict(settings or {})), RunInfo((), 9, training=wanted))
 
 
 def update(worker: str, examples: int, value: float, **numbers: float) -> Update:
@@ -96,8 +96,8 @@ def test_who_makes_few_steps_is_stretched_no_further_than_the_run_s_largest_norm
     state = State(0, {"w": full(0.0)})
 
     def pull(most: float | None) -> float:
-        facts = RunFacts((), 9, training=Training.model_validate({**SGD, "batch_size": 1}), max_update_norm=most)
-        merged = coordinator_half(Chosen(name="fednova"), facts).merge(state, [*honest, lone])
+        facts = RunInfo((), 9, training=Training.model_validate({**SGD, "batch_size": 1}), max_update_norm=most)
+        merged = coordinator_half(MethodSpec(name="fednova"), facts).merge(state, [*honest, lone])
         return float(np.linalg.norm(to_array(merged.model["w"])))
 
     # tau_eff = (7 * 55 + 1) / 8 = 48.25, which is 48.25 / 8 of its norm
@@ -561,10 +561,10 @@ def test_moon_reads_the_models_that_do_not_train_without_dropout_and_leaves_the_
 def test_moon_moves_the_statistics_of_batches_once_a_batch() -> None:
     plain, contrasted = (in_training(VIT, "image-classification", normalised=True) for _ in range(2))
     contrasted.vault = {f"previous/{block.name}": contrasted.read(block) for block in contrasted.blocks}
-    facts = RunFacts(tuple(plain.blocks), rounds=9)
+    facts = RunInfo(tuple(plain.blocks), rounds=9)
     (batch,) = images().batches(None, None)
     for method, work in (("fedavg", plain), ("moon", contrasted)):
-        half = worker_half(Chosen(name=method), facts)
+        half = worker_half(MethodSpec(name=method), facts)
         half.prepare(work)
         half.loss(work, batch)
     expected, found = dict(plain.model.named_buffers()), dict(contrasted.model.named_buffers())

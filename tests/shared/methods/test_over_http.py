@@ -12,7 +12,7 @@ import pytest
 
 from tessera.shared.api.runs import Cohort, Round, Training
 from tessera.shared.api.versions import Manifest
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.updates.safetensors_file import read_header
 from tessera.worker.agent import Agent
@@ -67,7 +67,7 @@ class Field:
             client,
             document,
             start,
-            method=Chosen(name=method, settings=settings or {}),
+            method=MethodSpec(name=method, settings=settings or {}),
             dataset="digits",
             rounds=2,
             training=plain,

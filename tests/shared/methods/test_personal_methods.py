@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.shared.methods.base import Chosen, Participant, Plan, State
+from tessera.shared.methods.base import MethodSpec, Participant, Plan, State
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.model.build import instantiate
@@ -84,7 +84,7 @@ def test_ditto_s_own_model_is_the_one_that_a_personal_evaluation_measures() -> N
 def half_of(method: str, work: LocalWork, settings: dict[str, Any] | None = None) -> Any:
     facts = Rounds(method).facts
     assert facts.blocks == tuple(work.blocks)
-    return worker_half(Chosen(name=method, settings=settings or {}), facts)
+    return worker_half(MethodSpec(name=method, settings=settings or {}), facts)
 
 
 # ---------------------------------------------------------------- FedBABU
@@ -158,7 +158,7 @@ def test_fedavg_with_one_site_is_centralised_training() -> None:
 @pytest.mark.parametrize("method", ["fedper", "fedrep", "fedbn", "local"])
 def test_what_is_private_is_asked_for_by_no_plan(method: str) -> None:
     facts = Rounds(method).facts
-    chosen = Chosen(name=method)
+    chosen = MethodSpec(name=method)
     private = {block.name for block in worker_half(chosen, facts).private().resolve(facts.blocks)}
     plan = coordinator_half(chosen, facts).plan_for(State(0, {}), Participant("a/w", 1))
     assert private

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera.shared.methods.base import Chosen, Harvest, State, UnsupportedRun, Update, initial_state
+from tessera.shared.methods.base import Harvest, MethodSpec, State, UnsupportedRun, Update, initial_state
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.spec import Prompts
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
@@ -45,7 +45,7 @@ def moved(work: LocalWork, subject: Subject) -> set[str]:
 
 def start(method: str, subject: Subject, **settings: Any) -> State:
     facts = subject.facts(optimizer="sgd")
-    return initial_state(coordinator_half(Chosen(name=method, settings=settings), facts), State(0, {}))
+    return initial_state(coordinator_half(MethodSpec(name=method, settings=settings), facts), State(0, {}))
 
 
 # ---------------------------------------------------------------- PromptFL
@@ -134,7 +134,7 @@ def test_a_site_that_has_kept_nothing_starts_at_the_global_prompts_bit_for_bit(s
 def prepared(settings: Mapping[str, Any], vault: Mapping[str, Array] | None = None) -> LocalWork:
     """A site's work just before training."""
     facts = PROMPTED.facts(optimizer="sgd")
-    chosen = Chosen(name="pfeddc", settings=dict(settings))
+    chosen = MethodSpec(name="pfeddc", settings=dict(settings))
     plan = coordinator_half(chosen, facts).plan_for(State(0, {}), None)  # type: ignore[arg-type]
     work = LocalWork(PROMPTED.model(), "contrastive", plan, facts.blocks, dict(vault or {}))
     half = worker_half(chosen, facts)
@@ -296,7 +296,7 @@ def test_what_stays_here_never_takes_the_place_of_a_part_of_the_model() -> None:
 
 def merged(harvests: list[Harvest], freeze_a: bool) -> Mapping[str, Any]:
     facts = ADAPTED.facts()
-    half = coordinator_half(Chosen(name="lora", settings={"freeze_a": freeze_a}), facts)
+    half = coordinator_half(MethodSpec(name="lora", settings={"freeze_a": freeze_a}), facts)
     first = State(0, {name: ArrayTensor(values) for name, values in start_of(ADAPTED).items()})
     updates = [
         Update(f"{index}/w", 10 * (index + 1), {name: ArrayTensor(values) for name, values in each.upload.items()})

@@ -25,7 +25,7 @@ from tessera.shared.api.runs import Cohort, Run, Training
 from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen, Participant, Plan, State
+from tessera.shared.methods.base import MethodSpec, Participant, Plan, State
 from tessera.shared.methods.pfeddc import PFedDCCoordinator
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.blocks import Block
@@ -135,7 +135,7 @@ def begin(client: Client, method: str, settings: dict[str, Any] | None = None, *
     start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
     plain = Training(optimizer="sgd", learning_rate=0.01, weight_decay=0.0, batch_size=8)
     wanted = {"training": plain, "rounds": 3, "codec": "raw", "cohort": Cohort(tries=1, task_tries=1), **spec}
-    chosen = Chosen(name=method, settings=settings or {})
+    chosen = MethodSpec(name=method, settings=settings or {})
     return start_run(client, document, start, method=chosen, dataset="colours", **wanted)
 
 
@@ -333,7 +333,7 @@ def test_a_document_that_names_what_stays_here_describes_no_model_and_is_refused
     with Tap(coordinator.url) as tap, asking(plan), capture_logs() as logged:
         site.through(tap)
         once = Cohort(tries=1, task_tries=1)
-        run = start_run(client, document, start, method=Chosen(name="pfeddc"), dataset="colours", cohort=once)
+        run = start_run(client, document, start, method=MethodSpec(name="pfeddc"), dataset="colours", cohort=once)
         until(site.does)
         until(lambda: tasks(client, run)[0].state == "failed")
     problem = tasks(client, run)[0].problem

@@ -11,18 +11,18 @@ from random import Random
 import pytest
 from pydantic import ValidationError
 
-from tessera.shared.methods.base import Chosen, Participant, Plan, RunFacts, State
+from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State
 from tessera.shared.methods.registry import FOLDERS, UnknownMethod, check, coordinator_half, methods, worker_half
 from tessera.shared.model.selectors import SelectorError
 from tests.support.federation import small_model
 from tests.support.paths import ROOT
 
 MODEL = small_model()
-FACTS = RunFacts(blocks=MODEL.blocks, rounds=10)
+FACTS = RunInfo(blocks=MODEL.blocks, rounds=10)
 COHORT = [Participant("a/w", 10), Participant("b/w", 30)]
 
 
-def plan_at(chosen: Chosen, round_: int) -> Plan:
+def plan_at(chosen: MethodSpec, round_: int) -> Plan:
     plans = coordinator_half(chosen, FACTS).plan(State(round_, {}), COHORT, rng())
     assert set(plans) == {"a/w", "b/w"}
     assert plans["a/w"] == plans["b/w"]
@@ -43,7 +43,7 @@ ALL = {"query", "key", "value", "output", "mlp", "head"}
 
 def test_fedavg_trains_and_sends_everything_in_every_round() -> None:
     for round_ in (0, 5):
-        assert roles_of(plan_at(Chosen(name="fedavg"), round_)) == (ALL, ALL)
+        assert roles_of(plan_at(MethodSpec(name="fedavg"), round_)) == (ALL, ALL)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_fedavg_trains_and_sends_everything_in_every_round() -> None:
     ],
 )
 def test_fedfrozen_freezes_after_its_warm_up(scope: str, trained: set[str]) -> None:
-    chosen = Chosen(name="fedfrozen", settings={"warmup_rounds": 2, "scope": scope})
+    chosen = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 2, "scope": scope})
     for round_ in (0, 1):
         assert plan_at(chosen, round_).stage == "warm-up"
         assert roles_of(plan_at(chosen, round_)) == (ALL, ALL)
@@ -66,19 +66,19 @@ def test_fedfrozen_freezes_after_its_warm_up(scope: str, trained: set[str]) -> N
 
 
 def test_fedfrozen_without_a_warm_up_freezes_from_the_start() -> None:
-    assert plan_at(Chosen(name="fedfrozen", settings={"warmup_rounds": 0}), 0).stage == "frozen"
+    assert plan_at(MethodSpec(name="fedfrozen", settings={"warmup_rounds": 0}), 0).stage == "frozen"
 
 
 def test_a_scope_that_the_model_has_no_blocks_for_is_an_error_and_not_an_empty_plan() -> None:
     headless = [block for block in MODEL.blocks if block.role != "value"]
-    plan = plan_at(Chosen(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"}), 0)
+    plan = plan_at(MethodSpec(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"}), 0)
     with pytest.raises(SelectorError):
         plan.train.resolve(headless)
 
 
 def test_an_unknown_method_is_refused_with_those_there_are() -> None:
     with pytest.raises(UnknownMethod, match=r"no method 'fedsgd'; installed are .*fedavg.*fedfrozen"):
-        check(Chosen(name="fedsgd"))
+        check(MethodSpec(name="fedsgd"))
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_an_unknown_method_is_refused_with_those_there_are() -> None:
 )
 def test_settings_that_a_method_does_not_take_are_refused(name: str, settings: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
-        check(Chosen(name=name, settings=settings))
+        check(MethodSpec(name=name, settings=settings))
 
 
 def test_every_method_names_its_source_and_is_known_by_its_own_name() -> None:
     for name, method in methods().items():
         assert method.name == name
         assert "arXiv" in method.source
-        chosen = Chosen(name=name)
+        chosen = MethodSpec(name=name)
         assert coordinator_half(chosen, FACTS).settings == worker_half(chosen, FACTS).settings
 
 
@@ -111,11 +111,11 @@ def test_both_halves_of_every_method_are_made_in_an_interpreter_without_torch() 
         "        if name.partition('.')[0] in ('torch', 'transformers'):\n"
         "            raise RuntimeError(f'{name} was imported')\n"
         "sys.meta_path.insert(0, Raising())\n"
-        "from tessera.shared.methods.registry import Chosen, coordinator_half, methods, worker_half\n"
-        "from tessera.shared.methods.base import RunFacts\n"
-        "facts = RunFacts(blocks=(), rounds=1)\n"
+        "from tessera.shared.methods.registry import MethodSpec, coordinator_half, methods, worker_half\n"
+        "from tessera.shared.methods.base import RunInfo\n"
+        "facts = RunInfo(blocks=(), rounds=1)\n"
         "for name in methods():\n"
-        "    coordinator_half(Chosen(name=name), facts), worker_half(Chosen(name=name), facts)\n"
+        "    coordinator_half(MethodSpec(name=name), facts), worker_half(MethodSpec(name=name), facts)\n"
         "print(' '.join(sorted(methods())))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -18,12 +18,12 @@ from pydantic import ValidationError
 from benchmarks.safl_bytes import COHORTS, CONFIGS, blocks_of, rows
 from tessera.shared.aggregation.mean import average
 from tessera.shared.methods.base import (
-    Chosen,
     CoordinatorHalf,
     Harvest,
+    MethodSpec,
     Participant,
     Plan,
-    RunFacts,
+    RunInfo,
     State,
     UnsupportedRun,
     Update,
@@ -63,8 +63,8 @@ COHORT = [Participant(name, 24) for name in ("a/w", "b/w", "c/w")]
 
 
 def coordinator(divide: Any = "participants", **settings: Any) -> CoordinatorHalf[SAFLSettings]:
-    facts = RunFacts(BLOCKS, rounds=10, divide=divide, training=TRAINING)
-    return coordinator_half(Chosen(name="safl", settings=settings), facts)
+    facts = RunInfo(BLOCKS, rounds=10, divide=divide, training=TRAINING)
+    return coordinator_half(MethodSpec(name="safl", settings=settings), facts)
 
 
 def values(seed: int = 0) -> dict[str, ArrayTensor]:
@@ -130,8 +130,8 @@ def task(
     model = instantiate(SIX, "image-classification", seed=1)
     work = Watched(model, "image-classification", plan, BLOCKS, dict(vault or {}))
     start = {block.name: work.read(block) for block in BLOCKS}
-    facts = RunFacts(BLOCKS, rounds=10, training=TRAINING)
-    worker = worker_half(Chosen(name="safl", settings=settings), facts)
+    facts = RunInfo(BLOCKS, rounds=10, training=TRAINING)
+    worker = worker_half(MethodSpec(name="safl", settings=settings), facts)
     seed_everything(0)
     selected = worker.select(work, Batches(images(), TRAINING.batch_size, CPU))
     tally = Trainer(worker, work, TRAINING, CPU, lambda: None).train(worker.phases(work, selected), images(), 0)
@@ -157,7 +157,7 @@ def test_k_is_a_number_or_a_share_and_a_third_if_nothing_is_said(settings: dict[
 
 def test_of_24_layers_8_are_chosen_by_default() -> None:
     model = instantiate({**VIT, "num_hidden_layers": 24}, "image-classification")
-    half = coordinator_half(Chosen(name="safl"), RunFacts(block_table(model), rounds=1))
+    half = coordinator_half(MethodSpec(name="safl"), RunInfo(block_table(model), rounds=1))
     assert half.plan_for(state(), COHORT[0]).numbers["layers"] == 8
 
 
@@ -221,7 +221,7 @@ def test_a_worker_that_is_given_no_layer_looks_at_nothing_and_sends_what_always_
     half = coordinator(upload_seconds=1)
     plan = half.plan_for(state(), Participant("tiny", 1, {"upload_bytes_per_second": 1}))
     work = Watched(instantiate(SIX, "image-classification"), "image-classification", plan, BLOCKS)
-    worker = worker_half(Chosen(name="safl", settings={"upload_seconds": 1}), half.run)
+    worker = worker_half(MethodSpec(name="safl", settings={"upload_seconds": 1}), half.run)
     selected = worker.select(work, Batches(images(), 8, CPU))
     assert {block.name for block in BLOCKS if selected.holds(block)} == ALWAYS
     assert not work.looks
@@ -588,10 +588,10 @@ def test_layers_that_somebody_left_out_on_purpose_are_no_news() -> None:
 
 def test_a_head_tied_to_the_embeddings_is_named_before_the_first_round() -> None:
     headless = tuple(block for block in BLOCKS if block.role != "head")
-    half = coordinator_half(Chosen(name="safl"), RunFacts(headless, rounds=10))
+    half = coordinator_half(MethodSpec(name="safl"), RunInfo(headless, rounds=10))
     (warning,) = half.warnings(State(0, {}))
     assert "tied to the token embeddings" in warning
-    assert coordinator_half(Chosen(name="safl"), RunFacts(BLOCKS, rounds=10)).warnings(State(0, {})) == []
+    assert coordinator_half(MethodSpec(name="safl"), RunInfo(BLOCKS, rounds=10)).warnings(State(0, {})) == []
 
 
 def test_attention_that_collapses_is_told_of_by_name() -> None:
@@ -629,7 +629,7 @@ def test_a_layer_that_two_of_three_sent_is_averaged_over_those_two() -> None:
 def under(selection: Any, **settings: Any) -> CoordinatorHalf[SAFLSettings]:
     privacy = Privacy(epsilon=1, delta=1e-3, clip_norm=1, selection=selection)
     return coordinator_half(
-        Chosen(name="safl", settings=settings), RunFacts(BLOCKS, 10, training=TRAINING, privacy=privacy)
+        MethodSpec(name="safl", settings=settings), RunInfo(BLOCKS, 10, training=TRAINING, privacy=privacy)
     )
 
 
@@ -651,7 +651,7 @@ def test_what_the_runs_privacy_does_not_cover_is_refused_on_both_sides(
     half = under(selection, **settings)
     with pytest.raises(UnsupportedRun, match=why):
         initial_state(half, state())
-    worker = worker_half(Chosen(name="safl", settings=settings), half.run)
+    worker = worker_half(MethodSpec(name="safl", settings=settings), half.run)
     work = LocalWork(instantiate(SIX, "image-classification"), "image-classification", Plan(), BLOCKS)
     with pytest.raises(UnsupportedRun, match=why):
         worker.select(work, Unseen())
@@ -680,7 +680,7 @@ def test_what_is_covered_or_said_not_to_be_is_run(selection: Any, settings: dict
 
 def test_a_noisy_choice_is_by_all_of_the_examples_so_that_one_more_only_adds() -> None:
     half = under("noisy", layers=2, profile_batches=1)
-    worker = worker_half(Chosen(name="safl", settings={"layers": 2, "profile_batches": 1}), half.run)
+    worker = worker_half(MethodSpec(name="safl", settings={"layers": 2, "profile_batches": 1}), half.run)
     tables: list[Array] = []
 
     def choosing(scores: Array, count: int, _picks: int | None) -> list[int]:
@@ -703,7 +703,7 @@ def test_a_noisy_choice_among_layers_of_which_only_some_read_examples_is_refused
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     half = under("noisy", layers=2)
-    worker = worker_half(Chosen(name="safl", settings={"layers": 2}), half.run)
+    worker = worker_half(MethodSpec(name="safl", settings={"layers": 2}), half.run)
     work = LocalWork(
         instantiate(SIX, "image-classification"), "image-classification", half.plan_for(state(), COHORT[0]), BLOCKS
     )
@@ -727,8 +727,8 @@ def test_noise_is_for_layers_that_read_examples_and_not_for_those_that_read_the_
         return largest(scores, count)
 
     privacy = Privacy(epsilon=1, delta=1e-3, clip_norm=1, selection="noisy")
-    facts = RunFacts(blocks, 10, training=TRAINING, privacy=privacy)
-    chosen = Chosen(name="safl", settings={"share": 0.5, "always": []})
+    facts = RunInfo(blocks, 10, training=TRAINING, privacy=privacy)
+    chosen = MethodSpec(name="safl", settings={"share": 0.5, "always": []})
     plan = coordinator_half(chosen, facts).plan_for(state(), COHORT[0])
     work = LocalWork(model, "contrastive", plan, blocks, choosing=choosing)
     # As many images as there are classes, so that their numbers do not tell them apart.
@@ -753,8 +753,8 @@ def test_a_choice_from_several_stacks_is_one_choice(model_type: str, layers: int
         told.append((count, picks))
         return largest(scores, count)
 
-    facts = RunFacts(blocks, 10, training=TRAINING)
-    chosen = Chosen(name="safl", settings={"layers": layers})
+    facts = RunInfo(blocks, 10, training=TRAINING)
+    chosen = MethodSpec(name="safl", settings={"layers": layers})
     plan = coordinator_half(chosen, facts).plan_for(state(), COHORT[0])
     work = LocalWork(model, head, plan, blocks, choosing=choosing)
     selected = worker_half(chosen, facts).select(work, Batches(dataset, 4, CPU))

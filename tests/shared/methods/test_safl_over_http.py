@@ -14,7 +14,7 @@ from tessera.shared.api.runs import Cohort, Run, Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.layers import layers_of
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings.privacy import Privacy
@@ -101,7 +101,7 @@ def begin(client: Client, names: str = "a", settings: dict[str, Any] | None = No
         "rounds": 2, "codec": "raw", "training": Training(learning_rate=0.01, batch_size=64), "dataset": "digits",
         "cohort": Cohort(quorum=len(names), tries=1, task_tries=1, sites=tuple(names)), **spec,
     }  # fmt: skip
-    return start_run(client, document, start, method=Chosen(name="safl", settings=settings or {}), **wanted)
+    return start_run(client, document, start, method=MethodSpec(name="safl", settings=settings or {}), **wanted)
 
 
 def moved(before: Manifest, after: Manifest) -> set[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from tessera.shared.aggregation.mean import Divide, average
 from tessera.shared.api.runs import Bounds, Cohort, RunSpec
-from tessera.shared.methods.base import UPDATE_NORM, Chosen, Participant, Plan, RunFacts, State, Update
+from tessera.shared.methods.base import UPDATE_NORM, MethodSpec, Participant, Plan, RunInfo, State, Update
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.problems import Invalid
 from tessera.shared.rounds.aggregate import Accepted, norm_scores, observed, outlying, pooled
@@ -22,12 +22,12 @@ from tests.support.federation import small_model
 
 MODEL = small_model()
 NONE = State(0, {})
-FEDAVG, FEDNOVA = (coordinator_half(Chosen(name=name), RunFacts((), 9)) for name in ("fedavg", "fednova"))
+FEDAVG, FEDNOVA = (coordinator_half(MethodSpec(name=name), RunInfo((), 9)) for name in ("fedavg", "fednova"))
 
 
 def spec(**settings: object) -> RunSpec:
     digest = f"sha256:{'0' * 64}"
-    plain = {"name": "r", "method": Chosen(name="fedavg"), "model": digest, "version": digest, "dataset": "d"}
+    plain = {"name": "r", "method": MethodSpec(name="fedavg"), "model": digest, "version": digest, "dataset": "d"}
     return RunSpec.model_validate({**plain, "rounds": 1000, **settings})
 
 
@@ -136,7 +136,7 @@ def test_the_only_update_of_a_site_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize("method", ["scaffold", "feddyn"])
 def test_methods_that_remember_something_for_each_site_take_one_worker_of_it(method: str) -> None:
     training = Training(optimizer="sgd", learning_rate=0.1)
-    several = spec(method=Chosen(name=method), training=training, cohort=Cohort(workers_per_site=2))
+    several = spec(method=MethodSpec(name=method), training=training, cohort=Cohort(workers_per_site=2))
     with pytest.raises(Invalid) as refusal:
         begun(several, MODEL, NONE)
     assert "workers_per_site" in (refusal.value.errors or ())[0].detail

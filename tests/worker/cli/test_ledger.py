@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.run_settings.privacy import Budget
 from tessera.worker.cli.worker import app
 from tessera.worker.privacy.accountant import epsilon, least_budget
@@ -47,7 +47,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def spend(folder: Path, run: str, number: int, token: int) -> None:
     task = Task(
         id=f"{run}-{number}", token=token, kind="train", run=run, run_name=f"run-{run}", round=number, rounds=3,
-        seed=0, method=Chosen(name="fedavg"), plan=Plan(), dataset="wards", training=Training(), codec="raw",
+        seed=0, method=MethodSpec(name="fedavg"), plan=Plan(), dataset="wards", training=Training(), codec="raw",
         divide="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
     )  # fmt: skip
     with Ledger(folder / "ledger").page("wards") as page:

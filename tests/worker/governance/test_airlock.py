@@ -12,7 +12,7 @@ import pytest
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.problems import RoundClosed
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.governance.airlock import (
@@ -33,7 +33,7 @@ BYTES = b"an update"
 def summary(token: int = 1, update: bytes = BYTES) -> Summary:
     task = Task(
         id="abcdef0123456789", token=token, kind="train", run="r", run_name="demo", round=1, rounds=2, seed=0,
-        method=Chosen(name="fedavg"), plan=Plan(), dataset="wards", training=Training(), codec="raw",
+        method=MethodSpec(name="fedavg"), plan=Plan(), dataset="wards", training=Training(), codec="raw",
         divide="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
     )  # fmt: skip
     return summary_of(

@@ -10,7 +10,7 @@ import pytest
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.worker.governance.approvals import Decision, Inbox, InboxError, Request, Unapproved, terms_digest
 
 DIGEST = f"sha256:{'0' * 64}"
@@ -53,7 +53,7 @@ def asking(tmp_path: Path) -> Asking:
 def task(run: str = "r1", **more: object) -> Task:
     given = {
         "id": "t", "token": 1, "kind": "train", "run": run, "run_name": f"name-{run}", "round": 1, "rounds": 2,
-        "seed": 0, "method": Chosen(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(),
+        "seed": 0, "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(),
         "codec": "raw", "divide": "participants", "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST),
         "lease_seconds": 60.0, "orchestrator": "trial",
     }  # fmt: skip
@@ -75,7 +75,7 @@ def test_an_approval_is_of_the_terms_that_were_shown(asking: Asking) -> None:
     assert asking.code(task(round=2, plan=Plan(stage="later"), version=VersionRef(number=1, digest=DIGEST))) is None
     for changed in (
         task(training=Training(epochs=9)),
-        task(method=Chosen(name="fedprox")),
+        task(method=MethodSpec(name="fedprox")),
         task(dataset="clinics"),
         task(orchestrator="somebody else"),
     ):

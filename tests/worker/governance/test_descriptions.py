@@ -5,7 +5,7 @@ from __future__ import annotations
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings.privacy import Privacy
 from tessera.worker.governance.descriptions import in_words, size, summary
@@ -19,7 +19,7 @@ PRIVATE = Privacy(epsilon=4.0, delta=1e-6, clip_norm=1.0)
 def task(**more: object) -> Task:
     given = {
         "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 20, "seed": 0,
-        "method": Chosen(name="fedfrozen"), "plan": Plan(train=roles("value"), upload=roles("value")),
+        "method": MethodSpec(name="fedfrozen"), "plan": Plan(train=roles("value"), upload=roles("value")),
         "dataset": "notes", "training": Training(epochs=3), "codec": "raw", "divide": "participants",
         "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST), "lease_seconds": 60.0,
         "orchestrator": "trial-office",

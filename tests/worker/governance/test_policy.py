@@ -7,7 +7,7 @@ import pytest
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings.privacy import Privacy
@@ -23,7 +23,8 @@ DIGEST = f"sha256:{'0' * 64}"
 def task(**more: object) -> Task:
     given = {
         "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 0, "rounds": 2, "seed": 0,
-        "method": Chosen(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(), "codec": "raw",
+        "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards",
+        "training": Training(), "codec": "raw",
         "divide": "participants", "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST),
         "lease_seconds": 60.0,
     }  # fmt: skip

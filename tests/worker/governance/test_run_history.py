@@ -9,7 +9,7 @@ import pytest
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import VERSIONS_KEPT, RunHistory
 
@@ -21,7 +21,7 @@ def task(number: int, digest: str | None = None, **more: object) -> Task:
     version = VersionRef(number=number - 1, digest=digest or DIGESTS[number - 1])
     given = {
         "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": number, "rounds": 90,
-        "seed": 5, "method": Chosen(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(),
+        "seed": 5, "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(),
         "codec": "raw", "divide": "participants", "model": DIGESTS[0], "version": version, "lease_seconds": 60.0,
     }  # fmt: skip
     return Task.model_validate({**given, **more})
@@ -44,7 +44,7 @@ def test_rounds_that_go_forward_are_all_well(tmp_path: Path) -> None:
 def test_what_is_only_looked_at_leaves_no_trace(tmp_path: Path) -> None:
     seen = RunHistory(tmp_path / "runs", "w")
     seen.check(task(1), Policy(max_tries=10))
-    seen.check(task(1, DIGESTS[7], method=Chosen(name="fedprox")), Policy(max_tries=10))
+    seen.check(task(1, DIGESTS[7], method=MethodSpec(name="fedprox")), Policy(max_tries=10))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,7 @@ from tessera.coordinator.db.tables import WorkerRow
 from tessera.shared.api.runs import Cohort, Run, Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.selectors import roles
 from tessera.shared.model.spec import Model
 from tessera.shared.schema import canonical
@@ -168,7 +168,7 @@ def test_an_update_waits_for_its_release_and_is_told_in_the_chain(
     client = coordinator.client()
     desk = Desk(coordinator, tmp_path, "airlock = true\n")
     with desk.working():
-        run = begin(client, method=Chosen(name="fedavg"), codec="raw")
+        run = begin(client, method=MethodSpec(name="fedavg"), codec="raw")
         until(lambda: desk.say("airlock")["updates"])
         (held,) = desk.say("airlock")["updates"]
         assert tasks(client, run)[0].state == "leased"
@@ -234,7 +234,7 @@ def test_a_site_that_sends_only_some_blocks_takes_part_in_a_run_that_asks_for_th
     client = coordinator.client()
     desk = Desk(coordinator, tmp_path, "may_send = {include = [{roles = ['value', 'head']}]}\n")
     with desk.working():
-        run = begin(client, method=Chosen(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_head"}))
+        run = begin(client, method=MethodSpec(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_head"}))
         until(lambda: client.run(run.id).state == "completed")
     (left,) = desk.details("update.leave")
     sent = roles("value", "head").resolve(client.model(run.spec.model).blocks)

@@ -11,14 +11,14 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import ECB
 from scipy.stats import gumbel_r, kstest
 
-from tessera.worker.privacy.noise import Dice, secret_key
+from tessera.worker.privacy.noise import NoiseSource, secret_key
 
 KEY = bytes(range(32))
 DRAWS = 200_000
 
 
 def test_normals_are_normal() -> None:
-    drawn = Dice(KEY).normal(DRAWS)
+    drawn = NoiseSource(KEY).normal(DRAWS)
     assert drawn.dtype == np.float64
     assert kstest(drawn, "norm").pvalue > 0.01
     # Standard errors are 0.0022 for the mean, 0.0016 for the deviation and 0.011 for the excess kurtosis.
@@ -28,7 +28,7 @@ def test_normals_are_normal() -> None:
 
 
 def test_the_two_normals_of_a_pair_and_successive_draws_are_not_correlated() -> None:
-    dice = Dice(KEY)
+    dice = NoiseSource(KEY)
     first, second = dice.normal(DRAWS), dice.normal(DRAWS)
     pairs = [(first, second), (first[: DRAWS // 2], first[DRAWS // 2 :]), (first[:-1], first[1:])]
     assert all(abs(np.corrcoef(a, b)[0, 1]) < 0.01 for a, b in pairs)
@@ -37,19 +37,19 @@ def test_the_two_normals_of_a_pair_and_successive_draws_are_not_correlated() -> 
 
 
 def test_gumbels_follow_their_distribution() -> None:
-    assert kstest(Dice(KEY).gumbel(DRAWS), gumbel_r.cdf).pvalue > 0.01
+    assert kstest(NoiseSource(KEY).gumbel(DRAWS), gumbel_r.cdf).pvalue > 0.01
 
 
 def test_the_bits_are_the_key_stream_of_aes_in_counter_mode() -> None:
     encrypt = Cipher(AES256(KEY), ECB()).encryptor().update  # noqa: S305  (of one block, as counter mode uses it)
     blocks = b"".join(encrypt(counter.to_bytes(16, "big")) for counter in range(3))
-    dice = Dice(KEY)
+    dice = NoiseSource(KEY)
     assert [dice.seed() for _ in range(6)] == [int(word) >> 1 for word in np.frombuffer(blocks, "<u8")]
 
 
 @pytest.mark.parametrize("word", [0, 1, (1 << 64) - 1])
 def test_the_extreme_words_give_numbers(monkeypatch: pytest.MonkeyPatch, word: int) -> None:
-    dice = Dice(KEY)
+    dice = NoiseSource(KEY)
     monkeypatch.setattr(dice, "_words", lambda count: np.full(count, word, np.uint64))
     assert np.isfinite(dice.normal(4)).all()
     assert np.isfinite(dice.gumbel(2)).all()
@@ -60,10 +60,10 @@ def test_the_extreme_words_give_numbers(monkeypatch: pytest.MonkeyPatch, word: i
 
 def test_what_is_drawn_does_not_depend_on_numpys_global_state_and_leaves_it_alone() -> None:
     np.random.seed(1)  # noqa: NPY002  (the global state is what this is about)
-    first = Dice(KEY).normal(16)
+    first = NoiseSource(KEY).normal(16)
     np.random.seed(2)  # noqa: NPY002
     state = np.random.get_state()[1].copy()  # type: ignore[index,union-attr]  # noqa: NPY002
-    assert np.array_equal(Dice(KEY).normal(16), first)
+    assert np.array_equal(NoiseSource(KEY).normal(16), first)
     assert np.array_equal(np.random.get_state()[1], state)  # type: ignore[index]  # noqa: NPY002
 
 
@@ -71,4 +71,4 @@ def test_a_key_has_256_bits_from_the_system() -> None:
     assert len(secret_key()) == 32
     assert secret_key() != secret_key()
     with pytest.raises(ValueError, match="key size"):
-        Dice(bytes(16))
+        NoiseSource(bytes(16))

@@ -15,7 +15,7 @@ from torch import nn
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen, Phase, Plan, RunFacts, UnsupportedRun
+from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo, UnsupportedRun
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.attention_stats import TaskTokens
 from tessera.shared.model.selectors import EVERYTHING, Selector, named
@@ -25,7 +25,7 @@ from tessera.worker.data.registry import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, known_examples, sampling
-from tessera.worker.privacy.noise import Dice
+from tessera.worker.privacy.noise import NoiseSource
 from tessera.worker.privacy.per_example_grads import Hooked
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.state.privacy_ledger import Ledger
@@ -74,11 +74,11 @@ def train(
     privacy = Privacy(epsilon=epsilon, delta=1e-5, clip_norm=1.0)
     task = Task.model_validate({
         "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 1, "seed": 0,
-        "method": Chosen(name="fedavg"), "plan": Plan(), "dataset": "wards", "privacy": privacy, "codec": "raw",
+        "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "privacy": privacy, "codec": "raw",
         "training": training, "divide": "participants", "model": DIGEST, "lease_seconds": 60.0,
         "version": VersionRef(number=0, digest=DIGEST),
     })  # fmt: skip
-    half = worker_half(task.method, RunFacts(tuple(work.blocks), 1, training=training, privacy=privacy))
+    half = worker_half(task.method, RunInfo(tuple(work.blocks), 1, training=training, privacy=privacy))
     half.prepare(work)
     cpu, drawn = torch.device("cpu"), hashlib.sha256(key.encode()).digest()
     private = PrivateTask(task, privacy, EXAMPLES, Ledger(folder), None, key=drawn)
@@ -170,11 +170,13 @@ def test_an_example_that_fails_counts_as_zero_and_changes_nothing_of_the_others(
 ) -> None:
     work, data = version(**fatal), texts(present=True)
     training = Training(batch_size=None)
-    half = worker_half(Chosen(name=method), RunFacts(tuple(work.blocks), 1, training=training))
+    half = worker_half(MethodSpec(name=method), RunInfo(tuple(work.blocks), 1, training=training))
     half.prepare(work)
     freeze = Freeze(work.model, named(["*classifier*", "*attention*"]).resolve(work.blocks))
     trainer = Trainer(half, work, training, torch.device("cpu"), lambda: None)
-    noisy = NoisyGradients(trainer, freeze, data, Mechanism(sampling(EXAMPLES, None), 1.0, 1.0), Dice(bytes(32)))
+    noisy = NoisyGradients(
+        trainer, freeze, data, Mechanism(sampling(EXAMPLES, None), 1.0, 1.0), NoiseSource(bytes(32))
+    )
     assert noisy.way == way
     if "vocab_size" in fatal:
         # As if it had not been noticed.
@@ -264,11 +266,13 @@ def test_dropout_is_off_so_that_what_an_example_adds_does_not_depend_on_its_plac
     rates = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
     work, data = version(0.1, **rates), texts(present=True)
     training = Training(batch_size=None)
-    half = worker_half(Chosen(name="fedavg"), RunFacts(tuple(work.blocks), 1, training=training))
+    half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(work.blocks), 1, training=training))
     work.model.train()
     freeze = Freeze(work.model, work.blocks)
     trainer = Trainer(half, work, training, torch.device("cpu"), lambda: None)
-    noisy = NoisyGradients(trainer, freeze, data, Mechanism(sampling(EXAMPLES, None), 1.0, 1.0), Dice(bytes(32)))
+    noisy = NoisyGradients(
+        trainer, freeze, data, Mechanism(sampling(EXAMPLES, None), 1.0, 1.0), NoiseSource(bytes(32))
+    )
     first, second = (noisy.sums(torch.tensor([3])) for _ in range(2))
     noisy.close()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

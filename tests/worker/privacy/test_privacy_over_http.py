@@ -15,7 +15,7 @@ import pytest
 from tessera.shared.api.runs import Cohort, Evaluation, Run, Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings.privacy import Privacy
 from tessera.worker.agent import Agent
@@ -84,7 +84,7 @@ def test_a_private_run_keeps_its_target_and_tells_nothing_but_steps(
 ) -> None:
     client = coordinator.client()
     with site(coordinator, tmp_path, privacy={"epsilon": 4.3, "delta": 1e-5}):
-        run = ended(client, privacy=PRIVACY, method=Chosen(name="fednova"))
+        run = ended(client, privacy=PRIVACY, method=MethodSpec(name="fednova"))
         assert run.state == "completed", run.reason
         first, second = tasks_of(client, run)
         # 147 of the 180 images train, in 5 steps an epoch. The norm is what the coordinator makes of the update.
@@ -172,7 +172,7 @@ def test_safl_chooses_by_noisy_sums_that_are_paid_for(coordinator: LiveCoordinat
     client = coordinator.client()
     privacy = PRIVACY.model_copy(update={"selection": "noisy"})
     with site(coordinator, tmp_path):
-        run = ended(client, privacy=privacy, method=Chosen(name="safl", settings={"layers": 1}))
+        run = ended(client, privacy=privacy, method=MethodSpec(name="safl", settings={"layers": 1}))
         assert run.state == "completed", run.reason
     kinds = [event.kind for entry in Ledger(tmp_path / "a" / "ledger").read("digits") for event in entry.events]
     assert kinds == ["noisy-choice", "noisy-steps"] * 2

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen, Participant, Phase, Plan, RunFacts, State, Tally
+from tessera.shared.methods.base import MethodSpec, Participant, Phase, Plan, RunInfo, State, TrainingStats
 from tessera.shared.methods.registry import coordinator_half, methods, worker_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector, named, roles
@@ -29,7 +29,7 @@ from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.accountant import epsilon
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, clipped_sum, sampling
-from tessera.worker.privacy.noise import Dice, secret_key
+from tessera.worker.privacy.noise import NoiseSource, secret_key
 from tessera.worker.privacy.per_example_grads import norms
 from tessera.worker.privacy.private_task import PrivateTask, bounded_sums, epsilon_per_pick, private_top_k
 from tessera.worker.state.privacy_ledger import Event, Exact, Ledger, NoisyChoice, NoisySteps
@@ -75,7 +75,7 @@ def trainer_of(
 ) -> Trainer:
     training = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **more})
     half = worker_half(
-        Chosen(name=method, settings=settings or {}), RunFacts(tuple(work.blocks), 1, training=training)
+        MethodSpec(name=method, settings=settings or {}), RunInfo(tuple(work.blocks), 1, training=training)
     )
     half.prepare(work)
     work.model.train()
@@ -87,7 +87,7 @@ def gradients_of(
 ) -> tuple[NoisyGradients, Freeze]:
     freeze = Freeze(trainer.work.model, [*train.resolve(trainer.work.blocks), *trainer.work.private])
     how = Mechanism(sampling(data.examples, trainer.training.batch_size), clip, noise)
-    return NoisyGradients(trainer, freeze, data, how, Dice(KEY)), freeze
+    return NoisyGradients(trainer, freeze, data, how, NoiseSource(KEY)), freeze
 
 
 def length(tensors: Iterable[Tensor]) -> float:
@@ -127,8 +127,8 @@ def test_one_example_less_moves_the_sum_by_no_more_than_the_clip_norm(
     assert max(moved) <= 1.0 + 1e-4
 
 
-def plan_of(method: str, facts: RunFacts) -> Plan:
-    return coordinator_half(Chosen(name=method), facts).plan_for(State(0, {}), Participant("a/w", 24))
+def plan_of(method: str, facts: RunInfo) -> Plan:
+    return coordinator_half(MethodSpec(name=method), facts).plan_for(State(0, {}), Participant("a/w", 24))
 
 
 @pytest.mark.parametrize("method", sorted(methods()))
@@ -137,7 +137,7 @@ def test_so_it_is_with_every_method_in_every_phase(method: str) -> None:
     data = subject.data()
     facts = subject.facts(batch_size=8, optimizer="sgd", learning_rate=0.05)
     work = LocalWork(subject.model(), subject.head, plan_of(method, facts), facts.blocks)
-    half = worker_half(Chosen(name=method), facts)
+    half = worker_half(MethodSpec(name=method), facts)
     seed_everything(0)
     half.prepare(work)
     phases = half.phases(work, half.select(work, Batches(data, 8, CPU)))
@@ -148,7 +148,7 @@ def test_so_it_is_with_every_method_in_every_phase(method: str) -> None:
         half.on_phase_start(work, phase)
         freeze = Freeze(work.model, [*phase.train.resolve(work.blocks), *(work.private if phase.private else ())])
         mechanism = Mechanism(sampling(data.examples, 8), clip_norm=0.3, noise_multiplier=1.0)
-        noisy = NoisyGradients(trainer, freeze, data, mechanism, Dice(KEY))
+        noisy = NoisyGradients(trainer, freeze, data, mechanism, NoiseSource(KEY))
         rows = torch.arange(6)
         moved = [difference(noisy.sums(rows), noisy.sums(rows[rows != row])) for row in range(6)]
         noisy.close()
@@ -162,7 +162,7 @@ def test_every_method_gives_a_loss_for_an_example_that_is_made_up(method: str) -
     subject = subject_of(method)
     facts = subject.facts(batch_size=8, optimizer="sgd", learning_rate=0.05)
     work = LocalWork(subject.model(), subject.head, plan_of(method, facts), facts.blocks)
-    half = worker_half(Chosen(name=method), facts)
+    half = worker_half(MethodSpec(name=method), facts)
     half.prepare(work)
     Trainer(half, work, facts.training, CPU, lambda: None)._rehearse(subject.data())
     work.close()
@@ -184,7 +184,7 @@ def test_what_is_clipped_are_the_gradients_of_single_examples(
     data, facts = subject.data(), subject.facts(batch_size=8)
     data.tensors["pixel_values"] = data.tensors["pixel_values"].double()
     work = LocalWork(subject.model(), subject.head, plan_of(method, facts), facts.blocks)
-    half = worker_half(Chosen(name=method, settings=settings), facts)
+    half = worker_half(MethodSpec(name=method, settings=settings), facts)
     seed_everything(0)
     half.prepare(work)
     work.model.train()
@@ -200,7 +200,7 @@ def test_what_is_clipped_are_the_gradients_of_single_examples(
         expected.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in freeze.parameters])
     work.model.zero_grad()
     mechanism = Mechanism(sampling(data.examples, 8), clip_norm=1e9, noise_multiplier=1.0)
-    noisy = NoisyGradients(trainer, freeze, data, mechanism, Dice(KEY))
+    noisy = NoisyGradients(trainer, freeze, data, mechanism, NoiseSource(KEY))
     assert noisy.way == way
     for row in range(4):
         found = noisy.sums(torch.tensor([row]))
@@ -386,7 +386,7 @@ def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
 
 
 def test_each_example_is_in_a_batch_with_the_same_chance_whatever_the_others_are() -> None:
-    dice = Dice(KEY)
+    dice = NoiseSource(KEY)
     taken = np.zeros((2000, 40))
     for row in taken:
         row[dice.sample(40, 0.2)] = 1
@@ -408,10 +408,10 @@ def test_an_epoch_has_as_many_steps_as_there_are_batches(
 
 
 def test_a_secret_key_is_another_every_time() -> None:
-    first, second = Dice(secret_key()), Dice(secret_key())
+    first, second = NoiseSource(secret_key()), NoiseSource(secret_key())
     assert not np.array_equal(first.normal(8), second.normal(8))
     assert first.seed() != second.seed()
-    assert np.array_equal(Dice(KEY).normal(8), Dice(KEY).normal(8))
+    assert np.array_equal(NoiseSource(KEY).normal(8), NoiseSource(KEY).normal(8))
 
 
 # ---------------------------------------------------------------- a whole task
@@ -420,7 +420,7 @@ def test_a_secret_key_is_another_every_time() -> None:
 def task(**more: object) -> Task:
     given = {
         "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 4, "seed": 0,
-        "method": Chosen(name="fedavg"), "plan": Plan(), "dataset": "wards", "privacy": PRIVACY, "codec": "raw",
+        "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "privacy": PRIVACY, "codec": "raw",
         "training": Training(batch_size=8, learning_rate=0.05), "divide": "participants", "model": DIGEST,
         "version": VersionRef(number=0, digest=DIGEST), "lease_seconds": 60.0,
     }  # fmt: skip
@@ -437,7 +437,7 @@ def spent(folder: Path) -> list[Event]:
     return [event for entry in Ledger(folder).read("wards") for event in entry.events]
 
 
-def train(folder: Path, work: LocalWork, *phases: Phase, method: str = "fedavg", **more: Any) -> Tally:
+def train(folder: Path, work: LocalWork, *phases: Phase, method: str = "fedavg", **more: Any) -> TrainingStats:
     trainer = trainer_of(work, method, **more)
     private = private_task(folder, training=trainer.training)
     data = images()
@@ -674,7 +674,7 @@ def test_a_score_counts_as_at_most_one_whatever_a_method_makes_of_an_example() -
 
 def test_noisy_top_k_follows_the_exponential_mechanism() -> None:
     # One pick of three: probabilities proportional to exp(epsilon * sum).
-    sums, eps, dice = np.array([0.0, 1.0, 2.0]), 0.7, Dice(KEY)
+    sums, eps, dice = np.array([0.0, 1.0, 2.0]), 0.7, NoiseSource(KEY)
     picks = [private_top_k(sums, 1, eps, dice)[0] for _ in range(20_000)]
     weights = np.exp(eps * sums)
     assert np.bincount(picks) / len(picks) == pytest.approx(weights / weights.sum(), abs=0.012)
@@ -682,7 +682,7 @@ def test_noisy_top_k_follows_the_exponential_mechanism() -> None:
 
 def test_noisy_top_k_keeps_what_it_promises() -> None:
     # All sums one larger, or only one of them: no set of picks becomes likelier by more than e^(k epsilon).
-    eps, dice = 0.5, Dice(KEY)
+    eps, dice = 0.5, NoiseSource(KEY)
     counts = []
     for sums in (np.array([0.0, 0.5, 1.0]), np.array([1.0, 0.5, 1.0])):
         picks = [tuple(sorted(private_top_k(sums, 2, eps, dice))) for _ in range(20_000)]

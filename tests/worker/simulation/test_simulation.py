@@ -20,7 +20,7 @@ from tessera.shared.methods.base import (
     Method,
     MethodSettings,
     Selector,
-    Tally,
+    TrainingStats,
     Work,
     WorkerHalf,
 )
@@ -393,7 +393,7 @@ def test_a_folder_is_of_one_simulation_and_of_one_process(model: Weights, tmp_pa
 
 
 class Faulty(WorkerHalf[MethodSettings]):
-    def harvest(self, work: Work, selected: Selector, tally: Tally) -> Harvest:
+    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
         raise KeyError("a slip in the method's code")
 
 

@@ -11,7 +11,7 @@ import pytest
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import Chosen, Plan
+from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.run_settings.privacy import Budget
 from tessera.worker.state.hash_chain import BEGINNING
 from tessera.worker.state.privacy_ledger import Ledger, LedgerError, NoisyChoice, NoisySteps
@@ -24,7 +24,8 @@ STEPS = NoisySteps(noise_multiplier=1.5, sampling_rate=0.1, steps=10)
 def task(**more: object) -> Task:
     given = {
         "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 2, "seed": 0,
-        "method": Chosen(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(), "codec": "raw",
+        "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards",
+        "training": Training(), "codec": "raw",
         "divide": "participants", "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST),
         "lease_seconds": 60.0,
     }  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import LeaseLost
 from tessera.shared.run_settings.privacy import Budget, Privacy
@@ -67,7 +67,7 @@ class SiteWithRun:
         start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
         training = Training(batch_size=8, learning_rate=0.01)
         start_run(
-            coordinator.client(), document, start, rounds=2, method=Chosen(name="fedavg"), training=training,
+            coordinator.client(), document, start, rounds=2, method=MethodSpec(name="fedavg"), training=training,
             privacy=privacy,
         )  # fmt: skip
 

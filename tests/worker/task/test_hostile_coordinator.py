@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 
 from tessera.shared.api.runs import Cohort, Run, Training
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import MEDIA_TYPE, TaskCancelled
 from tessera.worker.agent import LONGEST_WAIT_SECONDS, Agent
@@ -54,8 +54,8 @@ BERT = {
     "intermediate_size": 8, "max_position_embeddings": 8,
 }  # fmt: skip
 LEVIT = {"model_type": "levit", "image_size": 4096}
-KEEPS_HEAD = Chosen(name="fedper")
-SENDS_VALUES = Chosen(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"})
+KEEPS_HEAD = MethodSpec(name="fedper")
+SENDS_VALUES = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"})
 PRIVACY = {"epsilon": 4.0, "delta": 1e-5, "clip_norm": 1.0}
 BUDGET = {"epsilon": 8.0, "delta": 1e-5}
 OTHER_RUN = {"run": "0" * 32}

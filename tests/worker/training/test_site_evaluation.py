@@ -15,7 +15,7 @@ from safetensors.torch import load
 
 from tessera.shared.api.runs import Cohort, Evaluation, Measurement, Run, Training
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import Chosen
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model, Prompts
 from tessera.worker.agent import Agent
 from tessera.worker.data.partition.held_out import key_of_seed
@@ -58,7 +58,7 @@ def begin(
         client,
         document,
         start,
-        method=Chosen(name=method, settings=settings),
+        method=MethodSpec(name=method, settings=settings),
         dataset=dataset,
         rounds=ROUNDS,
         training=Training(optimizer="sgd", momentum=0, learning_rate=0.1, batch_size=64),
@@ -253,7 +253,7 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
         client,
         document,
         start,
-        method=Chosen(name="pfeddc"),
+        method=MethodSpec(name="pfeddc"),
         training=Training(optimizer="sgd", momentum=0, learning_rate=0.5, batch_size=8),
         evaluation=Evaluation(sites=True),
     )

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tessera.shared.api.runs import Training
-from tessera.shared.methods.base import Chosen, Phase, Plan, RunFacts, Tally
+from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo, TrainingStats
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.selectors import EVERYTHING, SelectorError, all_but, named, roles
 from tessera.shared.model.spec import Head
@@ -70,8 +70,8 @@ def train(
     least_told: int = 1,
     scaler: torch.amp.GradScaler | None = None,
     **training: object,
-) -> Tally:
-    half = worker_half(Chosen(name="fedavg"), RunFacts(tuple(work.blocks), rounds=1))
+) -> TrainingStats:
+    half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(work.blocks), rounds=1))
     seed_everything(seed)
     settings = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
     scaler = scaler or gradient_scaler(settings, CPU)
@@ -101,7 +101,7 @@ def test_a_full_batch_sgd_step_is_theta_minus_rate_times_gradient() -> None:
     ):
         step = torch.zeros(()) if theta.grad is None else 0.5 * theta.grad
         assert torch.equal(after, theta - step), name
-    assert tally == Tally(examples=24, steps=1, loss=float(loss.detach()))
+    assert tally == TrainingStats(examples=24, steps=1, loss=float(loss.detach()))
 
 
 def test_the_loss_of_images_with_texts_is_the_mean_over_the_images() -> None:
@@ -241,8 +241,8 @@ def test_a_phase_that_names_no_block_of_the_model_is_refused() -> None:
 def test_what_is_read_is_what_the_default_harvest_sends() -> None:
     work = work_on()
     work.plan = Plan(upload=roles("head"))
-    half = worker_half(Chosen(name="fedavg"), RunFacts(tuple(work.blocks), rounds=1))
-    harvest = half.harvest(work, roles("head"), Tally(examples=24, steps=1, loss=1.0))
+    half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(work.blocks), rounds=1))
+    harvest = half.harvest(work, roles("head"), TrainingStats(examples=24, steps=1, loss=1.0))
     model: PreTrainedModel = work.model
     sent: Sequence[str] = sorted(harvest.upload)
     assert sent == ["classifier.bias", "classifier.weight"]

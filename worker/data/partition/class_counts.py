@@ -12,7 +12,7 @@ from tessera.worker.data.dataset import Dataset
 
 
 @dataclass(frozen=True)
-class Tally:
+class TrainingStats:
     """Counts of one kind of thing at each site."""
 
     what: str
@@ -20,7 +20,7 @@ class Tally:
     counts: tuple[tuple[int, ...], ...]  # [sites][names]
 
 
-def tallies(parts: Sequence[Dataset], names: Sequence[str] | None = None) -> list[Tally]:
+def tallies(parts: Sequence[Dataset], names: Sequence[str] | None = None) -> list[TrainingStats]:
     """The parts' classes, and their domains if they have any; without either, all are of one class called none.
 
     `names` are what the classes are called, as far as that is known.
@@ -30,15 +30,17 @@ def tallies(parts: Sequence[Dataset], names: Sequence[str] | None = None) -> lis
     classes, domains = told
     if classes and names:
         known = dict(enumerate(names))
-        classes = Tally(classes.what, tuple(known.get(int(name), name) for name in classes.names), classes.counts)
-    plain = Tally("class", ("none",), tuple((part.examples,) for part in parts))
+        classes = TrainingStats(
+            classes.what, tuple(known.get(int(name), name) for name in classes.names), classes.counts
+        )
+    plain = TrainingStats("class", ("none",), tuple((part.examples,) for part in parts))
     return [tally for tally in (classes, domains) if tally] or [plain]
 
 
-def _tally(what: str, values: Sequence[Tensor]) -> Tally | None:
+def _tally(what: str, values: Sequence[Tensor]) -> TrainingStats | None:
     """How often each value occurs at each site; the ones that occur nowhere are left out."""
     if not values:
         return None
     everywhere = np.unique(np.concatenate([of_site.numpy() for of_site in values]))
     counts = tuple(tuple(int((of_site == value).sum()) for value in everywhere.tolist()) for of_site in values)
-    return Tally(what, tuple(str(value) for value in everywhere.tolist()), counts)
+    return TrainingStats(what, tuple(str(value) for value in everywhere.tolist()), counts)
