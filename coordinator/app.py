@@ -30,7 +30,8 @@ DESCRIPTION = "Federated learning of transformers: runs, rounds, tasks and the b
 
 
 def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
-    """The API over these services; with `conduct`, a thread beside it moves the rounds, and else another process."""
+    """Return the API over these services; with `conduct`, a thread beside it moves the rounds, and else another
+    process."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -234,7 +234,7 @@ def _copying(what: str, work: Callable[[], backup.Copied], *, as_json: bool) -> 
 
 
 def _heed(services: Services) -> None:
-    """Has the conductor look whenever its bell is rung."""
+    """Have the conductor look whenever its bell is rung."""
     with services.bells.hung_up(CONDUCTOR) as bell:
         services.conductor.call()
         while True:
@@ -253,7 +253,8 @@ def _settings() -> Settings:
 
 
 def _opened(duty: Duty, *, wait: bool = False) -> Services:
-    """The services, with every method at hand and on a database at head that no other process holds for this duty."""
+    """Return the services, with every method at hand and on a database at head that no other process holds for this
+    duty."""
     try:
         methods()
     except MethodsUnusable as refusal:
@@ -266,7 +267,7 @@ def _opened(duty: Duty, *, wait: bool = False) -> Services:
 
 
 def _stored(duty: Duty = "both", hold: Callable[[Services], None] = lambda _: None) -> Services:
-    """The services on a database at head."""
+    """Return the services on a database at head."""
 
     def ready(services: Services) -> None:
         services.database.require_head()
@@ -276,7 +277,7 @@ def _stored(duty: Duty = "both", hold: Callable[[Services], None] = lambda _: No
 
 
 def _assembled(duty: Duty = "both", ready: Callable[[Services], None] = lambda _: None) -> Services:
-    """The services, once they are `ready`; or a line that says why not, and exit code 2."""
+    """Return the services, once they are `ready`; or a line that says why not, and exit code 2."""
     logging.configure()
     keep_freed_memory()
     settings = _settings()
@@ -294,7 +295,7 @@ def _assembled(duty: Duty = "both", ready: Callable[[Services], None] = lambda _
 
 
 def _hand_over_first_token(services: Services) -> None:
-    """Prints the first admin token, once; only its hash is kept.
+    """Print the first admin token, once; only its hash is kept.
 
     It is handed over before it is entered: killed in between, the next start issues another.
     """

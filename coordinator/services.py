@@ -80,13 +80,13 @@ class Services:
     """These workers have something to do, wherever they wait."""
 
     def send_home(self) -> None:
-        """Lets go of everybody who waits or listens, so that the server can stop."""
+        """Let go of everybody who waits or listens, so that the server can stop."""
         self.gate.close()
         self.news.close()
 
 
 def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty: Duty = "both") -> Services:
-    """Opens the database and the blob store that the settings name.
+    """Open the database and the blob store that the settings name.
 
     A process that does both tells itself; the others tell each other by bells.
     """
@@ -180,14 +180,16 @@ def _retention(settings: Settings, database: Database, blobs: Blobs, states: Sta
 
 
 def _folders(database: Database, blobs: Blobs) -> list[Path]:
-    """Where what is written goes, as far as it is on this machine. Blobs in a folder share a disk with staging."""
+    """Return where what is written goes, as far as it is on this machine. Blobs in a folder share a disk with
+    staging."""
     url = database.url
     embedded = [Path(url.database).parent] if url.get_backend_name() == "sqlite" and url.database else []
     return [blobs.staging_dir, *embedded]
 
 
 def _bytes_per_day(settings: Settings, blobs: Blobs) -> int | None:
-    """What a site may announce within a day: if no setting says so, half of what the disk of the blobs holds."""
+    """Return what a site may announce within a day: if no setting says so, half of what the disk of the blobs
+    holds."""
     if settings.site_bytes_per_day is not None or "://" in settings.blob_url:
         return settings.site_bytes_per_day
     disk = os.statvfs(blobs.staging_dir)
@@ -210,7 +212,7 @@ def _sign_in(settings: Settings, people: OIDCVerifier) -> OIDCLogin | None:
 
 
 def _engine(settings: Settings) -> MergeEngine:
-    """What merges: all cores of this machine, or a Ray cluster."""
+    """Return what merges: all cores of this machine, or a Ray cluster."""
     if settings.merge_engine == "ray":
         # Ray is an extra, and slow to import.
         made: MergeEngine = importlib.import_module("tessera.coordinator.conductor.ray_engine").RayEngine(

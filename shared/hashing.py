@@ -35,12 +35,12 @@ class Hashing:
         return f"sha256:{self._found.hexdigest()}"
 
     def require(self, digest: str) -> None:
-        """Raises DigestMismatch if what was written has another digest."""
+        """Raise DigestMismatch if what was written has another digest."""
         if self.digest != digest:
             raise DigestMismatch(f"the bytes received for {digest} are others", remedy="Fetch it again.")
 
 
 def digest_at(path: Path) -> str:
-    """The digest of a file."""
+    """Return the digest of a file."""
     with path.open("rb") as file:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"

@@ -13,7 +13,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def keep_freed_memory() -> None:
-    """Has the C library keep up to 64 MiB of what is freed, rather than hand it back at once.
+    """Have the C library keep up to 64 MiB of what is freed, rather than hand it back at once.
 
     A chunk's scratch is a megabyte, just what glibc would map anew each time: half of the time that adding up takes
     then goes into page faults. Does nothing where the C library has no such setting.
@@ -39,7 +39,7 @@ def available_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> i
 
 
 def groups(cgroups: Path, membership: Path) -> list[tuple[Path, int]]:
-    """The control groups, of version 1 or 2, that this process is in and that have a limit, with it."""
+    """Return the control groups, of version 1 or 2, that this process is in and that have a limit, with it."""
     if not membership.exists():
         return []
     found = []

@@ -9,7 +9,7 @@ MAX_VALUES = 1 << 22
 
 
 def check_document(raw: bytes) -> None:
-    """Refuses a document that would grow out of all proportion, or that says two things under one name.
+    """Refuse a document that would grow out of all proportion, or that says two things under one name.
 
     Raises ValueError.
     """

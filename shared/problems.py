@@ -386,17 +386,17 @@ class StoreAway(Unavailable):
 
 
 def pointer_to(*steps: object) -> str:
-    """A JSON pointer (RFC 6901), bounded."""
+    """Return a JSON pointer (RFC 6901), bounded."""
     return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)[:300]
 
 
 def faults_of(refusal: ValidationError, above: str = "") -> list[Fault]:
-    """What pydantic found wrong, without echoing the input: a hostile body must not come back larger."""
+    """Return what pydantic found wrong, without echoing the input: a hostile body must not come back larger."""
     return faults_in(refusal.errors(include_url=False, include_input=False, include_context=False), above)
 
 
 def faults_in(errors: Sequence[Mapping[str, Any]], above: str = "") -> list[Fault]:
-    """Where a value may be of several kinds and is of none, it says so once, at the value."""
+    """Return where a value may be of several kinds and is of none, it says so once, at the value."""
     told: dict[str, list[str]] = {}
     for error in errors[:MAX_FAULTS]:
         # That a default could not be told follows from another fault, which is told.
@@ -407,12 +407,12 @@ def faults_in(errors: Sequence[Mapping[str, Any]], above: str = "") -> list[Faul
 
 
 def said_of(error: Mapping[str, Any]) -> str:
-    """What pydantic says of one fault, in our own words where they are ours."""
+    """Return what pydantic says of one fault, in our own words where they are ours."""
     return str(error["msg"]).removeprefix("Value error, ")
 
 
 def _names_a_kind(part: str | int) -> bool:
-    """Whether this part of pydantic's path is one of the kinds that a value may be of, rather than a place."""
+    """Return whether this part of pydantic's path is one of the kinds that a value may be of, rather than a place."""
     return isinstance(part, str) and part.startswith(("literal[", "constrained-"))
 
 
@@ -431,7 +431,7 @@ def problem_from(
     retry_after_seconds: float | None = None,
     headers: dict[str, str] | None = None,
 ) -> Problem:
-    """The problem that a document describes; one of an unknown code is told by its status."""
+    """Return the problem that a document describes; one of an unknown code is told by its status."""
     read = ProblemDocument.model_validate(document)
     kind = PROBLEMS.get(read.code) or kind_of_status(read.status)
     problem = kind(
@@ -446,7 +446,7 @@ def problem_from(
 
 
 def kind_of_status(status: int) -> type[Problem]:
-    """The most general problem of a status."""
+    """Return the most general problem of a status."""
     if status in (502, 504):
         return Unavailable
     return next((kind for kind in PROBLEMS.values() if kind.status == status), ServerFault)

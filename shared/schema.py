@@ -99,7 +99,7 @@ class Message(BaseModel):
 
 
 def canonical(value: BaseModel) -> bytes:
-    """The value as JSON in one form only, so that equal values have equal digests."""
+    """Return the value as JSON in one form only, so that equal values have equal digests."""
     return json.dumps(value.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -9,16 +9,17 @@ TOKEN_BYTES = 32
 
 
 def new_secret(role: str) -> str:
-    """The text of a new token: 256 random bits behind a prefix that tells what leaked, should it leak."""
+    """Return the text of a new token: 256 random bits behind a prefix that tells what leaked, should it leak."""
     return f"tessera_{role}_{secrets.token_urlsafe(TOKEN_BYTES)}"
 
 
 def hash_of(secret: str) -> str:
-    """What a coordinator keeps of a token. A plain hash is enough for 256 random bits: there is nothing to guess."""
+    """Return what a coordinator keeps of a token. A plain hash is enough for 256 random bits: there is nothing to
+    guess."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def normal_code(code: str) -> str:
-    """A code as it is kept, however it was typed: `wdjb mjht` is WDJB-MJHT."""
+    """Return a code as it is kept, however it was typed: `wdjb mjht` is WDJB-MJHT."""
     letters = "".join(letter for letter in code.upper() if letter.isalpha())
     return f"{letters[:4]}-{letters[4:]}"

@@ -19,7 +19,7 @@ _OPTION = re.compile(r"([?&][^=&]*(?:password|passwd|passphrase|secret|token|acc
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what is sent there stays on this machine."""
+    """Return whether what is sent there stays on this machine."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -27,8 +27,9 @@ def is_loopback(host: str) -> bool:
 
 
 def networks_of(address: str) -> tuple[str, ...]:
-    """What requests from an address are counted by, the narrowest first: an IPv4 address by itself; one of IPv6
-    by its /64, of which a single machine may use every address, and by its /48, which a single customer may have."""
+    """Return what requests from an address are counted by, the narrowest first: an IPv4 address by itself; one of
+    IPv6 by its /64, of which a single machine may use every address, and by its /48, which a single customer may
+    have."""
     try:
         found = ip_address(address)
     except ValueError:
@@ -41,13 +42,13 @@ def networks_of(address: str) -> tuple[str, ...]:
 
 
 def without_password(url: str) -> str:
-    """A URL as it may be shown: whose it is stays, what opens it does not, neither before the host nor as an option
-    behind it (`?password=`, as libpq has it)."""
+    """Return a URL as it may be shown: whose it is stays, what opens it does not, neither before the host nor as an
+    option behind it (`?password=`, as libpq has it)."""
     return _OPTION.sub(r"\1***", _PASSWORD.sub(r"\1:***@", url))
 
 
 def proxy_of(url: str) -> str | None:
-    """The proxy that the environment has requests to `url` go by, as it may be shown."""
+    """Return the proxy that the environment has requests to `url` go by, as it may be shown."""
     parts = urlsplit(url)
     proxies = getproxies()
     proxy = None if proxy_bypass(parts.hostname or "") else proxies.get(parts.scheme) or proxies.get("all")
@@ -57,7 +58,7 @@ def proxy_of(url: str) -> str | None:
 
 
 def require_private(url: str) -> None:
-    """Raises Invalid for a URL by which other machines would be told secrets in plain HTTP, unless the environment
+    """Raise Invalid for a URL by which other machines would be told secrets in plain HTTP, unless the environment
     says that the network in between is to be trusted."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -170,7 +170,7 @@ class Agent:
         self._claim = self._claim.model_copy(update=told)
 
     def run(self) -> None:
-        """Claims and does tasks until asked to stop. Raises Problem if the coordinator will not have this worker."""
+        """Claim and do tasks until asked to stop. Raises Problem if the coordinator will not have this worker."""
         claim = self._claim
         self._log.info("started", device=claim.device, datasets=claim.datasets, kinds=claim.kinds)
         self._note("worker.start", None, **self._terms())
@@ -190,7 +190,7 @@ class Agent:
             self._client.close()
 
     def _next(self) -> Task | None:
-        """A task, or None if there is none yet."""
+        """Return a task, or None if there is none yet."""
         self._alive.touch()
         if self._is_closed():
             self._stop.sleep(CLOSED_SECONDS)
@@ -221,7 +221,7 @@ class Agent:
         return task
 
     def _tidy(self) -> None:
-        """Settles what still waits for a receipt, as after a run's end, and removes old vaults of runs that ended and
+        """Settle what still waits for a receipt, as after a run's end, and removes old vaults of runs that ended and
         old verdicts on models."""
         vault, days = self._runner.vault, self._settings.keep_vaults_days
         vault.settle(self._client.task)
@@ -241,7 +241,7 @@ class Agent:
                     self._log.info("vault-removed", run=about.spec.name, unused_days=days)
 
     def _is_closed(self) -> bool:
-        """Whether the site has the worker claim nothing now; says so when that changes."""
+        """Return whether the site has the worker claim nothing now; says so when that changes."""
         closed = self._unusable_settings() or self._opening.closed() or self._unreadable_inbox()
         if closed and not self._closed:
             self._log.info("closed", reason=closed)
@@ -251,7 +251,7 @@ class Agent:
         return closed is not None
 
     def _unusable_settings(self) -> str | None:
-        """Why the settings file cannot be used, if it cannot; else takes up what changed in it."""
+        """Return why the settings file cannot be used, if it cannot; else takes up what changed in it."""
         told, unusable = None, None
         try:
             told = self._file.reread(self._stop.sleep) if self._file else None
@@ -281,14 +281,14 @@ class Agent:
             self._log.warning("restart-needed", settings=sorted(waiting), remedy=remedy)
 
     def _terms(self) -> dict[str, JsonValue]:
-        """What the site allows now, as its audit and its log have it."""
+        """Return what the site allows now, as its audit and its log have it."""
         allowances = self._runner.allowances.items()
         budgets: dict[str, JsonValue] = {name: most.model_dump(mode="json") for name, most in allowances}
         datasets = dict[str, JsonValue](self._claim.datasets)
         return {"policy": digest_of(canonical(self._policy)), "budgets": budgets, "datasets": datasets}
 
     def _unreadable_inbox(self) -> str | None:
-        """Why it cannot be told which runs are withheld; an unreadable request may be a refusal."""
+        """Return why it cannot be told which runs are withheld; an unreadable request may be a refusal."""
         try:
             if self._runner.inbox:
                 self._runner.inbox.withheld()
@@ -297,7 +297,7 @@ class Agent:
         return None
 
     def _note(self, action: Action, task: Task | None = None, **detail: JsonValue) -> None:
-        """Writes down a deed that is over. One that is not begun while it cannot be written down."""
+        """Write down a deed that is over. One that is not begun while it cannot be written down."""
         try:
             self._runner.note(action, task, **detail)
         except (ChainError, OSError) as fault:
@@ -308,7 +308,7 @@ class Agent:
             return client.claim(self._told(), self._poll_seconds)
 
     def _told(self) -> Claim:
-        """The claim with what may have changed since the last one: what is withheld, and the site's clock."""
+        """Return the claim with what may have changed since the last one: what is withheld, and the site's clock."""
         offset = local_time().utcoffset() or timedelta()
         offset_minutes = round(offset.total_seconds() / 60)
         mirror = self._policy.mirror(self._runner.allowances, offset_minutes, self._runner.spent())
@@ -404,7 +404,7 @@ class Agent:
         self._tell_failure(task, Failure(token=task.token, code=code, detail=detail), log)
 
     def _give_back_unapproved(self, task: Task, unapproved: Unapproved, log: Any) -> None:
-        """Tells the coordinator that the site has not agreed to the run, as each claim does from now on."""
+        """Tell the coordinator that the site has not agreed to the run, as each claim does from now on."""
         self._note("task.give-back", task, code=unapproved.code)
         log.warning("task-withheld", code=unapproved.code, detail=str(unapproved), remedy="tessera worker inbox")
         self._tell_failure(task, Failure(token=task.token, code=unapproved.code, detail=str(unapproved)), log)
@@ -416,7 +416,7 @@ class Agent:
             log.warning("failure-not-reported", reason=problem.code)
 
     def _give_back(self, task: Task | None) -> None:
-        """Lets another worker have the task at once. Should it not get through, the lease lapses by itself."""
+        """Let another worker have the task at once. Should it not get through, the lease lapses by itself."""
         if task is None:
             return
         try:
@@ -464,7 +464,8 @@ class Outage:
 
 
 def refuses_worker(problem: Problem) -> bool:
-    """Whether the coordinator will not have this worker, however often it asks: its token, or what it says of itself.
+    """Return whether the coordinator will not have this worker, however often it asks: its token, or what it says of
+    itself.
 
     Anything else may pass: a suspension of its site, the page of a proxy whose coordinator is being replaced.
     """
@@ -476,7 +477,7 @@ def refuses_worker(problem: Problem) -> bool:
 
 
 def told(fault: Exception) -> tuple[str, str]:
-    """The code and text under which the coordinator hears of a failure. Quotes nothing that might be data."""
+    """Return the code and text under which the coordinator hears of a failure. Quotes nothing that might be data."""
     if isinstance(fault, Problem):
         return fault.code, fault.detail[:2000]
     if isinstance(fault, TaskFailure):

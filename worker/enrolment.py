@@ -58,7 +58,7 @@ class Place:
 
 
 def prepared(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> Place:
-    """A file of settings and one with a new secret; where there are such already, they are kept.
+    """Return a file of settings and one with a new secret; where there are such already, they are kept.
 
     `tls` are settings too (`ca_bundle`, `client_cert`, `client_key`), which win over those that are there. Raises
     SettingsError if what is there is for another coordinator: its secret is not to be shown to this one.
@@ -94,7 +94,7 @@ def prepared(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> 
 
 
 def asked(client: Client, place: Place, site: str | None, device: str, version: str) -> Enrolment:
-    """Asks for the worker to be admitted. Asked again with the same secret, it is the same wish."""
+    """Ask for the worker to be admitted. Asked again with the same secret, it is the same wish."""
     spec = EnrolmentSpec(
         site=site, worker=place.name, device=device, version=version, secret_hash=hash_of(place.secret)
     )
@@ -102,7 +102,7 @@ def asked(client: Client, place: Place, site: str | None, device: str, version: 
 
 
 def awaited(client: Client, enrolment: Enrolment, sleep: Callable[[float], None] = time.sleep) -> Enrolment:
-    """What becomes of it in the end. `client` shows the secret."""
+    """Return what becomes of it in the end. `client` shows the secret."""
     while enrolment.state == "pending":
         sleep(enrolment.poll_seconds)
         enrolment = client.enrolment(enrolment.id)
@@ -110,7 +110,7 @@ def awaited(client: Client, enrolment: Enrolment, sleep: Callable[[float], None]
 
 
 def rotate(connect: Callable[[str], Client], file: Path) -> Rotated:
-    """Puts a new secret in the place of the one in `file`. Cut off at any point, it is done by doing it again.
+    """Put a new secret in the place of the one in `file`. Cut off at any point, it is done by doing it again.
 
     Raises Problem, and SettingsError for a file that holds none.
     """

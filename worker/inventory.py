@@ -24,8 +24,8 @@ def load_source(source: DataSource, key: bytes = b"") -> Dataset:
 
 
 def held_out_key(settings: Settings, *, make: bool) -> bytes:
-    """The secret that decides which examples are held out; one that is no secret if there is none and it is not to be
-    made, and none if nothing is held out. Raises SettingsError."""
+    """Return the secret that decides which examples are held out; one that is no secret if there is none and it is
+    not to be made, and none if nothing is held out. Raises SettingsError."""
     if not any(source.held_out for source in settings.datasets.values()):
         return b""
     path = settings.held_out_key_file or settings.state_dir / HELD_OUT_KEY_FILE
@@ -38,7 +38,8 @@ def held_out_key(settings: Settings, *, make: bool) -> bytes:
 
 
 def datasets_of(settings: Settings, *, make_key: bool = False) -> dict[str, Dataset]:
-    """The data sets that the policy lets runs use, by name. Raises SettingsError naming the option that is wrong."""
+    """Return the data sets that the policy lets runs use, by name. Raises SettingsError naming the option that is
+    wrong."""
     loaded: dict[str, Dataset] = {}
     key = held_out_key(settings, make=make_key)
     for name, source in settings.datasets.items():
@@ -50,7 +51,7 @@ def datasets_of(settings: Settings, *, make_key: bool = False) -> dict[str, Data
 
 @contextmanager
 def named(dataset: str) -> Iterator[None]:
-    """Turns a DataError into a SettingsError that says of which data set it is."""
+    """Turn a DataError into a SettingsError that says of which data set it is."""
     try:
         yield
     except DataError as fault:
@@ -58,7 +59,8 @@ def named(dataset: str) -> Iterator[None]:
 
 
 def mappings_of(files: Iterable[Path]) -> dict[str, MappingFile]:
-    """The site's mappings, by the model type that each describes. Raises SettingsError for one that is wrong."""
+    """Return the site's mappings, by the model type that each describes. Raises SettingsError for one that is
+    wrong."""
     try:
         found = [read_mapping(file) for file in files]
     except MappingError as fault:
@@ -70,7 +72,8 @@ def mappings_of(files: Iterable[Path]) -> dict[str, MappingFile]:
 
 
 def device_of(name: DeviceName) -> torch.device:
-    """The device to train on: with `auto` a GPU if there is one. Raises SettingsError for a GPU that is not there."""
+    """Return the device to train on: with `auto` a GPU if there is one. Raises SettingsError for a GPU that is not
+    there."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda" if name == "auto" else name)
@@ -80,6 +83,6 @@ def device_of(name: DeviceName) -> torch.device:
 
 
 def describe(device: torch.device) -> str:
-    """The device as people read it, at most 64 printable characters of ASCII."""
+    """Return the device as people read it, at most 64 printable characters of ASCII."""
     name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
     return "".join(letter for letter in name if " " <= letter <= "~")[:64]

@@ -57,7 +57,7 @@ class SettingsError(ValueError):
 
 
 def check_no_seed(options: Mapping[str, object]) -> None:
-    """Raises ValueError for a setting that there was, which would have anybody know who is held out."""
+    """Raise ValueError for a setting that there was, which would have anybody know who is held out."""
     if "held_out_seed" in options:
         raise ValueError("held_out_seed: is no more; take it out. A secret key decides which examples are held out")
 
@@ -111,7 +111,7 @@ class DataSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The environment first, then what the file said."""
+        """Return the environment first, then what the file said."""
         return env_settings, init_settings
 
 
@@ -185,12 +185,12 @@ class Settings(DataSettings):
 
 
 def read_settings(path: Path) -> Settings:
-    """The settings of a TOML file and the environment. Raises SettingsError."""
+    """Return the settings of a TOML file and the environment. Raises SettingsError."""
     return parsed_settings(path, raw_settings(path))
 
 
 def parsed_settings(path: Path, raw: bytes) -> Settings:
-    """The same of a file that holds `raw`. Raises SettingsError."""
+    """Return the same of a file that holds `raw`. Raises SettingsError."""
     settings = _parsed(path, raw, Settings)
     try:
         require_private(settings.url)
@@ -200,12 +200,12 @@ def parsed_settings(path: Path, raw: bytes) -> Settings:
 
 
 def read_data_settings(path: Path) -> DataSettings:
-    """What such a file, or one with nothing else in it, says of data. Raises SettingsError."""
+    """Return what such a file, or one with nothing else in it, says of data. Raises SettingsError."""
     return _parsed(path, raw_settings(path), DataSettings)
 
 
 def raw_settings(path: Path) -> bytes:
-    """What is in a settings file. Raises SettingsError if it cannot be read."""
+    """Return what is in a settings file. Raises SettingsError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as fault:
@@ -228,14 +228,14 @@ def _parsed(path: Path, raw: bytes, kind: type[S]) -> S:
 
 
 def effective_settings(path: Path) -> list[Setting]:
-    """Every setting that a worker has which starts now, and where it comes from. Raises SettingsError."""
+    """Return every setting that a worker has which starts now, and where it comes from. Raises SettingsError."""
     settings = read_settings(path)
     file = tomllib.loads(path.read_text(encoding="utf-8"))
     return effective(settings.model_dump(), file, os.environ, ENVIRONMENT_PREFIX)
 
 
 def _told(fault: ValidationError) -> str:
-    """Each wrong key and why, without the values: a token may be among them."""
+    """Return each wrong key and why, without the values: a token may be among them."""
     return "; ".join(
         f"{'.'.join(map(str, error['loc'])) or 'settings'}: "
         + ("no such setting" if error["type"] == "extra_forbidden" else said_of(error))
@@ -244,7 +244,8 @@ def _told(fault: ValidationError) -> str:
 
 
 def token_of(settings: Settings) -> str:
-    """The token, from where the settings say. Raises SettingsError if it cannot be read or sent, or is empty."""
+    """Return the token, from where the settings say. Raises SettingsError if it cannot be read or sent, or is
+    empty."""
     if settings.token is not None:
         where, token = "token: what is given", settings.token.get_secret_value().strip()
     else:
@@ -261,7 +262,8 @@ def token_of(settings: Settings) -> str:
 
 
 def credential_of(settings: Settings) -> Credential:
-    """The token, which is read anew should it be refused: `tessera worker rotate` may have put another in its place.
+    """Return the token, which is read anew should it be refused: `tessera worker rotate` may have put another in its
+    place.
 
     Raises SettingsError.
     """
@@ -276,7 +278,7 @@ def credential_of(settings: Settings) -> Credential:
 
 
 def tls_of(settings: Settings) -> ssl.SSLContext:
-    """Whom this worker trusts, and what it is trusted by. Raises SettingsError."""
+    """Return whom this worker trusts, and what it is trusted by. Raises SettingsError."""
     try:
         return tls_context(settings.ca_bundle, settings.client_cert, settings.client_key)
     except Invalid as refusal:

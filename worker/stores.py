@@ -17,28 +17,28 @@ from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
 
 
 def ledger_of(settings: Settings) -> Ledger:
-    """Where this worker writes down what runs spend of its data sets' privacy. Raises SettingsError."""
+    """Return where this worker writes down what runs spend of its data sets' privacy. Raises SettingsError."""
     shared = {name: source.ledger for name, source in settings.datasets.items() if source.ledger}
     return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER, audit_key_of(settings), shared)
 
 
 def run_history_of(settings: Settings) -> RunHistory:
-    """Where this worker writes down what runs have shown of themselves."""
+    """Return where this worker writes down what runs have shown of themselves."""
     return RunHistory(settings.runs_dir or settings.state_dir / RUNS_FOLDER, settings.name)
 
 
 def inbox_of(settings: Settings) -> Inbox:
-    """Where runs wait for a person's approval."""
+    """Return where runs wait for a person's approval."""
     return Inbox(settings.inbox_dir or settings.state_dir / INBOX_FOLDER)
 
 
 def airlock_of(settings: Settings) -> Airlock:
-    """Where updates wait for a person's release."""
+    """Return where updates wait for a person's release."""
     return Airlock(settings.state_dir / AIRLOCK_FOLDER)
 
 
 def audit_of(settings: Settings) -> Audit:
-    """Where this worker writes down what it does. Raises SettingsError."""
+    """Return where this worker writes down what it does. Raises SettingsError."""
     return Audit(settings.audit_dir or settings.state_dir / AUDIT_FOLDER, settings.name, audit_key_of(settings))
 
 

@@ -25,7 +25,7 @@ router = APIRouter(tags=["admin"], route_class=BoundedRoute)
 
 @router.post("/v1/admin/tokens", status_code=201, operation_id="issueToken")
 def issue_token(spec: TokenSpec, serving: Serving, caller: Admin, key: Key = None) -> IssuedToken:
-    """Issues a token. Its secret is shown this once and kept nowhere."""
+    """Issue a token. Its secret is shown this once and kept nowhere."""
     secret: str | None = None
     with serving.database.transaction() as session:
         now = serving.database.now()
@@ -54,7 +54,7 @@ def list_tokens(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Cur
 
 @router.delete("/v1/admin/tokens/{token_id}", status_code=204, operation_id="revokeToken")
 def revoke_token(token_id: str, serving: Serving, caller: Admin) -> None:
-    """Ends a token at once, and the claims that wait with it."""
+    """End a token at once, and the claims that wait with it."""
     with serving.database.transaction() as session:
         now, admins_sign_in = serving.database.now(), "admin" in serving.settings.oidc_roles.values()
         row = tokens.revoke_token(session, now, caller.actor, token_id, admins_sign_in=admins_sign_in)
@@ -64,14 +64,14 @@ def revoke_token(token_id: str, serving: Serving, caller: Admin) -> None:
 
 @router.get("/v1/admin/audit", operation_id="listAudit")
 def list_audit(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Cursor = None) -> Page[AuditEntry]:
-    """Every change of state, oldest first, each chained to the one before."""
+    """Return every change of state, oldest first, each chained to the one before."""
     with serving.database.snapshot() as session:
         return views.page(session, select(AuditRow), (AuditRow.seq,), lambda r: views.audit_view(r[0]), limit, cursor)
 
 
 @router.get("/v1/admin/status", operation_id="getStatus")
 def status(serving: Serving, caller: Viewer) -> Status:
-    """Who is doing what right now."""
+    """Return who is doing what right now."""
     since = serving.database.now() - serving.settings.live_seconds
     with serving.database.snapshot() as session:
         live = select(WorkerRow, SiteRow).join(SiteRow, SiteRow.id == WorkerRow.site_id)
@@ -91,7 +91,7 @@ def status(serving: Serving, caller: Viewer) -> Status:
 
 @router.get("/openapi.json", include_in_schema=False)
 def description(request: Request, caller: Anyone) -> JSONResponse:
-    """The description of this API, which docs/openapi.json is too."""
+    """Return the description of this API, which docs/openapi.json is too."""
     return JSONResponse(request.app.openapi())
 
 

@@ -85,7 +85,7 @@ def get_blob(
     if_range: Annotated[str | None, Header(alias="If-Range", max_length=128)] = None,
     if_none_match: Annotated[str | None, Header(alias="If-None-Match", max_length=2048)] = None,
 ) -> Response:
-    """A blob of a run that the caller has to do with. Immutable: its name is its content."""
+    """Return a blob of a run that the caller has to do with. Immutable: its name is its content."""
     with serving.database.snapshot() as session:
         if not readable_blobs(session, caller, [digest]):
             raise NotFound(f"there is no blob {digest} within this token's reach")
@@ -109,7 +109,7 @@ def get_blob(
 
 @listed.post("/blobs/read", operation_id="readBlobs", response_class=StreamingResponse)
 def read_blobs(wanted: BlobRequest, serving: Serving, caller: Holder) -> Response:
-    """Several blobs of runs that the caller has to do with, one behind the other in one answer."""
+    """Return several blobs of runs that the caller has to do with, one behind the other in one answer."""
     serving.memory.require()
     with serving.database.snapshot() as session:
         reached = readable_blobs(session, caller, wanted.digests)
@@ -155,7 +155,8 @@ async def _counted(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _span(header: str, size: int) -> tuple[int, int] | None:
-    """The bytes that a Range header asks for, as start and stop; None if it asks for several ranges, or for nothing.
+    """Return the bytes that a Range header asks for, as start and stop; None if it asks for several ranges, or for
+    nothing.
 
     Raises RangeUnsatisfiable if they lie outside.
     """
@@ -194,7 +195,7 @@ async def create_upload(
     complete: Complete,
     repr_digest: ReprDigest,
 ) -> Response:
-    """Announces a blob by its digest and length. With `Upload-Complete: ?1` its bytes are the body."""
+    """Announce a blob by its digest and length. With `Upload-Complete: ?1` its bytes are the body."""
     if length > serving.settings.max_upload_bytes:
         limit = serving.settings.max_upload_bytes
         raise TooLarge(f"{length} bytes were announced; at most {limit} are taken (setting max_upload_bytes)")
@@ -213,7 +214,7 @@ async def create_upload(
 
 @router.head("/uploads/{upload_id}", status_code=204, operation_id="headUpload")
 def head_upload(upload_id: str, serving: Serving, caller: Holder) -> Response:
-    """How much of an upload has arrived."""
+    """Return how much of an upload has arrived."""
     headers = _progress(serving.uploads, serving.uploads.find(upload_id, caller.owner))
     return Response(status_code=204, headers={**headers, "Cache-Control": "no-store"})
 
@@ -231,7 +232,7 @@ async def append_upload(
     caller: Holder,
     offset: Annotated[int, DIGITS, Header(alias="Upload-Offset", ge=0, le=MOST_BYTES)],
 ) -> Response:
-    """Adds bytes to an upload, from where it stands."""
+    """Add bytes to an upload, from where it stands."""
     if request.headers.get("Content-Type") != PARTIAL_UPLOAD:
         raise BadRequest(f"the body of a PATCH to an upload has Content-Type {PARTIAL_UPLOAD}")
     serving.memory.require()

@@ -31,7 +31,7 @@ Serving = Annotated[Services, Depends(services)]
 def principal(
     request: Request, serving: Serving, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 ) -> Principal:
-    """The caller. Raises Unauthenticated and TooManyRequests."""
+    """Return the caller. Raises Unauthenticated and TooManyRequests."""
     try:
         caller = holder(serving, credentials)
     except Unauthenticated:
@@ -42,12 +42,12 @@ def principal(
 
 
 def address_of(request: Request) -> str:
-    """The peer's."""
+    """Return the peer's."""
     return request.client.host if request.client else ""
 
 
 def holder(serving: Services, credentials: HTTPAuthorizationCredentials | None) -> Principal:
-    """Who shows this. Raises Unauthenticated, Forbidden and SiteSuspended."""
+    """Return who shows this. Raises Unauthenticated, Forbidden and SiteSuspended."""
     if credentials is None:
         raise Unauthenticated("the request carries no bearer token", headers={"WWW-Authenticate": "Bearer"})
     if serving.people and is_signed(credentials.credentials):
@@ -57,12 +57,12 @@ def holder(serving: Services, credentials: HTTPAuthorizationCredentials | None) 
 
 
 def is_signed(token: str) -> bool:
-    """Whether a bearer token is of the form that OpenID providers issue, and not one of our own."""
+    """Return whether a bearer token is of the form that OpenID providers issue, and not one of our own."""
     return token.count(".") == 2 and not token.startswith("tessera_")
 
 
 def allow(*roles: TokenRole) -> Callable[[Principal], Awaitable[Principal]]:
-    """A dependency that admits these roles. Administrators are admitted to all but what only a site can do."""
+    """Return a dependency that admits these roles. Administrators are admitted to all but what only a site can do."""
 
     async def admitted(caller: Annotated[Principal, Depends(principal)]) -> Principal:
         if caller.role not in roles:

@@ -113,7 +113,7 @@ def _routes(routes: Iterable[BaseRoute]) -> Iterator[Route]:
 
 
 def _gone(request: Request, fault: Exception) -> Response:
-    """A sender that was cut off is no fault of ours; nobody reads this answer."""
+    """Return a sender that was cut off is no fault of ours; nobody reads this answer."""
     return Response(status_code=400)
 
 
@@ -124,7 +124,7 @@ def _fault(request: Request, fault: Exception) -> Response:
 
 
 def _full(request: Request, fault: Exception) -> Response:
-    """A disk that filled up in the midst of it. Any other fault of a file stays what it is."""
+    """Return a disk that filled up in the midst of it. Any other fault of a file stays what it is."""
     if not is_full(fault):
         raise fault
     return _no_room(request, fault)
@@ -136,8 +136,8 @@ def _no_room(request: Request, fault: Exception) -> Response:
 
 
 def _away(request: Request, fault: Exception) -> Response:
-    """The database was restarted, or is busy, or its disk is full: whoever asks again gets the answer that this was
-    to be."""
+    """Return the database was restarted, or is busy, or its disk is full: whoever asks again gets the answer that
+    this was to be."""
     if is_full(fault):
         return _no_room(request, fault)
     log.warning(
@@ -156,7 +156,7 @@ def _unstorable(request: Request, fault: Exception) -> Response:
 
 
 def page_of(code: str) -> Response:
-    """The page that a problem's `type` points to."""
+    """Return the page that a problem's `type` points to."""
     kind = PROBLEMS.get(code)
     if kind is None:
         raise NotFound(f"there is no problem {code!r}; there are {', '.join(sorted(PROBLEMS))}")

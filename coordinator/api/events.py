@@ -34,8 +34,8 @@ class EventStream(StreamingResponse):
 
 @router.get("/events", operation_id="listenToAll", response_class=EventStream)
 async def all_events(serving: Serving, caller: Viewer, shown: Shown, last_event_id: LastEvent = None) -> EventStream:
-    """Every change of state as it happens, as `ChangeEvent` in an event of type `change`; without an id and of type
-    `progress`, that workers were heard of."""
+    """Return every change of state as it happens, as `ChangeEvent` in an event of type `change`; without an id and of
+    type `progress`, that workers were heard of."""
     return stream(serving, None, last_event_id, caller.token_id, lambda: admitted(serving, shown))
 
 
@@ -43,7 +43,7 @@ async def all_events(serving: Serving, caller: Viewer, shown: Shown, last_event_
 async def run_events(
     run_id: str, serving: Serving, caller: Viewer, shown: Shown, last_event_id: LastEvent = None
 ) -> EventStream:
-    """The same of one run."""
+    """Return the same of one run."""
     await run_in_threadpool(require_run, serving, run_id)
     return stream(serving, run_id, last_event_id, caller.token_id, lambda: admitted(serving, shown))
 
@@ -57,13 +57,13 @@ def stream(
 
 
 def require_run(serving: Services, run_id: str) -> None:
-    """Raises NotFound."""
+    """Raise NotFound."""
     with serving.database.snapshot() as session:
         views.find_run(session, run_id)
 
 
 def admitted(serving: Services, shown: HTTPAuthorizationCredentials | None) -> bool:
-    """Whether a token still holds."""
+    """Return whether a token still holds."""
     try:
         holder(serving, shown)
     except (Unauthenticated, Forbidden):

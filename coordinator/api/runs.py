@@ -35,7 +35,7 @@ Number = Annotated[str, PathParam(pattern=r"^(latest|[0-9]{1,9})$", description=
 
 @router.post("", status_code=201, operation_id="createRun")
 def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: Response, key: Key = None) -> Run:
-    """Starts a run from a model and a first version that were uploaded before."""
+    """Start a run from a model and a first version that were uploaded before."""
     run = runs.create_run(serving, caller, spec, key)
     response.headers["Location"] = f"/v1/runs/{run.id}"
     response.headers["ETag"] = runs.etag(run.revision)
@@ -44,13 +44,13 @@ def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: 
 
 @router.post("/preview", operation_id="previewRun")
 def preview_run(spec: RunSpec, serving: Serving, caller: Orchestrator) -> Preview:
-    """Says who would take part in a run and who not and why, and what its first round would ask. Changes nothing."""
+    """Say who would take part in a run and who not and why, and what its first round would ask. Changes nothing."""
     return runs.preview_run(serving, caller, spec)
 
 
 @router.get("", operation_id="listRuns")
 def list_runs(serving: Serving, caller: Anyone, limit: Limit = 100, cursor: Cursor = None) -> Page[Run]:
-    """All runs; for a site, those that it takes part in."""
+    """Return all runs; for a site, those that it takes part in."""
     with serving.database.snapshot() as session:
         query = select(RunRow)
         if caller.site_id is not None:
@@ -61,7 +61,7 @@ def list_runs(serving: Serving, caller: Anyone, limit: Limit = 100, cursor: Curs
 
 @router.get("/{run_id}", operation_id="getRun")
 def get_run(run_id: str, serving: Serving, caller: Anyone, response: Response) -> Run:
-    """A run; a site is told of those that it takes part in, and of no other site in them."""
+    """Return a run; a site is told of those that it takes part in, and of no other site in them."""
     with serving.database.snapshot() as session:
         run = _shown(session, caller, run_within_reach(session, caller, run_id))
     response.headers["ETag"] = runs.etag(run.revision)
@@ -84,7 +84,7 @@ def patch_run(
     response: Response,
     if_match: Annotated[str | None, Header(alias="If-Match")] = None,
 ) -> Run:
-    """Pauses, resumes or cancels. A pause lets the round in progress end; a cancellation ends it at once.
+    """Pause, resume or cancel. A pause lets the round in progress end; a cancellation ends it at once.
 
     An orchestrator does so to the runs that it created, an administrator to all.
     """
@@ -99,7 +99,7 @@ def patch_run(
 def list_rounds(
     run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None
 ) -> Page[Round]:
-    """Every attempt at every round, with its tasks, oldest first."""
+    """Return every attempt at every round, with its tasks, oldest first."""
     with serving.database.snapshot() as session:
         views.find_run(session, run_id)
         query = select(RoundRow).where(RoundRow.run_id == run_id)
@@ -109,7 +109,7 @@ def list_rounds(
 
 @router.get("/{run_id}/rounds/{number}", operation_id="getRound")
 def get_round(run_id: str, number: RoundNumber, serving: Serving, caller: Viewer) -> Round:
-    """The latest attempt at a round."""
+    """Return the latest attempt at a round."""
     with serving.database.snapshot() as session:
         same = (RoundRow.run_id == run_id) & (RoundRow.number == number)
         row = session.scalars(select(RoundRow).where(same).order_by(RoundRow.attempt.desc()).limit(1)).first()
@@ -130,7 +130,7 @@ def list_versions(
 
 @router.get("/{run_id}/versions/{number}/export", operation_id="exportVersion", response_class=StreamingResponse)
 def export_version(run_id: str, number: Number, serving: Serving, caller: Orchestrator) -> StreamingResponse:
-    """A version as one safetensors file of whole tensors, under the names that transformers knows them by."""
+    """Return a version as one safetensors file of whole tensors, under the names that transformers knows them by."""
     with serving.database.snapshot() as session:
         run = views.find_run(session, run_id)
         wanted = run.version_number if number == "latest" else int(number)
@@ -153,7 +153,7 @@ def export_version(run_id: str, number: Number, serving: Serving, caller: Orches
 async def get_difference(
     run_id: str, number: RoundNumber, serving: Serving, caller: Anyone, since: Earlier
 ) -> Difference:
-    """The blob that makes this version of an earlier one, which a worker holds."""
+    """Return the blob that makes this version of an earlier one, which a worker holds."""
     return await serving.differences.find(caller, run_id, number, since)
 
 
@@ -161,7 +161,7 @@ async def get_difference(
 def list_measurements(
     run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None, since: Since = 0
 ) -> Page[Measurement]:
-    """What was measured of each version, on the central data set and on what sites hold out."""
+    """Return what was measured of each version, on the central data set and on what sites hold out."""
     with serving.database.snapshot() as session:
         spec = RunSpec.model_validate(views.find_run(session, run_id).spec)
         done = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & (TaskRow.state == "accepted")

@@ -27,7 +27,7 @@ async def claim(
     caller: SiteCaller,
     prefer: Annotated[str, Header(max_length=128, description="'wait=25' waits that long for a task")] = "",
 ) -> Response:
-    """Leases the next task that is offered to this worker, waiting for one if asked to."""
+    """Lease the next task that is offered to this worker, waiting for one if asked to."""
     if (length := len(await request.body())) > MOST_CLAIM_BYTES:
         raise TooLarge(
             f"the claim has {length} bytes; at most {MOST_CLAIM_BYTES} are taken",
@@ -66,25 +66,25 @@ def list_tasks(
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> Page[TaskView]:
-    """The calling site's own tasks, oldest first."""
+    """Return the calling site's own tasks, oldest first."""
     return tasks.list_tasks(serving, caller, run, limit, cursor)
 
 
 @router.get("/{task_id}", operation_id="getTask")
 def get_task(task_id: str, serving: Serving, caller: Anyone) -> TaskView:
-    """A task; a site sees its own only."""
+    """Return a task; a site sees its own only."""
     return tasks.get_task(serving, caller, task_id)
 
 
 @router.post("/{task_id}/heartbeat", operation_id="renewLease")
 def heartbeat(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCaller) -> Lease:
-    """Renews the lease. A problem tells that there is nothing left to do: `lease-lost`, `task-cancelled`, ..."""
+    """Renew the lease. A problem tells that there is nothing left to do: `lease-lost`, `task-cancelled`, ..."""
     return tasks.heartbeat(serving, caller, task_id, body)
 
 
 @router.post("/{task_id}/update", operation_id="submitUpdate")
 async def submit_update(task_id: str, body: Submission, serving: Serving, caller: SiteCaller) -> TaskView:
-    """Hands in an update, which was uploaded before or comes along. It is accepted when this returns, or refused and
+    """Hand in an update, which was uploaded before or comes along. It is accepted when this returns, or refused and
     named why."""
     # Who asks the same at once waits for the answer, rather than have all of it inspected again.
     async with serving.submitting.at(f"{caller.owner} {task_id}"):
@@ -93,17 +93,17 @@ async def submit_update(task_id: str, body: Submission, serving: Serving, caller
 
 @router.post("/{task_id}/evaluation", operation_id="submitEvaluation")
 def submit_evaluation(task_id: str, body: EvaluationResult, serving: Serving, caller: SiteCaller) -> TaskView:
-    """Hands in what a version was measured at."""
+    """Hand in what a version was measured at."""
     return tasks.submit_evaluation(serving, caller, task_id, body)
 
 
 @router.post("/{task_id}/failure", operation_id="reportFailure")
 def report_failure(task_id: str, body: Failure, serving: Serving, caller: SiteCaller) -> TaskView:
-    """Reports that the task cannot be done here; the round goes on without it."""
+    """Report that the task cannot be done here; the round goes on without it."""
     return tasks.fail(serving, caller, task_id, body)
 
 
 @router.post("/{task_id}/release", operation_id="releaseTask")
 def release(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCaller) -> TaskView:
-    """Gives the task back undone; it is offered again at once."""
+    """Give the task back undone; it is offered again at once."""
     return tasks.release(serving, caller, task_id, body)

@@ -60,12 +60,13 @@ class OIDCVerifier:
         self._tried_at: float | None = None
 
     def principal(self, token: str) -> Principal:
-        """Who holds this token. Raises Unauthenticated, Forbidden for a person without a role here, and Unavailable
-        if the provider's keys cannot be had."""
+        """Return who holds this token. Raises Unauthenticated, Forbidden for a person without a role here, and
+        Unavailable if the provider's keys cannot be had."""
         return self.person(self.verified(token, self._audience))
 
     def person(self, claims: Mapping[str, Any]) -> Principal:
-        """Who verified claims are of. Raises Unauthenticated, and Forbidden for a person without a role here."""
+        """Return who verified claims are of. Raises Unauthenticated, and Forbidden for a person without a role
+        here."""
         subject = str(claims["sub"])
         if not (0 < len(subject) <= LONGEST_SUBJECT and subject.isprintable()):
             raise Unauthenticated("the subject of the token is none that can be written down")
@@ -81,7 +82,8 @@ class OIDCVerifier:
         )
 
     def verified(self, token: str, audience: str | None) -> dict[str, Any]:
-        """What the provider says in a token of its own for `audience`. Raises Unauthenticated and Unavailable."""
+        """Return what the provider says in a token of its own for `audience`. Raises Unauthenticated and
+        Unavailable."""
         try:
             kid = jwt.get_unverified_header(token).get("kid")
             claims: dict[str, Any] = jwt.decode(
@@ -112,7 +114,8 @@ class OIDCVerifier:
         return found
 
     def _is_due(self, kid: object, now: float) -> bool:
-        """Whether the caller is to fetch the keys: one at a time, so that a slow provider holds up one alone."""
+        """Return whether the caller is to fetch the keys: one at a time, so that a slow provider holds up one
+        alone."""
         with self._lock:
             old = self._fetched_at is None or now - self._fetched_at > KEYS_SECONDS
             tried = self._tried_at is not None and now - self._tried_at < AGAIN_SECONDS
@@ -135,7 +138,7 @@ class OIDCVerifier:
             self._keys, self._fetched_at = keys, now
 
     def fetched(self) -> dict[str, jwt.PyJWK]:
-        """The provider's keys by their names. Raises ProviderFault."""
+        """Return the provider's keys by their names. Raises ProviderFault."""
         document = asked(
             self._keys_url or own_url(discovered(self._issuer), self._issuer, "jwks_uri", "TESSERA_OIDC_KEYS_URL")
         )
@@ -147,7 +150,7 @@ class OIDCVerifier:
 
 
 def discovered(issuer: str) -> dict[str, Any]:
-    """What a provider says of itself. Raises ProviderFault."""
+    """Return what a provider says of itself. Raises ProviderFault."""
     about = asked(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
     if about.get("issuer") != issuer:
         raise ProviderFault(f"it calls itself {str(about.get('issuer'))[:200]!r}")
@@ -155,7 +158,7 @@ def discovered(issuer: str) -> dict[str, Any]:
 
 
 def own_url(about: Mapping[str, Any], issuer: str, name: str, setting: str) -> str:
-    """A URL that a provider says of itself, which is where the provider itself is. Raises ProviderFault."""
+    """Return a URL that a provider says of itself, which is where the provider itself is. Raises ProviderFault."""
     url = str(about.get(name))
     if _origin(url) != _origin(issuer):
         raise ProviderFault(f"its {name} is {url[:200]!r}, another place: name it as {setting}")
@@ -163,7 +166,7 @@ def own_url(about: Mapping[str, Any], issuer: str, name: str, setting: str) -> s
 
 
 def asked(url: str, form: Mapping[str, str] | None = None, basic: tuple[str, str] | None = None) -> dict[str, Any]:
-    """A JSON object, bounded in bytes and time, from this very place, to which a form is sent if there is one.
+    """Return a JSON object, bounded in bytes and time, from this very place, to which a form is sent if there is one.
 
     Raises ProviderFault.
     """
@@ -206,7 +209,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 
 
 def _claim(claims: Mapping[str, Any], name: str) -> object:
-    """A claim by its name, or by a path of names as in `realm_access.roles`."""
+    """Return a claim by its name, or by a path of names as in `realm_access.roles`."""
     if name in claims:
         return claims[name]
     found: object = claims

@@ -64,7 +64,7 @@ class OIDCLogin:
         return urlsplit(self._issuer).netloc
 
     def begin(self) -> tuple[str, str]:
-        """Where the browser is to go, and a secret that it alone is to keep meanwhile. Raises Unavailable."""
+        """Return where the browser is to go, and a secret that it alone is to keep meanwhile. Raises Unavailable."""
         secret = secrets.token_urlsafe(SECRET_BYTES)
         challenge = hashlib.sha256(_derived(secret, "verifier").encode()).digest()
         asks = {
@@ -86,7 +86,7 @@ class OIDCLogin:
         return f"{place}{'&' if parts.query else '?'}{urlencode(asks)}", secret
 
     def finish(self, secret: str, answer: Mapping[str, str]) -> Principal:
-        """Who came back from the provider, with what it said in the query.
+        """Return who came back from the provider, with what it said in the query.
 
         Raises Unauthenticated, Forbidden for a person without a role here, and Unavailable.
         """
@@ -122,13 +122,14 @@ class OIDCLogin:
             raise Unauthenticated("the provider gave no token for what it sent you back with; begin anew") from fault
 
     def _credentials(self) -> tuple[str, str] | None:
-        """Encoded as OAuth has it (RFC 6749, 2.3.1). Read each time, so that another secret needs no restart."""
+        """Return encoded as OAuth has it (RFC 6749, 2.3.1). Read each time, so that another secret needs no
+        restart."""
         if self._secret_file is None:
             return None
         return quote(self._client_id, safe=""), quote(self._secret_file.read_text().strip(), safe="")
 
     def _provider(self) -> dict[str, Any]:
-        """What the provider says of itself, asked anew once an hour. Raises Unavailable."""
+        """Return what the provider says of itself, asked anew once an hour. Raises Unavailable."""
         now = self._clock()
         with self._lock:
             old = self._found_at is None or now - self._found_at > KEYS_SECONDS

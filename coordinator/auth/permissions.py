@@ -16,14 +16,14 @@ AT_A_TIME = 1_000
 
 
 def runs_of(site_id: str) -> Select[str]:
-    """The runs that a site takes part in: those that it has had a task in."""
+    """Return the runs that a site takes part in: those that it has had a task in."""
     return (
         select(TaskRow.run_id).join(WorkerRow, WorkerRow.id == TaskRow.worker_id).where(WorkerRow.site_id == site_id)
     )
 
 
 def run_within_reach(session: Session, caller: Principal, run_id: str) -> RunRow:
-    """Raises NotFound if there is no such run, or if the caller is a site that takes no part in it."""
+    """Raise NotFound if there is no such run, or if the caller is a site that takes no part in it."""
     query = select(RunRow).where(RunRow.id == run_id)
     if caller.site_id is not None:
         query = query.where(RunRow.id.in_(runs_of(caller.site_id)))
@@ -34,7 +34,7 @@ def run_within_reach(session: Session, caller: Principal, run_id: str) -> RunRow
 
 
 def readable_blobs(session: Session, caller: Principal, digests: Collection[str]) -> set[str]:
-    """Those of the digests that the caller may read or name.
+    """Return those of the digests that the caller may read or name.
 
     A site reads the blobs of runs that it has had a task in. Others read those of all runs, and what was sent by any
     but a site. An update is neither, so nobody reads one.

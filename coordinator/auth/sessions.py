@@ -21,7 +21,7 @@ SECRET_BYTES = 32
 
 
 def begin(session: Session, now: float, caller: Principal, seconds: float) -> str:
-    """A new session's secret, of which only a hash is kept. Those that have expired are removed by the way."""
+    """Return a new session's secret, of which only a hash is kept. Those that have expired are removed by the way."""
     for table in (SessionRow, PersonSessionRow):
         session.execute(delete(table).where(table.expires_at <= now))
     secret = secrets.token_urlsafe(SECRET_BYTES)
@@ -35,7 +35,8 @@ def begin(session: Session, now: float, caller: Principal, seconds: float) -> st
 
 
 def holder(session: Session, now: float, secret: str, issuer: str | None) -> Principal:
-    """Who holds the session, with what the token may at this moment, or might when `issuer` vouched for the person.
+    """Return who holds the session, with what the token may at this moment, or might when `issuer` vouched for the
+    person.
 
     Raises Unauthenticated.
     """
@@ -54,7 +55,7 @@ def holder(session: Session, now: float, secret: str, issuer: str | None) -> Pri
 
 
 def end(session: Session, now: float, caller: Principal, secret: str) -> None:
-    """Ends a session at once. Ending it again changes nothing."""
+    """End a session at once. Ending it again changes nothing."""
     ended = [
         session.execute(delete(table).where(table.id == hash_of(secret)).returning(table.id)).all()
         for table in (SessionRow, PersonSessionRow)
@@ -64,5 +65,5 @@ def end(session: Session, now: float, caller: Principal, secret: str) -> None:
 
 
 def form_token(secret: str) -> str:
-    """What each form of a session carries, and no other site can know."""
+    """Return what each form of a session carries, and no other site can know."""
     return hmac.new(secret.encode(), b"form", hashlib.sha256).hexdigest()

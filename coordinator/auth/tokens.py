@@ -22,7 +22,7 @@ ANEW = "A worker removes the file that holds it and joins anew: tessera worker j
 
 
 def authenticate(session: Session, now: float, secret: str) -> Principal:
-    """Who holds this token. Raises Unauthenticated, and SiteSuspended."""
+    """Return who holds this token. Raises Unauthenticated, and SiteSuspended."""
     shown = hash_of(secret)
     found = _token(session, TokenRow.secret_hash == shown)
     if found is None:
@@ -33,12 +33,12 @@ def authenticate(session: Session, now: float, secret: str) -> Principal:
 
 
 def require_admitted(session: Session, now: float, caller: Principal) -> None:
-    """Raises Unauthenticated or SiteSuspended if the caller, who was admitted before, no longer is."""
+    """Raise Unauthenticated or SiteSuspended if the caller, who was admitted before, no longer is."""
     principal_for_token(session, now, caller.token_id)
 
 
 def principal_for_token(session: Session, now: float, token_id: str) -> Principal:
-    """Who holds the token of this id. Raises Unauthenticated and SiteSuspended."""
+    """Return who holds the token of this id. Raises Unauthenticated and SiteSuspended."""
     return _admitted(_token(session, TokenRow.id == token_id), now)
 
 
@@ -67,7 +67,7 @@ def _admitted(found: Row[TokenRow, SiteRow] | None, now: float) -> Principal:
 
 
 def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tuple[TokenRow, str]:
-    """A new token and its secret, which is kept nowhere. Raises Invalid if its site does not exist."""
+    """Return a new token and its secret, which is kept nowhere. Raises Invalid if its site does not exist."""
     site = None
     if spec.site is not None:
         site = session.scalars(select(SiteRow).where(SiteRow.name == spec.site)).one_or_none()
@@ -119,7 +119,7 @@ def _other_admin(session: Session, now: float, token_id: str) -> bool:
 
 
 def rotate_token(session: Session, now: float, caller: Principal, shown: str, fresh_hash: str, grace: float) -> None:
-    """Gives the caller's token another secret, of which this is the hash; the one that was `shown` is admitted for
+    """Give the caller's token another secret, of which this is the hash; the one that was `shown` is admitted for
     `grace` seconds more. A repeat changes nothing. Raises Conflict."""
     row = session.get_one(TokenRow, caller.token_id)
     if row.secret_hash == fresh_hash:
@@ -135,13 +135,13 @@ def rotate_token(session: Session, now: float, caller: Principal, shown: str, fr
 
 
 def is_known(session: Session, secret_hash: str) -> bool:
-    """Whether this is or was the secret of any token."""
+    """Return whether this is or was the secret of any token."""
     either = (TokenRow.secret_hash == secret_hash) | (TokenRow.previous_hash == secret_hash)
     return bool(session.scalar(select(exists().where(either))))
 
 
 def first_token(session: Session, now: float) -> str | None:
-    """The secret of a first admin token if there has never been one, else None."""
+    """Return the secret of a first admin token if there has never been one, else None."""
     if session.scalar(select(exists().where(TokenRow.role == "admin"))):
         return None
     return issue_token(session, now, "coordinator", TokenSpec(name="first-admin", role="admin"))[1]

@@ -15,7 +15,7 @@ from tessera.shared.updates.update_file import Change, write_update
 
 
 def write_difference(file: BinaryIO, states: States, model: Model, since: Manifest, later: Manifest) -> None:
-    """Writes it as an update from the earlier version to the later one. `file` must be seekable."""
+    """Write it as an update from the earlier version to the later one. `file` must be seekable."""
     blocks = [model.by_name[name] for name in later.changed(since)]
     changes = [Change(block, states.tensor(block, later), states.tensor(block, since)) for block in blocks]
     write_update(file, LOSSLESS, changes)

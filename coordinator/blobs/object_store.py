@@ -71,14 +71,14 @@ class Objects:
     # ------------------------------------------------------------ writing
 
     def put(self, digest: str, path: Path) -> None:
-        """Returns once the store says that it is safe; large ones go in parts."""
+        """Return once the store says that it is safe; large ones go in parts."""
         # Another may have put the same before: what is there now has another tag, perhaps.
         self.forget(digest)
         with _asked():
             obstore.put(self.store, key_of(digest), path)
 
     def remove(self, digest: str, before: float) -> bool:
-        """Whether there was one that was written before then, and now is not."""
+        """Return whether there was one that was written before then, and now is not."""
         self.forget(digest)
         with suppress(FileNotFoundError), _asked("object"):
             if obstore.head(self.store, key_of(digest))["last_modified"].timestamp() < before:
@@ -87,7 +87,7 @@ class Objects:
         return False
 
     def serves(self) -> bool:
-        """Whether the store took a few bytes, and gave back a part of them, just now or a moment ago."""
+        """Return whether the store took a few bytes, and gave back a part of them, just now or a moment ago."""
         with self._probing:
             if time.monotonic() < self._probed_until:
                 return True
@@ -113,11 +113,11 @@ class Objects:
             yield from obstore.list(self.store, chunk_size=at_a_time)
 
     def open(self, blob: Stored, readahead_bytes: int) -> BinaryIO:
-        """A seekable file. Reading it raises StoreSpoilt, and StoreAway."""
+        """Return a seekable file. Reading it raises StoreSpoilt, and StoreAway."""
         return io.BufferedReader(cast("io.RawIOBase", _ObjectFile(self, blob)), readahead_bytes)
 
     def read(self, blob: Stored, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop`, which are those that were hashed. Raises StoreSpoilt and StoreAway."""
+        """Return bytes `start` to `stop`, which are those that were hashed. Raises StoreSpoilt and StoreAway."""
         for _ in range(2):
             expected = self._tags.get(blob.digest) or self.hash(blob)
             data, tag = self._get(blob, start, stop)
@@ -128,12 +128,12 @@ class Objects:
         raise StoreSpoilt(f"blob {blob.digest} is being replaced in the store while it is read")
 
     def verify(self, blob: Stored) -> None:
-        """Hashes an object that this process has not met. Raises StoreSpoilt and StoreAway."""
+        """Hash an object that this process has not met. Raises StoreSpoilt and StoreAway."""
         if blob.digest not in self._tags:
             self.hash(blob)
 
     def hash(self, blob: Stored) -> str:
-        """Hashes an object and returns the tag that it is known by from then on.
+        """Hash an object and return the tag that it is known by from then on.
 
         Raises StoreSpoilt if it is missing or has other bytes than those of its name, and StoreAway.
         """
@@ -160,7 +160,7 @@ class Objects:
             self._tags.pop(digest, None)
 
     def _get(self, blob: Stored, start: int, stop: int) -> tuple[bytes, str]:
-        """Bytes of an object that has the size of the blob, and its tag."""
+        """Return bytes of an object that has the size of the blob, and its tag."""
         try:
             with _asked("object"):
                 result = obstore.get(self.store, key_of(blob.digest), options={"range": (start, stop)})
@@ -213,7 +213,7 @@ class _ObjectFile(io.RawIOBase):
 
 
 def key_of(digest: str) -> str:
-    """Where a blob lies, in an object store and in a folder alike."""
+    """Return where a blob lies, in an object store and in a folder alike."""
     hexadecimal = digest.removeprefix("sha256:")
     return f"{hexadecimal[:2]}/{hexadecimal}"
 

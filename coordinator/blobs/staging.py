@@ -28,14 +28,14 @@ class StagingArea:
         self._own: Path | None = None
 
     def path(self) -> Path:
-        """Where to write a file that nobody else knows of yet."""
+        """Return where to write a file that nobody else knows of yet."""
         with self._moving:
             while self._own is None or not self._own.is_dir():
                 self._own = self._moved_in()
             return self._own / uuid.uuid4().hex
 
     def _moved_in(self) -> Path | None:
-        """A folder under this process's lock, or None if somebody has swept before it was locked."""
+        """Return a folder under this process's lock, or None if somebody has swept before it was locked."""
         own = self._staging_dir / f"{OWN}{uuid.uuid4().hex}"
         own.mkdir()
         descriptor = _locked(own, os.O_CREAT)
@@ -45,14 +45,14 @@ class StagingArea:
         return own
 
     def abandon(self) -> None:
-        """Lets go of the lock and leaves the files behind, as the end of a killed process does."""
+        """Let go of the lock and leave the files behind, as the end of a killed process does."""
         if self._own and (left := self._moving_out.detach()):
             _, _, (_, descriptor), _ = left
             os.close(descriptor)
 
 
 def sweep(staging_dir: Path) -> int:
-    """Removes what processes that are gone left half-written, and returns how many files there were."""
+    """Remove what processes that are gone left half-written, and returns how many files there were."""
     swept = 0
     for folder in staging_dir.glob(f"{OWN}*"):
         descriptor = _locked(folder)
@@ -63,7 +63,8 @@ def sweep(staging_dir: Path) -> int:
 
 
 def _locked(folder: Path, create: int = 0) -> int | None:
-    """A descriptor that holds the folder's lock until it is closed; None if another does, or the folder is gone."""
+    """Return a descriptor that holds the folder's lock until it is closed; None if another does, or the folder is
+    gone."""
     try:
         # For writing, without which network file systems lock nothing.
         descriptor = os.open(folder / LOCK, os.O_RDWR | create)

@@ -118,19 +118,19 @@ class Blobs:
     # ------------------------------------------------------------ writing
 
     def put(self, pieces: Iterable[bytes | memoryview]) -> Stored:
-        """Makes bytes safe under their digest. To be entered with `record`."""
+        """Make bytes safe under their digest. To be entered with `record`."""
         with self.writer() as writer:
             for piece in pieces:
                 writer.write(piece)
             return writer.finish()
 
     def writer(self) -> BlobWriter:
-        """The same bit by bit. Several may be open at a time."""
+        """Return the same bit by bit. Several may be open at a time."""
         return BlobWriter(self, self._inline_bytes)
 
     @contextmanager
     def file(self) -> Iterator[BinaryIO]:
-        """A seekable file to write and `keep`; what is not kept leaves nothing behind."""
+        """Yield a seekable file to write and `keep`; what is not kept leaves nothing behind."""
         path = self.unfinished.path()
         try:
             with path.open("x+b") as file:
@@ -139,7 +139,7 @@ class Blobs:
             path.unlink(missing_ok=True)
 
     def keep(self, file: BinaryIO) -> Stored:
-        """Makes the bytes of a `file` safe under their digest. To be entered with `record`."""
+        """Make the bytes of a `file` safe under their digest. To be entered with `record`."""
         file.seek(0)
         found = hashlib.sha256()
         while piece := file.read(PIECE_BYTES):
@@ -147,11 +147,11 @@ class Blobs:
         return self.adopt(Path(file.name), f"sha256:{found.hexdigest()}", file.tell())
 
     def batch(self) -> BlobBatch:
-        """Writes several, which are safe at the end of `with`: to wait for the disk once costs far less."""
+        """Write several, which are safe at the end of `with`: to wait for the disk once costs far less."""
         return BlobBatch(self, self._inline_bytes)
 
     def adopt(self, path: Path, digest: str, size: int) -> Stored:
-        """Takes over a finished file of the staging folder, whose digest was checked."""
+        """Take over a finished file of the staging folder, whose digest was checked."""
         if size <= self._inline_bytes:
             return Stored(digest, size, path.read_bytes())
         self.move(path, digest)
@@ -177,7 +177,7 @@ class Blobs:
                 _flush(folder)
 
     def record(self, session: Session, now: float, stored: Sequence[Stored]) -> None:
-        """Enters blobs in the table; those already there stay as they are."""
+        """Enter blobs in the table; those already there stay as they are."""
         new = {blob.digest: blob for blob in stored}
         known = session.scalars(select(BlobRow.digest).where(BlobRow.digest.in_(new)))
         for digest in known:
@@ -195,7 +195,7 @@ class Blobs:
         return stored
 
     def writable(self) -> bool:
-        """Whether the staging folder takes a file, and a store that is no folder takes and gives bytes."""
+        """Return whether the staging folder takes a file, and a store that is no folder takes and gives bytes."""
         probe = self.staging_dir / f"probe-{uuid.uuid4().hex}"
         try:
             probe.write_bytes(b"probe")
@@ -205,7 +205,7 @@ class Blobs:
         return self._objects is None or self._objects.serves()
 
     def sweep(self) -> int:
-        """Removes what killed processes left half-written, and returns how many files there were.
+        """Remove what killed processes left half-written, and returns how many files there were.
 
         Unfinished uploads stay: their senders may come back for them.
         """
@@ -220,7 +220,7 @@ class Blobs:
     # ------------------------------------------------------------ removing
 
     def discard(self, digest: str, before: float) -> bool:
-        """Removes the bytes of a blob that is in the table no more, unless they were written since `before`."""
+        """Remove the bytes of a blob that is in the table no more, unless they were written since `before`."""
         self._sound.discard(digest)
         self._rows.drop(digest)
         if self._objects:
@@ -236,7 +236,7 @@ class Blobs:
         return False
 
     def listed(self, before: float, at_a_time: int) -> Iterator[list[str]]:
-        """The digests of all that the store holds and that was written before then, a list at a time."""
+        """Yield the digests of all that the store holds and that was written before then, a list at a time."""
         pages: Iterable[Sequence[obstore.ObjectMeta]]
         if self._objects:
             pages = self._objects.listed(at_a_time)
@@ -249,11 +249,12 @@ class Blobs:
     # ------------------------------------------------------------ reading
 
     def size(self, digest: str) -> int:
-        """Raises NotFound."""
+        """Raise NotFound."""
         return self._row(digest).size
 
     def open(self, digest: str) -> BinaryIO:
-        """The blob as a seekable file. Raises NotFound, and StoreSpoilt if its bytes are not those of its name."""
+        """Return the blob as a seekable file. Raises NotFound, and StoreSpoilt if its bytes are not those of its
+        name."""
         row = self._row(digest)
         self.verify(row)
         if self._objects is None and row.inline is None:
@@ -268,11 +269,11 @@ class Blobs:
         return self._path(blob.digest).open("rb", buffering=0)
 
     def _path(self, digest: str) -> Path:
-        """Where a blob is, or would be, in a store that is a folder."""
+        """Return where a blob is, or would be, in a store that is a folder."""
         return self._root / key_of(digest)
 
     def verify(self, blob: Stored) -> None:
-        """Hashes a blob, the first time that this process meets it, unless it came into a folder since it began.
+        """Hash a blob, the first time that this process meets it, unless it came into a folder since it began.
 
         Raises StoreSpoilt, and StoreAway.
         """
@@ -282,7 +283,7 @@ class Blobs:
             self.rehash(blob)
 
     def rehash(self, blob: Stored) -> None:
-        """Raises StoreSpoilt if the blob is missing, or has other bytes than those of its name; and StoreAway."""
+        """Raise StoreSpoilt if the blob is missing, or has other bytes than those of its name; and StoreAway."""
         if self._objects and blob.inline is None:
             self._objects.hash(blob)
             return
@@ -296,12 +297,12 @@ class Blobs:
         self._sound.add(blob.digest)
 
     def read(self, digest: str) -> bytes:
-        """A whole blob. Raises NotFound."""
+        """Return a whole blob. Raises NotFound."""
         with self.open(digest) as file:
             return file.read()
 
     async def stream(self, blob: Stored, start: int, stop: int) -> AsyncIterator[bytes]:
-        """Bytes `start` to `stop` of a blob, piece by piece, as the receiver takes them."""
+        """Yield bytes `start` to `stop` of a blob, piece by piece, as the receiver takes them."""
         if blob.inline is not None:
             yield blob.inline[start:stop]
         elif self._objects:
@@ -321,14 +322,14 @@ class Blobs:
                     yield piece
 
     def find(self, session: Session, digest: str) -> Stored:
-        """Raises NotFound."""
+        """Raise NotFound."""
         row = session.get(BlobRow, digest)
         if row is None:
             raise NotFound(f"there is no blob {digest}")
         return self._stored(row)
 
     def portions(self, session: Session, digests: Sequence[str]) -> list[Portion]:
-        """Several blobs in the order given, divided so that reading one portion takes little memory.
+        """Return several blobs in the order given, divided so that reading one portion takes little memory.
 
         The bytes themselves are not read: four thousand small blobs have 256 MiB. Raises NotFound.
         """
@@ -349,7 +350,7 @@ class Blobs:
         return joined
 
     def verify_all(self, portions: Iterable[Portion]) -> None:
-        """Hashes what this process has not met yet. Raises StoreSpoilt, and StoreAway."""
+        """Hash what this process has not met yet. Raises StoreSpoilt, and StoreAway."""
         for portion in portions:
             if not portion.inline:
                 self.verify(portion.blobs[0])
@@ -357,7 +358,7 @@ class Blobs:
                 self._together(portion)
 
     async def stream_all(self, portions: Iterable[Portion], start: int) -> AsyncIterator[bytes]:
-        """Bytes of the portions from `start` of them all on, piece by piece, as the receiver takes them."""
+        """Yield bytes of the portions from `start` of them all on, piece by piece, as the receiver takes them."""
         for portion in portions:
             skipped = min(start, portion.size)
             start -= skipped
@@ -370,7 +371,8 @@ class Blobs:
                     yield piece
 
     def _together(self, portion: Portion) -> bytes:
-        """The bytes of a portion of small blobs. Raises NotFound if one was removed meanwhile, and StoreSpoilt."""
+        """Return the bytes of a portion of small blobs. Raises NotFound if one was removed meanwhile, and
+        StoreSpoilt."""
         digests = [blob.digest for blob in portion.blobs]
         with self._database.snapshot() as session:
             rows = session.execute(select(BlobRow.digest, BlobRow.inline).where(BlobRow.digest.in_(digests)))
@@ -390,7 +392,7 @@ class Blobs:
             self._sound.add(digest)
 
     def __contains__(self, blob: Stored) -> bool:
-        """Whether a file of this name and size is in the store, whatever the table says."""
+        """Return whether a file of this name and size is in the store, whatever the table says."""
         if self._objects:
             return self._objects.size(blob.digest) == blob.size
         with suppress(FileNotFoundError):
@@ -398,7 +400,7 @@ class Blobs:
         return False
 
     def expect(self, digests: Collection[str]) -> None:
-        """Looks up in one query what will be asked for. What is not there is found missing when it is."""
+        """Look up in one query what will be asked for. What is not there is found missing when it is."""
         wanted = [digest for digest in digests if digest not in self._rows]
         if len(wanted) > 1:
             with self._database.snapshot() as session:
@@ -520,7 +522,7 @@ class BlobWriter:
             self._head.clear()
 
     def finish(self) -> Stored:
-        """Makes the bytes safe under their digest, or leaves that to the batch. To be entered with `record`."""
+        """Make the bytes safe under their digest, or leave that to the batch. To be entered with `record`."""
         digest = f"sha256:{self._received.hexdigest()}"
         if not self._file or not self._path:
             return Stored(digest, self._size, bytes(self._head))
@@ -565,7 +567,7 @@ class BlobBatch:
 
 
 def _flush(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's names, are on the disk."""
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

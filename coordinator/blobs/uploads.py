@@ -62,7 +62,7 @@ class Quota:
     unfinished: int
 
     def spend(self, session: Session, now: float, site_id: str, unfinished: int, more_bytes: int) -> None:
-        """Enters what a new upload, or the new length of one, adds to what the site has announced. Raises
+        """Enter what a new upload, or the new length of one, adds to what the site has announced. Raises
         QuotaExceeded."""
         if unfinished >= self.unfinished:
             raise QuotaExceeded(
@@ -82,7 +82,7 @@ class Quota:
         self.note_bytes(session, now, site_id, more_bytes)
 
     def note_bytes(self, session: Session, now: float, site_id: str, more: int) -> None:
-        """Enters what a site writes into the tables, which other limits bound: it takes from what it may announce."""
+        """Enter what a site writes into the tables, which other limits bound: it takes from what it may announce."""
         if self.bytes_per_day is None:
             return
         hour = int(now // 3600)
@@ -111,7 +111,7 @@ class Uploads:
     # ------------------------------------------------------------ the table
 
     def announce(self, owner: str, digest: str, length: int, *, site_id: str | None = None) -> Upload:
-        """A new upload, or the one that this owner has announced before.
+        """Return a new upload, or the one that this owner has announced before.
 
         Raises BadRequest if the lengths differ, StoreFull, and QuotaExceeded if the owner is a site.
         """
@@ -146,7 +146,7 @@ class Uploads:
             self.quota.spend(session, self.database.now(), site_id, len(unfinished), more_bytes)
 
     def find(self, upload_id: str, owner: str) -> Upload:
-        """Raises NotFound if there is no such upload of this owner."""
+        """Raise NotFound if there is no such upload of this owner."""
         with self.database.snapshot() as session:
             row = session.get(UploadRow, upload_id)
             if row is None or row.owner != owner:
@@ -154,7 +154,7 @@ class Uploads:
             return _record(row)
 
     def forget(self, upload_id: str, before: float) -> bool:
-        """Removes an unfinished upload, unless it was announced or written to since then."""
+        """Remove an unfinished upload, unless it was announced or written to since then."""
         with self.database.transaction() as session:
             row = session.get(UploadRow, upload_id)
             if row is None or row.complete or row.created_at >= before:
@@ -170,7 +170,7 @@ class Uploads:
         return True
 
     def offset(self, upload: Upload) -> int:
-        """How many bytes have arrived."""
+        """Return how many bytes have arrived."""
         if upload.complete:
             return upload.length
         path = self._path(upload)
@@ -201,7 +201,7 @@ class Uploads:
         return upload
 
     def keep(self, upload: Upload, data: bytes) -> None:
-        """Takes a blob that is here whole. Raises DigestMismatch."""
+        """Take a blob that is here whole. Raises DigestMismatch."""
         if upload.complete:
             return
         if digest_of(data) != upload.digest:
@@ -209,7 +209,7 @@ class Uploads:
         self._complete(upload, self.blobs.put([data]))
 
     async def append(self, upload: Upload, offset: int, body: AsyncIterator[bytes]) -> int:
-        """Adds bytes from `offset` on and returns the new offset; completes the upload when all are here.
+        """Add bytes from `offset` on and return the new offset; completes the upload when all are here.
 
         Raises OffsetMismatch, UploadBusy, TooLarge, DigestMismatch, StoreFull.
         """
@@ -254,7 +254,7 @@ class Uploads:
 
     @asynccontextmanager
     async def _moving(self) -> AsyncIterator[_Sender]:
-        """Bytes come in, and it is told of each piece: a slow sender is waited for, a silent one is not."""
+        """Yield bytes come in, and it is told of each piece: a slow sender is waited for, a silent one is not."""
         try:
             # One deadline that is put off: to wait for each piece on its own costs a task a piece.
             async with asyncio.timeout(self.idle_seconds) as silence:
@@ -267,7 +267,7 @@ class Uploads:
             ) from None
 
     async def _to_the_end(self, owner: str, work: Callable[[], None]) -> None:
-        """Works in a thread and waits for it even when cancelled, so that nobody else touches what it works on."""
+        """Work in a thread and wait for it even when cancelled, so that nobody else touches what it works on."""
         task = asyncio.ensure_future(self.threads.run(owner, work))
         try:
             await asyncio.shield(task)
@@ -276,7 +276,7 @@ class Uploads:
             raise
 
     async def _hashed(self, owner: str, file: FileIO) -> hashlib._Hash:
-        """The hash of a file, in so many turns that others are not kept waiting."""
+        """Return the hash of a file, in so many turns that others are not kept waiting."""
         received = hashlib.sha256()
 
         def some() -> bool:
@@ -314,7 +314,7 @@ class Uploads:
 
     @contextmanager
     def _locked(self, upload: Upload) -> Iterator[FileIO]:
-        """The staging file, for one request at a time. Raises UploadBusy."""
+        """Yield the staging file, for one request at a time. Raises UploadBusy."""
         path = self._path(upload)
         with path.open("ab+", buffering=0) as file:
             try:
@@ -327,7 +327,8 @@ class Uploads:
             yield file
 
     def _locked_row(self, upload: Upload) -> Upload:
-        """What the table says now that it is locked: its length is not changed meanwhile. Raises UploadBusy."""
+        """Return what the table says now that it is locked: its length is not changed meanwhile. Raises
+        UploadBusy."""
         found = self.find(upload.id, upload.owner)
         if found.complete:
             self._path(upload).unlink()
@@ -335,7 +336,7 @@ class Uploads:
         return found
 
     def _discard(self, upload: Upload) -> None:
-        """Throws away what has come of it. Raises UploadBusy if more is coming."""
+        """Throw away what has come of it. Raises UploadBusy if more is coming."""
         with self._locked(upload):
             self._path(upload).unlink()
 
@@ -380,7 +381,7 @@ def _finished(owner: str, digest: str) -> ColumnElement[bool]:
 
 
 def _require_end(file: FileIO, upload: Upload, offset: int) -> None:
-    """Raises OffsetMismatch unless what is here ends at `offset`."""
+    """Raise OffsetMismatch unless what is here ends at `offset`."""
     end = file.seek(0, 2)
     if end != offset:
         raise OffsetMismatch(

@@ -32,7 +32,7 @@ class Differences:
     _locks: WeakValueDictionary[tuple[str, int, int], asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     async def find(self, caller: Principal, run_id: str, number: int, since: int) -> Difference:
-        """Raises NotFound for versions that are not there or not within the caller's reach, or too far apart."""
+        """Raise NotFound for versions that are not there or not within the caller's reach, or too far apart."""
         if not 0 < number - since <= FURTHEST:
             raise NotFound(
                 f"there is no difference between versions {since} and {number}", remedy="Fetch the blocks themselves."

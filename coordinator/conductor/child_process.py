@@ -73,7 +73,7 @@ class ChildConductor:
 
 
 def end_with_parent() -> None:
-    """Ends this process when its standard input does."""
+    """End this process when its standard input does."""
 
     def watch() -> None:
         while os.read(0, 1):

@@ -48,7 +48,7 @@ def materialize_task(blobs: BlobStore, groups: Groups) -> list[list[Stored]]:
 
 
 def divided(groups: Groups, count: int) -> list[list[int]]:
-    """The groups' places in at most `count` bundles of about the same number of elements."""
+    """Return the groups' places in at most `count` bundles of about the same number of elements."""
     sizes = [sum(map(numel, group)) for group in groups]
     bundles: list[list[int]] = [[] for _ in range(min(count, len(groups)))]
     held = [0] * len(bundles)

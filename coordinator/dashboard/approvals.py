@@ -53,7 +53,7 @@ def list_approvals(request: Request, serving: Serving, who: Signed) -> Response:
 
 @router.post("/approvals/{enrolment_id}")
 def decide(enrolment_id: str, serving: Serving, who: Sender, fields: Fields) -> Response:
-    """Admits a worker by the code that its people read on their machine, or declines it."""
+    """Admit a worker by the code that its people read on their machine, or declines it."""
     require_role(who, "admin")
     if fields.get("decision") == "approve":
         given = {name: fields.get(name, "").strip() for name in ("code", "site")}

@@ -85,7 +85,7 @@ def show_form(
 
 @router.post("")
 def take_form(request: Request, serving: Serving, who: Sender, fields: Fields) -> Response:
-    """What was filled in: back with what is wrong, or on to what it would come to, or begun."""
+    """Return what was filled in: back with what is wrong, or on to what it would come to, or begun."""
     require_role(who, *STEERING)
     method = _method(fields.get(METHOD, ""))
     if fields.get(STEP) == "change":
@@ -116,7 +116,7 @@ def _method(name: str) -> Method[Any]:
 
 
 def _parts(method: Method[Any]) -> list[Part]:
-    """The whole form, as it is divided."""
+    """Return the whole form, as it is divided."""
     run = fields_of(RunSpec, skip=(*APART,))
     first = [field for field in run if field.pointer[1:] in FIRST]
     more = [field for field in run if field.pointer[1:] not in FIRST]
@@ -133,7 +133,7 @@ def _parts(method: Method[Any]) -> list[Part]:
 
 
 def _spec(method: Method[Any], given: Mapping[str, str]) -> RunSpec:
-    """Raises Invalid with a pointer to each fault."""
+    """Raise Invalid with a pointer to each fault."""
     fields = [field for part in _parts(method) for field in part.fields]
     document, faults = filled(fields, given)
     settings = document.pop("method", {}).get("settings", {})
@@ -211,7 +211,7 @@ def _declared(session: Session, since: float) -> list[tuple[str, int]]:
 
 
 def _of_runs(session: Session) -> list[Start]:
-    """The last version of each of the latest runs, whose blocks are still here."""
+    """Return the last version of each of the latest runs, whose blocks are still here."""
     rows = session.execute(
         select(RunRow, VersionRow.digest)
         .join(VersionRow, (VersionRow.run_id == RunRow.id) & (VersionRow.number == RunRow.version_number))

@@ -36,7 +36,7 @@ class Field:
 
 
 def fields_of(model: type[BaseModel], above: str = "", skip: Sequence[str] = ()) -> list[Field]:
-    """A field for each of the model's, in their order."""
+    """Return a field for each of the model's, in their order."""
     schema = model.model_json_schema()
     shared = schema.get("$defs", {})
     required = set(schema.get("required", ()))
@@ -48,7 +48,7 @@ def fields_of(model: type[BaseModel], above: str = "", skip: Sequence[str] = ())
 
 
 def _plain(told: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """A property with what it refers to in its place."""
+    """Return a property with what it refers to in its place."""
     if "$ref" in told:
         return {**shared[told["$ref"].rpartition("/")[2]], **{k: v for k, v in told.items() if k != "$ref"}}
     return dict(told)
@@ -83,7 +83,7 @@ def _field(pointer: str, name: str, told: Mapping[str, Any], required: bool, sha
 
 
 def _inside(kind: Mapping[str, Any], shared: Mapping[str, Any]) -> str:
-    """What an array is of."""
+    """Return what an array is of."""
     return str(_plain(kind.get("items", {}), shared).get("type", ""))
 
 
@@ -92,7 +92,7 @@ def _values(kind: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def filled(fields: Sequence[Field], given: Mapping[str, str]) -> tuple[dict[str, Any], list[Fault]]:
-    """What somebody filled in, as the document that it stands for; what was left empty is not in it."""
+    """Return what somebody filled in, as the document that it stands for; what was left empty is not in it."""
     document: dict[str, Any] = {}
     faults: list[Fault] = []
     for field in fields:

@@ -58,7 +58,7 @@ def show_sign_in(request: Request, serving: Serving, next: Next = "") -> Respons
 
 @router.post("/sign-in")
 def sign_in(request: Request, serving: Serving, fields: Fields) -> Response:
-    """Begins a session. Whoever fails too often from one address is refused for a while."""
+    """Begin a session. Whoever fails too often from one address is refused for a while."""
     wanted = own_path(fields.get("next", ""))
     try:
         secret, seconds = _begun(serving, _holder(serving, fields.get("token", "").strip()))
@@ -81,7 +81,7 @@ def go_to_provider(request: Request, serving: Serving, next: Next = "") -> Respo
 
 @router.get("/sign-in/provider/back")
 def come_back(request: Request, serving: Serving) -> Response:
-    """Begins a session for whom the provider has sent back. Whoever fails too often is refused for a while."""
+    """Begin a session for whom the provider has sent back. Whoever fails too often is refused for a while."""
     secret, wanted = signing(request)
     try:
         caller = _provider(serving).finish(secret, request.query_params)
@@ -131,7 +131,7 @@ def as_sentence(detail: str) -> str:
 
 
 def _provider(serving: Services) -> OIDCLogin:
-    """Raises NotFound."""
+    """Raise NotFound."""
     if serving.sign_in is None:
         raise NotFound(
             "people sign in here with a token", remedy="TESSERA_OIDC_CLIENT_ID would have them sign in at a provider."
@@ -140,7 +140,7 @@ def _provider(serving: Services) -> OIDCLogin:
 
 
 def _holder(serving: Services, token: str) -> Principal:
-    """Raises Unauthenticated."""
+    """Raise Unauthenticated."""
     with serving.database.snapshot() as session:
         caller = authenticate(session, serving.database.now(), token)
     if caller.role not in ADMITTED:
@@ -149,7 +149,7 @@ def _holder(serving: Services, token: str) -> Principal:
 
 
 def _begun(serving: Services, caller: Principal) -> tuple[str, float]:
-    """A new session's secret, and for how long it is good."""
+    """Return a new session's secret, and for how long it is good."""
     seconds = serving.settings.session_seconds
     with serving.database.transaction() as session:
         return sessions.begin(session, serving.database.now(), caller, seconds), seconds

@@ -62,7 +62,7 @@ class OpenRound:
 
 @router.get("/")
 def overview(request: Request, serving: Serving, who: Signed) -> Response:
-    """What the federation does, at a glance."""
+    """Return what the federation does, at a glance."""
     database = serving.database
     now = database.now()
     since = now - serving.settings.live_seconds
@@ -101,7 +101,7 @@ def overview(request: Request, serving: Serving, who: Signed) -> Response:
 
 
 def _runs(session: Session) -> list[RunRow]:
-    """What is live, newest first, and what ended last."""
+    """Return what is live, newest first, and what ended last."""
     newest = select(RunRow).order_by(RunRow.updated_at.desc(), RunRow.id)
     live = RunRow.state.in_(("running", "paused"))
     return [
@@ -131,7 +131,7 @@ def _open_rounds(session: Session, now: float) -> Iterator[OpenRound]:
 
 
 def tasks_in_hand(session: Session, names: Mapping[str, str]) -> dict[str, TaskView]:
-    """What the workers, given by id with their names, are at, by name."""
+    """Return what the workers, given by id with their names, are at, by name."""
     rows = session.scalars(select(TaskRow).where(TaskRow.state == "leased"))
     return {
         names[row.worker_id]: views.task_view(row, names[row.worker_id], row.version_number)

@@ -97,7 +97,7 @@ class RoundSum:
 
 
 def round_sums(session: Session, run_id: str, most: int, before: int | None = None) -> list[RoundSum]:
-    """The latest rounds, newest first; of those before a number if one is given."""
+    """Return the latest rounds, newest first; of those before a number if one is given."""
     latest = select(RoundRow).where(RoundRow.run_id == run_id)
     if before is not None:
         latest = latest.where(RoundRow.number < before)
@@ -137,7 +137,7 @@ def round_sums(session: Session, run_id: str, most: int, before: int | None = No
 
 
 def stage_bands(session: Session, run_id: str) -> list[Band]:
-    """Stretches of rounds of one stage, in order, of committed rounds."""
+    """Stretch of rounds of one stage, in order, of committed rounds."""
     rows = session.execute(
         select(RoundRow.number, RoundRow.stage)
         .where(RoundRow.run_id == run_id, RoundRow.state == "committed")
@@ -153,12 +153,12 @@ def stage_bands(session: Session, run_id: str) -> list[Band]:
 
 
 def thinned(latest: int, most: int = MOST_POINTS) -> int:
-    """Every how many versions one is shown."""
+    """Return every how many versions one is shown."""
     return max(1, math.ceil(latest / most))
 
 
 def measured(session: Session, run: Run) -> list[Measurement]:
-    """What was measured, of every n-th version of a long run and of the last one."""
+    """Return what was measured, of every n-th version of a long run and of the last one."""
     step, latest = thinned(run.version.number), run.version.number
     rows = session.execute(
         select(
@@ -184,7 +184,7 @@ def measured(session: Session, run: Run) -> list[Measurement]:
 
 
 def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> dict[str, dict[int, float]]:
-    """What the method tells of versions, by name and version, of names that begin so."""
+    """Return what the method tells of versions, by name and version, of names that begin so."""
     step = thinned(run.version.number)
     rows = session.execute(
         select(VersionRow.number, VersionRow.numbers)
@@ -201,7 +201,8 @@ def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> di
 
 
 def epsilon_by_worker(session: Session, run: Run) -> dict[str, dict[int, float]]:
-    """What a run with privacy had spent at each worker with the update for each version, as the worker says."""
+    """Return what a run with privacy had spent at each worker with the update for each version, as the worker
+    says."""
     step, made = thinned(run.version.number), TaskRow.version_number + 1
     rows = session.execute(
         select(SiteRow.name, WorkerRow.name, made, TaskRow.numbers)
@@ -259,7 +260,7 @@ def short_layers(names: Sequence[str]) -> list[str]:
 
 
 def past_seconds(session: Session, run_id: str, stage: str) -> list[float]:
-    """What the latest rounds of a stage took."""
+    """Return what the latest rounds of a stage took."""
     rows = session.execute(
         select(RoundRow.closed_at, RoundRow.opened_at)
         .where(RoundRow.run_id == run_id, RoundRow.state == "committed", RoundRow.stage == stage)
@@ -270,7 +271,7 @@ def past_seconds(session: Session, run_id: str, stage: str) -> list[float]:
 
 
 def forecast(session: Session, now: float, round_: Round) -> datetime | None:
-    """When an open round may be expected to end."""
+    """Return when an open round may be expected to end."""
     if round_.state not in ("open", "merging"):
         return None
     leased = (AuditRow.action == "task.lease") & AuditRow.subject.in_([task.id for task in round_.tasks])
@@ -313,7 +314,7 @@ class Moment:
 
 
 def moments(session: Session, subjects: Sequence[str]) -> list[Moment]:
-    """What the audit chain says of these, in order."""
+    """Return what the audit chain says of these, in order."""
     rows = session.execute(
         select(AuditRow.at, AuditRow.action, AuditRow.subject, AuditRow.actor)
         .where(AuditRow.subject.in_(subjects))
@@ -323,7 +324,7 @@ def moments(session: Session, subjects: Sequence[str]) -> list[Moment]:
 
 
 def latest_scores(session: Session, run: RunRow) -> list[Measurement]:
-    """What was measured of the latest version that was."""
+    """Return what was measured of the latest version that was."""
     done = (TaskRow.run_id == run.id) & (TaskRow.kind == "evaluate") & (TaskRow.state == "accepted")
     number = session.scalar(select(func.max(TaskRow.version_number)).where(done))
     if number is None:

@@ -43,7 +43,7 @@ class _Files(StaticFiles):
 
 
 def install(app: FastAPI) -> None:
-    """Adds the page to the coordinator's application."""
+    """Add the page to the coordinator's application."""
     app.state.show_problem = show_problem
     app.add_middleware(Guarding)
     app.mount(f"{PREFIX}/static", _Files(directory=STATIC), name="static")

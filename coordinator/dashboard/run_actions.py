@@ -29,7 +29,7 @@ def confirm_cancel(run_id: str, request: Request, serving: Serving, who: Signed)
 
 @router.post("/{run_id}/state")
 def set_state(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Response:
-    """Raises PreconditionFailed if the run is no longer what was shown to the person."""
+    """Raise PreconditionFailed if the run is no longer what was shown to the person."""
     require_role(who, *STEERING)
     wanted, revision = fields.get("state", ""), fields.get("revision", "")
     if wanted not in STATES:

@@ -113,7 +113,7 @@ def list_runs(
 
 @router.get("/{run_id}")
 def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Response:
-    """One run: how far it is, how well it does, what it costs."""
+    """Return one run: how far it is, how well it does, what it costs."""
     now = serving.database.now()
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
@@ -181,7 +181,7 @@ def list_rounds(
 def show_round(
     run_id: str, number: RoundNumber, request: Request, serving: Serving, who: Signed, attempt: Attempt = None
 ) -> Response:
-    """One attempt at a round, the latest if none is named: who did what when."""
+    """Return one attempt at a round, the latest if none is named: who did what when."""
     now = serving.database.now()
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
@@ -212,7 +212,7 @@ def show_round(
 
 
 def _steers(session: Session, who: Visitor, run: Run) -> bool:
-    """Whether somebody may pause, resume and cancel the run: their own, or as an administrator."""
+    """Return whether somebody may pause, resume and cancel the run: their own, or as an administrator."""
     own = who.administers or session.get_one(RunRow, run.id).owner == who.principal.owner
     return who.steers and own and run.state in ("running", "paused")
 
@@ -227,7 +227,7 @@ def _open_round(session: Session, run: Run) -> Round | None:
 
 
 def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> float | None:
-    """Seconds that the run may be expected to go on for, by its latest rounds."""
+    """Return seconds that the run may be expected to go on for, by its latest rounds."""
     if run.state != "running" or end is None:
         return None
     stage = session.scalar(
@@ -251,7 +251,7 @@ def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> s
 
 
 def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
-    """What was asked for, in words."""
+    """Return what was asked for, in words."""
     settings = ", ".join(f"{name} {value}" for name, value in spec.method.settings.items())
     training, cohort = spec.training, spec.cohort
     batches = training.batch_size or "all"
@@ -296,7 +296,7 @@ def _charts(
 
 
 def _absent(run: Run, measurements: Sequence[Measurement], shown: set[str]) -> Iterator[tuple[str, str]]:
-    """What somebody would look for among the charts, and why it is not there."""
+    """Yield what somebody would look for among the charts, and why it is not there."""
     evaluation, method = run.spec.evaluation, run.spec.method
     if evaluation is None:
         yield "scores", "the run asks for no evaluation"
@@ -338,7 +338,7 @@ def _ident(chart: Chart) -> str:
 def _metric(
     measurements: Sequence[Measurement], scores: Scores, name: str, bands: Sequence[svg_charts.Band], note: str
 ) -> Panel:
-    """A number of the global model, of sites' own models, and of the global one at each site."""
+    """Return a number of the global model, of sites' own models, and of the global one at each site."""
     together = {version: found[name] for version, found in scores.items() if name in found}
     lines = [Series("global", together, main=True)]
     told = [one for one in measurements if PERSONAL + name in one.numbers]
@@ -355,7 +355,7 @@ def _metric(
 
 
 def _epsilon(session: Session, run: Run, privacy: Privacy, bands: Sequence[svg_charts.Band], every: str) -> Panel:
-    """What the run has spent at each worker so far; of many, where it is the most."""
+    """Return what the run has spent at each worker so far; of many, where it is the most."""
     spent = epsilon_by_worker(session, run)
     most = sorted(spent, key=lambda worker: _last(spent[worker]), reverse=True)[:MOST_LINES]
     lines = [Series(worker, spent[worker]) for worker in sorted(most)]
@@ -397,7 +397,7 @@ def _bytes_by_round(run: Run, sums: Sequence[RoundSum]) -> Panel:
 
 
 def _heat(session: Session, run: Run) -> Panel:
-    """Which layers each site's updates held; nothing where all held all."""
+    """Return which layers each site's updates held; nothing where all held all."""
     rows, layers = layers_by_site(session, run.id)
     columns = short_layers(layers)
     told = "The share of each site's updates that held blocks of a layer."
@@ -412,7 +412,7 @@ def _heat(session: Session, run: Run) -> Panel:
 
 
 def _oddity(task: TaskView) -> str:
-    """What of an update is far from the others', in a word."""
+    """Return what of an update is far from the others', in a word."""
     return "unusual" if max(task.numbers.get(NORM, 0.0), task.numbers.get(DISTANCE, 0.0)) >= ODD else ""
 
 
@@ -441,7 +441,7 @@ def _timeline(session: Session, now: float, round_: Round) -> Markup:
 
 
 def _stretches(task: TaskView, happened: Sequence[tuple[float, str]], most: float) -> list[Stretch]:
-    """What became of a task: waiting and at work in turn, the last of which says how it ended."""
+    """Return what became of a task: waiting and at work in turn, the last of which says how it ended."""
     found: list[Stretch] = []
     at, working = 0.0, False
     for when, action in happened:

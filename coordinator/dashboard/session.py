@@ -92,14 +92,14 @@ class PageRoute(BoundedRoute):
 
 
 def count_stranger(request: Request) -> None:
-    """Counts a refusal of whoever is not signed in. Raises TooManyRequests."""
+    """Count a refusal of whoever is not signed in. Raises TooManyRequests."""
     if not getattr(request.state, "signed", False):
         serving: Services = request.app.state.services
         serving.admission.strayed(address_of(request))
 
 
 def visitor(request: Request, serving: Serving) -> Visitor:
-    """Who is signed in. Raises Unauthenticated and TooManyRequests."""
+    """Return who is signed in. Raises Unauthenticated and TooManyRequests."""
     secret = request.cookies.get(COOKIE, "")
     if not secret:
         raise Unauthenticated("you are not signed in")
@@ -127,7 +127,7 @@ def still_signed(serving: Services, secret: str) -> bool:
 
 
 def require_role(who: Visitor, *roles: TokenRole) -> None:
-    """Raises Forbidden."""
+    """Raise Forbidden."""
     if who.principal.role not in roles:
         raise Forbidden(f"this needs a token of role {' or '.join(roles)}; yours has role {who.principal.role}")
 
@@ -136,7 +136,7 @@ def require_role(who: Visitor, *roles: TokenRole) -> None:
 
 
 async def form(request: Request) -> dict[str, str]:
-    """The fields of a form that this very page sent. Raises Forbidden for one that comes from elsewhere."""
+    """Return the fields of a form that this very page sent. Raises Forbidden for one that comes from elsewhere."""
     require_same_origin(request)
     body = await request.body()
     try:
@@ -149,7 +149,7 @@ Fields = Annotated[dict[str, str], Depends(form)]
 
 
 def own_form(request: Request, serving: Serving, fields: Fields) -> Visitor:
-    """Who sent a form, which carries what only this session's pages know. Raises Forbidden."""
+    """Return who sent a form, which carries what only this session's pages know. Raises Forbidden."""
     who = visitor(request, serving)
     if not hmac.compare_digest(fields.get(FORM_TOKEN, "").encode(), who.form_token.encode()):
         raise Forbidden("the form does not belong to your session", remedy="Go back, load the page anew and repeat.")
@@ -160,7 +160,7 @@ Sender = Annotated[Visitor, Depends(own_form)]
 
 
 def require_same_origin(request: Request) -> None:
-    """Raises Forbidden unless the browser says that a page of this very origin made the request."""
+    """Raise Forbidden unless the browser says that a page of this very origin made the request."""
     said = request.headers.get("Sec-Fetch-Site")
     if said is not None:
         same = said == "same-origin"
@@ -172,7 +172,7 @@ def require_same_origin(request: Request) -> None:
 
 
 def _host(url: str) -> str | None:
-    """The host and port of a URL; None of what is none."""
+    """Return the host and port of a URL; None of what is none."""
     try:
         return urlsplit(url).netloc
     except ValueError:
@@ -183,7 +183,7 @@ def _host(url: str) -> str | None:
 
 
 def _is_here(request: Request) -> bool:
-    """Whether the browser is on this machine, by the name that it calls the coordinator."""
+    """Return whether the browser is on this machine, by the name that it calls the coordinator."""
     try:
         return is_loopback(request.url.hostname or "")
     except ValueError:
@@ -217,7 +217,7 @@ def keep_signing(request: Request, response: Response, secret: str, wanted: str)
 
 
 def signing(request: Request) -> tuple[str, str]:
-    """The secret that was kept, and where its holder wanted to go."""
+    """Return the secret that was kept, and where its holder wanted to go."""
     secret, _, wanted = request.cookies.get(SIGNING, "").partition(".")
     try:
         return secret, own_path(base64.urlsafe_b64decode(wanted).decode())
@@ -245,13 +245,13 @@ def to_sign_in(request: Request) -> Response:
 
 
 def query_of(request: Request) -> str:
-    """The query as it was sent. `request.url` would have the Host header in it, which may be anything."""
+    """Return the query as it was sent. `request.url` would have the Host header in it, which may be anything."""
     sent: bytes = request.scope["query_string"]
     return sent.decode("latin-1")
 
 
 def own_path(wanted: str) -> str:
-    """Where to go after signing in: within the page, whatever was asked for."""
+    """Return where to go after signing in: within the page, whatever was asked for."""
     try:
         parts = urlsplit(wanted)
     except ValueError:

@@ -100,7 +100,7 @@ def list_sites(request: Request, serving: Serving, who: Signed, after: Text = No
 
 
 def _blocks(session: Session, sites: Sequence[SiteRow], since: float) -> list[SiteBlock]:
-    """Each site with its workers."""
+    """Return each site with its workers."""
     by_id = {row.id: row for row in sites}
     workers = session.scalars(select(WorkerRow).where(WorkerRow.site_id.in_(by_id)).order_by(WorkerRow.name)).all()
     counts = _counts(session, [row.id for row in workers])
@@ -134,7 +134,7 @@ def _counts(session: Session, worker_ids: Sequence[str]) -> dict[str, dict[str, 
 
 
 def _latest_numbers(session: Session, worker_ids: Sequence[str]) -> dict[str, Mapping[str, float]]:
-    """What was measured of each worker's latest update."""
+    """Return what was measured of each worker's latest update."""
     newest = (
         select(TaskRow.worker_id, func.max(TaskRow.created_at).label("at"))
         .where(TaskRow.worker_id.in_(worker_ids), TaskRow.state.in_(ACCEPTED), TaskRow.kind == "train")
@@ -167,7 +167,7 @@ def list_failures(
     run: Text = None,
     before: Annotated[float | None, Query(ge=0, le=1e12)] = None,
 ) -> Response:
-    """What workers could not do and what was refused of them, newest first."""
+    """Return what workers could not do and what was refused of them, newest first."""
     faulty = TaskRow.state.in_(("failed", "rejected"))
     with serving.database.snapshot() as session:
         of_run = views.run_view(session, views.find_run(session, run)) if run else None
@@ -224,7 +224,7 @@ def list_failures(
 
 @router.get("/audit")
 def list_audit(request: Request, serving: Serving, who: Signed, run: Text = None, before: Place = None) -> Response:
-    """Every change of state, newest first; for administrators, as in the API."""
+    """Return every change of state, newest first; for administrators, as in the API."""
     require_role(who, "admin")
     with serving.database.snapshot() as session:
         query = select(AuditRow).order_by(AuditRow.seq.desc()).limit(ENTRIES + 1)

@@ -61,7 +61,7 @@ class _Scale:
 
 
 def lines(ident: str, title: str, series: Sequence[Series], *, bands: Sequence[Band] = (), along: str) -> Markup:
-    """Values over rounds or versions, which `along` names."""
+    """Return values over rounds or versions, which `along` names."""
     values = [value for one in series for _, value in one.ordered]
     ends = [at for one in series for at, _ in one.ordered]
     if not values:
@@ -108,7 +108,7 @@ def bars(ident: str, title: str, series: Sequence[Series], limit: Series | None,
 
 
 def heat(ident: str, title: str, rows: Mapping[str, Sequence[float]], columns: Sequence[str], told: str) -> Markup:
-    """A share in [0, 1] for each row and column."""
+    """Return a share in [0, 1] for each row and column."""
     if not rows or not columns:
         return Markup("")
     named = min(220, 12 + max(map(len, rows)) * LETTER)
@@ -144,7 +144,7 @@ class Stretch:
 def timeline(
     ident: str, title: str, rows: Mapping[str, Sequence[Stretch]], most: float, marks: Mapping[str, float], told: str
 ) -> Markup:
-    """A row each, over seconds, as wide as there is room; `marks` are instants with a name."""
+    """Return a row each, over seconds, as wide as there is room; `marks` are instants with a name."""
     if not rows:
         return Markup("")
     tall, bar = 44, 20
@@ -270,7 +270,7 @@ def _text(x: float, y: float, said: str, anchor: str, unit: str = "") -> Markup:
 def _picture(
     ident: str, title: str, told: str, shapes: Iterable[Markup], height: int = HEIGHT, *, wide: bool = False
 ) -> Markup:
-    """One that shrinks as a whole or, if `wide`, one whose shapes are in shares of the width that there is."""
+    """Return one that shrinks as a whole or, if `wide`, one whose shapes are in shares of the width that there is."""
     shrinking = Markup('class="chart" viewBox="0 0 {} {}"').format(WIDTH, height)
     frame = Markup('class="chart wide" height="{}"').format(height) if wide else shrinking
     return Markup(

@@ -62,7 +62,7 @@ def environment() -> Environment:
 
 
 def render(request: Request, template: str, who: Visitor | None, *, status: int = 200, **shown: Any) -> HTMLResponse:
-    """A page, or no more than what changes of it."""
+    """Return a page, or no more than what changes of it."""
     part = PART in request.query_params
     text = (
         environment()
@@ -81,7 +81,7 @@ def render(request: Request, template: str, who: Visitor | None, *, status: int 
 
 
 def show_problem(request: Request, problem: Problem) -> Response:
-    """A refusal, as a page."""
+    """Return a refusal, as a page."""
     response = render(request, "problem.html", None, status=problem.status, problem=problem.document())
     response.headers.update(headers_of(problem))
     return response
@@ -89,7 +89,7 @@ def show_problem(request: Request, problem: Problem) -> Response:
 
 @cache
 def asset(name: str) -> str:
-    """Where a static file is; its address changes with its content, so that browsers may keep it."""
+    """Return where a static file is; its address changes with its content, so that browsers may keep it."""
     digest = hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:12]
     return f"{PREFIX}/static/{name}?v={digest}"
 
@@ -98,7 +98,7 @@ def asset(name: str) -> str:
 
 
 def size(count: float | None) -> str:
-    """A number of bytes with its unit, three digits."""
+    """Return a number of bytes with its unit, three digits."""
     if count is None:
         return NOTHING
     value = float(count)
@@ -110,7 +110,7 @@ def size(count: float | None) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """A duration in its two largest units."""
+    """Return a duration in its two largest units."""
     if seconds is None:
         return NOTHING
     left = max(0, round(seconds))
@@ -153,7 +153,7 @@ def first_up(text: str) -> str:
 
 
 def short(text: str, most: int = 12) -> str:
-    """The beginning of an id or a digest."""
+    """Return the beginning of an id or a digest."""
     told = text.removeprefix("sha256:")
     return told if len(told) <= most else f"{told[:most]}…"
 

@@ -43,14 +43,14 @@ def record(
 
 
 def creator_of(session: Session, run_id: str) -> str | None:
-    """The name of the token that created a run: its first entry says so."""
+    """Return the name of the token that created a run: its first entry says so."""
     first = select(AuditRow.actor, AuditRow.action).where(AuditRow.run_id == run_id).order_by(AuditRow.seq).limit(1)
     row = session.execute(first).first()
     return row.actor.partition(":")[2] if row and row.action == "run.create" else None
 
 
 def broken_at(session: Session) -> int | None:
-    """The number of the first entry that is not what was chained there, or None if the chain holds.
+    """Return the number of the first entry that is not what was chained there, or None if the chain holds.
 
     It cannot tell that entries are missing from the end; who keeps the last digest elsewhere can.
     """

@@ -30,7 +30,7 @@ class Declarations:
         self._lock = threading.Lock()
 
     def of(self, session: Session, workers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """What each worker declared, by its id; `workers` has the digests."""
+        """Return what each worker declared, by its id; `workers` has the digests."""
         found = {}
         with self._lock:
             for worker_id, digest in workers.items():

@@ -110,18 +110,18 @@ class Database:
         return without_password(self.url.render_as_string(hide_password=True))
 
     def now(self) -> float:
-        """Seconds since 1970 by the clock that judges every deadline."""
+        """Return seconds since 1970 by the clock that judges every deadline."""
         return self._clock()
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:
-        """A session whose changes are all committed when it ends, or none of them."""
+        """Yield a session whose changes are all committed when it ends, or none of them."""
         with self._turn(), Session(self.engine) as session, session.begin():
             yield session
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """One writer after the other, in whichever process.
+        """Yield one writer after the other, in whichever process.
 
         SQLite itself lets those who wait look again only every few milliseconds, and then every few tens of them. On
         PostgreSQL the database sees to it; here one thread at a time waits for that, with one connection.
@@ -136,7 +136,7 @@ class Database:
 
     @contextmanager
     def snapshot(self) -> Iterator[Session]:
-        """A session to read with, that sees one moment and holds up no writer."""
+        """Yield a session to read with, that sees one moment and holds up no writer."""
         with Session(self._reading) as session:
             yield session
 
@@ -150,7 +150,7 @@ class Database:
     # ------------------------------------------------------------ several processes
 
     def hold(self, duty: str, *, wait: bool = False) -> None:
-        """Marks this process as the one that does this duty on a SQLite file, until it ends or closes the database.
+        """Mark this process as the one that does this duty on a SQLite file, until it ends or closes the database.
 
         Raises DatabaseInUse if another process has done so, unless it is to `wait` for that one's end. On PostgreSQL
         any number may.
@@ -170,7 +170,7 @@ class Database:
 
     @contextmanager
     def alone(self, work: str) -> Iterator[bool]:
-        """Whether no other process is at this work, and none will be until the end of `with`.
+        """Yield whether no other process is at this work, and none will be until the end of `with`.
 
         A hint that spares doing it twice: who is dead has it no longer, nor who was not heard of for DUTY_SECONDS. So
         what the work comes to must be guarded by itself. On SQLite, `hold` has seen to it.
@@ -196,13 +196,13 @@ class Database:
                 alive.join()
 
     def tell(self, channel: str, message: str) -> None:
-        """Sends a few bytes to whoever listens on a channel of this PostgreSQL."""
+        """Send a few bytes to whoever listens on a channel of this PostgreSQL."""
         with self._aside.connect() as connection:
             connection.exec_driver_sql("SELECT pg_notify(%s, %s)", (channel, message))
 
     def heard(self, channel: str, ended: threading.Event) -> Iterator[str]:
-        """What is told on a channel of this PostgreSQL, until it has `ended`: nothing at all at first, and again when
-        something may have been missed."""
+        """Yield what is told on a channel of this PostgreSQL, until it has `ended`: nothing at all at first, and
+        again when something may have been missed."""
         dbapi = self._aside.dialect.loaded_dbapi
         while not ended.is_set():
             try:
@@ -229,13 +229,13 @@ class Database:
         return set(self._present()) == set(ScriptDirectory.from_config(alembic_config()).get_heads())
 
     def at_head_or_later(self) -> bool:
-        """Whether the schema is the one that this code needs, or a later one: each step lets the code before it work
-        on, so that a new version can take over from one that runs."""
+        """Return whether the schema is the one that this code needs, or a later one: each step lets the code before
+        it work on, so that a new version can take over from one that runs."""
         (head,) = ScriptDirectory.from_config(alembic_config()).get_heads()
         return any(present >= head for present in self._present())
 
     def require_head(self) -> None:
-        """Raises SchemaBehind unless the schema is the one that this code needs."""
+        """Raise SchemaBehind unless the schema is the one that this code needs."""
         if not self.at_head():
             raise SchemaBehind(f"the schema of {self.shown} is not at head; run 'tessera coordinator migrate'")
 
@@ -290,7 +290,7 @@ class _RemoteClock:
 
 
 def _with_driver(url: URL) -> URL:
-    """Raises UnknownDatabase unless it is SQLite or PostgreSQL."""
+    """Raise UnknownDatabase unless it is SQLite or PostgreSQL."""
     kind = url.get_backend_name()
     if kind not in ("sqlite", "postgresql"):
         raise UnknownDatabase(f"Tessera keeps its tables in SQLite or PostgreSQL, and not in {kind}")
@@ -306,7 +306,7 @@ def _make(file: Path) -> None:
 
 
 def _lock_file(path: str) -> IO[str]:
-    """A file that its owner alone may open: whoever could lock it would stop the coordinator."""
+    """Return a file that its owner alone may open: whoever could lock it would stop the coordinator."""
     file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")  # noqa: SIM115, PTH123 (open as long as it is held)
     # Earlier versions let others read it. One of another owner stays as it is.
     with suppress(PermissionError):
@@ -342,7 +342,7 @@ def _take_turns(engine: Engine) -> None:
 
 
 def _number(name: str) -> int:
-    """The number that PostgreSQL knows a lock by, which belongs to the database."""
+    """Return the number that PostgreSQL knows a lock by, which belongs to the database."""
     return int.from_bytes(hashlib.sha256(f"tessera {name}".encode()).digest()[:8], signed=True)
 
 

@@ -30,7 +30,7 @@ ACTOR = "conductor"
 def open_round(
     session: Session, now: float, run: RunRow, willing: Sequence[LiveWorker], plans: Mapping[str, Plan]
 ) -> list[str]:
-    """Opens the run's next round with one task for each planned worker; returns the workers' ids.
+    """Open the run's next round with one task for each planned worker; returns the workers' ids.
 
     The first one to open fixes the run's bounds, by all who were willing to take part.
     """
@@ -64,7 +64,7 @@ def open_round(
 
 
 def offer_evaluation(session: Session, now: float, run: RunRow, due: PendingEvaluation, worker: LiveWorker) -> None:
-    """Offers a version to a worker, in place of what is no longer wanted: of a central data set the same version from
+    """Offer a version to a worker, in place of what is no longer wanted: of a central data set the same version from
     another worker, of a site an earlier version."""
     spec = RunSpec.model_validate(run.spec)
     held_out = due.worker is not None
@@ -84,7 +84,7 @@ def offer_evaluation(session: Session, now: float, run: RunRow, due: PendingEval
 
 
 def offer_at_sites(session: Session, now: float, run: RunRow, live: Sequence[LiveWorker]) -> list[str]:
-    """Offers the run's latest due version to each worker at a site that lacks it; returns their ids."""
+    """Offer the run's latest due version to each worker at a site that lacks it; returns their ids."""
     due = sites_due(session, run, invitation(session, run), live)
     by_id = {worker.id: worker for worker in live}
     asked = [(one, by_id[one.worker]) for one in due if one.worker]
@@ -94,7 +94,7 @@ def offer_at_sites(session: Session, now: float, run: RunRow, live: Sequence[Liv
 
 
 def tries_by_worker(session: Session, run_id: str, version: int) -> Counter[str]:
-    """How often each worker was asked in vain to evaluate a version on the central data set."""
+    """Return how often each worker was asked in vain to evaluate a version on the central data set."""
     kin = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & ~TaskRow.held_out
     return Counter(session.scalars(select(TaskRow.worker_id).where(kin, TaskRow.version_number == version)))
 
@@ -123,7 +123,7 @@ def _task(
 
 
 def cancel_tasks(session: Session, now: float, which: Sequence[TaskRow]) -> None:
-    """Cancels what is not over yet."""
+    """Cancel what is not over yet."""
     for task in which:
         if task.state in ("offered", "leased", "lapsed"):
             move_task(session, now, ACTOR, task, "cancel")
@@ -151,7 +151,7 @@ def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -
 
 
 def bounds_in_force(run: RunRow) -> Bounds:
-    """What was fixed when the run's first round opened; the numbers in its spec if it began before any was."""
+    """Return what was fixed when the run's first round opened; the numbers in its spec if it began before any was."""
     if run.bounds is not None:
         return Bounds.model_validate(run.bounds)
     said = (run.spec.get("max_examples"), run.spec.get("max_norm_of_median"))
@@ -168,7 +168,7 @@ def accepted_updates(session: Session, round_id: str) -> list[Accepted]:
 
 
 def _accepted(session: Session, round_id: str) -> Sequence[Row[TaskRow, str, str]]:
-    """The accepted tasks of a round, each with the names of its worker and its site."""
+    """Return the accepted tasks of a round, each with the names of its worker and its site."""
     return session.execute(
         select(TaskRow, WorkerRow.name, SiteRow.name)
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
@@ -178,13 +178,13 @@ def _accepted(session: Session, round_id: str) -> Sequence[Row[TaskRow, str, str
 
 
 def note_scores(session: Session, round_id: str, scores: Mapping[str, Mapping[str, float]]) -> None:
-    """Adds what was found of each worker's update in a round to its numbers."""
+    """Add what was found of each worker's update in a round to its numbers."""
     for task, name, site in _accepted(session, round_id):
         task.numbers = {**task.numbers, **scores.get(f"{site}/{name}", {})}
 
 
 def _leave_out(session: Session, round_id: str, merged: Merged) -> list[str]:
-    """Enters which of the accepted updates were not merged, or not in every block; the tasks left out."""
+    """Enter which of the accepted updates were not merged, or not in every block; the tasks left out."""
     left_out = []
     for task, name, site in _accepted(session, round_id):
         unmerged = merged.get(f"{site}/{name}")
@@ -199,7 +199,7 @@ def _leave_out(session: Session, round_id: str, merged: Merged) -> list[str]:
 def add_version(
     session: Session, now: float, run_id: str, ref: VersionRef, manifest: Manifest, warnings: Sequence[str]
 ) -> list[str]:
-    """Enters a version whose blobs are entered already. Returns the warnings that the one before it did not have,
+    """Enter a version whose blobs are entered already. Returns the warnings that the one before it did not have,
     which are entered in the audit too."""
     before = session.get(VersionRow, (run_id, ref.number - 1))
     row = VersionRow(run_id=run_id, number=ref.number, digest=ref.digest, created_at=now)
@@ -228,7 +228,7 @@ def commit_round(
     warnings: Sequence[str],
     merged: Merged,
 ) -> list[str]:
-    """The round's end and its version, in the caller's one transaction. Returns the warnings that are new."""
+    """Return the round's end and its version, in the caller's one transaction. Returns the warnings that are new."""
     left_out = _leave_out(session, round_.id, merged)
     move_round(session, now, ACTOR, round_, "commit", round_.reason, left_out=left_out)
     if move_tasks(session, "merge", TaskRow.round_id == round_.id) != len(merged):

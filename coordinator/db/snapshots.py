@@ -30,7 +30,7 @@ MOST_UNAGREED = 100
 
 
 def live_workers(session: Session, since: float) -> list[LiveWorker]:
-    """Every worker heard of since then whose site is not suspended, in the order of names (`site/worker`)."""
+    """Return every worker heard of since then whose site is not suspended, in the order of names (`site/worker`)."""
     rows = session.execute(
         select(WorkerRow.id, WorkerRow.name, SiteRow.name.label("site"), WorkerRow.declared_digest)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
@@ -47,12 +47,13 @@ def invitation(session: Session, run: RunRow) -> RunTerms:
 
 
 def eligible(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
-    """Who could train in a round of this run: allowed, willing, with the data and the method."""
+    """Return who could train in a round of this run: allowed, willing, with the data and the method."""
     return [worker for worker in live if not ineligibilities(invited, worker.site, worker.declared)]
 
 
 def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
-    """Who of them may be asked in the run's next round: where the method is sticky, nobody in another's place."""
+    """Return who of them may be asked in the run's next round: where the method is sticky, nobody in another's
+    place."""
     able = eligible(invited, live)
     if not sticky(invited.spec.method):
         return able
@@ -74,7 +75,7 @@ def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) 
 
 
 def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) -> list[LiveWorker]:
-    """The same workers with the round that each last did, where its site has several to choose from."""
+    """Return the same workers with the round that each last did, where its site has several to choose from."""
     counts = Counter(worker.site for worker in willing)
     crowded = [site for site, count in counts.items() if count > 1]
     if not crowded:
@@ -92,7 +93,7 @@ def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) ->
 
 
 def evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
-    """Who could evaluate this run's versions on the central data set."""
+    """Return who could evaluate this run's versions on the central data set."""
     if invited.spec.evaluation is None:
         return []
     wanted = invited.spec.evaluation.dataset
@@ -107,7 +108,7 @@ def evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker
 
 
 def site_evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
-    """Who could evaluate them on what it holds out: whoever could train, and holds something out."""
+    """Return who could evaluate them on what it holds out: whoever could train, and holds something out."""
     spec = invited.spec
     if spec.evaluation is None or not spec.evaluation.sites:
         return []
@@ -119,7 +120,7 @@ def site_evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveW
 
 
 def runs_to_decide(session: Session) -> list[str]:
-    """Runs that are live, and ended ones that still have rounds or tasks to wind up."""
+    """Run that are live, and ended ones that still have rounds or tasks to wind up."""
     open_rounds = select(RoundRow.run_id).where(RoundRow.state.in_(LIVE_ROUND))
     open_tasks = select(TaskRow.run_id).where(TaskRow.state.in_(("offered", "leased")))
     which = RunRow.state.in_(LIVE_RUN) | RunRow.id.in_(open_rounds) | RunRow.id.in_(open_tasks)
@@ -127,7 +128,7 @@ def runs_to_decide(session: Session) -> list[str]:
 
 
 def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, absent_are_gone: bool) -> RunSnapshot:
-    """A run at this moment. `absent_are_gone` tells whether a worker that is not live is given up on."""
+    """Return a run at this moment. `absent_are_gone` tells whether a worker that is not live is given up on."""
     here = ids(live) if absent_are_gone else None
     run = session.get_one(RunRow, run_id)
     invited = invitation(session, run)
@@ -186,8 +187,8 @@ def _task_snapshots(session: Session, which: ColumnElement[bool], here: set[str]
 
 
 def _abandoned(session: Session, run: RunRow) -> int:
-    """Attempts at the next round that were abandoned. Those for which a site had not agreed to the run are counted
-    only beyond a bound: whoever is asked first has to say so once."""
+    """Return attempts at the next round that were abandoned. Those for which a site had not agreed to the run are
+    counted only beyond a bound: whoever is asked first has to say so once."""
     ids = session.scalars(
         select(RoundRow.id).where(
             RoundRow.run_id == run.id,
@@ -237,7 +238,7 @@ def central_due(
 
 
 def _latest_due(run: RunRow, spec: RunSpec) -> int:
-    """The latest version that is to be measured."""
+    """Return the latest version that is to be measured."""
     number = run.version_number
     if spec.evaluation is None or spec.evaluation.due(number, spec.rounds):
         return number
@@ -247,8 +248,8 @@ def _latest_due(run: RunRow, spec: RunSpec) -> int:
 def sites_due(
     session: Session, run: RunRow, invited: RunTerms, live: Sequence[LiveWorker]
 ) -> list[PendingEvaluation]:
-    """The latest version that is due, for each live worker that has not measured it on what it holds out, nor been
-    asked to too often. All workers of a site are asked, and are one site in every figure
+    """Return the latest version that is due, for each live worker that has not measured it on what it holds out, nor
+    been asked to too often. All workers of a site are asked, and are one site in every figure
     (`shared.metrics.site_spread`).
 
     What a worker missed of earlier versions is not made up for: what it keeps of the run has moved on.

@@ -64,7 +64,7 @@ def tasks_in_hand(session: Session) -> Sequence[Row[str, str, int]]:
 
 
 def silences(session: Session, now: float) -> list[tuple[str, float]]:
-    """Each site that has workers, with the seconds since any of them was heard of."""
+    """Return each site that has workers, with the seconds since any of them was heard of."""
     seen = func.max(WorkerRow.last_seen_at)
     rows = session.execute(
         select(SiteRow.name, seen)
@@ -77,7 +77,7 @@ def silences(session: Session, now: float) -> list[tuple[str, float]]:
 
 
 def run_figures(session: Session) -> list[RunFigures]:
-    """The live runs that were created last."""
+    """Return the live runs that were created last."""
     runs = session.scalars(
         select(RunRow).where(RunRow.state.in_(LIVE_RUN)).order_by(RunRow.created_at.desc()).limit(MOST_RUNS)
     )
@@ -149,7 +149,7 @@ class Commits:
         self._began: dict[tuple[str, str], float] = {}
 
     def follow(self, session: Session) -> None:
-        """Tells of those that it has not told of."""
+        """Tell of those that it has not told of."""
         query = select(AuditRow.seq, AuditRow.at, AuditRow.action, AuditRow.subject).order_by(AuditRow.seq)
         query = query.where(AuditRow.action.in_(STEPS)).limit(BATCH)
         with self._lock:

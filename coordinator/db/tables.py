@@ -152,7 +152,7 @@ class WorkerRow(Table):
 
 
 def declared_text(declared: dict[str, Any]) -> str:
-    """What a worker declared, in the one form that its digest is of."""
+    """Return what a worker declared, in the one form that its digest is of."""
     return json.dumps(declared, sort_keys=True, separators=(",", ":"))
 
 

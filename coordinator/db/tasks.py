@@ -87,7 +87,7 @@ def reload(session: Session, record: TaskRecord) -> TaskRecord:
 
 
 def withhold(session: Session, now: float, actor: str, worker_id: str, withheld: Mapping[str, str]) -> None:
-    """Takes back what is offered to a worker of runs that its site has not agreed to: rounds do not wait for it."""
+    """Take back what is offered to a worker of runs that its site has not agreed to: rounds do not wait for it."""
     offered = (TaskRow.worker_id == worker_id) & (TaskRow.state == "offered") & TaskRow.run_id.in_(withheld)
     for task in session.scalars(select(TaskRow).where(offered)).all() if withheld else ():
         move_task(session, now, actor, task, "withhold", {"problem": Withheld(withheld[task.run_id]).json()})
@@ -101,7 +101,8 @@ def note_withheld(record: TaskRecord, reason: str) -> None:
 
 
 def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None:
-    """The task that this process of the worker holds already, or else the oldest that is offered to the worker.
+    """Return the task that this process of the worker holds already, or else the oldest that is offered to the
+    worker.
 
     What a site measures of its own comes before training, which would change it.
     """
@@ -113,7 +114,7 @@ def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None
 
 
 def has_begun_another(session: Session, task: TaskRow) -> bool:
-    """Whether the worker was given another task on the same version, and so has what it needs of it."""
+    """Return whether the worker was given another task on the same version, and so has what it needs of it."""
     made = session.get_one(VersionRow, (task.run_id, task.version_number)).created_at
     # Along an index, and not through all that the worker ever did.
     lately = TaskRow.state.in_(("leased", *ACCEPTED)) & TaskRow.kind.in_(("train", "evaluate"))
@@ -123,7 +124,7 @@ def has_begun_another(session: Session, task: TaskRow) -> bool:
 
 
 def offered_to(session: Session, worker_ids: Sequence[str]) -> list[str]:
-    """Those of the workers that have a task to claim."""
+    """Return those of the workers that have a task to claim."""
     asked = TaskRow.worker_id.in_(worker_ids)
     return list(session.scalars(select(TaskRow.worker_id).where(TaskRow.state == "offered", asked).distinct()))
 
@@ -198,7 +199,7 @@ def was_accepted(record: TaskRecord, token: int, digest: str | None = None) -> b
 
 
 def last_receipt(session: Session, task: TaskRow) -> Receipt | None:
-    """What became of the last update of this run that was accepted from the task's worker.
+    """Return what became of the last update of this run that was accepted from the task's worker.
 
     One is enough: a worker settles it before it trains for the run again.
     """

@@ -14,7 +14,7 @@ from tessera.shared.problems import Conflict
 
 
 def move_run(session: Session, now: float, actor: str, run_id: str, event: str, reason: str | None = None) -> None:
-    """Raises Conflict if the run is in no state from which `event` starts."""
+    """Raise Conflict if the run is in no state from which `event` starts."""
     values = {"reason": reason, "revision": RunRow.revision + 1, "updated_at": now}
     if event == "resume":
         values["resumed_at"] = now
@@ -25,7 +25,7 @@ def move_run(session: Session, now: float, actor: str, run_id: str, event: str, 
 def move_round(
     session: Session, now: float, actor: str, round_: RoundRow, event: str, reason: str | None, **detail: Any
 ) -> None:
-    """Raises Conflict if the round is in no state from which `event` starts. The audit has `detail` too."""
+    """Raise Conflict if the round is in no state from which `event` starts. The audit has `detail` too."""
     values: dict[str, Any] = {"reason": reason}
     if event != "close":
         values["closed_at"] = now
@@ -42,7 +42,7 @@ def move_task(
     event: str,
     values: dict[str, Any] | None = None,
 ) -> None:
-    """Moves a task that still has the token that `task` was read with.
+    """Move a task that still has the token that `task` was read with.
 
     Raises Conflict if it has another, or is in no state from which `event` starts.
     """
@@ -63,7 +63,7 @@ def move_task(
 
 
 def move_tasks(session: Session, event: str, which: ColumnElement[bool]) -> int:
-    """Moves all of these tasks that are in a state from which `event` starts, and returns how many there were.
+    """Move all of these tasks that are in a state from which `event` starts, and returns how many there were.
 
     For what follows from the end of their round, whose entry in the audit says so.
     """

@@ -56,7 +56,7 @@ def page(
     limit: int,
     cursor: str | None,
 ) -> Page[V]:
-    """One page of `query` in the order of `keys`, which must be unique together and selected first.
+    """Return one page of `query` in the order of `keys`, which must be unique together and selected first.
 
     The cursor holds the last keys shown, so pages neither skip nor repeat while rows are added. A page also ends
     where it has PAGE_BYTES: whoever reads it holds it whole.
@@ -91,7 +91,7 @@ def _encode(values: Sequence[object]) -> str:
 
 
 def _decode(cursor: str, kinds: Sequence[type]) -> list[Any]:
-    """The last keys shown. Raises BadRequest unless they are of the kinds of this collection's keys."""
+    """Return the last keys shown. Raises BadRequest unless they are of the kinds of this collection's keys."""
     try:
         values = from_json(base64.urlsafe_b64decode(cursor), allow_inf_nan=False)
     except ValueError:
@@ -128,7 +128,8 @@ def run_view(session: Session, row: RunRow) -> Run:
 
 
 def for_site(run: Run, site: str) -> Run:
-    """What a site is told of a run that it takes part in: nothing that names another, or tells how much it has."""
+    """Return what a site is told of a run that it takes part in: nothing that names another, or tells how much it
+    has."""
     cohort = run.spec.cohort
     own = cohort.model_copy(update={"sites": None if cohort.sites is None else (site,)})
     spec = run.spec.model_copy(update={"cohort": own})
@@ -136,7 +137,7 @@ def for_site(run: Run, site: str) -> Run:
 
 
 def find_run(session: Session, run_id: str) -> RunRow:
-    """Raises NotFound."""
+    """Raise NotFound."""
     row = session.get(RunRow, run_id)
     if row is None:
         raise NotFound(f"there is no run {run_id}")
@@ -339,6 +340,6 @@ def merging_seconds(session: Session, now: float) -> float:
 
 
 def blob_totals(session: Session) -> tuple[int, int]:
-    """How many blobs there are and how many bytes they hold."""
+    """Return how many blobs there are and how many bytes they hold."""
     count, size = session.execute(select(func.count(), func.coalesce(func.sum(BlobRow.size), 0))).one()
     return count, size

@@ -29,7 +29,7 @@ TOO_MANY_SECONDS = 600.0
 
 
 def create_site(session: Session, now: float, actor: str, name: str) -> SiteRow:
-    """Raises Conflict if there is one of that name."""
+    """Raise Conflict if there is one of that name."""
     if session.scalar(select(exists().where(SiteRow.name == name))):
         raise Conflict(f"there is a site {name!r} already", remedy="Use it, or choose another name.")
     row = SiteRow(id=new_id(), name=name, created_at=now)
@@ -48,7 +48,7 @@ def suspend_site(session: Session, now: float, actor: str, site_id: str) -> Site
 
 
 def resume_site(session: Session, now: float, actor: str, site_id: str) -> SiteRow:
-    """Raises NotFound. To do it again changes nothing."""
+    """Raise NotFound. To do it again changes nothing."""
     row = find_site(session, site_id)
     if row.suspended_at is not None:
         row.suspended_at = None
@@ -57,7 +57,7 @@ def resume_site(session: Session, now: float, actor: str, site_id: str) -> SiteR
 
 
 def find_site(session: Session, site_id: str) -> SiteRow:
-    """Raises NotFound."""
+    """Raise NotFound."""
     row = session.get(SiteRow, site_id)
     if row is None:
         raise NotFound(f"there is no site {site_id}")
@@ -65,12 +65,12 @@ def find_site(session: Session, site_id: str) -> SiteRow:
 
 
 def workers_of(session: Session, site_id: str | None) -> list[str]:
-    """The ids of a site's workers."""
+    """Return the ids of a site's workers."""
     return list(session.scalars(select(WorkerRow.id).where(WorkerRow.site_id == site_id)))
 
 
 def enrolled(session: Session, site_id: str, claim: Claim) -> str | None:
-    """The id of the claiming worker if it is known and has declared nothing new."""
+    """Return the id of the claiming worker if it is known and has declared nothing new."""
     row = _worker(session, site_id, claim.worker)
     # A digest without what it is of was left by an earlier version, which knows of no digests.
     same = row and row.declared == (told := _declared(claim)) and row.declared_digest == digest_of(_text(told))
@@ -78,7 +78,7 @@ def enrolled(session: Session, site_id: str, claim: Claim) -> str | None:
 
 
 def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers: int) -> tuple[str, int]:
-    """Enters what a worker says of itself; its id, and how many bytes that takes.
+    """Enter what a worker says of itself; its id, and how many bytes that takes.
 
     Raises QuotaExceeded for one name too many, and if all workers of the site together say too much.
     """
@@ -116,7 +116,7 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers
 
 
 def note_seen(session: Session, seen: dict[str, float]) -> None:
-    """Enters when workers were last heard of."""
+    """Enter when workers were last heard of."""
     if not seen:
         return
     worker, at = bindparam("worker", type_=String), bindparam("at", type_=Float)

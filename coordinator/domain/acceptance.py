@@ -6,7 +6,7 @@ from tessera.shared.problems import LeaseLost, Problem, RoundClosed, TaskCancell
 
 
 def refusal(state: str, round_state: str | None, shown_token: int, token: int) -> Problem | None:
-    """Why a report that shows `shown_token` is refused for a task in `state` with `token`, or None.
+    """Return why a report that shows `shown_token` is refused for a task in `state` with `token`, or None.
 
     `round_state` is None for a task that belongs to no round.
     """

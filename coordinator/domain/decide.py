@@ -109,7 +109,7 @@ def _wind_up(run: RunSnapshot) -> Iterator[Action]:
 
 
 def _leases(run: RunSnapshot, now: float) -> Iterator[Action]:
-    """A lease that ran out lapses; a lapsed task is offered again while it has tries left."""
+    """Yield a lease that ran out lapses; a lapsed task is offered again while it has tries left."""
     open_tasks = run.round.tasks if run.round and run.round.state == "open" else ()
     # An evaluation whose worker is gone is for another worker, or for nobody.
     evaluations = (task for task in run.evaluations if task.state == "leased" or task.present)
@@ -147,7 +147,7 @@ def _round(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Acti
 
 
 def _may_come(task: TaskSnapshot, tries: int) -> bool:
-    """Whether a report may still come of a task: it is held, or its worker is there to take it."""
+    """Return whether a report may still come of a task: it is held, or its worker is there to take it."""
     to_be_had = task.state == "offered" or (task.state == "lapsed" and task.leases < tries)
     return task.state == "leased" or (to_be_had and task.present)
 

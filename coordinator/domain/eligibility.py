@@ -32,12 +32,12 @@ class RunTerms:
     run: str | None = None
 
     def lets_know(self, site: str) -> bool:
-        """Whether the run lets a site know anything of it."""
+        """Return whether the run lets a site know anything of it."""
         return self.spec.cohort.sites is None or site in self.spec.cohort.sites
 
 
 def policy_of(declared: Mapping[str, Any]) -> AdvertisedPolicy | None:
-    """What a worker said of its policy; None for one of a version that says nothing."""
+    """Return what a worker said of its policy; None for one of a version that says nothing."""
     told = declared.get("mirror")
     if isinstance(told, AdvertisedPolicy):
         return told
@@ -51,7 +51,7 @@ def _mirror(text: str) -> AdvertisedPolicy:
 
 
 def ineligibilities(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> list[Ineligibility]:
-    """Why a worker would not train in a round of the run, whatever the round asks; none if it would."""
+    """Return why a worker would not train in a round of the run, whatever the round asks; none if it would."""
     return [Ineligibility(rule=rule, detail=detail) for rule, detail in _objections(invitation, site, declared)]
 
 
@@ -73,7 +73,7 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
 
 
 def _refusals(invitation: RunTerms, examples: int, mirror: AdvertisedPolicy) -> Iterator[tuple[str, str]]:
-    """What the site's policy has against the run as a whole, by the policy's own rules."""
+    """Yield what the site's policy has against the run as a whole, by the policy's own rules."""
     spec, privacy = invitation.spec, invitation.spec.privacy
     if mirror.orchestrators is not None and invitation.orchestrator not in mirror.orchestrators:
         yield "orchestrators", f"it takes no runs of {invitation.orchestrator or 'who is not named'}"
@@ -103,8 +103,8 @@ def _refusals(invitation: RunTerms, examples: int, mirror: AdvertisedPolicy) -> 
 
 
 def reservations(invitation: RunTerms, mirror: AdvertisedPolicy | None, upload_bytes: int) -> list[Ineligibility]:
-    """What may keep a worker that takes part from doing so to the run's end, or make it late. A round asks it for
-    `upload_bytes` before any codec."""
+    """Return what may keep a worker that takes part from doing so to the run's end, or make it late. A round asks it
+    for `upload_bytes` before any codec."""
     found = _reservations(invitation.spec, mirror, upload_bytes) if mirror else ()
     return [Ineligibility(rule=rule, detail=detail) for rule, detail in found]
 
@@ -133,7 +133,7 @@ def _reservations(spec: RunSpec, mirror: AdvertisedPolicy, upload_bytes: int) ->
 
 
 def refused_model(mirror: AdvertisedPolicy | None, model: Model) -> Ineligibility | None:
-    """What the site has against the model."""
+    """Return what the site has against the model."""
     kind = str(model.config.get("model_type"))
     if mirror is None or mirror.models is None or kind in mirror.models:
         return None
@@ -141,7 +141,7 @@ def refused_model(mirror: AdvertisedPolicy | None, model: Model) -> Ineligibilit
 
 
 def refused_plan(mirror: AdvertisedPolicy | None, model: Model, plan: Plan) -> Ineligibility | None:
-    """What the site has against sending what a plan asks for."""
+    """Return what the site has against sending what a plan asks for."""
     if mirror is None:
         return None
     asked = plan.upload.resolve(model.blocks)

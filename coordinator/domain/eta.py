@@ -40,7 +40,7 @@ class Pace:
 def expected_end(
     opened_at: float, now: float, deadline_at: float, before: Sequence[float], paces: Sequence[Pace]
 ) -> float | None:
-    """An instant; None while there is nothing to go by. `before` are the seconds that earlier rounds took.
+    """Return an instant; None while there is nothing to go by. `before` are the seconds that earlier rounds took.
 
     A round is as slow as its slowest worker. At its beginning the rounds before count, and the more its workers have
     done the more their own pace does.

@@ -50,7 +50,7 @@ LIVE_RUN = ("running", "paused")
 
 
 def diagram(title: str, lifecycle: Lifecycle) -> str:
-    """The table as a Mermaid state diagram."""
+    """Return the table as a Mermaid state diagram."""
     arrows = [
         f"    {source} --> {move.target}: {event}" for event, move in lifecycle.items() for source in move.sources
     ]

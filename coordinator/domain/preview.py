@@ -71,7 +71,7 @@ def preview(
 
 
 def _shared_data(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
-    """A warning if workers of one site hold the run's data under one name, which may be one data set twice."""
+    """Return a warning if workers of one site hold the run's data under one name, which may be one data set twice."""
     holding = Counter(worker.site for worker in known if worker.declared["datasets"].get(spec.dataset, 0) > 0)
     sites = sorted(site for site, count in holding.items() if count > 1)
     if not sites:
@@ -98,7 +98,7 @@ def _before_planning(
 
 
 def _silent(mirror: AdvertisedPolicy | None, now: float) -> Ineligibility:
-    """Why a worker is silent: its site's hours, as far as anybody can tell from here."""
+    """Return why a worker is silent: its site's hours, as far as anybody can tell from here."""
     if mirror and mirror.hours:
         local = datetime.fromtimestamp(now, UTC) + timedelta(minutes=mirror.utc_offset_minutes)
         if not is_open(mirror.hours, local):

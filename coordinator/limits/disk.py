@@ -30,7 +30,7 @@ class DiskSpace:
         self._lock = threading.Lock()
 
     def free_bytes(self) -> int:
-        """What is free on the fullest of the file systems; nothing where a folder has gone."""
+        """Return what is free on the fullest of the file systems; nothing where a folder has gone."""
         try:
             found = [os.statvfs(folder) for folder in self._folders]
         except FileNotFoundError:
@@ -38,11 +38,11 @@ class DiskSpace:
         return min(status.f_bavail * status.f_frsize for status in found)
 
     def has(self, count: int = 0) -> bool:
-        """Whether `count` bytes may come, after all that this process already expects."""
+        """Return whether `count` bytes may come, after all that this process already expects."""
         return self.free_bytes() - self._expected_bytes >= self._reserve_bytes + count
 
     def require(self, count: int) -> None:
-        """Raises StoreFull unless there is room for so many bytes."""
+        """Raise StoreFull unless there is room for so many bytes."""
         if not self.has(count):
             raise StoreFull(
                 f"{count} bytes and a reserve of {self._reserve_bytes} (setting disk_reserve_bytes) are more than is "
@@ -52,7 +52,7 @@ class DiskSpace:
 
     @contextmanager
     def expecting(self, count: int) -> Iterator[Callable[[int], None]]:
-        """Keeps room for bytes that are coming; told of those that were written. Raises StoreFull."""
+        """Keep room for bytes that are coming; told of those that were written. Raises StoreFull."""
         left = count
 
         def written(number: int) -> None:
@@ -71,7 +71,7 @@ class DiskSpace:
 
 
 def is_full(fault: BaseException) -> bool:
-    """Whether this is what a full disk comes out as, from a file or from the database."""
+    """Return whether this is what a full disk comes out as, from a file or from the database."""
     if isinstance(fault, OSError):
         return fault.errno in _FULL
     if isinstance(fault, OperationalError):

@@ -27,7 +27,7 @@ class Memory:
         self._looked_at = float("-inf")
 
     def share(self) -> float:
-        """How much of the limit is used, 0 without one; as it was a second ago at most."""
+        """Return how much of the limit is used, 0 without one; as it was a second ago at most."""
         with self._lock:
             if time.monotonic() - self._looked_at > FRESH_SECONDS:
                 self._share = self._measure()
@@ -35,7 +35,7 @@ class Memory:
             return self._share
 
     def require(self) -> None:
-        """Raises Busy if there is too little left to begin anything."""
+        """Raise Busy if there is too little left to begin anything."""
         if (share := self.share()) > WATERMARK:
             raise Busy(f"{share:.0%} of the coordinator's memory is in use", retry_after_seconds=RETRY_SECONDS)
 
@@ -46,7 +46,7 @@ class Memory:
 
 
 def used_bytes(group: Path) -> int:
-    """What a group uses, without the cached pages of files, which it gives back."""
+    """Return what a group uses, without the cached pages of files, which it gives back."""
     used = next(group / name for name in ("memory.current", "memory.usage_in_bytes") if (group / name).exists())
     cached = re.findall(r"^(?:total_)?(?:in)?active_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
     # Version 1 tells each twice: of the group alone, and with what is below it.
@@ -54,6 +54,6 @@ def used_bytes(group: Path) -> int:
 
 
 def _own_bytes() -> int:
-    """What this process holds, without the pages of files that it has mapped."""
+    """Return what this process holds, without the pages of files that it has mapped."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")

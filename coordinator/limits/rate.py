@@ -83,14 +83,14 @@ class Admission:
         self._enrolments = AddressRate(enrolments_per_minute, clock)
 
     def asked(self, token_id: str) -> None:
-        """Raises TooManyRequests."""
+        """Raise TooManyRequests."""
         if wait := self._tokens.take(token_id):
             raise TooManyRequests(
                 "this token asks too often (settings requests_per_second, request_burst)", retry_after_seconds=wait
             )
 
     def declares(self, site_id: str) -> None:
-        """Raises QuotaExceeded."""
+        """Raise QuotaExceeded."""
         if wait := self._declarations.take(site_id):
             raise QuotaExceeded(
                 "the workers of this site change too often what they declare (setting declarations_per_hour)",
@@ -98,7 +98,7 @@ class Admission:
             )
 
     def failed(self, address: str) -> None:
-        """Raises TooManyRequests."""
+        """Raise TooManyRequests."""
         if wait := self._failures.take(address):
             raise TooManyRequests(
                 "too many requests without a valid token came from your address (setting failures_per_minute)",
@@ -107,7 +107,7 @@ class Admission:
             )
 
     def strayed(self, address: str) -> None:
-        """Counts a refusal at the page of whoever is not signed in. Raises TooManyRequests."""
+        """Count a refusal at the page of whoever is not signed in. Raises TooManyRequests."""
         if wait := self._strangers.take(address):
             raise TooManyRequests(
                 "too many requests without a session came from your address (setting failures_per_minute)",
@@ -116,7 +116,7 @@ class Admission:
             )
 
     def enrols(self, address: str) -> None:
-        """Raises TooManyRequests."""
+        """Raise TooManyRequests."""
         if wait := self._enrolments.take(address):
             raise TooManyRequests(
                 "too many workers asked from your address to be admitted (setting enrolments_per_minute)",

@@ -28,7 +28,7 @@ class Answers:
 
     @contextmanager
     def under_way(self, token_id: str, length: int) -> Iterator[None]:
-        """Counts one more answer of `length` bytes while it lasts. Raises TooManyRequests."""
+        """Count one more answer of `length` bytes while it lasts. Raises TooManyRequests."""
         held = min(length, HELD_BYTES)
         with self._lock:
             if self._held[token_id] + held > self._most:

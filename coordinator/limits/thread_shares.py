@@ -33,13 +33,13 @@ class Shares:
         self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
 
     async def run(self, owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Does the work in a thread when it is the owner's turn, and returns what comes of it."""
+        """Do the work in a thread when it is the owner's turn, and returns what comes of it."""
         async with self._turn(owner):
             inside = partial(copy_context().run, work, *args, **kwargs)
             return await asyncio.get_running_loop().run_in_executor(self._pool, inside)
 
     def close(self) -> None:
-        """Lets the threads end."""
+        """Let the threads end."""
         self._pool.shutdown(wait=False)
 
     @asynccontextmanager

@@ -51,8 +51,8 @@ class Copied:
 
 
 def back_up(database: Database, blobs: Blobs, folder: Path) -> Copied:
-    """Copies everything into the folder, while the coordinator works on. Raises StoreSpoilt for a blob that is not
-    what its name says: what is in the folder is sound."""
+    """Copy everything into the folder, while the coordinator works on. Raises StoreSpoilt for a blob that is not what
+    its name says: what is in the folder is sound."""
     copied = Copied()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
@@ -68,7 +68,7 @@ def back_up(database: Database, blobs: Blobs, folder: Path) -> Copied:
 
 
 def restore(folder: Path, database: Database, blobs: Blobs) -> Copied:
-    """Copies a backup into an empty database, of this version of the schema, and into the blob store.
+    """Copy a backup into an empty database, of this version of the schema, and into the blob store.
 
     Raises NoBackup, NotEmpty, and StoreSpoilt for a blob of the backup that is not what its name says; the tables
     are filled in one transaction, after all blobs are safe.
@@ -90,8 +90,8 @@ def restore(folder: Path, database: Database, blobs: Blobs) -> Copied:
 
 
 def verify(database: Database, blobs: Blobs, states: States) -> Iterator[str]:
-    """Everything that is wrong with what is stored, each as a sentence: blobs are hashed, versions read, the audit
-    chain followed."""
+    """Yield everything that is wrong with what is stored, each as a sentence: blobs are hashed, versions read, the
+    audit chain followed."""
     with database.snapshot() as session:
         if (broken := audit.broken_at(session)) is not None:
             yield f"the audit chain breaks at entry {broken}"
@@ -138,7 +138,8 @@ def _faulty_versions(session: Session, run: RunRow, blobs: Blobs, states: States
 
 @contextmanager
 def _opened(folder: Path, blob_folder: Path) -> Iterator[tuple[Database, Blobs]]:
-    """A backup's tables at head, and its blobs. At the end the tables are one file with all that was written."""
+    """Yield a backup's tables at head, and its blobs. At the end the tables are one file with all that was
+    written."""
     blob_folder.mkdir(parents=True, exist_ok=True)
     with closing(Database(f"sqlite:///{folder / NAME}")) as database:
         with database.engine.begin() as connection:
@@ -148,7 +149,7 @@ def _opened(folder: Path, blob_folder: Path) -> Iterator[tuple[Database, Blobs]]
 
 @contextmanager
 def _one_moment(database: Database) -> Iterator[Connection]:
-    """A connection that sees the database as it is now, for as long as it is used."""
+    """Yield a connection that sees the database as it is now, for as long as it is used."""
     if database.url.get_backend_name() == "sqlite":
         with database.snapshot() as session:
             yield session.connection()

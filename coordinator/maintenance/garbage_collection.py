@@ -76,7 +76,7 @@ class Retention:
     """Of each run, how many of the latest versions are kept beside the first; all if None."""
 
     def collect(self) -> Freed:
-        """One pass over everything; returns what it removed."""
+        """Return one pass over everything; returns what it removed."""
         freed = Freed()
         now = self.database.now()
         if self.versions is not None:
@@ -96,7 +96,7 @@ class Retention:
     # ------------------------------------------------------------ blobs
 
     def _remove(self, which: ColumnElement[bool], before: float, freed: Freed) -> int:
-        """Removes those of the blobs that nothing refers to, nor was announced since; returns how many."""
+        """Remove those of the blobs that nothing refers to, nor was announced since; returns how many."""
         removed = 0
         while True:
             with self.database.transaction() as session:
@@ -119,7 +119,7 @@ class Retention:
                 return removed
 
     def _strays(self, before: float) -> Iterator[str]:
-        """Files of the store that are older, and that no row knows of."""
+        """Yield files of the store that are older, and that no row knows of."""
         for digests in self.blobs.listed(before, AT_A_TIME):
             with self.database.snapshot() as session:
                 known = set(session.scalars(select(BlobRow.digest).where(BlobRow.digest.in_(digests))))
@@ -141,7 +141,7 @@ class Retention:
         return sum(self._retire_in(now, run_id, keep) for run_id in runs)
 
     def _retire_in(self, now: float, run_id: str, keep: int) -> int:
-        """Lets go of the blocks of a run's older versions. Their manifests stay, and what was measured of them."""
+        """Let go of the blocks of a run's older versions. Their manifests stay, and what was measured of them."""
         with self.database.transaction() as session:
             run = session.get_one(RunRow, run_id)
             there = session.scalars(
@@ -170,7 +170,8 @@ class Retention:
             return len(old)
 
     def _wanted(self, session: Session, run: RunRow, keep: int) -> set[int]:
-        """The first version, the latest ones, those that a task is about, and those that are yet to be measured."""
+        """Return the first version, the latest ones, those that a task is about, and those that are yet to be
+        measured."""
         live = (TaskRow.run_id == run.id) & TaskRow.state.in_(("offered", "leased", "lapsed"))
         about = session.scalars(select(TaskRow.version_number).where(live))
         due = central_due(session, run, RunSpec.model_validate(run.spec), None)
@@ -179,20 +180,20 @@ class Retention:
 
 
 def _forget_differences(session: Session, run_id: str, numbers: Sequence[int]) -> set[str]:
-    """Those to or from these versions; returns the blobs that they were."""
+    """Return those to or from these versions; returns the blobs that they were."""
     to_or_from = DifferenceRow.number.in_(numbers) | DifferenceRow.since.in_(numbers)
     forgotten = delete(DifferenceRow).where(DifferenceRow.run_id == run_id, to_or_from)
     return set(session.scalars(forgotten.returning(DifferenceRow.digest)))
 
 
 def _update_of_ended_round(before: float) -> ColumnElement[bool]:
-    """Blobs that were handed in, in rounds that all ended before then."""
+    """Return blobs that were handed in, in rounds that all ended before then."""
     return exists().where(TaskRow.update_digest == BlobRow.digest, _over(before))
 
 
 def _unreferenced(before: float) -> ColumnElement[bool]:
-    """Blobs of no run, neither announced since nor on their way, and handed in for no round that is live or ended
-    since."""
+    """Return blobs of no run, neither announced since nor on their way, and handed in for no round that is live or
+    ended since."""
     wanted = ~UploadRow.complete | (UploadRow.created_at >= before)
     recent = (UploadRow.digest == BlobRow.digest) & wanted
     needed = (TaskRow.update_digest == BlobRow.digest) & ~_over(before)

@@ -70,7 +70,7 @@ class ChangeFeed:
         self.closed = False
 
     def attach(self) -> None:
-        """Binds it to the running loop."""
+        """Bind it to the running loop."""
         self._loop = asyncio.get_running_loop()
         self._rung = asyncio.Event()
 
@@ -80,7 +80,7 @@ class ChangeFeed:
             self._loop.call_soon_threadsafe(self._rung.set)
 
     def close(self) -> None:
-        """Sends everybody home, so that the server can stop."""
+        """Send everybody home, so that the server can stop."""
         self.closed = True
         if self._loop and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake)
@@ -99,7 +99,7 @@ class ChangeFeed:
     async def listen(
         self, run_id: str | None, since: int | None, holder: str, admitted: Callable[[], bool]
     ) -> AsyncIterator[bytes]:
-        """Events behind `since`, or from now on, of one run or of all, until nobody takes them, they are not
+        """Yield events behind `since`, or from now on, of one run or of all, until nobody takes them, they are not
         `admitted` any more, or the process ends."""
         listener = _Listener(run_id, holder)
         self._listeners.add(listener)
@@ -132,7 +132,7 @@ class ChangeFeed:
             self._listeners.discard(listener)
 
     async def _begin(self) -> int:
-        """Sees to it that somebody looks; the number of the last event."""
+        """See to it that somebody looks; the number of the last event."""
         if self._looking is None or self._looking.done():
             self._kept.clear()
             self._last = await to_thread.run_sync(self._head)
@@ -169,7 +169,7 @@ class ChangeFeed:
             listener.bell.set()
 
     async def _after(self, seq: int, run_id: str | None) -> tuple[list[ChangeEvent], int]:
-        """The next events behind one, and up to where that is all."""
+        """Return the next events behind one, and up to where that is all."""
         if seq >= self._last:
             return [], seq
         if self._kept and self._kept[0].seq <= seq + 1:

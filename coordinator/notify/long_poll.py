@@ -39,12 +39,12 @@ class LongPollWaiters:
         self.closed = False
 
     def attach(self) -> None:
-        """Binds the gate to the running loop."""
+        """Bind the gate to the running loop."""
         self._loop = asyncio.get_running_loop()
 
     @contextmanager
     def waiting(self, worker_id: str) -> Iterator[asyncio.Event]:
-        """A bell that rings when there may be a task for the worker. Rings before anything is missed."""
+        """Yield a bell that rings when there may be a task for the worker. Rings before anything is missed."""
         bell = asyncio.Event()
         self._bells[worker_id].add(bell)
         try:
@@ -64,7 +64,7 @@ class LongPollWaiters:
             self._loop.call_soon_threadsafe(self._ring, worker_ids)
 
     def close(self) -> None:
-        """Sends everybody home, so that the server can stop."""
+        """Send everybody home, so that the server can stop."""
         self.closed = True
         if self._loop and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(lambda: self._ring(list(self._bells)))

@@ -38,13 +38,13 @@ log = structlog.get_logger()
 
 class WakeupChannel(Protocol):
     def call(self) -> None:
-        """Rings for the conductors. One that has not come to its last few rings yet needs no further one."""
+        """Ring for the conductors. One that has not come to its last few rings yet needs no further one."""
 
     def wake(self, worker_ids: Sequence[str]) -> None:
-        """Rings for workers, wherever they wait."""
+        """Ring for workers, wherever they wait."""
 
     def hung_up(self, name: str) -> WakeupListener:
-        """A bell under this name, which nobody else alive on this machine has."""
+        """Return a bell under this name, which nobody else alive on this machine has."""
 
 
 class FolderBells:
@@ -81,7 +81,7 @@ class FolderBells:
 
     @contextmanager
     def _addressed(self, name: str) -> Iterator[str]:
-        """A bell's address, which may not be as long as a path may."""
+        """Yield a bell's address, which may not be as long as a path may."""
         direct = self._folder / name
         if len(os.fsencode(direct)) < LONGEST_ADDRESS:
             yield str(direct)
@@ -142,7 +142,7 @@ def _datagrams() -> socket.socket:
 
 
 def own_name() -> str:
-    """A name under which one process that serves is woken."""
+    """Return a name under which one process that serves is woken."""
     return SERVING + uuid.uuid4().hex
 
 
@@ -168,7 +168,7 @@ class WakeupListener:
                 self.socket.recv(1, socket.MSG_DONTWAIT)
 
     def rung_for(self) -> list[str]:
-        """The workers that it was rung for since the last time; does not wait."""
+        """Return the workers that it was rung for since the last time; does not wait."""
         found: list[str] = []
         with suppress(BlockingIOError):
             while True:

@@ -46,7 +46,7 @@ class _Undo(Exception):
 
 
 def checks(services: Services) -> Iterator[tuple[str, Check]]:
-    """What is looked at, in order. Nothing that is written stays."""
+    """Yield what is looked at, in order. Nothing that is written stays."""
     settings = services.settings
     yield "database", lambda: _database(services)
     yield "clock", lambda: _clock(services)
@@ -80,7 +80,7 @@ def _database(services: Services) -> Iterator[Finding]:
 
 
 def _write_in_vain(services: Services) -> None:
-    """Writes to the database and takes it back. Raises _Undo if all went well."""
+    """Write to the database and take it back. Raises _Undo if all went well."""
     with services.database.transaction() as session:
         audit.record(session, services.database.now(), "doctor", "doctor.try", "nothing")
         session.scalars(select(AuditRow.seq).where(AuditRow.actor == "doctor")).one()
@@ -170,7 +170,7 @@ def _memory(memory: Memory) -> Iterator[Finding]:
 
 
 def _folders(settings: Settings) -> set[Path]:
-    """Where what belongs to sites lies on this machine."""
+    """Return where what belongs to sites lies on this machine."""
     url = make_url(settings.database_url)
     of_database = [Path(url.database).parent] if url.get_backend_name() == "sqlite" and url.database else []
     of_blobs = [] if "://" in settings.blob_url else [Path(settings.blob_url)]
@@ -194,7 +194,7 @@ def unknown(environment: Iterable[str]) -> Iterator[Finding]:
 
 
 def insecure(settings: Settings) -> Iterator[Finding]:
-    """What of the settings lets in more than it should."""
+    """Yield what of the settings lets in more than it should."""
     found = 0
     path = settings.admin_token_file
     if path and path.exists() and path.stat().st_mode & 0o077:

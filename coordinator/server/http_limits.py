@@ -54,7 +54,7 @@ LOOKS = 4
 
 
 def configuration(app: ASGIApp, settings: Settings) -> uvicorn.Config:
-    """The server as `serve` runs it."""
+    """Return the server as `serve` runs it."""
     door = ConnectionLimiter(settings)
     return uvicorn.Config(
         ShutdownMiddleware(app),
@@ -88,7 +88,7 @@ class BadCertificate(RuntimeError):
 
 
 def require_private(settings: Settings) -> None:
-    """Raises Exposed if other machines would be served in plain HTTP, and BadCertificate."""
+    """Raise Exposed if other machines would be served in plain HTTP, and BadCertificate."""
     if settings.tls_cert is None:
         if not (settings.behind_proxy or is_loopback(settings.host)):
             raise InsecureBindError(
@@ -108,7 +108,7 @@ def require_private(settings: Settings) -> None:
 
 
 def require_free(settings: Settings) -> None:
-    """Raises Taken if the server could not listen where the settings say: before anything is made or shown once."""
+    """Raise Taken if the server could not listen where the settings say: before anything is made or shown once."""
     try:
         (family, kind, *_, address), *_ = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -124,7 +124,7 @@ def require_free(settings: Settings) -> None:
 
 
 def make_room(connections: int) -> None:
-    """Lets this process open as many files as it takes connections, as far as the system allows it."""
+    """Let this process open as many files as it takes connections, as far as the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES
     if soft < wanted:
@@ -143,7 +143,8 @@ class ConnectionLimiter:
         self.total = 0
 
     def enter(self, address: str) -> Problem | None:
-        """One more from this address; the reason to turn it away, if there is one. To be followed by `leave`."""
+        """Return one more from this address; the reason to turn it away, if there is one. To be followed by
+        `leave`."""
         self._inside[address] += 1
         self.total += 1
         CONNECTIONS.inc()
@@ -304,7 +305,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, problem: Problem) -> None:
-        """Answers what is no request, and takes no more."""
+        """Answer what is no request, and takes no more."""
         self._refused = True
         PROBLEMS_TOTAL.labels(code=problem.code).inc()
         if not self._answered:
@@ -335,7 +336,7 @@ class Connection(HttpToolsProtocol):
             self._watch()
 
     def _watch(self) -> None:
-        """Sees to it that what is to be sent is taken."""
+        """See to it that what is to be sent is taken."""
         if self._look is None:
             self._untaken_bytes, self._untaken_since = self._untaken(), self.loop.time()
             self._look_later()
@@ -357,7 +358,7 @@ class Connection(HttpToolsProtocol):
         self._look_later()
 
     def _untaken(self) -> int:
-        """Bytes that the receiver has not acknowledged: what lies here, and what the system holds."""
+        """Return bytes that the receiver has not acknowledged: what lies here, and what the system holds."""
         held = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
         return self.transport.get_write_buffer_size() + int(struct.unpack("i", held)[0])
 
@@ -398,7 +399,7 @@ def _headers(problem: Problem, content: bytes) -> list[tuple[str, str]]:
 
 
 def _written(problem: Problem) -> bytes:
-    """A whole answer."""
+    """Return a whole answer."""
     content = json.dumps(problem.json()).encode()
     head = [f"HTTP/1.1 {problem.status} {http.HTTPStatus(problem.status).phrase}"]
     head += [f"{name}: {value}" for name, value in _headers(problem, content)]

@@ -13,7 +13,7 @@ from tessera.coordinator.settings import Settings
 
 
 def document() -> str:
-    """The description as JSON, with a line break at its end. Nothing is served, and no table is read."""
+    """Return the description as JSON, with a line break at its end. Nothing is served, and no table is read."""
     with tempfile.TemporaryDirectory() as folder:
         nowhere = Settings(
             database_url=f"sqlite:///{folder}/none.db",

@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 def serve(services: Services, child: ChildConductor | None) -> None:
-    """Serves the API until a signal ends it, with the child beside it that moves the rounds."""
+    """Serve the API until a signal ends it, with the child beside it that moves the rounds."""
     settings = services.settings
     make_room(settings.max_connections)
     spans.begin("tessera-coordinator")
@@ -44,7 +44,7 @@ def serve(services: Services, child: ChildConductor | None) -> None:
 
 
 def set_aside() -> None:
-    """Has the garbage collector pass over what is there by now, which stays.
+    """Have the garbage collector pass over what is there by now, which stays.
 
     Else it goes through all that was imported each few dozen requests, one of which takes 80 ms longer.
     """

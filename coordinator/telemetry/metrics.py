@@ -91,7 +91,7 @@ class Metrics:
         self._tables.register(TableCollector(services))
 
     def exposition(self) -> bytes:
-        """Everything in the Prometheus text format."""
+        """Return everything in the Prometheus text format."""
         with self._database.snapshot() as session:
             self._commits.follow(session)
         return generate_latest(REGISTRY) + generate_latest(self._tables)

@@ -9,7 +9,8 @@ from tessera.shared.api.admin import Readiness
 
 
 def readiness(services: Services) -> Readiness:
-    """The schema must be the right one, or a later one, and the store take bytes; what else is lacking is told."""
+    """Return the schema must be the right one, or a later one, and the store take bytes; what else is lacking is
+    told."""
     try:
         schema = services.database.at_head_or_later()
     except SQLAlchemyError:

@@ -58,7 +58,8 @@ def _tell(scope: Scope, status: int) -> None:
 
 
 def asked_of(scope: Scope) -> tuple[str, str]:
-    """The method and the template of the path that a request was for, as `/v1/runs/{run_id}`, once it was routed."""
+    """Return the method and the template of the path that a request was for, as `/v1/runs/{run_id}`, once it was
+    routed."""
     route, method = scope.get("route"), scope["method"]
     return (method, route.path) if route is not None and method in (route.methods or ()) else (NOTHING, NOTHING)
 

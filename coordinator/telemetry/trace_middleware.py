@@ -24,11 +24,11 @@ class Tracing:
 
 
 def sent_in(scope: Scope) -> str:
-    """The header of the caller's that names its trace, empty if there is none."""
+    """Return the header of the caller's that names its trace, empty if there is none."""
     sent: bytes = next((value for name, value in scope["headers"] if name == _NAME), b"")
     return sent.decode("latin-1")
 
 
 def present_trace() -> str | None:
-    """The trace of the request in hand."""
+    """Return the trace of the request in hand."""
     return get_contextvars().get("trace")

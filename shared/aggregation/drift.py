@@ -51,7 +51,7 @@ class Agreement:
 def agreement(
     model: Mapping[str, Tensor], names: Sequence[str], senders: Sequence[tuple[float, Mapping[str, Tensor]]]
 ) -> Agreement:
-    """Looks at the named blocks of a round's updates. Each of `senders` is a weight and the blocks that it sent.
+    """Look at the named blocks of a round's updates. Each of `senders` is a weight and the blocks that it sent.
 
     The names' order is part of a sketch: only sketches of the same names in the same order can be compared.
     """
@@ -94,7 +94,8 @@ def _of_block(base: Tensor, senders: Sequence[tuple[float, Tensor]], place: int)
 
 
 def _sketch(values: Array, place: int, number: int) -> Array:
-    """Sums of the values with signs that follow from where they are (Charikar, Chen and Farach-Colton 2002)."""
+    """Return sums of the values with signs that follow from where they are (Charikar, Chen and Farach-Colton
+    2002)."""
     # The raw words of this generator are the same on every machine and in every release of numpy.
     words = np.random.Philox(key=[place, number]).random_raw(-(-values.size // 64)).astype("<u8")
     signs = np.unpackbits(words.view(np.uint8), count=values.size)

@@ -22,7 +22,7 @@ def average(
     divide: Divide,
     inclusion: Callable[[str], float] = lambda _: 1.0,
 ) -> dict[str, Tensor]:
-    """The blocks that somebody sent, averaged with each sender's weight.
+    """Return the blocks that somebody sent, averaged with each sender's weight.
 
     `participants` divides a block's step by the weights of those who sent it: full-size steps for rare blocks, with a
     random denominator. `cohort` divides by the weights of all senders: linear and of bounded sensitivity, damped by

@@ -46,7 +46,7 @@ class Rule(Frozen):
 
     @abstractmethod
     def step(self, base: Tensor, senders: Sequence[Tensor], share: float) -> Derived:
-        """What to take off `base`: the rule's step times `share`, with the sign turned."""
+        """Return what to take off `base`: the rule's step times `share`, with the sign turned."""
 
 
 class Mean(Rule):
@@ -134,7 +134,8 @@ class Middle(Derived):
 
 
 def _sorted(rows: list[Array]) -> list[Array]:
-    """The rows sorted element by element, overwriting them: several times as fast as to sort along that axis."""
+    """Return the rows sorted element by element, overwriting them: several times as fast as to sort along that
+    axis."""
     spare = np.empty_like(rows[0])
     with np.errstate(invalid="ignore"):
         for low, high in _network(len(rows)):
@@ -147,7 +148,8 @@ def _sorted(rows: list[Array]) -> list[Array]:
 
 @lru_cache
 def _network(count: int) -> list[tuple[int, int]]:
-    """Pairs to be put in order, one after the other, that sort `count` rows: Batcher's odd-even merge sort (1968)."""
+    """Return pairs to be put in order, one after the other, that sort `count` rows: Batcher's odd-even merge sort
+    (1968)."""
     pairs: list[tuple[int, int]] = []
     size = 1
     while size < count:
@@ -169,7 +171,7 @@ class ByGram(Guard):
 
     @abstractmethod
     def weights(self, gram: Array, attackers: int) -> Array:
-        """What each step counts, float64 [senders], from their inner products, float64 [senders, senders]."""
+        """Return what each step counts, float64 [senders], from their inner products, float64 [senders, senders]."""
 
     def step(self, base: Tensor, senders: Sequence[Tensor], share: float) -> Derived:
         plain = weighted_steps(base, [(-1.0, sent) for sent in senders])
@@ -259,7 +261,7 @@ def _apart(gram: Array) -> Array:
 
 
 def _distances(gram: Array, weights: Array) -> Array:
-    """How far each step is from the weighted sum of all, [senders]."""
+    """Return how far each step is from the weighted sum of all, [senders]."""
     inner = (gram * weights).sum(axis=1)
     squares = gram.diagonal() - 2 * inner + (inner * weights).sum()
     away: Array = np.sqrt(np.maximum(squares, 0))
@@ -305,7 +307,8 @@ class Weighed(Derived):
 
 
 def gram_of(steps: Sequence[Tensor]) -> Array:
-    """Their inner products, float64 [steps, steps]: of a piece in the steps' own type, and wide over the pieces."""
+    """Return their inner products, float64 [steps, steps]: of a piece in the steps' own type, and wide over the
+    pieces."""
     gram = np.zeros((len(steps), len(steps)))
     with np.errstate(over="ignore", invalid="ignore"):
         for parts in lockstep(steps):
@@ -331,7 +334,7 @@ Robust = Annotated[
 def guarded(
     rule: Rule, model: Mapping[str, Tensor], senders: Sequence[Mapping[str, Tensor]], divide: Divide
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The blocks that enough workers sent, stepped by the rule, and the names of those that only fewer did.
+    """Return the blocks that enough workers sent, stepped by the rule, and the names of those that only fewer did.
 
     With `divide` of `cohort` a step is damped by the share of all workers that sent the block. Raises ValueError if a
     shape differs.

@@ -44,12 +44,12 @@ class Rule(Frozen):
         return False
 
     def moments(self) -> dict[str, Moment]:
-        """What it remembers, by letter."""
+        """Return what it remembers, by letter."""
         return {}
 
     @abstractmethod
     def step(self, g: Array, moments: Mapping[str, Array]) -> Array:
-        """What to take off the base, given the gradient and the moments that it has already entered."""
+        """Return what to take off the base, given the gradient and the moments that it has already entered."""
 
 
 class Plain(Rule):
@@ -101,7 +101,7 @@ class Adaptive(Rule):
 
     @abstractmethod
     def second(self, v: Array, g: Array) -> Array:
-        """The next v."""
+        """Return the next v."""
 
     def step(self, g: Array, moments: Mapping[str, Array]) -> Array:
         step: Array = self.learning_rate * moments.get("m", g) / (np.sqrt(moments["v"]) + self.tau)

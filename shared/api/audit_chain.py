@@ -14,13 +14,13 @@ GENESIS = "0" * 64
 
 
 def link(previous: str, entry: dict[str, Any]) -> str:
-    """The digest of an entry behind the entry whose digest is `previous`."""
+    """Return the digest of an entry behind the entry whose digest is `previous`."""
     text = json.dumps([previous, entry], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def first_broken(entries: Iterable[AuditEntry]) -> int | None:
-    """The number of the first entry that is not what was chained there, or None if the chain holds."""
+    """Return the number of the first entry that is not what was chained there, or None if the chain holds."""
     digest = GENESIS
     for number, shown in enumerate(entries, start=1):
         entry = {

@@ -69,7 +69,7 @@ class Evaluation(Frozen):
         return self
 
     def due(self, number: int, rounds: int) -> bool:
-        """Whether this version of a run of so many rounds is measured."""
+        """Return whether this version of a run of so many rounds is measured."""
         return number % self.every == 0 or number == rounds
 
 

@@ -72,7 +72,7 @@ class Progress(Message):
 
 
 def _or_nothing(value: object, validate: ValidatorFunctionWrapHandler) -> Progress | None:
-    """What cannot be read of it is no reason to lose a lease."""
+    """Return what cannot be read of it is no reason to lose a lease."""
     try:
         read: Progress | None = validate(value)
     except ValidationError:

@@ -46,7 +46,7 @@ class Manifest(Frozen):
 
     @classmethod
     def read(cls, document: bytes, fetch: Callable[[Digest], bytes]) -> Self:
-        """The manifest of a document; its root's is fetched. Raises ValueError for what is none."""
+        """Return the manifest of a document; its root's is fetched. Raises ValueError for what is none."""
         manifest = cls.model_validate_json(document)
         if manifest.root is None:
             return manifest
@@ -56,13 +56,13 @@ class Manifest(Frozen):
         return manifest.model_copy(update={"blocks": root.blocks | manifest.blocks})
 
     def document(self, root: Manifest | None = None) -> bytes:
-        """What is stored; `root` is the manifest that `self.root` names."""
+        """Return what is stored; `root` is the manifest that `self.root` names."""
         if root is None:
             return canonical(self)
         return canonical(self.model_copy(update={"blocks": self.changed(root)}))
 
     def changed(self, since: Manifest) -> dict[Name, Digest]:
-        """The blocks that are other than in that manifest."""
+        """Return the blocks that are other than in that manifest."""
         return {name: digest for name, digest in self.blocks.items() if since.blocks.get(name) != digest}
 
     @property

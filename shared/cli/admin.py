@@ -37,7 +37,7 @@ app.add_typer(token_app, name="token")
 
 
 def _label(name: str | None) -> str | None:
-    """A name as the coordinator takes it. Raises BadParameter, which names the parameter."""
+    """Return a name as the coordinator takes it. Raises BadParameter, which names the parameter."""
     try:
         return _LABEL.validate_python(name)
     except ValidationError as fault:
@@ -262,7 +262,7 @@ def create_enrolment_token(
 
 
 def _waiting(client: Client, code: str) -> Enrolment:
-    """Who waits under a code. Raises NotFound, and Conflict for one that was decided about already."""
+    """Return who waits under a code. Raises NotFound, and Conflict for one that was decided about already."""
     # A coordinator of the version before gives all that wait.
     found = [asked for asked in client.enrolments(code[:16]) if asked.code == normal_code(code)]
     if not found:
@@ -283,7 +283,7 @@ def _waiting(client: Client, code: str) -> Enrolment:
 
 
 def _confirm_new(site: str) -> None:
-    """Raises Abort if a person says no, and Invalid if there is none to ask."""
+    """Raise Abort if a person says no, and Invalid if there is none to ask."""
     if not sys.stdin.isatty():
         raise Invalid(f"there is no site {site!r}", remedy=f"Give --site {site} to make it.")
     typer.confirm(f"There is no site {site}. Make it?", abort=True, err=True)

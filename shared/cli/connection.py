@@ -47,7 +47,8 @@ class Connection:
     client_key: Path | None = None
 
     def client(self, patience_seconds: float = PATIENCE_SECONDS) -> Client:
-        """A client, to be closed by the caller. Raises Invalid for a token that cannot be read, or be sent there."""
+        """Return a client, to be closed by the caller. Raises Invalid for a token that cannot be read, or be sent
+        there."""
         return Client.as_told(**vars(self), patience_seconds=patience_seconds)
 
 
@@ -69,13 +70,13 @@ def connect(
 
 
 def client_of(ctx: typer.Context, patience_seconds: float = PATIENCE_SECONDS) -> Client:
-    """The client for a command, closed when the command ends."""
+    """Return the client for a command, closed when the command ends."""
     connection: Connection = ctx.obj
     return ctx.with_resource(connection.client(patience_seconds))
 
 
 def find_run(client: Client, named: str) -> Run:
-    """The run with this id, or the only one whose id begins so or whose name it is."""
+    """Return the run with this id, or the only one whose id begins so or whose name it is."""
     try:
         return client.run(named)
     except NotFound:
@@ -83,13 +84,13 @@ def find_run(client: Client, named: str) -> Run:
 
 
 def _told_run(run: Run) -> str:
-    """What tells a run from others of its name."""
+    """Return what tells a run from others of its name."""
     at = f"version {run.version.number} of {run.spec.rounds}"
     return f"{run.spec.name}, {run.state}, {at}, begun {ago(run.created_at)}"
 
 
 def find_token(client: Client, named: str) -> Token:
-    """The token with this id, or the only one not revoked whose id begins so or whose name it is."""
+    """Return the token with this id, or the only one not revoked whose id begins so or whose name it is."""
     tokens = list(client.tokens())
     exact = [token for token in tokens if token.id == named]
     if exact:
@@ -106,7 +107,7 @@ def only(
     name_of: Callable[[T], str],
     told: Callable[[T], str] | None = None,
 ) -> T:
-    """The one thing whose name is `named` or whose id begins so.
+    """Return the one thing whose name is `named` or whose id begins so.
 
     Raises NotFound if there is none, and Invalid naming them if there are several, each as `told`, or by its name.
     """

@@ -29,7 +29,7 @@ class Exports(Protocol):
 
 
 def export_file(source: Exports, run: Run, out: Path, number: int | None, progress: Progress) -> None:
-    """Writes a version (the latest if `number` is None) as one safetensors file, replacing one of that name."""
+    """Write a version (the latest if `number` is None) as one safetensors file, replacing one of that name."""
     with in_place_of(out) as partial:
         _export(source, run, partial, number, progress)
         partial.replace(out)
@@ -38,7 +38,7 @@ def export_file(source: Exports, run: Run, out: Path, number: int | None, progre
 def export_folder(
     source: Exports, run: Run, out: Path, number: int | None, progress: Progress, like: Path | None = None
 ) -> None:
-    """Writes a version with its config and table of blocks: a model folder, from which a run can start again.
+    """Write a version with its config and table of blocks: a model folder, from which a run can start again.
 
     What else is in the folder `like` (a tokenizer, say) is copied beside them. Raises Invalid if `out` exists.
     """
@@ -72,7 +72,7 @@ def _copy_rest(like: Path, folder: Path) -> None:
 
 @contextmanager
 def in_place_of(out: Path) -> Iterator[Path]:
-    """A name beside `out` to write to; what is left under it at the end is removed."""
+    """Yield a name beside `out` to write to; what is left under it at the end is removed."""
     partial = out.parent / f".{out.name}.{uuid4().hex}.partial"
     try:
         yield partial

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def load(module: str) -> Any:
-    """The module of this name.
+    """Return the module of this name.
 
     The garbage collector rests meanwhile: what is imported stays, and to look through it again and again takes a
     tenth of the time or more.

@@ -46,11 +46,11 @@ class Installed(TyperGroup):
         return sorted(installed())
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperGroup | None:
-        """What `--help` lists: the name and a summary, without the command's code."""
+        """Return what `--help` lists: the name and a summary, without the command's code."""
         return TyperGroup(name=cmd_name, help=SUMMARIES.get(cmd_name)) if cmd_name in installed() else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command itself, for running it and for completing its arguments."""
+        """Return the command itself, for running it and for completing its arguments."""
         name, placeholder, rest = super().resolve_command(ctx, args)
         if name is None or placeholder is None:
             return name, placeholder, rest
@@ -81,12 +81,12 @@ def _code_of(problem: Problem) -> int:
 
 
 def installed() -> dict[str, EntryPoint]:
-    """The commands by name, none of them loaded."""
+    """Return the commands by name, none of them loaded."""
     return {entry.name: entry for entry in entry_points(group=COMMANDS)}
 
 
 def _what_is_missing(entry: EntryPoint, fault: ModuleNotFoundError) -> str:
-    """One sentence for a package that is not installed. Raises `fault` again if it is a module of our own."""
+    """Return one sentence for a package that is not installed. Raises `fault` again if it is a module of our own."""
     ours, _, inner = entry.module.partition("tessera.")
     part = "" if ours else inner.partition(".")[0]
     missing = (fault.name or "").partition(".")[0]

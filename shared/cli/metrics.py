@@ -54,7 +54,7 @@ def metrics(
 def _write(
     run: Run, rows: list[Row], csv: Path | None, parquet: Path | None, mlflow: str | None, experiment: str
 ) -> dict[str, str]:
-    """Where the rows went."""
+    """Return where the rows went."""
     written: dict[str, str] = {}
     if csv:
         with in_place_of(csv) as partial:

@@ -38,7 +38,7 @@ A command whose codes say more than this tells so below.
 
 
 def document() -> str:
-    """The page, with a line break at its end. Loads the code of every command."""
+    """Return the page, with a line break at its end. Loads the code of every command."""
     parts = [PREAMBLE, *_options(get_command(app))]
     for name, entry in sorted(installed().items()):
         if name in SUMMARIES:
@@ -51,7 +51,7 @@ def _loaded(entry: EntryPoint) -> Any:
 
 
 def _command(path: str, command: Any) -> Iterator[str]:
-    """A command or group: what it is for, its line, its options, and what is under it."""
+    """Yield a command or group: what it is for, its line, its options, and what is under it."""
     yield _prose(command.help)
     under = getattr(command, "commands", None)
     arguments = " ".join(_argument(p) for p in command.params if p.param_type_name == "argument")
@@ -70,13 +70,13 @@ def _argument(parameter: Any) -> str:
 
 
 def _prose(text: str | None) -> str:
-    """A docstring's paragraphs, each on a line of its own."""
+    """Return a docstring's paragraphs, each on a line of its own."""
     paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(text or ""))
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def _options(command: Any) -> Iterator[str]:
-    """A table of what may be given, less `--help`."""
+    """Yield a table of what may be given, less `--help`."""
     shown = [p for p in command.params if p.name != "help" and not getattr(p, "hidden", False)]
     if not shown:
         return
@@ -94,13 +94,13 @@ def _name(parameter: Any, hints: Mapping[str, Any]) -> str:
 
 
 def _kind(parameter: Any, hints: Mapping[str, Any]) -> str:
-    """What it takes: the words that there are, or a word that stands for it."""
+    """Return what it takes: the words that there are, or a word that stands for it."""
     words = [str(word) for word in _words(hints.get(parameter.name))]
     return "`" + (parameter.metavar or "\\|".join(words) or parameter.opts[-1].lstrip("-").upper()) + "`"
 
 
 def _words(hint: Any) -> Iterator[Any]:
-    """The values of the literal types in an annotation."""
+    """Yield the values of the literal types in an annotation."""
     hint = getattr(hint, "__value__", hint)
     if get_origin(hint) is Literal:
         yield from get_args(hint)

@@ -43,7 +43,7 @@ Named = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beg
 
 
 def _sendable(key: str | None) -> str | None:
-    """A key that a header can carry. Raises BadParameter."""
+    """Return a key that a header can carry. Raises BadParameter."""
     if key is not None and not (key.isascii() and key.isprintable()):
         raise typer.BadParameter(f"{key!r} has characters other than printable ASCII")
     return key
@@ -111,7 +111,7 @@ def preview(
 def _uploaded(
     client: Client, file: Path, model: Path, settings: list[str] | None, *, as_json: bool
 ) -> tuple[RunSpec, str]:
-    """The run that a file and a model folder make, whose model is uploaded, and what that took."""
+    """Return the run that a file and a model folder make, whose model is uploaded, and what that took."""
     wanted = read_spec(file, settings or [])
     folder = ModelFolder.open(model)
     with output.progress(quiet=as_json) as bar:
@@ -210,7 +210,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _reasons(run: Run, rounds: Sequence[Round]) -> list[tuple[str, str]]:
-    """Why the rounds ended for which a run was paused."""
+    """Return why the rounds ended for which a run was paused."""
     last = [round_ for round_ in rounds if round_.number == run.version.number + 1]
     told = dict.fromkeys(round_.reason for round_ in last if round_.state == "abandoned" and round_.reason)
     return [("reason", said) for said in told] if run.state == "paused" else []

@@ -21,7 +21,8 @@ _LATER = digest_of(b"")
 
 
 def read_spec(file: Path, settings: Iterable[str] = ()) -> dict[str, Any]:
-    """The file's settings changed by `KEY=VALUE` ones, found to make a RunSpec once `model` and `version` are added.
+    """Return the file's settings changed by `KEY=VALUE` ones, found to make a RunSpec once `model` and `version` are
+    added.
 
     Raises Invalid naming every wrong setting.
     """
@@ -34,7 +35,8 @@ def read_spec(file: Path, settings: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def read_toml(file: Path, settings: Iterable[str]) -> dict[str, Any]:
-    """A file changed by `KEY=VALUE` settings. Keys are dotted (`cohort.quorum`); a value is TOML, or else text.
+    """Return a file changed by `KEY=VALUE` settings. Keys are dotted (`cohort.quorum`); a value is TOML, or else
+    text.
 
     Raises Invalid.
     """
@@ -73,7 +75,7 @@ def _value(text: str) -> Any:
 
 
 def check_spec(file: Path, given: Mapping[str, Any]) -> None:
-    """Raises Invalid naming every setting for which this makes no RunSpec, whatever its model and version."""
+    """Raise Invalid naming every setting for which this makes no RunSpec, whatever its model and version."""
     try:
         spec = RunSpec.model_validate({**given, "model": _LATER, "version": _LATER})
     except ValidationError as fault:

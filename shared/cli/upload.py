@@ -38,7 +38,7 @@ class Uploaded:
 
 
 def upload_model(taker: Taker, start: Start, progress: Callable[[int], None] = lambda _: None) -> Uploaded:
-    """Uploads a model's blocks, its document and its first version.
+    """Upload a model's blocks, its document and its first version.
 
     `progress` is told of each block's bytes once they are there, whether or not they had to be sent.
     """

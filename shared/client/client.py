@@ -127,11 +127,12 @@ class Client:
     # ------------------------------------------------------------ runs
 
     def create_run(self, spec: RunSpec, *, key: str | None = None) -> Run:
-        """Starts a run. `key` names this wish: the same key again gives the same run."""
+        """Start a run. `key` names this wish: the same key again gives the same run."""
         return self._create("/v1/runs", spec, Run, key)
 
     def preview_run(self, spec: RunSpec) -> Preview:
-        """Who would take part in such a run and who not and why; its model and version were uploaded before."""
+        """Return who would take part in such a run and who not and why; its model and version were uploaded
+        before."""
         return self._post("/v1/runs/preview", spec, Preview)
 
     def runs(self) -> Iterator[Run]:
@@ -141,27 +142,27 @@ class Client:
         return self._get(f"/v1/runs/{run_id}", Run)
 
     def set_run_state(self, run_id: str, state: RunState) -> Run:
-        """Pauses, resumes ('running') or cancels a run, unless it changed in between."""
+        """Pause, resume ('running') or cancel a run, unless it changed in between."""
         etag = self._transport.request("GET", f"/v1/runs/{run_id}").headers["ETag"]
         patch = RunPatch.model_validate({"state": state})
         answer = self._send("PATCH", f"/v1/runs/{run_id}", patch, {"If-Match": etag})
         return _read(Run, answer.content)
 
     def rounds(self, run_id: str) -> Iterator[Round]:
-        """Every attempt at every round, with its tasks, oldest first."""
+        """Yield every attempt at every round, with its tasks, oldest first."""
         return self._pages(f"/v1/runs/{run_id}/rounds", Round)
 
     def round(self, run_id: str, number: int) -> Round:
-        """The latest attempt at a round."""
+        """Return the latest attempt at a round."""
         return self._get(f"/v1/runs/{run_id}/rounds/{number}", Round)
 
     def versions(self, run_id: str, since: int = 0) -> Iterator[Version]:
-        """Every version from that number on, with what its method tells of it."""
+        """Yield every version from that number on, with what its method tells of it."""
         return self._pages(f"/v1/runs/{run_id}/versions", Version, since=since)
 
     def difference(self, run_id: str, number: int, since: int) -> Difference | None:
-        """The blob that makes a version of an earlier one; None if they are too far apart for one, or if the line is
-        so fast that to fetch the blocks takes no longer than to undo a difference."""
+        """Return the blob that makes a version of an earlier one; None if they are too far apart for one, or if the
+        line is so fast that to fetch the blocks takes no longer than to undo a difference."""
         if self.fast_line:
             return None
         params = {"since": str(since)}
@@ -174,13 +175,13 @@ class Client:
         return _read(Difference, answer.content)
 
     def measurements(self, run_id: str, since: int = 0) -> Iterator[Measurement]:
-        """What was measured of each version from that number on, centrally and at sites."""
+        """Yield what was measured of each version from that number on, centrally and at sites."""
         return self._pages(f"/v1/runs/{run_id}/metrics", Measurement, since=since)
 
     def export(
         self, run_id: str, file: BinaryIO, number: int | None = None, progress: Progress | None = None
     ) -> None:
-        """Writes a version (the latest if no number is given) as one safetensors file.
+        """Write a version (the latest if no number is given) as one safetensors file.
 
         `file` must be seekable: an export that breaks off is begun again. `progress` is then told of its bytes anew,
         less those that it was told of before.
@@ -211,7 +212,7 @@ class Client:
         return True
 
     def read_blob(self, digest: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
-        """A blob of at most `max_bytes`, whole. Raises Invalid for a larger one, and DigestMismatch."""
+        """Return a blob of at most `max_bytes`, whole. Raises Invalid for a larger one, and DigestMismatch."""
         file = io.BytesIO()
 
         def bounded(_: int) -> None:
@@ -222,7 +223,7 @@ class Client:
         return file.getvalue()
 
     def fetch_blob(self, digest: str, file: BinaryIO, progress: Progress | None = None) -> int:
-        """Writes a blob to an empty file, going on where it broke off, and returns its size in bytes.
+        """Write a blob to an empty file, going on where it broke off, and returns its size in bytes.
 
         Raises DigestMismatch if the bytes are not those of its name; what was written is then worthless.
         """
@@ -246,7 +247,7 @@ class Client:
             self._transport.patiently(attempt, moved=file.tell)
 
     def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None:
-        """Writes several blobs one behind the other, in one request if all goes well, for who checks the bytes."""
+        """Write several blobs one behind the other, in one request if all goes well, for who checks the bytes."""
         for first in range(0, len(digests), MOST_WANTED):
             some, before = tuple(digests[first : first + MOST_WANTED]), file.tell()
 
@@ -261,7 +262,7 @@ class Client:
 
     @contextmanager
     def _timing(self, position: Callable[[], int]) -> Iterator[None]:
-        """Notes how fast the line is, from a transfer. Of a small one the time is that of the request."""
+        """Note how fast the line is, from a transfer. Of a small one the time is that of the request."""
         start, began_at = position(), time.monotonic()
         yield
         if (moved := position() - start) >= ONE_REQUEST_BYTES:
@@ -283,13 +284,13 @@ class Client:
             raise NotUnderstood(f"blob {digest} is no manifest: {str(fault)[:300]}") from None
 
     def put_bytes(self, data: bytes) -> str:
-        """Uploads bytes and returns their digest."""
+        """Upload bytes and return their digest."""
         digest = digest_of(data)
         self._upload(digest, io.BytesIO(data), len(data), None)
         return digest
 
     def put_file(self, path: Path, progress: Progress | None = None, digest: str | None = None) -> str:
-        """Uploads a file, going on where it broke off, and returns its digest, which need not be given."""
+        """Upload a file, going on where it broke off, and returns its digest, which need not be given."""
         digest = digest or digest_at(path)
         with path.open("rb") as file:
             self._upload(digest, file, path.stat().st_size, progress)
@@ -339,36 +340,36 @@ class Client:
     # ------------------------------------------------------------ tasks
 
     def claim(self, claim: Claim, wait_seconds: int = 25) -> Task | None:
-        """Asks for a task, waiting until there is one for up to `wait_seconds`."""
+        """Ask for a task, waiting until there is one for up to `wait_seconds`."""
         headers = {"Prefer": f"wait={wait_seconds}"}
         answer = self._send("POST", "/v1/tasks/claim", claim, headers)
         return _read(Task, answer.content) if answer.status_code == httpx.codes.OK else None
 
     def tasks(self) -> Iterator[TaskView]:
-        """The site's own tasks, oldest first."""
+        """Yield the site's own tasks, oldest first."""
         return self._pages("/v1/tasks", TaskView)
 
     def task(self, task_id: str) -> TaskView:
         return self._get(f"/v1/tasks/{task_id}", TaskView)
 
     def heartbeat(self, task_id: str, token: int, progress: TaskProgress | None = None) -> Lease:
-        """Renews a lease, and says how far the task is. Raises LeaseLost, TaskCancelled or RoundClosed when there is
+        """Renew a lease, and say how far the task is. Raises LeaseLost, TaskCancelled or RoundClosed when there is
         nothing left to renew."""
         return self._post(f"/v1/tasks/{task_id}/heartbeat", Heartbeat(token=token, progress=progress), Lease)
 
     def submit(self, task_id: str, submission: Submission) -> TaskView:
-        """Hands in a finished `train` task whose update was uploaded before. Accepted when it returns."""
+        """Hand in a finished `train` task whose update was uploaded before. Accepted when it returns."""
         return self._post(f"/v1/tasks/{task_id}/update", submission, TaskView)
 
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView:
         return self._post(f"/v1/tasks/{task_id}/evaluation", evaluated, TaskView)
 
     def fail(self, task_id: str, failure: Failure) -> TaskView:
-        """Reports that a task cannot be done here."""
+        """Report that a task cannot be done here."""
         return self._post(f"/v1/tasks/{task_id}/failure", failure, TaskView)
 
     def release(self, task_id: str, token: int) -> TaskView:
-        """Gives a task back undone, to be offered again at once."""
+        """Give a task back undone, to be offered again at once."""
         return self._post(f"/v1/tasks/{task_id}/release", Heartbeat(token=token), TaskView)
 
     # ------------------------------------------------------------ sites, tokens, status
@@ -399,15 +400,15 @@ class Client:
         self._transport.request("DELETE", f"/v1/admin/tokens/{token_id}")
 
     def ask_to_join(self, spec: EnrolmentSpec) -> Enrolment:
-        """Asks for a worker to be admitted. The same secret again is the same wish."""
+        """Ask for a worker to be admitted. The same secret again is the same wish."""
         return self._post("/v1/enrolments", spec, Enrolment)
 
     def enrolment(self, enrolment_id: str) -> Enrolment:
-        """What became of it; for a client whose token is the secret that it was made for."""
+        """Return what became of it; for a client whose token is the secret that it was made for."""
         return self._get(f"/v1/enrolments/{enrolment_id}", Enrolment)
 
     def enrolments(self, code: str | None = None) -> Iterator[Enrolment]:
-        """Workers that wait to be admitted, or those that showed a code, also if they no longer wait."""
+        """Yield workers that wait to be admitted, or those that showed a code, also if they no longer wait."""
         wanted = {} if code is None else {"code": code}
         return self._pages("/v1/enrolments", Enrolment, **wanted)
 
@@ -418,11 +419,11 @@ class Client:
         return self._post(f"/v1/enrolments/{enrolment_id}/decline", None, Enrolment)
 
     def rotate(self, secret_hash: str) -> Rotated:
-        """Gives this client's token another secret, of which this is the hash."""
+        """Give this client's token another secret, of which this is the hash."""
         return self._post("/v1/tokens/rotate", Rotation(secret_hash=secret_hash), Rotated)
 
     def audit(self) -> Iterator[AuditEntry]:
-        """Every change of state, oldest first; each entry carries the digest of the one before."""
+        """Yield every change of state, oldest first; each entry carries the digest of the one before."""
         return self._pages("/v1/admin/audit", AuditEntry)
 
     def status(self) -> Status:
@@ -461,7 +462,7 @@ class Client:
 
 
 def read_token(text: str | None, file: Path | None) -> str | None:
-    """The token that a text is or else a file holds, if there is one. Raises Invalid."""
+    """Return the token that a text is or else a file holds, if there is one. Raises Invalid."""
     if not text and file:
         try:
             text = file.read_text(encoding="utf-8")
@@ -475,7 +476,8 @@ def read_token(text: str | None, file: Path | None) -> str | None:
 
 
 def _upload_path(location: str) -> str:
-    """Where the coordinator put the upload: a path of its own. To another place neither token nor bytes may go."""
+    """Return where the coordinator put the upload: a path of its own. To another place neither token nor bytes may
+    go."""
     if not _UPLOAD.fullmatch(location):
         raise NotUnderstood(f"the coordinator names {location[:200]!r} as the place of an upload")
     return location

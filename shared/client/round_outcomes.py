@@ -74,7 +74,7 @@ def outcomes(
     spreads: Mapping[int, Mapping[str, Spread]] | None = None,
     versions: Iterable[Version] = (),
 ) -> list[Outcome]:
-    """Each round with what is known of its version. `versions` are those, and the ones before them."""
+    """Return each round with what is known of its version. `versions` are those, and the ones before them."""
     by_number = {version.number: version for version in versions}
     return [_outcome(round_, scores, spreads or {}, by_number) for round_ in rounds]
 
@@ -100,7 +100,7 @@ def _outcome(
 
 
 def at_work(round_: Round) -> str:
-    """Who in an open round has come how far, in a phrase."""
+    """Return who in an open round has come how far, in a phrase."""
     names: dict[str, list[str]] = {}
     for task in round_.tasks:
         names.setdefault(task.state, []).append(task.worker)
@@ -123,7 +123,7 @@ class RunProgress:
 def follow(
     client: Client, run_id: str, *, poll_seconds: float = 1.0, sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[RunProgress]:
-    """Looks at a run every `poll_seconds` until it no longer runs. Every attempt at a round is told once, in order.
+    """Look at a run every `poll_seconds` until it no longer runs. Every attempt at a round is told once, in order.
 
     A committed round is told once its version has been measured, if it is to be, or once the round after it was
     committed too: evaluation goes on beside the next round.
@@ -161,7 +161,7 @@ def _key(round_: Round) -> Key:
 
 
 def _since(client: Client, run_id: str, last: Round | None) -> list[Round]:
-    """Every attempt from `last` on, it included, as they are now."""
+    """Return every attempt from `last` on, it included, as they are now."""
     if last:
         now = client.round(run_id, last.number)
         found = [now, *_after(client, run_id, now)]
@@ -182,7 +182,7 @@ def _after(client: Client, run_id: str, round_: Round) -> Iterator[Round]:
 
 
 def _settled(round_: Round, run: Run, found: Iterable[Measurement], last: Round | None) -> bool:
-    """Whether all is known of a round that is ever likely to be."""
+    """Return whether all is known of a round that is ever likely to be."""
     if round_.state not in OVER:
         return False
     evaluation = run.spec.evaluation

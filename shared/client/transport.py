@@ -100,7 +100,7 @@ class Credential(httpx.Auth):
         yield request
 
     def renewed(self, refused: str) -> bool:
-        """Whether there is another secret than the one that was refused."""
+        """Return whether there is another secret than the one that was refused."""
         self.secret = self._reread() or self.secret
         return self.secret != refused
 
@@ -147,11 +147,11 @@ class Transport:
             self._http.headers[HEADER] = traceparent
 
     def request(self, method: str, path: str, **options: Any) -> Answer:
-        """Sends a request, again if need be, and returns its answer. Raises Problem for a refusal."""
+        """Send a request, again if need be, and returns its answer. Raises Problem for a refusal."""
         return self.patiently(lambda: self.once(method, path, **options))
 
     def once(self, method: str, path: str, **options: Any) -> Answer:
-        """Sends a request one time. Raises Problem for a refusal and Unreachable if no answer came."""
+        """Send a request one time. Raises Problem for a refusal and Unreachable if no answer came."""
         with self._sent(method, path, options) as response:
             answer = self._read(response)
             _require_success(answer)
@@ -161,7 +161,7 @@ class Transport:
     def stream(
         self, path: str, headers: dict[str, str], *, method: str = "GET", content: str | None = None
     ) -> Iterator[httpx.Response]:
-        """Opens a response whose body is read as it comes; tries one time."""
+        """Open a response whose body is read as it comes; tries one time."""
         with self._sent(method, path, {"headers": headers, "content": content}) as response:
             if not response.is_success:
                 _require_success(self._read(response))
@@ -178,18 +178,18 @@ class Transport:
                 yield response
 
     def _spanning(self, method: str) -> AbstractContextManager[None]:
-        """A span for a request; within the present one if there is one, or else where all of ours belong."""
+        """Return a span for a request; within the present one if there is one, or else where all of ours belong."""
         parent = None if spans.present() else self._http.headers.get(HEADER)
         return spans.span(method, kind="client", parent=parent, attributes={"http.request.method": method})
 
     @staticmethod
     def _traced(options: dict[str, Any]) -> dict[str, Any]:
-        """The options of a request that names the present span as its parent."""
+        """Return the options of a request that names the present span as its parent."""
         present = spans.present()
         return {**options, "headers": {**options.get("headers", {}), HEADER: present}} if present else options
 
     def _read(self, response: httpx.Response) -> Answer:
-        """Reads an answer, as far as any answer of the API can be long, in bytes and in time."""
+        """Read an answer, as far as any answer of the API can be long, in bytes and in time."""
         content = bytearray()
         give_up_at = time.monotonic() + self._whole_seconds
         for piece in response.iter_raw():
@@ -201,7 +201,7 @@ class Transport:
         return Answer(response.status_code, response.headers, bytes(content))
 
     def patiently(self, attempt: Callable[[], T], moved: Callable[[], int] = lambda: 0) -> T:
-        """Runs `attempt` until it ends in anything but a retryable problem, or patience runs out.
+        """Run `attempt` until it ends in anything but a retryable problem, or patience runs out.
 
         Patience begins with the first failure, and anew with each after which `moved` (bytes that got through) has
         grown: a transfer may take as long as it likes while it gets on. A token that is refused is read anew, once.
@@ -238,7 +238,7 @@ class Answer:
 
 
 def _require_success(answer: Answer) -> None:
-    """Raises the problem of every status that is not 2xx. A redirect is one too: the token must not follow it."""
+    """Raise the problem of every status that is not 2xx. A redirect is one too: the token must not follow it."""
     if 300 <= answer.status_code < 400:
         to = answer.headers.get("Location", "nowhere")[:200]
         raise NotUnderstood(f"the coordinator redirects to {to}", remedy="Give the URL that it redirects to.")
@@ -248,7 +248,7 @@ def _require_success(answer: Answer) -> None:
 
 @contextmanager
 def reaching(proxy: str | None = None) -> Iterator[None]:
-    """Turns httpx's failures to get an answer into Unreachable."""
+    """Turn httpx's failures to get an answer into Unreachable."""
     try:
         yield
     except httpx.RequestError as fault:
@@ -274,7 +274,7 @@ def reaching(proxy: str | None = None) -> Iterator[None]:
 
 
 def _tls_fault(fault: BaseException) -> ssl.SSLError | None:
-    """What TLS itself complained of, behind httpx's own words."""
+    """Return what TLS itself complained of, behind httpx's own words."""
     cause: BaseException | None = fault
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
@@ -298,7 +298,8 @@ def _untrusted(fault: ssl.SSLError) -> Unreachable:
 def tls_context(
     ca_bundle: Path | None = None, client_cert: Path | None = None, client_key: Path | None = None
 ) -> ssl.SSLContext:
-    """Whom to trust, and what to be trusted by. A bundle of CAs takes the place of those that are trusted otherwise.
+    """Return whom to trust, and what to be trusted by. A bundle of CAs takes the place of those that are trusted
+    otherwise.
 
     Raises Invalid naming the file that cannot be used.
     """
@@ -319,7 +320,8 @@ def tls_context(
 
 
 def problem_of(response: Answer) -> Problem:
-    """The problem that a response carries; what is not problem+json (a proxy's page, say) is told by its status."""
+    """Return the problem that a response carries; what is not problem+json (a proxy's page, say) is told by its
+    status."""
     retry_after = _seconds(response.headers.get("Retry-After"))
     headers = dict(response.headers)
     if response.headers.get("Content-Type", "").startswith(MEDIA_TYPE):

@@ -33,7 +33,7 @@ def fail(name: str, detail: str, remedy: str) -> Finding:
 
 
 def examined(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
-    """The findings of each check. One that breaks is a finding too: an examination goes on to its end."""
+    """Yield the findings of each check. One that breaks is a finding too: an examination goes on to its end."""
     for name, check in checks:
         try:
             yield from check()

@@ -29,7 +29,7 @@ class Setting:
 
 
 def flat(value: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings, each under its dotted name."""
+    """Yield the leaves of nested mappings, each under its dotted name."""
     if isinstance(value, Mapping) and value:
         for key, below in value.items():
             yield from flat(below, f"{above}.{key}" if above else str(key))
@@ -38,7 +38,7 @@ def flat(value: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def shown(name: str, value: Any) -> Any:
-    """A value as anybody may see it: without what is secret by its type, its name, or its place in a URL."""
+    """Return a value as anybody may see it: without what is secret by its type, its name, or its place in a URL."""
     if isinstance(value, SecretStr) or (value and _SECRET.search(name.rpartition(".")[2].lower())):
         return HIDDEN
     if isinstance(value, list | tuple):
@@ -66,12 +66,12 @@ def effective(
 
 
 def _is_under(name: str, given: set[str]) -> bool:
-    """Whether a setting, or a list or table that it is in, was given."""
+    """Return whether a setting, or a list or table that it is in, was given."""
     return any(name == one or name.startswith(f"{one}.") or one.startswith(f"{name}.") for one in given)
 
 
 def _by_name(environment: Mapping[str, str], prefix: str) -> dict[str, str]:
-    """The variable that each setting comes from. A variable may hold a whole table, as JSON."""
+    """Return the variable that each setting comes from. A variable may hold a whole table, as JSON."""
     found: dict[str, str] = {}
     for variable, text in sorted(environment.items()):
         if not variable.upper().startswith(prefix):

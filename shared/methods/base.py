@@ -66,7 +66,7 @@ class State:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
     def advanced(self, changed: Mapping[str, Tensor]) -> State:
-        """The state one round on, with some blocks changed and all else as it was."""
+        """Return the state one round on, with some blocks changed and all else as it was."""
         return replace(self, round=self.round + 1, model={**self.model, **changed})
 
 
@@ -141,21 +141,21 @@ class CoordinatorHalf(Generic[C]):
         self.run = run
 
     def start(self, state: State) -> State:
-        """The state before the first round: a place to add server memory.
+        """Return the state before the first round: a place to add server memory.
 
         Raises UnsupportedRun, which refuses the run, if it is not one that the method can do.
         """
         return state
 
     def plan(self, state: State, cohort: Sequence[Participant], rng: Random) -> Mapping[str, Plan]:
-        """A plan for each worker of the cohort, by name. No plans at all end the run."""
+        """Return a plan for each worker of the cohort, by name. No plans at all end the run."""
         return {worker.name: self.plan_for(state, worker) for worker in cohort}
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
         return Plan()
 
     def check(self, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
-        """Judges what a worker reports beside its blocks. Raises ValueError, which refuses the update."""
+        """Judge what a worker reports beside its blocks. Raises ValueError, which refuses the update."""
 
     def stretch(self, numbers: Mapping[str, float]) -> float:
         """Return by how much `merge` lengthens the step of an update with these numbers, but for a factor that all
@@ -164,7 +164,7 @@ class CoordinatorHalf(Generic[C]):
         return 1.0
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
-        """The next state. `updates` come sorted by worker; tensors are lazy and are read block by block."""
+        """Return the next state. `updates` come sorted by worker; tensors are lazy and are read block by block."""
         if not self.run.robust.neutral:
             blocks = [update.blocks for update in updates]
             moved, few = guarded(self.run.robust, state.model, blocks, self.run.divide)
@@ -188,19 +188,20 @@ class CoordinatorHalf(Generic[C]):
             )
 
     def inclusion(self, block: Block) -> float:
-        """The probability with which a worker sends the block, for the `inverse-probability` average.
+        """Return the probability with which a worker sends the block, for the `inverse-probability` average.
 
         Raises UnsupportedRun where nobody can know it, such as when the choice follows the data.
         """
         return 1.0
 
     def warnings(self, state: State) -> Sequence[str]:
-        """Sentences for people about what this version shows of the run, such as a layer that nobody ever trains."""
+        """Return sentences for people about what this version shows of the run, such as a layer that nobody ever
+        trains."""
         return ()
 
 
 def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
-    """A run's state before its first round. Raises UnsupportedRun for a run that its method cannot do."""
+    """Return a run's state before its first round. Raises UnsupportedRun for a run that its method cannot do."""
     if half.run.divide == "inverse-probability":
         for block in half.run.blocks:
             half.inclusion(block)
@@ -238,23 +239,24 @@ class Work(Protocol):
         ...
 
     def read(self, block: Block) -> Array:
-        """The block's present value, in its own shape and dtype."""
+        """Return the block's present value, in its own shape and dtype."""
         ...
 
     def write(self, block: Block, values: Array) -> None:
-        """Overwrites the block's value in the model."""
+        """Overwrite the block's value in the model."""
         ...
 
     def tensors(self, values: Mapping[str, Array]) -> dict[str, torch.Tensor]:
-        """Values by block name as whole tensors by tensor name, on the device; zero where no value is given."""
+        """Return values by block name as whole tensors by tensor name, on the device; zero where no value is
+        given."""
         ...
 
     def forward(self, batch: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor] | None = None) -> Output:
-        """What the model makes of a batch; with `values` in place of its own tensors of those names."""
+        """Return what the model makes of a batch; with `values` in place of its own tensors of those names."""
         ...
 
     def forward_with_features(self, batch: Mapping[str, torch.Tensor]) -> tuple[Output, torch.Tensor]:
-        """What the model makes of a batch, and what its head is handed in the same pass, [examples, width].
+        """Return what the model makes of a batch, and what its head is handed in the same pass, [examples, width].
 
         Where the head is handed tokens, that is the mean over those that are no padding. Raises ValueError if the
         model has no head of its own.
@@ -262,15 +264,15 @@ class Work(Protocol):
         ...
 
     def features(self, batch: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The features of `forward_with_features` by a model that does not train, with `values` in place of the
-        model's own tensors of those names: in evaluation mode, without gradient."""
+        """Return the features of `forward_with_features` by a model that does not train, with `values` in place of
+        the model's own tensors of those names: in evaluation mode, without gradient."""
         ...
 
     def attention(
         self, batches: Iterable[Mapping[str, torch.Tensor]], tokens: TaskTokens
     ) -> Mapping[str, LayerAttention]:
-        """How each layer that attends does so, by the layer's name (`shared.model.layers`). Leaves the model as it
-        was.
+        """Return how each layer that attends does so, by the layer's name (`shared.model.layers`). Leaves the model
+        as it was.
 
         Raises ValueError for attention that cannot be measured, and for tokens that cannot be told.
         """
@@ -279,23 +281,24 @@ class Work(Protocol):
     def gradient_norms(
         self, batches: Iterable[Mapping[str, torch.Tensor]], blocks: Sequence[Block]
     ) -> Mapping[str, float]:
-        """The l2 norm of the mean loss's gradient by those of the blocks that are in a layer, by the layer's name."""
+        """Return the l2 norm of the mean loss's gradient by those of the blocks that are in a layer, by the layer's
+        name."""
         ...
 
     def fisher(self, batches: Iterable[Mapping[str, torch.Tensor]], blocks: Sequence[Block]) -> Mapping[str, float]:
-        """The mean over examples of the squared norm of such a gradient of the example's own loss."""
+        """Return the mean over examples of the squared norm of such a gradient of the example's own loss."""
         ...
 
     def choose(self, scores: Array, count: int, picks: int | None = None) -> Sequence[int]:
-        """The places of the `count` candidates with the largest sums of scores [examples, candidates], of equals the
-        first. Scores are in [0, 1], so that where the run is private the sums are made noisy as it says.
+        """Return the places of the `count` candidates with the largest sums of scores [examples, candidates], of
+        equals the first. Scores are in [0, 1], so that where the run is private the sums are made noisy as it says.
 
         Who calls it several times for one choice says how many `picks` they come to together: they then cost what
         one choice does."""
         ...
 
     def add_private(self, name: str, module: torch.nn.Module) -> None:
-        """Adds a module that stays at this site, with the values that the vault holds for it.
+        """Add a module that stays at this site, with the values that the vault holds for it.
 
         It becomes a submodule of the model until the task ends.
         """
@@ -304,7 +307,7 @@ class Work(Protocol):
     def fuse_prompts(
         self, modalities: Sequence[Modality], fusion: Fusion, start: LocalStart, *, shared_fusion: bool = False
     ) -> None:
-        """Has the model's prompts for these towers fused with prompts of this site's own until the task ends.
+        """Have the model's prompts for these towers fused with prompts of this site's own until the task ends.
 
         Those become the private module `local`, as many as the model's, and what fuses them the private module
         `fusion`; with `shared_fusion` that is the model's own, which must be of the same kind. Raises ValueError if
@@ -354,7 +357,7 @@ class WorkerHalf(Generic[C]):
         self.run = run
 
     def private(self) -> Selector:
-        """Which of the run's blocks never leave the site. A plan that asks for one of them is refused.
+        """Return which of the run's blocks never leave the site. A plan that asks for one of them is refused.
 
         They are kept in the vault and restored from it, as is what `Work.add_private` added.
         """
@@ -367,30 +370,30 @@ class WorkerHalf(Generic[C]):
         """
 
     def select(self, work: Work, batches: Iterable[Mapping[str, torch.Tensor]]) -> Selector:
-        """The blocks to train and send, out of those the plan trains."""
+        """Return the blocks to train and send, out of those the plan trains."""
         return work.plan.train
 
     def phases(self, work: Work, selected: Selector) -> Sequence[Phase]:
-        """The stretches of training, each with an optimizer of its own. None at all trains nothing."""
+        """Return the stretches of training, each with an optimizer of its own. None at all trains nothing."""
         return [Phase(selected)]
 
     def personal(self, work: Work) -> Sequence[Phase]:
-        """The local training that comes before a version is evaluated as this site's own model."""
+        """Return the local training that comes before a version is evaluated as this site's own model."""
         return ()
 
     def on_phase_start(self, work: Work, phase: Phase) -> None:
         """Before a phase begins."""
 
     def loss(self, work: Work, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The loss of one batch, a scalar: by default the one that the transformers model computes."""
+        """Return the loss of one batch, a scalar: by default the one that the transformers model computes."""
         return work.forward(batch).loss
 
     def after_backward(self, work: Work) -> None:
         """Between the backward pass and the optimizer's step, when gradients may be corrected."""
 
     def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
-        """What to send and what to keep: by default the blocks that were both selected and asked for, and what is
-        private."""
+        """Return what to send and what to keep: by default the blocks that were both selected and asked for, and what
+        is private."""
         sent = [block for block in work.plan.upload.resolve(work.blocks) if selected.holds(block)]
         kept = [*self.private().resolve(work.blocks), *work.private]
         return Harvest(

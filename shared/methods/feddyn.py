@@ -111,12 +111,12 @@ class FedDynCoordinator(CoordinatorHalf[FedDynSettings]):
         return replace(merged, model=model, memory={**memory, **population.memory()})
 
     def _alpha(self, update: Update) -> float:
-        """The alpha_k that the update was made with."""
+        """Return the alpha_k that the update was made with."""
         return update.plan.numbers.get(ALPHA, self.settings.alpha)
 
 
 def _moved(base: Tensor, last: Tensor | None, kept: float, senders: Sequence[tuple[float, Tensor]]) -> Tensor:
-    """A block's next mean of all g_k; what it was is spread over those who are new, who begin with none."""
+    """Return a block's next mean of all g_k; what it was is spread over those who are new, who begin with none."""
 
     def mean(parts: Sequence[Array]) -> Array:
         total: Array = _wide(parts[0]) + (kept * _wide(parts[1]) if len(parts) > 1 else 0.0)

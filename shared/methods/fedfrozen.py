@@ -233,7 +233,8 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
 
 
 def observed(before: Mapping[str, float], seen: Agreement, last: Array | None) -> dict[str, float]:
-    """What a round adds to the warm-up's numbers. `last` is the sketch of the last round with two senders or more.
+    """Return what a round adds to the warm-up's numbers. `last` is the sketch of the last round with two senders or
+    more.
 
     A round with one sender tells how far that one went, but not how far clients disagree; all else stays as it was.
     """

@@ -82,7 +82,7 @@ class MoonWorker(WorkerHalf[MoonSettings]):
 
 
 def _cosine(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The cosine of each example's two feature vectors, [examples]."""
+    """Return the cosine of each example's two feature vectors, [examples]."""
     lengths = one.norm(dim=-1) * other.norm(dim=-1)
     cosine: torch.Tensor = (one * other).sum(dim=-1) / lengths.clamp_min(1e-8)
     return cosine

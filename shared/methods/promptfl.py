@@ -36,7 +36,7 @@ class PromptFLSettings(MethodSettings):
 
 
 def prompt_blocks(blocks: Iterable[Block], modalities: Sequence[Modality]) -> tuple[str, ...]:
-    """The names of the model's prompts for these towers. Raises UnsupportedRun for a tower that has none."""
+    """Return the names of the model's prompts for these towers. Raises UnsupportedRun for a tower that has none."""
     there = {block.name for block in blocks}
     names = tuple(f"prompts.{modality}" for modality in modalities)
     if absent := [modality for modality, name in zip(modalities, names, strict=True) if name not in there]:

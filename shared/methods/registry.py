@@ -45,7 +45,8 @@ class MethodsUnusable(ValueError):
 
 @cache
 def methods() -> dict[str, Method[Any]]:
-    """Every installed method by name. Raises MethodsUnusable if two claim one name, or a folder is not there."""
+    """Return every installed method by name. Raises MethodsUnusable if two claim one name, or a folder is not
+    there."""
     found = [importlib.import_module(f"{__package__}.{info.name}") for info in pkgutil.iter_modules(_HERE)]
     found += [entry.load() for entry in entry_points(group="tessera.methods")]
     found += _from_folders()
@@ -81,12 +82,13 @@ def _method(chosen: MethodSpec) -> tuple[Method[Any], MethodSettings]:
 
 
 def check(chosen: MethodSpec) -> None:
-    """Raises UnknownMethod, or pydantic's ValidationError for settings that the method does not take."""
+    """Raise UnknownMethod, or pydantic's ValidationError for settings that the method does not take."""
     _method(chosen)
 
 
 def sticky(chosen: MethodSpec) -> bool:
-    """Whether a site stays with one worker (`CoordinatorHalf.sticky`); False for a method that is not installed."""
+    """Return whether a site stays with one worker (`CoordinatorHalf.sticky`); False for a method that is not
+    installed."""
     method = methods().get(chosen.name)
     return method is not None and method.coordinator.sticky
 

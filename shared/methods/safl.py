@@ -162,31 +162,32 @@ class Candidates:
         return {layer.name: f"{place}.{layer.index}" for place, stack in enumerate(self.stacks) for layer in stack}
 
     def quotas(self, count: int) -> list[int]:
-        """How many of each stack are among `count`: in proportion, ranks of all stacks ordered by their middles."""
+        """Return how many of each stack are among `count`: in proportion, ranks of all stacks ordered by their
+        middles."""
         ranks = [((rank + 0.5) / len(stack), s) for s, stack in enumerate(self.stacks) for rank in range(len(stack))]
         taken = [s for _, s in sorted(ranks)[:count]]
         return [taken.count(s) for s in range(len(self.stacks))]
 
     def top(self, scores: Mapping[str, float], count: int) -> list[Layer]:
-        """The layers of the largest scores, given by name; of equals, the one nearer the input."""
+        """Return the layers of the largest scores, given by name; of equals, the one nearer the input."""
         chosen: list[Layer] = []
         for stack, quota in zip(self.stacks, self.quotas(count), strict=True):
             chosen += sorted(stack, key=lambda layer: -scores[layer.name])[:quota]
         return chosen
 
     def trained_bytes(self, count: int) -> int:
-        """The most bytes that train, and that are sent, with so many layers, whichever they are."""
+        """Return the most bytes that train, and that are sent, with so many layers, whichever they are."""
         most = sum(block.nbytes for block in self.always)
         for stack, quota in zip(self.stacks, self.quotas(count), strict=True):
             most += sum(sorted((layer.nbytes for layer in stack), reverse=True)[:quota])
         return most
 
     def fitting(self, nbytes: float) -> int:
-        """The most layers that train within so many bytes, whichever they are."""
+        """Return the most layers that train within so many bytes, whichever they are."""
         return max((k for k in range(len(self.layers) + 1) if self.trained_bytes(k) <= nbytes), default=0)
 
     def selector(self, chosen: Sequence[Layer]) -> Selector:
-        """The chosen layers' blocks, as far as they train, and what always trains."""
+        """Return the chosen layers' blocks, as far as they train, and what always trains."""
         patterns = tuple(pattern for layer in chosen for pattern in _patterns(layer))
         always = tuple(escape(block.name) for block in self.always)
         matches = [Match(roles=self.within, names=patterns)] if patterns else []
@@ -199,7 +200,7 @@ def _patterns(layer: Layer) -> Sequence[str]:
 
 
 def check_privacy(settings: SAFLSettings, privacy: Privacy | None) -> None:
-    """Raises UnsupportedRun where what SAFL tells of a site's data is not what the run's privacy covers."""
+    """Raise UnsupportedRun where what SAFL tells of a site's data is not what the run's privacy covers."""
     if privacy is None or not (settings.looks_at_data or settings.needs_heads):
         return
     if privacy.selection == "refused":
@@ -422,7 +423,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def copies_in_training(training: Training) -> int:
-    """How many copies of what trains there are beside its value: the gradient, and what the optimizer keeps."""
+    """Return how many copies of what trains there are beside its value: the gradient, and what the optimizer
+    keeps."""
     if training.optimizer == "adamw":
         return 3
     return 2 if training.momentum else 1
@@ -470,7 +472,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         return [Phase(selected)] if selected else []
 
     def _is_to_look(self, plan: Plan) -> bool:
-        """Whether this task measures anything on the site's data."""
+        """Return whether this task measures anything on the site's data."""
         own, sends = plan.numbers.get(LAYERS), bool(plan.upload)
         if own == 0:
             return False
@@ -554,7 +556,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
     # ------------------------------------------------------------ from round to round
 
     def _memory(self) -> dict[str, Array]:
-        """What a site keeps until it profiles again: its choice, and whose rows matter."""
+        """Return what a site keeps until it profiles again: its choice, and whose rows matter."""
         kept: dict[str, Array] = {"safl/chosen": np.array(self._chosen, dtype=np.int64)} if self._chosen else {}
         for name, rows in self._rows.items():
             kept[f"safl/axis/{name}"] = np.array([rows.axis], dtype=np.int64)
@@ -571,7 +573,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
 
 
 def beyond_the_sink(layer: LayerAttention) -> Array:
-    """The mass on the task's tokens as a share of what the first token leaves over, [examples] in [0, 1].
+    """Return the mass on the task's tokens as a share of what the first token leaves over, [examples] in [0, 1].
 
     In causal models the first token draws attention that means nothing. (To subtract the mean over other tokens,
     as is also proposed, changes no ranking: rows sum to 1, so that mean falls as the mass rises.)

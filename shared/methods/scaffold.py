@@ -108,8 +108,8 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
         return replace(merged, memory=memory)
 
     def _control(self, state: State, name: str, kept: float, senders: Sequence[tuple[float, Update]]) -> Tensor:
-        """The block's next c: what is kept of it is spread over those who are new too, who begin with none, and each
-        sender's share gives way to its mean gradient, -d / (tau eta)."""
+        """Return the block's next c: what is kept of it is spread over those who are new too, who begin with none,
+        and each sender's share gives way to its mean gradient, -d / (tau eta)."""
         base, last = state.model[name], state.memory.get(CONTROL + name)
         rate = self.run.training.learning_rate
         gradient = weighted_steps(base, [(-s / (u.numbers[STEPS] * rate), u.blocks[name]) for s, u in senders])
@@ -153,7 +153,7 @@ class ScaffoldWorker(WorkerHalf[ScaffoldSettings]):
         return replace(harvest, keep={**harvest.keep, **kept})
 
     def _control(self, work: Work, name: str, values: Array, steps: int) -> Array:
-        """The block's next c_k, option II."""
+        """Return the block's next c_k, option II."""
         step = self._start[name].astype(np.float64) - values.astype(np.float64)
         gradient = step / (steps * self.run.training.learning_rate)
         own, server = (kept.get(CONTROL + name, np.zeros(())) for kept in (work.vault, work.memory))

@@ -37,7 +37,7 @@ _FORBIDDEN = re.compile(r"[^\w.\- /]")
 
 
 def write(rows: Sequence[Row], run: Run, uri: str, experiment: str) -> str:
-    """Returns the id of the MLflow run. A metric's step is its version; what made none is left out.
+    """Return the id of the MLflow run. A metric's step is its version; what made none is left out.
 
     Raises Invalid for a store that MLflow cannot use.
     """
@@ -77,7 +77,7 @@ def _run(client: MlflowClient, run: Run, experiment: str) -> MlflowRun:
 
 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:
-    """What the run asked for, by the paths of its settings."""
+    """Yield what the run asked for, by the paths of its settings."""
     for name, value in run.spec.model_dump(mode="json", exclude={"name"}, exclude_none=True).items():
         if isinstance(value, dict):
             yield from ((f"{name}.{key}", str(inner)) for key, inner in value.items())
@@ -90,7 +90,7 @@ def _tags(run: Run) -> list[RunTag]:
 
 
 def _history(client: MlflowClient, made: MlflowRun, name: str) -> dict[int, float]:
-    """The last value of each step."""
+    """Return the last value of each step."""
     history = sorted(client.get_metric_history(made.info.run_id, name), key=lambda metric: metric.timestamp)
     return {metric.step: metric.value for metric in history}
 

@@ -35,7 +35,7 @@ class Row(NamedTuple):
 def rows_of(
     run: Run, rounds: Iterable[Round], versions: Iterable[Version], measurements: Iterable[Measurement]
 ) -> Iterator[Row]:
-    """The rows of a run: its rounds in order, then what was measured and told of each version.
+    """Yield the rows of a run: its rounds in order, then what was measured and told of each version.
 
     An attempt at a round that was abandoned has rows too, with no version: what it cost was spent.
     """
@@ -70,7 +70,7 @@ def _round(run: Run, round_: Round) -> Iterator[Row]:
 
 
 def _task(task: TaskView) -> dict[str, float]:
-    """What an accepted update came to, and what it cost; nothing is known of one that was not accepted."""
+    """Return what an accepted update came to, and what it cost; nothing is known of one that was not accepted."""
     if not task.is_accepted:
         return {}
     cost = {"upload_bytes": float(task.upload_bytes), "download_bytes": float(task.download_bytes)}

@@ -106,7 +106,7 @@ def _joined(scores: list[Score]) -> Score:
 
 
 def scores_by_version(measurements: Iterable[Measurement]) -> dict[int, dict[str, float]]:
-    """What was measured of each version: on the central data set or, of one that was not measured there, the
+    """Return what was measured of each version: on the central data set or, of one that was not measured there, the
     example-weighted mean over the sites."""
     by_version: dict[int, list[Measurement]] = {}
     for measurement in measurements:

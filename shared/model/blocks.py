@@ -58,7 +58,7 @@ class Part(Frozen):
         return sum(stop - start for start, stop in self.spans)
 
     def index(self) -> np.ndarray:
-        """The covered rows as an integer index, int64 [rows]."""
+        """Return the covered rows as an integer index, int64 [rows]."""
         return np.concatenate([np.arange(start, stop) for start, stop in self.spans])
 
 
@@ -100,7 +100,7 @@ class Block(Frozen):
 
 
 def whole_shapes(blocks: Iterable[Block]) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor that the blocks make up, in the order in which they first name it."""
+    """Return the shape of each tensor that the blocks make up, in the order in which they first name it."""
     shapes: dict[str, tuple[int, ...]] = {}
     for block in blocks:
         known = shapes.get(block.tensor)
@@ -113,7 +113,7 @@ def whole_shapes(blocks: Iterable[Block]) -> dict[str, tuple[int, ...]]:
 
 
 def check_table(blocks: Sequence[Block]) -> None:
-    """Refuses a table that does not cover each tensor exactly once.
+    """Refuse a table that does not cover each tensor exactly once.
 
     Raises ValueError naming every duplicate name and every tensor whose parts overlap, leave a gap, or disagree.
     """

@@ -31,7 +31,8 @@ class Layer:
 
 
 def layers_of(blocks: Iterable[Block]) -> tuple[Layer, ...]:
-    """The layers that the blocks are in: stacks in the order in which the table names them, layers by number."""
+    """Return the layers that the blocks are in: stacks in the order in which the table names them, layers by
+    number."""
     stacks: dict[str, dict[int, list[Block]]] = {}
     for block in blocks:
         if block.layer is not None:
@@ -42,7 +43,7 @@ def layers_of(blocks: Iterable[Block]) -> tuple[Layer, ...]:
 
 
 def stack_of(block: Block) -> str:
-    """The path of the stack that the block's layer is counted in: its tensor's name up to the layer's number.
+    """Return the path of the stack that the block's layer is counted in: its tensor's name up to the layer's number.
 
     A mapping may take the number from the middle of a name. Then the name tells of no stack, and the path is empty.
     """

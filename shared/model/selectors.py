@@ -52,7 +52,7 @@ class Selector(Frozen):
         )
 
     def resolve(self, blocks: Iterable[Block]) -> tuple[Block, ...]:
-        """The selected blocks, in the table's order.
+        """Return the selected blocks, in the table's order.
 
         Raises SelectorError for a match, included or excluded, that no block meets: a condition that selects
         nothing is nearly always a misspelling, and training the wrong blocks is not noticed by any loss.
@@ -72,17 +72,17 @@ NOTHING = Selector(include=())
 
 
 def roles(*names: Role) -> Selector:
-    """Selects the blocks with any of these roles."""
+    """Select the blocks with any of these roles."""
     return Selector(include=(Match(roles=names),))
 
 
 def all_but(*names: Role) -> Selector:
-    """Selects the blocks with none of these roles."""
+    """Select the blocks with none of these roles."""
     return Selector(exclude=(Match(roles=names),))
 
 
 def named(names: Iterable[str]) -> Selector:
-    """Selects blocks by name or shell pattern."""
+    """Select blocks by name or shell pattern."""
     return Selector(include=(Match(names=tuple(names)),))
 
 

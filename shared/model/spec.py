@@ -83,7 +83,8 @@ class Lora(Frozen):
 
 
 def stored_name(tensor: str) -> str:
-    """What a tensor is called in a file of weights: as in transformers' own model, which `from_pretrained` builds.
+    """Return what a tensor is called in a file of weights: as in transformers' own model, which `from_pretrained`
+    builds.
 
     Where a matrix has an adapter beside it, PEFT moves it one step down, to `base_layer`.
     """

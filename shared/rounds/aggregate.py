@@ -54,12 +54,12 @@ class Aggregation:
     def merge(
         self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
     ) -> tuple[Manifest, list[Stored], Merged]:
-        """The next version, its new blobs made safe (the last is the manifest's own), and what was merged."""
+        """Return the next version, its new blobs made safe (the last is the manifest's own), and what was merged."""
         state, merged = self._merged(spec, bounds, base, accepted)
         return *self.states.store(state, base.digest), merged
 
     def next_state(self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]) -> State:
-        """The next version, nothing of it computed yet."""
+        """Return the next version, nothing of it computed yet."""
         return self._merged(spec, bounds, base, accepted)[0]
 
     def _merged(
@@ -75,8 +75,8 @@ class Aggregation:
     def scores(
         self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
     ) -> dict[str, dict[str, float]]:
-        """How far each site's update is from what the run's robust rule makes of them, by the names of its workers.
-        Reads the updates once more; nothing for a run without such a rule."""
+        """Return how far each site's update is from what the run's robust rule makes of them, by the names of its
+        workers. Reads the updates once more; nothing for a run without such a rule."""
         if spec.robust.neutral:
             return {}
         half, state, updates, _ = self._round(spec, bounds, base, accepted)
@@ -87,7 +87,7 @@ class Aggregation:
     def _round(
         self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
     ) -> tuple[CoordinatorHalf[Any], State, list[Update], dict[str, set[str]]]:
-        """The method's half, the version, an update of each site, and the blocks that each worker sent."""
+        """Return the method's half, the version, an update of each site, and the blocks that each worker sent."""
         model = self.states.model(spec.model)
         manifest = self.states.manifest(base.digest)
         state = self.states.load(model, manifest, base.number)
@@ -114,7 +114,7 @@ class Aggregation:
 
 
 def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], divide: Divide) -> Update:
-    """The updates of one site's workers as one: the mean by their examples, which come to its weight.
+    """Return the updates of one site's workers as one: the mean by their examples, which come to its weight.
 
     A block that only some of them sent is averaged over those with `participants`. Else it counts as unchanged by the
     others, so that averaging the sites comes to what averaging the workers would.
@@ -128,7 +128,7 @@ def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], divide: Divid
 
 
 def _by_site(accepted: Iterable[Accepted]) -> list[list[Accepted]]:
-    """Each site's updates, in the order of its workers' names; sites in that of the first of them."""
+    """Return each site's updates, in the order of its workers' names; sites in that of the first of them."""
     found: dict[str, list[Accepted]] = {}
     for entry in sorted(accepted, key=lambda entry: entry.worker):
         found.setdefault(entry.site, []).append(entry)
@@ -136,7 +136,7 @@ def _by_site(accepted: Iterable[Accepted]) -> list[list[Accepted]]:
 
 
 def _means(told: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Each number's mean by examples over those who told it."""
+    """Return each number's mean by examples over those who told it."""
     names = sorted({name for _, numbers in told for name in numbers})
     having = {name: [(weight, numbers[name]) for weight, numbers in told if name in numbers] for name in names}
     return {
@@ -148,7 +148,7 @@ def _means(told: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
 def norm_scores(
     half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Accepted]
 ) -> dict[str, dict[str, float]]:
-    """The norm of each worker's site beside the others', and whether its update is left out for that."""
+    """Return the norm of each worker's site beside the others', and whether its update is left out for that."""
     aside = outlying(half, bounds, accepted)
     return {
         worker: {NORM: ratio, **({LEFT_OUT: 1.0} if worker in aside else {})}
@@ -157,7 +157,8 @@ def norm_scores(
 
 
 def outlying(half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Accepted]) -> list[str]:
-    """The workers whose site's update is larger than the run takes, beside the largest median of any round so far.
+    """Return the workers whose site's update is larger than the run takes, beside the largest median of any round so
+    far.
 
     Judged when the round is over: on arrival it would depend on who came first (docs/decisions/0021).
     """
@@ -175,7 +176,7 @@ def observed(half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Acce
 
 
 def _ratios(half: CoordinatorHalf[Any], accepted: Sequence[Accepted]) -> dict[str, float]:
-    """Each worker's site's norm over the median of the sites'."""
+    """Return each worker's site's norm over the median of the sites'."""
     ratios = relative_norms(_norms(half, accepted))
     return {entry.worker: ratios[entry.site] for entry in accepted if entry.site in ratios}
 
@@ -189,8 +190,8 @@ def stretched_norm(half: CoordinatorHalf[Any], numbers: Mapping[str, float]) -> 
 
 
 def _norms(half: CoordinatorHalf[Any], accepted: Sequence[Accepted]) -> dict[str, float]:
-    """The norm of each site's update. That of several updates as one is at most the mean of theirs, which is what is
-    taken for it: nothing is read again."""
+    """Return the norm of each site's update. That of several updates as one is at most the mean of theirs, which is
+    what is taken for it: nothing is read again."""
     means = {
         entries[0].site: _means([(entry.examples, entry.numbers) for entry in entries])
         for entries in _by_site(accepted)

@@ -22,7 +22,7 @@ class Writer(Protocol):
 
     def write(self, piece: bytes | memoryview) -> None: ...
     def finish(self) -> Stored:
-        """Makes the bytes safe under their digest."""
+        """Make the bytes safe under their digest."""
         ...
 
 
@@ -30,7 +30,7 @@ class Batch(Protocol):
     """Blobs that become safe together."""
 
     def writer(self) -> AbstractContextManager[Writer]:
-        """Several may be open at a time, in several threads."""
+        """Return several may be open at a time, in several threads."""
         ...
 
 
@@ -43,11 +43,11 @@ class BlobStore(Protocol):
         ...
 
     def open(self, digest: str) -> BinaryIO:
-        """The blob as a seekable file."""
+        """Return the blob as a seekable file."""
         ...
 
     def read(self, digest: str) -> bytes: ...
     def put(self, pieces: Iterable[bytes | memoryview]) -> Stored: ...
     def batch(self) -> AbstractContextManager[Batch]:
-        """What was written is safe at the end of `with`; what is left unfinished leaves nothing behind."""
+        """Return what was written is safe at the end of `with`; what is left unfinished leaves nothing behind."""
         ...

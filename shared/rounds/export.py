@@ -37,7 +37,7 @@ class Export:
                 yield as_bytes(self._assembled(self._shapes[tensor], blocks))
 
     def _assembled(self, shape: tuple[int, ...], blocks: list[Block]) -> np.ndarray:
-        """A tensor put together from its parts; the one place that holds a whole tensor."""
+        """Return a tensor put together from its parts; the one place that holds a whole tensor."""
         whole = np.empty(shape, NUMPY_DTYPES[blocks[0].dtype])
         for block in blocks:
             if block.part:

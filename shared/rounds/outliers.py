@@ -39,7 +39,8 @@ def median_norm(norms: Mapping[str, float]) -> float:
 
 
 def relative_norms(norms: Mapping[str, float]) -> dict[str, float]:
-    """Each worker's norm over the median of all; empty where that is zero or the workers are fewer than `JUDGES`."""
+    """Return each worker's norm over the median of all; empty where that is zero or the workers are fewer than
+    `JUDGES`."""
     middle = median_norm(norms)
     return {worker: norm / middle for worker, norm in norms.items()} if middle > 0 else {}
 
@@ -47,7 +48,7 @@ def relative_norms(norms: Mapping[str, float]) -> dict[str, float]:
 def scores(
     model: Mapping[str, Tensor], merged: Mapping[str, Tensor], updates: Sequence[Update]
 ) -> dict[str, dict[str, float]]:
-    """Each worker's distance and cosine. `merged` is what was made of `model` before any server optimizer.
+    """Return each worker's distance and cosine. `merged` is what was made of `model` before any server optimizer.
 
     Reads the updates once. What cannot be told, such as an angle to where nobody went, is left out.
     """
@@ -78,7 +79,7 @@ def scores(
 
 
 def _products(step: Tensor, steps: Sequence[Tensor]) -> tuple[float, list[float], list[float]]:
-    """The squared length of `step`, those of `steps`, and the inner products of these with it."""
+    """Return the squared length of `step`, those of `steps`, and the inner products of these with it."""
     of_all, of_each, with_all = 0.0, [0.0] * len(steps), [0.0] * len(steps)
     with np.errstate(over="ignore", invalid="ignore"):
         for whole, *parts in lockstep([step, *steps]):

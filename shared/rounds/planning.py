@@ -35,7 +35,7 @@ MAX_WARNING_CHARACTERS = 500
 
 
 def run_facts(spec: RunSpec, model: Model) -> RunInfo:
-    """What both halves of the run's method may know of it."""
+    """Return what both halves of the run's method may know of it."""
     return RunInfo(
         model.blocks,
         spec.rounds,
@@ -51,7 +51,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunInfo:
 
 
 def check_method(chosen: MethodSpec) -> None:
-    """Raises Invalid for a method that is not installed here, or for settings that it does not take."""
+    """Raise Invalid for a method that is not installed here, or for settings that it does not take."""
     try:
         check(chosen)
     except UnknownMethod as fault:
@@ -63,7 +63,7 @@ def check_method(chosen: MethodSpec) -> None:
 
 
 def begun(spec: RunSpec, model: Model, first: State) -> State:
-    """The run's state before its first round. Raises Invalid for a run that its method cannot do."""
+    """Return the run's state before its first round. Raises Invalid for a run that its method cannot do."""
     try:
         return initial_state(coordinator_half(spec.method, run_facts(spec, model)), first)
     except UnsupportedRun as fault:
@@ -71,7 +71,7 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
 
 
 def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Participant]) -> dict[str, Plan]:
-    """What the round after `state` asks of whom, by name, in that order. No plans at all end the run.
+    """Return what the round after `state` asks of whom, by name, in that order. No plans at all end the run.
 
     The cohort is drawn from all who are willing, in whatever order they come: sites first, so that no site is drawn
     more often for having more workers, then workers of each. Raises SelectorError for a plan that selects what the
@@ -90,7 +90,7 @@ def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Part
 
 
 def by_site(willing: Iterable[Participant]) -> dict[str, list[Participant]]:
-    """The participants of each site, by the site's name."""
+    """Return the participants of each site, by the site's name."""
     found: dict[str, list[Participant]] = {}
     for participant in willing:
         found.setdefault(participant.site, []).append(participant)
@@ -98,7 +98,8 @@ def by_site(willing: Iterable[Participant]) -> dict[str, list[Participant]]:
 
 
 def _of_site(spec: RunSpec, number: int, workers: Sequence[Participant]) -> list[Participant]:
-    """Those of a site's workers that take part: who did so last, since a vault is its worker's own, then by dice."""
+    """Return those of a site's workers that take part: who did so last, since a vault is its worker's own, then by
+    dice."""
 
     def place(worker: Participant) -> tuple[int, int]:
         return -worker.last_round, dice(spec.seed, "worker", number, worker.name)
@@ -107,7 +108,7 @@ def _of_site(spec: RunSpec, number: int, workers: Sequence[Participant]) -> list
 
 
 def bounds_of(spec: RunSpec, willing: Iterable[Participant]) -> Bounds:
-    """The bounds of a run whose first round opens while these are willing.
+    """Return the bounds of a run whose first round opens while these are willing.
 
     They are the run's from then on: a bound that followed each cohort would follow whoever is in it. It is a median
     over sites, so that one which declares examples without end moves it by half a place.
@@ -126,7 +127,7 @@ def bounds_of(spec: RunSpec, willing: Iterable[Participant]) -> Bounds:
 
 
 def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
-    """Asks the method about what a worker reports beside its blocks. Raises InvalidUpdate."""
+    """Ask the method about what a worker reports beside its blocks. Raises InvalidUpdate."""
     try:
         coordinator_half(spec.method, run_facts(spec, model)).check(plan, examples, numbers)
     except ValueError as fault:
@@ -135,7 +136,7 @@ def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, numbers
 
 
 def dataset_of(spec: RunSpec, kind: str, *, held_out: bool) -> str:
-    """What a worker calls the data that a task is about."""
+    """Return what a worker calls the data that a task is about."""
     central = kind == "evaluate" and not held_out and spec.evaluation
     return (central and central.dataset) or spec.dataset
 
@@ -157,7 +158,8 @@ def task_of(
     orchestrator: str | None = None,
     receipt: Receipt | None = None,
 ) -> Task:
-    """What a worker is told: what the plan asks of it in round `number`, and what the run says for all rounds."""
+    """Return what a worker is told: what the plan asks of it in round `number`, and what the run says for all
+    rounds."""
     return Task(
         id=task_id,
         token=token,
@@ -187,7 +189,8 @@ def task_of(
 
 
 def training_seed(spec: RunSpec, number: int, worker: str) -> int:
-    """The dice of one worker in one round: the same at every attempt, so that who tries again gets the same."""
+    """Return the dice of one worker in one round: the same at every attempt, so that who tries again gets the
+    same."""
     return dice(spec.seed, "train", number, worker)
 
 
@@ -198,8 +201,8 @@ def evaluation_seed(spec: RunSpec, version: int) -> int:
 def warnings_of(
     spec: RunSpec, model: Model, state: State, bounds: Bounds | None = None, left_out: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """What people are told about a version, within bounds: whose updates were left out, what the run's robust rule
-    could not do, and what the method has to say."""
+    """Return what people are told about a version, within bounds: whose updates were left out, what the run's robust
+    rule could not do, and what the method has to say."""
     larger = f"larger than {bounds.max_norm_of_median} times the largest median norm" if bounds and left_out else ""
     aside = [f"the updates of {', '.join(left_out)} were left out: {larger}"] if left_out else []
     said = [*aside, *_of_rule(spec, state), *coordinator_half(spec.method, run_facts(spec, model)).warnings(state)]

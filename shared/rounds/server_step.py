@@ -15,7 +15,7 @@ from tessera.shared.tensors.lazy import Array, Computed, Derived, Moved, Tensor
 
 
 def merge(half: CoordinatorHalf[Any], optimizer: Rule, state: State, updates: Sequence[Update]) -> State:
-    """A method's next state, with each block that its merge changed stepped by the optimizer instead.
+    """Return a method's next state, with each block that its merge changed stepped by the optimizer instead.
 
     The method sees nothing of the optimizer's memory. Raises ValueError if its own has names like that.
     """
@@ -36,7 +36,7 @@ def merge(half: CoordinatorHalf[Any], optimizer: Rule, state: State, updates: Se
 def _step(
     optimizer: Rule, name: str, base: Tensor, merged: Tensor, moments: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A block's next value, and its moments by their names in memory."""
+    """Return a block's next value, and its moments by their names in memory."""
     gradient = _gradient(base, merged)
     entered = {
         letter: _entered(moment, moments.get(f"{PREFIX}{letter}/{name}"), gradient, base.dtype)
@@ -62,7 +62,7 @@ def _gradient(base: Tensor, merged: Tensor) -> Tensor:
 
 
 def _entered(moment: Moment, last: Tensor | None, gradient: Tensor, kind: DType) -> Tensor:
-    """The moment with one more gradient in it: in float32, or in float64 for blocks of that."""
+    """Return the moment with one more gradient in it: in float32, or in float64 for blocks of that."""
 
     def enter(parts: Sequence[Array]) -> Array:
         g, *before = map(_wide, parts)

@@ -32,7 +32,7 @@ class Inspector:
     states: States
 
     def open(self, digest: str, model: Model, manifest: Manifest, plan: Plan) -> dict[str, EncodedTensor]:
-        """An update's blocks, lazily decoded, by name. Raises InvalidUpdate if its form is wrong."""
+        """Return an update's blocks, lazily decoded, by name. Raises InvalidUpdate if its form is wrong."""
         asked = {block.name: block for block in plan.upload.resolve(model.blocks)}
         self.blobs.expect({manifest.blocks[name] for name in asked})
         bases = {name: self.states.tensor(block, manifest) for name, block in asked.items()}
@@ -41,13 +41,13 @@ class Inspector:
     def check(
         self, digest: str, model: Model, manifest: Manifest, plan: Plan, max_norm: float | None
     ) -> Mapping[str, float]:
-        """Reads the whole update and returns what was measured: its norm. Raises as `checked` does."""
+        """Read the whole update and return what was measured: its norm. Raises as `checked` does."""
         return self.checked(digest, model, manifest, plan, max_norm)[0]
 
     def checked(
         self, digest: str, model: Model, manifest: Manifest, plan: Plan, max_norm: float | None
     ) -> tuple[Mapping[str, float], Sequence[str]]:
-        """The same, with the names of the update's blocks in the order of the table.
+        """Return the same, with the names of the update's blocks in the order of the table.
 
         Raises InvalidUpdate naming every block that cannot be decoded, is not finite or is absurdly far from its
         version, or a norm out of bounds.
@@ -84,7 +84,8 @@ class TooFar(Malformed):
 
 
 def step_squares(tensor: Tensor, base: Tensor) -> float:
-    """The sum of squares of the difference, infinite if it overflows. Raises NotFinite, TooFar, and CodecError."""
+    """Return the sum of squares of the difference, infinite if it overflows. Raises NotFinite, TooFar, and
+    CodecError."""
     total, before = 0.0, 0.0
     # Decoding is in here too: scales from anywhere overflow what they scale, which is then not finite.
     with np.errstate(over="ignore", invalid="ignore"):
@@ -107,6 +108,6 @@ def step_squares(tensor: Tensor, base: Tensor) -> float:
 
 
 def _wide_squares(values: Array, start: Array) -> float:
-    """The same in float64, which overflows on no finite float32."""
+    """Return the same in float64, which overflows on no finite float32."""
     step = values.astype(np.float64) - start.astype(np.float64)
     return float(np.einsum("i,i", step, step))

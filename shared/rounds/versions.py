@@ -66,7 +66,7 @@ class States:
         return self._blobs.read(digest)
 
     def load(self, model: Model, manifest: Manifest, number: int) -> State:
-        """The state that a version holds, none of its tensors read yet."""
+        """Return the state that a version holds, none of its tensors read yet."""
         return State(
             round=number,
             model={block.name: self.tensor(block, manifest) for block in model.blocks},
@@ -81,7 +81,7 @@ class States:
         return StoredTensor(self._blobs, manifest.blocks[block.name], block.shape, block.dtype)
 
     def store(self, state: State, before: str | None = None) -> tuple[Manifest, list[Stored]]:
-        """Makes a state's tensors safe, computing what is not stored yet: tensors that share sources in one pass.
+        """Make a state's tensors safe, computing what is not stored yet: tensors that share sources in one pass.
         `before` is the digest of the version that it came from, if there is one.
 
         Returns its manifest and the new blobs, the manifest's own last.
@@ -107,8 +107,8 @@ class States:
         return manifest, new
 
     def _root(self, manifest: Manifest, before: str | None) -> str | None:
-        """What the manifest is written as a difference from: the root of the version before it, or that version, as
-        long as it shares half of the blocks."""
+        """Return what the manifest is written as a difference from: the root of the version before it, or that
+        version, as long as it shares half of the blocks."""
         if before is None:
             return None
         last = self.manifest(before)
@@ -121,7 +121,7 @@ class States:
     # ------------------------------------------------------------ checking what an orchestrator brings
 
     def check(self, model_digest: str, version_digest: str) -> tuple[Model, Manifest]:
-        """A new run's model and first version. Raises Invalid saying everything that does not fit together."""
+        """Return a new run's model and first version. Raises Invalid saying everything that does not fit together."""
         model = self._checked("/model", self.model, model_digest)
         manifest = self._checked("/version", self.manifest, version_digest)
         faults = [
@@ -161,7 +161,7 @@ class States:
 
 
 def materialize(blobs: BlobStore, groups: Groups, threads: int = 1) -> list[list[Stored]]:
-    """Computes groups of tensors, each group in one pass, and makes them safe. Returns what each was stored as."""
+    """Compute groups of tensors, each group in one pass, and make them safe. Returns what each was stored as."""
     # The largest first, so that no thread is left with one when the others have done.
     order = sorted(range(len(groups)), key=lambda index: -sum(map(numel, groups[index])))
     with blobs.batch() as batch:

@@ -20,15 +20,15 @@ class Budget(Frozen):
 
 
 def rho_of(target: Budget) -> float:
-    """The zCDP that would use up the target (Bun and Steinke 2016, arXiv 1605.02065, proposition 1.3)."""
+    """Return the zCDP that would use up the target (Bun and Steinke 2016, arXiv 1605.02065, proposition 1.3)."""
     log = math.log(1 / target.delta)
     # epsilon = rho + 2 sqrt(rho log(1/delta)), solved for the root of rho.
     return (math.sqrt(log + target.epsilon) - math.sqrt(log)) ** 2
 
 
 def about_together(budgets: Iterable[Budget], delta: float) -> float:
-    """The epsilon at `delta` of what would use up all of the budgets, if it were zCDP: an estimate, within some
-    percent of what an accountant of the mechanisms themselves finds."""
+    """Return the epsilon at `delta` of what would use up all of the budgets, if it were zCDP: an estimate, within
+    some percent of what an accountant of the mechanisms themselves finds."""
     rho = sum(map(rho_of, budgets))
     return rho + 2 * math.sqrt(rho * math.log(1 / delta))
 

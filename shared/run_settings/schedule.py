@@ -22,7 +22,7 @@ _SPAN = re.compile(rf"(?:({_DAY})(?:-({_DAY}))? )?([01]\d|2[0-3]):([0-5]\d)-([01
 
 
 def _parsed(text: str) -> list[tuple[int, int]]:
-    """When it begins, in minutes of the week, and how many minutes it lasts: once for each of its days."""
+    """Return when it begins, in minutes of the week, and how many minutes it lasts: once for each of its days."""
     found = _SPAN.fullmatch(text)
     if not found:
         raise ValueError(f"{text!r} is no time of the week such as 'Mon-Fri 19:00-07:00' or '00:00-06:30'")
@@ -48,12 +48,12 @@ Span = Annotated[
 
 
 def is_open(hours: Iterable[Span], local: datetime) -> bool:
-    """Whether the wall clock `local` is within one of the spans."""
+    """Return whether the wall clock `local` is within one of the spans."""
     return any((_minute(local) - begin) % WEEK_MINUTES < lasts for span in hours for begin, lasts in _parsed(span))
 
 
 def minutes_until_open(hours: Iterable[Span], local: datetime) -> int:
-    """How many minutes of the wall clock it is until the next span begins; at least one."""
+    """Return how many minutes of the wall clock it is until the next span begins; at least one."""
     begins = (begin for span in hours for begin, _ in _parsed(span))
     return min(((begin - _minute(local) - 1) % WEEK_MINUTES + 1 for begin in begins), default=WEEK_MINUTES)
 

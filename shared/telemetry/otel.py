@@ -114,7 +114,7 @@ class Otel:
 
 
 def _context(header: str) -> Context:
-    """A context in which the span that a header names is the present one, and nothing else is."""
+    """Return a context in which the span that a header names is the present one, and nothing else is."""
     return _headers.extract({HEADER: header}, Context())
 
 

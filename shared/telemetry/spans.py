@@ -53,7 +53,7 @@ def begin(service: str) -> None:
 
 
 def end() -> None:
-    """Sends off what is left, for two seconds at most."""
+    """Send off what is left, for two seconds at most."""
     global _recorder  # noqa: PLW0603 (the same)
     if _recorder:
         _recorder.end(GOODBYE_SECONDS)
@@ -61,7 +61,7 @@ def end() -> None:
 
 
 def on() -> bool:
-    """Whether spans are made at all, for who would have to look something up for one."""
+    """Return whether spans are made at all, for who would have to look something up for one."""
     return _recorder is not None
 
 
@@ -85,17 +85,17 @@ def root(name: str, *, itself: str, began_at: float, ended_at: float, attributes
 
 
 def present() -> str | None:
-    """The `traceparent` of the present span."""
+    """Return the `traceparent` of the present span."""
     return _recorder.present() if _recorder else None
 
 
 def tell(name: str | None = None, attributes: Attributes = NONE) -> None:
-    """Adds to the present span, or calls it by a better name."""
+    """Add to the present span, or call it by a better name."""
     if _recorder:
         _recorder.tell(name, attributes)
 
 
 def link(to: str) -> None:
-    """Says that the present span led to another trace."""
+    """Say that the present span led to another trace."""
     if _recorder:
         _recorder.link(to)

@@ -19,29 +19,29 @@ _WRITTEN = re.compile(r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-[0-9a-f
 
 
 def new_trace() -> str:
-    """A trace id of 128 random bits, as 32 hexadecimal digits."""
+    """Return a trace id of 128 random bits, as 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
 def traceparent(trace: str) -> str:
-    """The header that says that a request belongs to a trace."""
+    """Return the header that says that a request belongs to a trace."""
     return f"00-{trace}-{secrets.token_hex(8)}-01"
 
 
 def traceparent_of(run: str, number: int) -> str:
-    """The header that says that something is done for a round, or to measure the version that it made. Its parent is
-    the round itself."""
+    """Return the header that says that something is done for a round, or to measure the version that it made. Its
+    parent is the round itself."""
     digest = hashlib.sha256(f"{run}/{number}".encode()).hexdigest()
     return f"00-{digest[:32]}-{digest[32:48]}-01"
 
 
 def trace_of(run: str, number: int) -> str:
-    """The trace of a round."""
+    """Return the trace of a round."""
     return traceparent_of(run, number)[3:35]
 
 
 def trace_in(header: str) -> str | None:
-    """The trace id of a header; None if it has none that is valid."""
+    """Return the trace id of a header; None if it has none that is valid."""
     found = _WRITTEN.fullmatch(header)
     if found is None or found["version"] == "ff" or (found["version"] == "00" and found["more"]):
         return None

@@ -35,7 +35,7 @@ class Tensor(Protocol):
     @property
     def dtype(self) -> DType: ...
     def chunks(self) -> Iterator[Array]:
-        """Yields flat arrays of `CHUNK` elements, the last one shorter, in C order and in `dtype`."""
+        """Yield flat arrays of `CHUNK` elements, the last one shorter, in C order and in `dtype`."""
         ...
 
 
@@ -67,7 +67,7 @@ class Steps(Protocol):
 
     def __len__(self) -> int: ...
     def add_to(self, total: Array, weight: float) -> None:
-        """Adds the differences, times `weight`, to `total`. An element that did not change stays as it is."""
+        """Add the differences, times `weight`, to `total`. An element that did not change stays as it is."""
         ...
 
 
@@ -109,7 +109,7 @@ class Sparse:
 
 
 def unpacked(steps: Array | Steps) -> Array:
-    """The differences themselves, float32."""
+    """Return the differences themselves, float32."""
     if isinstance(steps, np.ndarray):
         return steps
     total = np.zeros(len(steps), np.float32)
@@ -126,7 +126,7 @@ class Stepped(Protocol):
     @property
     def sent_as_steps(self) -> bool: ...
     def steps(self) -> Iterator[Array | Steps]:
-        """Yields the difference of each chunk."""
+        """Yield the difference of each chunk."""
         ...
 
 
@@ -159,7 +159,7 @@ class Derived(ABC):
 
     @abstractmethod
     def fill(self, out: Array, parts: Sequence[Array]) -> None:
-        """Computes a chunk into `out` from the same chunk of each source, which it leaves as it is."""
+        """Compute a chunk into `out` from the same chunk of each source, which it leaves as it is."""
 
     def chunks(self) -> Iterator[Array]:
         return (chunk for (chunk,) in lockstep([self]))
@@ -229,7 +229,7 @@ class Replaced(Moved):
 
 
 def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
-    """Reads tensors of one size side by side: yields the next chunk of each.
+    """Read tensors of one size side by side: yields the next chunk of each.
 
     What several of them are computed from is read, and computed, once per chunk, however many need it. A chunk of
     each is held at a time, and of each of their sources. Raises ValueError if the sizes differ.
@@ -247,12 +247,13 @@ def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
 
 
 def _identity(tensor: Tensor) -> tuple[int, bool]:
-    """What tells tensors apart. The steps of one tensor are the same however many sums need them."""
+    """Return what tells tensors apart. The steps of one tensor are the same however many sums need them."""
     return (id(tensor.tensor), True) if isinstance(tensor, _StepsOf) else (id(tensor), False)
 
 
 def related(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors in groups, so that those which share a source, however deep, are together: to be read in lockstep.
+    """Return the tensors in groups, so that those which share a source, however deep, are together: to be read in
+    lockstep.
 
     The order is that given, among groups and within each.
     """
@@ -275,7 +276,7 @@ def related(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _sources_first(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors and all that they are computed from, each once, every one after its sources."""
+    """Return the tensors and all that they are computed from, each once, every one after its sources."""
     found: dict[tuple[int, bool], Tensor] = {}
 
     def visit(tensor: Tensor) -> None:
@@ -313,7 +314,7 @@ class Stretched:
 
 
 def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> Summed:
-    """The sum of each sender's difference from `base` times its weight, which may be of any sign.
+    """Return the sum of each sender's difference from `base` times its weight, which may be of any sign.
 
     It runs in the order given, in float32, or in float64 for a base of that (docs/decisions/0019): the same senders
     in the same order give the same bits on every machine, and where nobody changed anything it is exactly 0.0.
@@ -357,13 +358,13 @@ def _moved(base: Tensor, step: Tensor) -> Moved:
 
 
 def to_array(tensor: Tensor) -> Array:
-    """The whole tensor, in its shape and dtype. For small tensors and tests: it holds all of it."""
+    """Return the whole tensor, in its shape and dtype. For small tensors and tests: it holds all of it."""
     empty = np.empty(0, dtype=NUMPY_DTYPES[tensor.dtype])
     return np.concatenate([empty, *tensor.chunks()]).reshape(tensor.shape)
 
 
 def chunk_counts(numel: int) -> Iterator[int]:
-    """The number of elements in each chunk of a tensor with `numel` elements."""
+    """Yield the number of elements in each chunk of a tensor with `numel` elements."""
     for start in range(0, numel, CHUNK):
         yield min(CHUNK, numel - start)
 
@@ -373,7 +374,7 @@ def numel(tensor: Tensor) -> int:
 
 
 def squares(steps: Array) -> float:
-    """The sum of squares of float32 elements, infinite or NaN if one is or the sum overflows.
+    """Return the sum of squares of float32 elements, infinite or NaN if one is or the sum overflows.
 
     Each row is summed as float32, and the rows as float64: seven times as fast as float64 throughout, and off by a
     few parts in 10^8.
@@ -393,16 +394,17 @@ _ROW = 1 << 12
 
 
 def as_bytes(chunk: Array) -> memoryview:
-    """The chunk's bytes as they are stored and sent: little-endian, C order, without a copy where it can be."""
+    """Return the chunk's bytes as they are stored and sent: little-endian, C order, without a copy where it can
+    be."""
     # The view as uint8 is for bfloat16, which does not speak the buffer protocol.
     return np.ascontiguousarray(chunk).view(np.uint8).data.cast("B")
 
 
 def from_bytes(data: bytes | memoryview, dtype: DType) -> Array:
-    """The inverse of `as_bytes`: a flat, read-only array over `data`."""
+    """Return the inverse of `as_bytes`: a flat, read-only array over `data`."""
     return np.frombuffer(data, dtype=NUMPY_DTYPES[dtype])
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """The name of these bytes: `sha256:` and 64 hexadecimal digits."""
+    """Return the name of these bytes: `sha256:` and 64 hexadecimal digits."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"

@@ -16,7 +16,7 @@ DROPPED_BYTES = 1 << 20
 
 
 def mapped(path: Path) -> mmap.mmap | None:
-    """The file's bytes. Nothing cannot be mapped, so that there is none of an empty file."""
+    """Return the file's bytes. Nothing cannot be mapped, so that there is none of an empty file."""
     with path.open("rb") as file:
         size = file.seek(0, io.SEEK_END)
         return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else None
@@ -32,7 +32,7 @@ class MappedFile(io.RawIOBase):
         self._dropped = 0
 
     def take(self, count: int) -> memoryview:
-        """The next `count` bytes, fewer at the end, and no copy of them."""
+        """Return the next `count` bytes, fewer at the end, and no copy of them."""
         if self._at - self._dropped >= DROPPED_BYTES:
             self._drop(self._at - self._at % mmap.PAGESIZE)
             self._dropped = self._at
@@ -41,7 +41,7 @@ class MappedFile(io.RawIOBase):
         return taken
 
     def _drop(self, stop: int) -> None:
-        """Gives back all pages up to there, since the kernel brings in more than was asked for. Who still reads one
+        """Give back all pages up to there, since the kernel brings in more than was asked for. Who still reads one
         has it brought in again."""
         if self._map and stop:
             self._map.madvise(mmap.MADV_DONTNEED, 0, stop)
@@ -77,5 +77,5 @@ class MappedFile(io.RawIOBase):
 
 
 def taken(file: BinaryIO, count: int) -> bytes | memoryview:
-    """The next `count` bytes of any file, without a copy if it is mapped."""
+    """Return the next `count` bytes of any file, without a copy if it is mapped."""
     return file.take(count) if isinstance(file, MappedFile) else file.read(count)

@@ -33,7 +33,7 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Raises Invalid naming what cannot be read, or every tensor that is missing, unexpected or of other form."""
+        """Raise Invalid naming what cannot be read, or every tensor that is missing, unexpected or of other form."""
         model = _read_model(path / BLOCKS_FILE)
         header = _read_header(path / WEIGHTS_FILE)
         faults = list(_faults(_tensors(model), header))
@@ -42,14 +42,15 @@ class ModelFolder:
         return cls(path, model, header)
 
     def block_bytes(self, block: Block) -> memoryview:
-        """The block's bytes as they are stored and sent: little-endian, C order. A whole tensor is not copied."""
+        """Return the block's bytes as they are stored and sent: little-endian, C order. A whole tensor is not
+        copied."""
         tensor = self._tensor(block)
         if block.part:
             tensor = np.take(tensor, block.part.index(), axis=block.part.axis)
         return as_bytes(tensor)
 
     def blocks(self) -> Iterator[tuple[Block, memoryview]]:
-        """Each block with its bytes, in the table's order."""
+        """Yield each block with its bytes, in the table's order."""
         for block in self.model.blocks:
             yield block, self.block_bytes(block)
 
@@ -84,7 +85,7 @@ def _read_header(file: Path) -> Header:
 
 
 def _tensors(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The dtype and shape of each whole tensor that the blocks make up."""
+    """Return the dtype and shape of each whole tensor that the blocks make up."""
     dtypes = {block.tensor: block.dtype for block in model.blocks}
     return {stored_name(name): (dtypes[name], shape) for name, shape in whole_shapes(model.blocks).items()}
 

@@ -78,7 +78,7 @@ class Header:
 def read_header(
     file: BinaryIO, file_bytes: int, max_header_bytes: int = MAX_HEADER_BYTES, max_tensors: int | None = None
 ) -> Header:
-    """Reads and checks the header of a file of `file_bytes` bytes. The data must be covered without gap or overlap.
+    """Read and check the header of a file of `file_bytes` bytes. The data must be covered without gap or overlap.
 
     What it holds meanwhile is a few times the header if `max_tensors` is given, and much more if it is not.
     Raises ContainerError saying what is wrong.
@@ -202,7 +202,7 @@ _MISPLACED: dict[HeaderKind, str] = {
 
 
 def _misplaced(entry: Entry, end: int, data_bytes: int) -> HeaderKind | None:
-    """What is wrong with a span behind one that ended at `end`, if anything is."""
+    """Return what is wrong with a span behind one that ended at `end`, if anything is."""
     if entry.nbytes < 0:
         return "offsets-reversed"
     if entry.data_offsets[1] > data_bytes:
@@ -217,7 +217,7 @@ Layout = Iterable[tuple[str, str, tuple[int, ...]]]
 
 
 def header_bytes(layout: Layout, metadata: Mapping[str, str] | None = None) -> bytes:
-    """The beginning of a file, up to where the data begins."""
+    """Return the beginning of a file, up to where the data begins."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in layout:
@@ -229,7 +229,7 @@ def header_bytes(layout: Layout, metadata: Mapping[str, str] | None = None) -> b
 def write(
     file: BinaryIO, layout: Layout, data: Iterable[bytes | memoryview], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes tensors whose sizes are known; `data` has their bytes in the layout's order."""
+    """Write tensors whose sizes are known; `data` has their bytes in the layout's order."""
     tensors = list(layout)
     file.write(header_bytes(tensors, metadata))
     written = sum(file.write(piece) for piece in data)
@@ -244,7 +244,7 @@ def write_streams(
     metadata: Mapping[str, str],
     names: Iterable[str],
 ) -> None:
-    """Writes byte strings (dtype U8) whose lengths are known only once they are written.
+    """Write byte strings (dtype U8) whose lengths are known only once they are written.
 
     Room for the header is left first, as wide as the longest offsets could make it, and filled in at the end;
     the format lets a header be padded with spaces. `file` must be seekable.

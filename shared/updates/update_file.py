@@ -39,12 +39,12 @@ class Change:
     """What earlier updates left out of the block's differences, float32 and flat, to be added to this one."""
 
     def values(self) -> Iterator[Array]:
-        """The new value with the rest, in the block's own type, chunk by chunk."""
+        """Yield the new value with the rest, in the block's own type, chunk by chunk."""
         for value, rest in zip(self.value.chunks(), self._rests(), strict=True):
             yield value if rest is None else (value + rest).astype(value.dtype)
 
     def steps(self) -> Iterator[Array]:
-        """The difference from the version with the rest, as float32, chunk by chunk."""
+        """Yield the difference from the version with the rest, as float32, chunk by chunk."""
         for value, base, rest in zip(self.value.chunks(), self.base.chunks(), self._rests(), strict=True):
             step = difference(value, base)
             yield step if rest is None else step + rest
@@ -55,12 +55,12 @@ class Change:
 
 
 def codec_for(codec: str, change: Change) -> str:
-    """What of `codec` is of use to this block."""
+    """Return what of `codec` is of use to this block."""
     return pipeline.worthwhile(pipeline.suited(codec, change.block), change)
 
 
 def write_update(file: BinaryIO, chosen: str | Mapping[str, str], changes: Sequence[Change], seed: int = 0) -> None:
-    """Writes an update: each block by its chosen codec, or all by one, as far as it is of use to them. `file` must be
+    """Write an update: each block by its chosen codec, or all by one, as far as it is of use to them. `file` must be
     seekable. Where a codec rounds by chance, the same seed gives the same bytes."""
     if isinstance(chosen, str):
         chosen = {change.block.name: codec_for(chosen, change) for change in changes}
@@ -102,7 +102,7 @@ class EncodedTensor:
         return pipeline.parse(self.codec).of_differences
 
     def steps(self) -> Iterator[Array | Steps]:
-        """The difference of each chunk from the version, as it was sent or as float32."""
+        """Yield the difference of each chunk from the version, as it was sent or as float32."""
         if self.sent_as_steps:
             with self.open() as file:
                 file.seek(self.start)
@@ -115,7 +115,7 @@ class EncodedTensor:
 def read_update(
     open_file: Callable[[], BinaryIO], nbytes: int, asked: Mapping[str, Block], bases: Mapping[str, Tensor]
 ) -> dict[str, EncodedTensor]:
-    """The update's blocks, lazily decoded. `asked` are the blocks that the plan lets it carry.
+    """Return the update's blocks, lazily decoded. `asked` are the blocks that the plan lets it carry.
 
     Raises InvalidUpdate naming everything that is wrong with its form: an unreadable header, blocks that were not
     asked for, unknown codecs, more bytes than a block can need. The values themselves are checked as they are read.
@@ -149,7 +149,7 @@ def _header(open_file: Callable[[], BinaryIO], nbytes: int, asked: Mapping[str, 
 
 
 def of_whole(code: Kind, detail: str, remedy: str | None = None) -> InvalidUpdate:
-    """A refusal of an update for what is wrong with it as a whole."""
+    """Return a refusal of an update for what is wrong with it as a whole."""
     detail = detail[:1000]
     return InvalidUpdate(detail, errors=[Fault(pointer=WHOLE, detail=detail[:300], code=code)], remedy=remedy)
 

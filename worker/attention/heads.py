@@ -16,7 +16,8 @@ from tessera.shared.tensors.lazy import Array
 
 
 def by_head(model: nn.Module, layer: Layer, path: str, heads: Array) -> dict[str, ByHead]:
-    """The layer's blocks whose rows (columns, in an output projection) belong to heads of its attention at `path`.
+    """Return the layer's blocks whose rows (columns, in an output projection) belong to heads of its attention at
+    `path`.
 
     `heads` [heads] is each head's mass; query heads that share a key and a value give these their mean. In every
     family of the block map a projection's rows are equal runs, one for each head in turn. What becomes heads only
@@ -34,13 +35,13 @@ def by_head(model: nn.Module, layer: Layer, path: str, heads: Array) -> dict[str
 
 
 def _sharing(attention: Any, heads: int) -> int:
-    """How many query heads share a key. Two names for it cover the families whose heads share."""
+    """Return how many query heads share a key. Two names for it cover the families whose heads share."""
     groups = int(getattr(attention, "num_key_value_groups", 0)) or heads // getattr(attention, "num_kv_heads", heads)
     return groups if groups and heads % groups == 0 else 1
 
 
 def _projections(model: nn.Module, layer: Layer, path: str, role: Role) -> list[tuple[Block, int]]:
-    """The blocks of one role that heads divide, with the axis along which they do."""
+    """Return the blocks of one role that heads divide, with the axis along which they do."""
     of_role = [block for block in layer.blocks if block.role == role]
     # Some families leave the output projection to a sibling of the attention.
     held = _under(path, of_role) or (_under(path.rpartition(".")[0], of_role) if role == "output" else [])
@@ -57,7 +58,8 @@ def _under(path: str, blocks: Sequence[Block]) -> list[Block]:
 
 
 def _axis(model: nn.Module, block: Block) -> int | None:
-    """The axis of a projection that heads divide: what it puts out or, of an output projection, what it takes in."""
+    """Return the axis of a projection that heads divide: what it puts out or, of an output projection, what it takes
+    in."""
     owner = model.get_submodule(block.tensor.rpartition(".")[0])
     if block.part:
         return block.part.axis

@@ -24,7 +24,7 @@ OF_EACH_EXAMPLE = frozenset({"pixel_values", "pixel_attention_mask", "spatial_sh
 def gradient_norms(
     model: nn.Module, blocks: Sequence[Block], batches: Iterable[Batch], loss: Loss
 ) -> dict[str, float]:
-    """The l2 norm of the gradient of the mean loss by the blocks of each layer, by the layer's name.
+    """Return the l2 norm of the gradient of the mean loss by the blocks of each layer, by the layer's name.
 
     `loss` is the mean over a batch; batches count by their examples. The model is evaluated (no dropout) and left as
     it was.
@@ -44,7 +44,7 @@ def gradient_norms(
 def fisher(
     model: nn.Module, blocks: Sequence[Block], batches: Iterable[Batch], loss: Loss, head: Head
 ) -> dict[str, float]:
-    """The trace of the empirical Fisher information by the blocks of each layer, by the layer's name.
+    """Return the trace of the empirical Fisher information by the blocks of each layer, by the layer's name.
 
     That is the mean over examples of the squared l2 norm of the gradient of the example's own loss: one backward pass
     for each. The model is evaluated (no dropout) and left as it was.
@@ -63,7 +63,7 @@ def fisher(
 
 
 def _needing(model: nn.Module, blocks: Sequence[Block]) -> dict[str, nn.Parameter]:
-    """The parameters that the blocks are in, by name, and no others, made to need gradients."""
+    """Return the parameters that the blocks are in, by name, and no others, made to need gradients."""
     wanted = {block.tensor for block in blocks}
     found: dict[str, nn.Parameter] = {}
     for name, tensor in named_tensors(model).items():
@@ -81,7 +81,7 @@ def _gradients(loss: Tensor, tensors: Mapping[str, nn.Parameter]) -> dict[str, T
 
 
 def _squares(blocks: Sequence[Block], gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """The squared norm of each layer's gradient, over the layer's own rows of the tensors that it shares."""
+    """Return the squared norm of each layer's gradient, over the layer's own rows of the tensors that it shares."""
     squares: dict[str, float] = {}
     for layer in layers_of(blocks):
         squares[layer.name] = sum(
@@ -107,5 +107,5 @@ def _one_by_one(batch: Batch, head: Head) -> Iterator[Batch]:
 
 
 def common_to_all(batch: Iterable[str], head: Head) -> set[str]:
-    """Those of a batch's inputs that belong to no example."""
+    """Return those of a batch's inputs that belong to no example."""
     return set(batch) - OF_EACH_EXAMPLE if head == "contrastive" else set()

@@ -41,7 +41,7 @@ class Probabilities:
         return max(1, CHUNK // (self.batch * self.heads * self.keys))
 
     def of_first(self, keys: int) -> Probabilities:
-        """The same, of the first keys only."""
+        """Return the same, of the first keys only."""
 
         def rows(start: int, stop: int) -> Tensor:
             return self.rows(start, stop)[..., :keys]

@@ -104,7 +104,7 @@ def attention_profile(
     tokens: TaskTokens,
     common: Callable[[Mapping[str, Tensor]], Collection[str]] = lambda _: (),
 ) -> dict[str, LayerAttention]:
-    """How each layer with an attention attends over the batches, by the layer's name (`shared.model.layers`).
+    """Return how each layer with an attention attends over the batches, by the layer's name (`shared.model.layers`).
 
     `forward` runs the model on a batch; `common` says which of its inputs belong to no example. The model is run for
     evaluation, without gradients, and left as it was: its modules' modes, its implementation of attention, and the
@@ -162,7 +162,7 @@ def isolated_profile(
 
 
 def _apart(batch: Mapping[str, Tensor], common: Collection[str]) -> list[dict[str, Tensor]]:
-    """The examples of a batch, in batches of one."""
+    """Return the examples of a batch, in batches of one."""
     examples = len(batch["labels"])
     return [
         {name: tensor if name in common else tensor[row : row + 1] for name, tensor in batch.items()}
@@ -171,7 +171,8 @@ def _apart(batch: Mapping[str, Tensor], common: Collection[str]) -> list[dict[st
 
 
 def _places(layers: Sequence[Layer]) -> dict[str, str]:
-    """The modules that are an attention if they call one, with their layer's name: within a layer, above a query."""
+    """Return the modules that are an attention if they call one, with their layer's name: within a layer, above a
+    query."""
     places: dict[str, str] = {}
     for layer in layers:
         outermost = layer.name.count(".") + 1
@@ -183,7 +184,7 @@ def _places(layers: Sequence[Layer]) -> dict[str, str]:
 
 
 def _together(calls: Sequence[_Seen]) -> _Seen:
-    """One batch's calls of a layer's attentions: those over the most keys, in the mean."""
+    """Return one batch's calls of a layer's attentions: those over the most keys, in the mean."""
     widest = max(calls, key=lambda call: call.keys)
     counted = [call for call in calls if call.path == widest.path]
     return _Seen(
@@ -237,7 +238,7 @@ class _Watch(TorchFunctionMode):
             handle.remove()
 
     def taken(self) -> dict[str, list[_Seen]]:
-        """What was seen since the last call, by layer."""
+        """Return what was seen since the last call, by layer."""
         seen, self._seen = self._seen, {}
         return seen
 
@@ -265,7 +266,8 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _attention(self) -> _Frame | None:
-        """The attention that is running, if one is. What has no parameters, such as a softmax, works for another."""
+        """Return the attention that is running, if one is. What has no parameters, such as a softmax, works for
+        another."""
         for frame in reversed(self._frames):
             if frame.path in self._places:
                 return frame
@@ -274,7 +276,8 @@ class _Watch(TorchFunctionMode):
         return None
 
     def _context(self) -> _Context:
-        """What the nearest module around that was handed a raw input was handed, and the nearest mask of padding."""
+        """Return what the nearest module around that was handed a raw input was handed, and the nearest mask of
+        padding."""
         mask = None
         for frame in reversed(self._frames):
             inputs = frame.inputs
@@ -310,7 +313,8 @@ def _is_flat(value: object) -> bool:
 
 
 def _located(wanted: TaskTokens, context: _Context, size: tuple[int, int], frame: _Frame) -> _Tokens:
-    """The tokens of an attention over so many examples and keys. Raises UnknownAttention if they cannot be told."""
+    """Return the tokens of an attention over so many examples and keys. Raises UnknownAttention if they cannot be
+    told."""
     device = next(frame.module.parameters()).device
     real = torch.ones(size, dtype=torch.bool, device=device)
     if context.mask is not None and not bool(context.mask.all()):
@@ -335,7 +339,7 @@ def _located(wanted: TaskTokens, context: _Context, size: tuple[int, int], frame
 
 
 def _seen(path: str, probabilities: Probabilities, where: _Tokens) -> _Seen:
-    """The sums over one call, chunk by chunk of query rows."""
+    """Return the sums over one call, chunk by chunk of query rows."""
     examples, keys = where.real.shape
     pieces = probabilities.batch // examples
     real, task, first = (part.repeat_interleave(pieces, 0) for part in (where.real, where.task, where.first))
@@ -361,7 +365,7 @@ def _seen(path: str, probabilities: Probabilities, where: _Tokens) -> _Seen:
 
 
 def _entropies(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's entropy over the largest that the keys which it sees allow, and whether it sees several.
+    """Return each row's entropy over the largest that the keys which it sees allow, and whether it sees several.
 
     A row need not sum to 1: where it is given a key that is no token, its entropy is that of the rest.
     """

@@ -186,7 +186,7 @@ def _tell(decided: list[Summary], verdict: str, *, as_json: bool) -> None:
 
 
 def _who() -> str:
-    """Who decides, as the machine knows them."""
+    """Return who decides, as the machine knows them."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -68,7 +68,7 @@ def verify(
 
 
 def _followed(ctx: typer.Context, config: Path | None) -> tuple[str | None, Sequence[str]]:
-    """What is wrong with a chain, if anything, and the digests of its entries."""
+    """Return what is wrong with a chain, if anything, and the digests of its entries."""
     if config is not None:
         site = _site(config)
         try:
@@ -162,7 +162,7 @@ def _tell(found: Comparison) -> None:
 
 
 def _site(config: Path) -> Any:
-    """The site that a settings file is about. What reads these settings needs the worker's part."""
+    """Return the site that a settings file is about. What reads these settings needs the worker's part."""
     try:
         module = importlib.import_module("tessera.worker.cli.site")
     except ImportError as fault:

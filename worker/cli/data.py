@@ -67,7 +67,7 @@ def show(
 
 
 def _key(config: Path) -> bytes:
-    """The worker's own; of a file that is no worker's, one that holds out about as many."""
+    """Return the worker's own; of a file that is no worker's, one that holds out about as many."""
     try:
         return held_out_key(read_settings(config), make=False)
     except SettingsError:
@@ -157,7 +157,7 @@ def _source(settings: DataSettings, name: str) -> DataSource:
 
 
 def _partition(source: DataSource, given: dict[str, object]) -> Scheme:
-    """The data set's own partition, changed by what is given; a new one if that is of another scheme."""
+    """Return the data set's own partition, changed by what is given; a new one if that is of another scheme."""
     own = source.part.model_dump(exclude_unset=True, exclude={"index"}) if source.part else {}
     scheme = given.get("scheme", own.get("scheme"))
     if scheme is None:
@@ -193,7 +193,7 @@ def _sentence(partition: Scheme) -> str:
 
 
 def _table(tally: TrainingStats, told: Sequence[str | None]) -> Any:
-    """A row for each site: its examples of each class, or of how many classes they are."""
+    """Return a row for each site: its examples of each class, or of how many classes they are."""
     cells: list[list[object]]
     if len(tally.names) <= WIDEST:
         columns = [f"{tally.what} {tally.names[0]}", *tally.names[1:]]

@@ -86,7 +86,8 @@ def adopt(
 
 
 def _spending(settings: Settings, dataset: str) -> dict[str, Any]:
-    """What a data set's ledger comes to: as a whole the least budget that admits it, and run by run their epsilon."""
+    """Return what a data set's ledger comes to: as a whole the least budget that admits it, and run by run their
+    epsilon."""
     entries = ledger_of(settings).read(dataset)
     allowance: Allowance | None = settings.allowances.get(dataset)
     runs: dict[str, list[Entry]] = {}
@@ -138,7 +139,7 @@ def _rows(shown: dict[str, dict[str, Any]]) -> Iterable[tuple[object, ...]]:
 
 
 def _epsilon(of: dict[str, Any]) -> str:
-    """What noise covers; and since when there is what it does not."""
+    """Return what noise covers; and since when there is what it does not."""
     uses = ", ".join(f"{use} unbounded since {since[:10]}" for use, since in of["exact"].items())
     return "; ".join(filter(None, (uses, f"{of['epsilon']:.3f}" if of["epsilon"] or not uses else "")))
 

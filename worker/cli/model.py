@@ -179,7 +179,7 @@ def blocks(
 
 
 def _holds_table(path: Path) -> bool:
-    """Whether this is a table of blocks, or a folder that has one, rather than a config."""
+    """Return whether this is a table of blocks, or a folder that has one, rather than a config."""
     if path.is_dir():
         return (path / BLOCKS_FILE).exists() or not (path / "config.json").exists()
     if path.name == BLOCKS_FILE:
@@ -189,7 +189,7 @@ def _holds_table(path: Path) -> bool:
 
 
 def _laid_out(config: Config, head: Head, mapping: MappingFile | None) -> tuple[Block, ...]:
-    """The blocks of the config's model, which takes no memory: nothing of it is allocated."""
+    """Return the blocks of the config's model, which takes no memory: nothing of it is allocated."""
     with torch.device("meta"):
         return block_table(instantiate(config, head), mapping)
 
@@ -208,7 +208,7 @@ def _read_config(source: str) -> Config:
 
 
 def _plain(config: Config) -> Config:
-    """The config without what transformers notes down for itself, at any depth."""
+    """Return the config without what transformers notes down for itself, at any depth."""
 
     def strip(value: JsonValue) -> JsonValue:
         if isinstance(value, list):
@@ -241,7 +241,7 @@ def _pretrained(source: str, config: Config, head: Head, seed: int, mapping: Map
 
 
 def _check_loaded(model: PreTrainedModel, absent: set[str], mapping: MappingFile | None) -> None:
-    """Refuses weights of another architecture, which transformers would quietly replace by random ones."""
+    """Refuse weights of another architecture, which transformers would quietly replace by random ones."""
     may_be_new = {"head", "other"}
     table = block_table(model, mapping)
     if odd := sorted({b.tensor for b in table if b.tensor in absent and b.role not in may_be_new}):
@@ -258,7 +258,7 @@ def _document(
     prompts: Prompts | None = None,
     lora: Lora | None = None,
 ) -> Model:
-    """The model as a run names it, proven to be rebuilt from its document alone."""
+    """Return the model as a run names it, proven to be rebuilt from its document alone."""
     config = _plain(json.loads(model.config.to_json_string()))
     document = Model(config=config, head=head, prompts=prompts, lora=lora, blocks=block_table(model, mapping))
     check_model(document, mapping)
@@ -266,7 +266,7 @@ def _document(
 
 
 def _write(out: Path, model: PreTrainedModel, document: Model) -> None:
-    """Makes the folder under another name first, so that `out` is whole or not there."""
+    """Make the folder under another name first, so that `out` is whole or not there."""
     folder = out.parent / f".{out.name}.{uuid4().hex}"
     folder.mkdir(parents=True)
     try:
@@ -301,7 +301,7 @@ def _read_document(path: Path) -> Model:
 
 
 def _summary(blocks: Sequence[Block]) -> list[dict[str, str | int | None]]:
-    """A row for each layer and role, what is outside the layers first."""
+    """Return a row for each layer and role, what is outside the layers first."""
     groups: dict[tuple[int, str], list[Block]] = {}
     for block in blocks:
         groups.setdefault((-1 if block.layer is None else block.layer, block.role), []).append(block)

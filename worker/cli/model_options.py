@@ -39,7 +39,7 @@ LoraRoles = Annotated[str, typer.Option(help="The roles of the matrices to adapt
 
 
 def caption_ids(caption: str | None, source: str) -> list[int] | None:
-    """The caption's tokens, by the tokenizer of the model's folder or name, without start and end."""
+    """Return the caption's tokens, by the tokenizer of the model's folder or name, without start and end."""
     if caption is None:
         return None
     ids = AutoTokenizer.from_pretrained(source, trust_remote_code=False)(caption, add_special_tokens=False)[
@@ -53,8 +53,8 @@ def caption_ids(caption: str | None, source: str) -> list[int] | None:
 def prompts_from(
     vision: int, text: int | None, caption: list[int] | None, asks: Asks | None, heads: int | None
 ) -> Prompts | None:
-    """Raises ValueError for a caption of another length than the text prompts, a fusion of no prompts, or heads of
-    no fusion."""
+    """Raise ValueError for a caption of another length than the text prompts, a fusion of no prompts, or heads of no
+    fusion."""
     if heads is not None and not asks:
         raise ValueError("--fusion-heads needs --prompt-fusion: a fusion that stays at its site has the run's heads")
     if caption is not None and text is not None and text != len(caption):
@@ -68,7 +68,7 @@ def prompts_from(
 
 
 def lora_from(rank: int | None, alpha: float | None, roles: str) -> Lora | None:
-    """Raises ValueError for an alpha without a rank, or a role that there is none of."""
+    """Raise ValueError for an alpha without a rank, or a role that there is none of."""
     if rank is None:
         if alpha is not None:
             raise ValueError("--lora-alpha needs --lora-rank")
@@ -78,7 +78,7 @@ def lora_from(rank: int | None, alpha: float | None, roles: str) -> Lora | None:
 
 
 def start_from_caption(model: PreTrainedModel, ids: list[int]) -> None:
-    """Gives the text prompts the caption's embeddings."""
+    """Give the text prompts the caption's embeddings."""
     tokens = prompts_of(model)
     own = tokens.own("text") if tokens else None
     if own is not None:

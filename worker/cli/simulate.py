@@ -114,7 +114,7 @@ def _told() -> Iterator[None]:
 def _run(
     wanted: BlobRequest, start: ModelFolder, folder: Path, changed: Mapping[str, Any], *, as_json: bool
 ) -> Result:
-    """One simulation from its beginning, or from where it was stopped, and what is written of it."""
+    """Return one simulation from its beginning, or from where it was stopped, and what is written of it."""
     spec = {**wanted.spec, **changed}
     sites, test = wanted.table.population(int(spec.get("seed", 0))), wanted.table.central()
     output.note(f"{len(sites)} sites in {folder}")
@@ -140,7 +140,7 @@ def _run(
 
 
 def _summary(result: Result, folder: Path) -> dict[str, Any]:
-    """What the last version came to, and what it cost."""
+    """Return what the last version came to, and what it cost."""
     last, outcomes = result.versions[-1], result.outcomes
     at_sites = spreads(result.measurements).get(last.number, {})
     return {
@@ -184,7 +184,7 @@ def _conclude(results: Mapping[int, Result], *, as_json: bool) -> None:
 
 
 def _figures(result: Result) -> dict[str, float]:
-    """What tells most of the last version, by the words that people read."""
+    """Return what tells most of the last version, by the words that people read."""
     last = result.versions[-1].number
     figures = dict(result.scores().get(last, {}))
     at_sites = spreads(result.measurements).get(last, {})
@@ -203,5 +203,5 @@ def _row(name: str, found: Sequence[float]) -> tuple[str | None, ...]:
 
 
 def _deviation(found: Sequence[float]) -> float | None:
-    """The standard deviation of a sample; None of one."""
+    """Return the standard deviation of a sample; None of one."""
     return stdev(found) if len(found) > 1 else None

@@ -22,7 +22,7 @@ class Site:
     settings: Settings
 
     def entries(self) -> tuple[Entry, ...]:
-        """The site's own chain. Raises ChainError."""
+        """Return the site's own chain. Raises ChainError."""
         return audit_of(self.settings).read()
 
     @property
@@ -30,11 +30,11 @@ class Site:
         return self.settings.name
 
     def checked(self) -> tuple[Entry, ...]:
-        """The same, if it is under the site's key. Raises ChainError."""
+        """Return the same, if it is under the site's key. Raises ChainError."""
         return audit_of(self.settings).check()
 
     def ledger_faults(self, entries: Iterable[Entry]) -> list[str]:
-        """What is wrong with the ledgers, beside what the chain says of how far they had come."""
+        """Return what is wrong with the ledgers, beside what the chain says of how far they had come."""
         ledger = ledger_of(self.settings)
         ledger.expect(audit_of(self.settings).ledger_heads(entries))
         found = []
@@ -48,7 +48,7 @@ class Site:
         return found
 
     def tasks(self) -> Iterator[TaskView]:
-        """What the coordinator says of the site's tasks. Raises Problem."""
+        """Yield what the coordinator says of the site's tasks. Raises Problem."""
         with Client(self.settings.url, token_of(self.settings), verify=tls_of(self.settings)) as client:
             yield from client.tasks()
 

@@ -20,7 +20,7 @@ MOST_TALL = 50
 
 
 def draw(tallies: Sequence[TrainingStats], title: str, out: Path) -> None:
-    """Writes a picture in the format that `out` ends in. Raises OSError, or ValueError for a format not known."""
+    """Write a picture in the format that `out` ends in. Raises OSError, or ValueError for a format not known."""
     # Without pyplot, which would look for a screen.
     sites = min(len(tallies[0].counts), MOST_TALL)
     figure = Figure(figsize=(5.5 * len(tallies) + 1.5, 1.6 + 0.32 * sites), layout="constrained")

@@ -174,12 +174,12 @@ for command in (join, rotate, ledger, adopt, *COMMANDS):
 
 
 def _place(settings: Settings) -> str:
-    """The coordinator's URL as it may be shown."""
+    """Return the coordinator's URL as it may be shown."""
     return without_password(settings.url)
 
 
 def _try_token(client: Client) -> None:
-    """Renews a lease that there is not, which only a site's token may. Raises Problem if it is not admitted."""
+    """Renew a lease that there is not, which only a site's token may. Raises Problem if it is not admitted."""
     try:
         client.heartbeat("0", 0)
     except NotFound as problem:
@@ -198,7 +198,7 @@ def _tell(device: str, examples: dict[str, int | None], url: str, version: str |
 
 @contextmanager
 def _alone(state_dir: Path) -> Iterator[None]:
-    """Keeps a second worker out of the same folder: cache and vault belong to one process."""
+    """Keep a second worker out of the same folder: cache and vault belong to one process."""
     with ExitStack() as stack:
         try:
             stack.enter_context(alone(state_dir))

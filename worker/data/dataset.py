@@ -33,7 +33,7 @@ class Padding:
     on_left: bool = False
 
     def fill(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor, [examples, tokens], as wide as `width`."""
+        """Return a tensor, [examples, tokens], as wide as `width`."""
         gap = self.width - tensor.shape[1]
         return pad(tensor, (gap, 0) if self.on_left else (0, gap), value=self.values[name])
 
@@ -111,7 +111,8 @@ class Dataset:
             yield found.digest()
 
     def rows(self, index: Tensor) -> Dataset:
-        """The examples at these places, int64 [chosen], in that order. What is held out does not come along."""
+        """Return the examples at these places, int64 [chosen], in that order. What is held out does not come
+        along."""
         return Dataset(
             {name: tensor[index] for name, tensor in self.tensors.items()},
             self.common,
@@ -122,7 +123,8 @@ class Dataset:
         )
 
     def padded(self) -> Dataset:
-        """The examples with texts as long as any might be: of no tensor the shape tells how long the longest is."""
+        """Return the examples with texts as long as any might be: of no tensor the shape tells how long the longest
+        is."""
         if self.padding is None:
             return self
         tensors = {n: self.padding.fill(n, t) if n in self.padding.values else t for n, t in self.tensors.items()}
@@ -153,7 +155,7 @@ class Dataset:
     def batches(
         self, batch_size: int | None, generator: torch.Generator | None = None
     ) -> Iterator[dict[str, Tensor]]:
-        """Yields every example once, `batch_size` at a time (None: all at once), the last batch perhaps smaller.
+        """Yield every example once, `batch_size` at a time (None: all at once), the last batch perhaps smaller.
 
         In the stored order, or in one drawn from `generator`. What is common is in every batch.
         """

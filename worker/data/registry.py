@@ -34,7 +34,8 @@ def load(
     held_out: float | None = None,
     key: bytes = b"",
 ) -> Dataset:
-    """The data set of this kind, or a part of it, with this share of what is then left held out by a hash with `key`.
+    """Return the data set of this kind, or a part of it, with this share of what is then left held out by a hash with
+    `key`.
 
     Raises DataError naming the unknown kind, wrong option or unreadable file, or a side that is empty.
     """
@@ -54,14 +55,15 @@ def load(
 
 
 def adapters() -> dict[str, Adapter[Any]]:
-    """Every installed adapter by kind. Imports what each of them needs, which takes a while."""
+    """Return every installed adapter by kind. Imports what each of them needs, which takes a while."""
     kinds = {*_files(), *(entry.name for entry in entry_points(group=GROUP))}
     return {kind: adapter for kind in kinds if (adapter := _adapter(kind))}
 
 
 @cache
 def _adapter(kind: str) -> Adapter[Any] | None:
-    """The adapter of a kind. No other is imported: what one reads tables with is nothing to one that does not."""
+    """Return the adapter of a kind. No other is imported: what one reads tables with is nothing to one that does
+    not."""
     module: ModuleType | None = None
     if kind in _files():
         module = importlib.import_module(f"{KINDS}.{kind}")

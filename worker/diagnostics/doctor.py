@@ -33,7 +33,8 @@ MATMUL_ROWS = 1024
 
 
 def checks(settings: Settings, *, probe: bool) -> Iterator[tuple[str, Check]]:
-    """What is looked at, in order. With `probe`, 256 KiB of noise are uploaded, which the coordinator removes."""
+    """Yield what is looked at, in order. With `probe`, 256 KiB of noise are uploaded, which the coordinator
+    removes."""
     verify = tls_of(settings)
     connect = partial(Client, settings.url, patience_seconds=0, verify=verify)
     yield "coordinator", lambda: way_to(settings.url, verify)
@@ -125,7 +126,8 @@ def _memory(max_model_bytes: int) -> Finding:
 
 
 def _matmul_seconds(device: torch.device, dtype: torch.dtype) -> float:
-    """How long a product of two square matrices takes, the second time. Raises RuntimeError for a wrong product."""
+    """Return how long a product of two square matrices takes, the second time. Raises RuntimeError for a wrong
+    product."""
     eye = torch.eye(MATMUL_ROWS, device=device, dtype=dtype)
     seconds = 0.0
     for _ in range(2):
@@ -183,7 +185,7 @@ def _told(loaded: Dataset) -> str:
 
 
 def _line(settings: Settings, connect: Callable[..., Client], *, probe: bool) -> Iterator[Finding]:
-    """How fast bytes go and come, and what that is for the runs that this worker takes part in."""
+    """Yield how fast bytes go and come, and what that is for the runs that this worker takes part in."""
     with connect(token_of(settings)) as client:
         rate = None
         if probe:
@@ -200,7 +202,7 @@ def _line(settings: Settings, connect: Callable[..., Client], *, probe: bool) ->
 
 
 def under_way(tasks: Iterable[TaskView]) -> dict[str, TaskView | None]:
-    """The runs that ask for something now, each with its latest task here whose update was accepted."""
+    """Return the runs that ask for something now, each with its latest task here whose update was accepted."""
     own = list(tasks)
     live = {task.run for task in own if task.state in ("offered", "leased")}
     accepted = {task.run: task for task in own if task.is_accepted and task.kind == "train"}
@@ -208,7 +210,7 @@ def under_way(tasks: Iterable[TaskView]) -> dict[str, TaskView | None]:
 
 
 def forecast(name: str, last: TaskView | None, model_bytes: int, rate: float | None) -> str:
-    """What the last update says of the next ones, or else the whole model. `rate` is in bytes a second."""
+    """Return what the last update says of the next ones, or else the whole model. `rate` is in bytes a second."""
     sent = last.upload_bytes if last else model_bytes
     seconds = sent / rate if rate else None
     long = "" if seconds is None else f", about {seconds:.0f} s" if seconds >= 1 else ", less than a second"

@@ -84,7 +84,7 @@ def _tls(host: str, port: int, verify: ssl.SSLContext) -> Iterator[Finding]:
 
 
 def expiry(certificate: Mapping[str, object], version: str, now: datetime) -> Finding:
-    """What a certificate that is trusted says of how long it will be."""
+    """Return what a certificate that is trusted says of how long it will be."""
     ends = datetime.fromtimestamp(ssl.cert_time_to_seconds(str(certificate["notAfter"])), UTC)
     told = f"{version}, a trusted certificate until {ends:%Y-%m-%d}"
     if ends - now < EXPIRES_SOON:
@@ -112,7 +112,7 @@ def _answer(url: str, verify: ssl.SSLContext, proxy: str | None) -> Iterator[Fin
 
 
 def clock(date: str | None, now: datetime) -> Finding:
-    """How far this machine's clock is from the one that wrote a Date header, in whole seconds."""
+    """Return how far this machine's clock is from the one that wrote a Date header, in whole seconds."""
     if date is None:
         return warn("clock", "the coordinator sends no Date", "Check this machine's clock otherwise.")
     skew = (now - parsedate_to_datetime(date)).total_seconds()

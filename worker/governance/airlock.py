@@ -90,11 +90,11 @@ class Airlock:
         """Called again and again while it waits."""
 
     def clear(self) -> None:
-        """Removes what a process that was killed held: its lease is lost, and nobody would send it."""
+        """Remove what a process that was killed held: its lease is lost, and nobody would send it."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def hold(self, path: Path, summary: Summary, check: Callable[[], None]) -> Decision:
-        """Waits until a person has released the file. Raises UpdateWithheld, and whatever `check` raises."""
+        """Wait until a person has released the file. Raises UpdateWithheld, and whatever `check` raises."""
         place = self._folder / summary.id
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
@@ -119,7 +119,7 @@ class Airlock:
             time.sleep(self._pause)
 
     def held(self) -> list[Summary]:
-        """What waits, oldest first."""
+        """Return what waits, oldest first."""
         found = []
         for path in self._folder.glob(f"*/{SUMMARY_FILE}"):
             try:
@@ -129,11 +129,11 @@ class Airlock:
         return sorted(found, key=lambda summary: (summary.held_at, summary.id))
 
     def path(self, held: Summary) -> Path:
-        """The file as it would leave."""
+        """Return the file as it would leave."""
         return self._folder / held.id / UPDATE_FILE
 
     def decide(self, named: str, verdict: Literal["release", "withhold"], by: str, reason: str = "") -> Summary:
-        """Enters a decision on the update with this id, or the only one whose id begins so. Raises AirlockError."""
+        """Enter a decision on the update with this id, or the only one whose id begins so. Raises AirlockError."""
         found = [summary for summary in self.held() if named and summary.id.startswith(named)]
         if len(found) != 1:
             count = "none" if not found else str(len(found))

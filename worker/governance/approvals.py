@@ -76,7 +76,7 @@ class Request(Frozen):
         return "approval-ended" if ended else "approved"
 
     def reason(self, now: datetime) -> str:
-        """Why no task of the run is taken, as the coordinator is told."""
+        """Return why no task of the run is taken, as the coordinator is told."""
         decision, standing = self.decision, self.standing(now)
         if standing == "declined" and decision:
             return f"declined: {decision.reason}"[:REASON_CHARACTERS]
@@ -93,8 +93,8 @@ class Inbox:
         self._now = now
 
     def require(self, task: Task, make: Callable[[str], Request]) -> None:
-        """Lets a task of an approved run pass. `make` makes the request of a run whose terms, of the digest that it
-        is handed, nobody was asked about yet.
+        """Let a task of an approved run pass. `make` makes the request of a run whose terms, of the digest that it is
+        handed, nobody was asked about yet.
 
         Raises Unapproved.
         """
@@ -119,7 +119,7 @@ class Inbox:
         return request
 
     def decide(self, named: str, decision: Decision) -> list[Request]:
-        """Enters what was decided of all that a run asks, by its id, the beginning of it, or its name.
+        """Enter what was decided of all that a run asks, by its id, the beginning of it, or its name.
 
         Raises InboxError if there is no such run, or more than one.
         """
@@ -131,7 +131,7 @@ class Inbox:
         return decided
 
     def find(self, named: str) -> list[Request]:
-        """The requests of one run. Raises InboxError."""
+        """Return the requests of one run. Raises InboxError."""
         found = [r for r in self.requests() if named and (r.run_name == named or r.run.startswith(named))]
         if not found:
             raise InboxError(f"no run {named!r} has asked for anything here")
@@ -140,12 +140,13 @@ class Inbox:
         return found
 
     def requests(self) -> list[Request]:
-        """All of them, oldest first. Raises InboxError."""
+        """Return all of them, oldest first. Raises InboxError."""
         read = [self._read(path) for path in self._folder.glob("*.json")]
         return sorted(read, key=lambda request: (request.asked_at, request.run))
 
     def withheld(self) -> dict[str, str]:
-        """The runs of which no task is to be offered, and why: those with anything that is not approved now."""
+        """Return the runs of which no task is to be offered, and why: those with anything that is not approved
+        now."""
         now = self._now()
         unapproved = [request for request in self.requests() if request.standing(now) != "approved"]
         withheld = {request.run: request.reason(now) for request in unapproved}
@@ -178,7 +179,7 @@ class Inbox:
 
 
 def terms_digest(task: Task, kind: TaskKind | None = None) -> str:
-    """What an approval is bound to: all that a run says once for all of its tasks, on which data set, and whether it
-    trains on it or measures."""
+    """Return what an approval is bound to: all that a run says once for all of its tasks, on which data set, and
+    whether it trains on it or measures."""
     terms = {**terms_of(task), "dataset": task.dataset, "kind": kind or task.kind}
     return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -90,7 +90,7 @@ def _uncounted(
     left: dict[tuple[str | None, int | None], Entry],
     shown: dict[tuple[str | None, int | None], TaskView],
 ) -> Iterator[Difference]:
-    """What was sent and does not count, unless this side knows so."""
+    """Yield what was sent and does not count, unless this side knows so."""
     over = {
         (entry.task, entry.token) for entry in entries if entry.action in ("task.drop", "task.fail", "task.refuse")
     }

@@ -19,7 +19,7 @@ NAMES = {
 
 
 def size(nbytes: int) -> str:
-    """Bytes in the unit that people read."""
+    """Return bytes in the unit that people read."""
     for unit, width in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= width:
             return f"{nbytes / width:.1f} {unit}"
@@ -27,7 +27,8 @@ def size(nbytes: int) -> str:
 
 
 def summary(task: Task, model: Model, examples: int) -> str:
-    """A few sentences: what is trained or measured, on what, how often, what leaves, for whom, and how privately."""
+    """Return a few sentences: what is trained or measured, on what, how often, what leaves, for whom, and how
+    privately."""
     return " ".join([_work(task, model, examples), _leaving(task, model), _privacy(task)])
 
 
@@ -78,7 +79,7 @@ def _model(model: Model) -> str:
 
 
 def in_words(chosen: Sequence[Block], blocks: Sequence[Block]) -> str:
-    """Which of a model's blocks, by role: 'all value and 1 of 2 head blocks'."""
+    """Return which of a model's blocks, by role: 'all value and 1 of 2 head blocks'."""
     if len(chosen) == len(blocks):
         return "all blocks"
     of = Counter(block.role for block in blocks)
@@ -92,7 +93,7 @@ def in_words(chosen: Sequence[Block], blocks: Sequence[Block]) -> str:
 
 
 def policy_in_words(policy: Policy) -> Iterator[str]:
-    """What a site allows, for people."""
+    """Yield what a site allows, for people."""
     yield f"Runs of {_any_of(policy.orchestrators, 'any orchestrator')} may ask."
     yield (
         f"They may use {_any_of(policy.methods, 'any installed method')} on {_any_of(policy.models, 'any model')} "

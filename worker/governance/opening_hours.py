@@ -49,7 +49,7 @@ class Opening:
         self._noted_at = clock()
 
     def closed(self) -> str | None:
-        """Why nothing is claimed now, or None."""
+        """Return why nothing is claimed now, or None."""
         hours = self._policy.hours
         if hours and not is_open(hours, self._now()):
             waits = minutes_until_open(hours, self._now())
@@ -59,7 +59,7 @@ class Opening:
         return None
 
     def used_seconds(self) -> float:
-        """How long was worked today."""
+        """Return how long was worked today."""
         used = self._read()
         return used.seconds if used.day == self._today() else 0.0
 
@@ -72,13 +72,13 @@ class Opening:
         self._noted_at = self._clock()
 
     def check(self) -> None:
-        """Enters the work since the last time, now and then. Raises PolicyViolation once the day's is used up."""
+        """Enter the work since the last time, now and then. Raises PolicyViolation once the day's is used up."""
         if self._policy.max_minutes_per_day is not None and self._clock() - self._noted_at >= NOTED_SECONDS:
             self.end()
             self._policy.check_day(self.used_seconds())
 
     def end(self) -> None:
-        """Enters the work since the last time."""
+        """Enter the work since the last time."""
         if self._policy.max_minutes_per_day is None:
             return
         at = self._clock()

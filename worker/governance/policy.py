@@ -63,7 +63,7 @@ EVALUATIONS = "whether versions may be measured on examples that nothing trains 
 
 
 def check_use(task: Task, *, for_evaluation: bool) -> None:
-    """Refuses to measure a version on examples that train, and to train on a data set that the settings mark as
+    """Refuse to measure a version on examples that train, and to train on a data set that the settings mark as
     `for_evaluation`. Raises PolicyViolation."""
     if task.kind == "train" and for_evaluation:
         raise PolicyViolation("use", f"the data set {task.dataset!r} is for evaluation, and nothing trains on it")
@@ -82,7 +82,7 @@ class PrivacyFloor(Frozen):
     evaluations: bool = Field(default=False, description=EVALUATIONS)
 
     def check(self, task: Task) -> None:
-        """Judges what a task is, before what it would spend. Raises PolicyViolation."""
+        """Judge what a task is, before what it would spend. Raises PolicyViolation."""
         if task.kind == "evaluate":
             if not self.evaluations:
                 raise PolicyViolation(
@@ -102,7 +102,7 @@ class PrivacyFloor(Frozen):
             )
 
     def check_noise(self, noise_multiplier: float) -> None:
-        """Judges the noise that a task's steps would have. Raises PolicyViolation."""
+        """Judge the noise that a task's steps would have. Raises PolicyViolation."""
         if noise_multiplier < self.noise_multiplier:
             raise PolicyViolation(
                 "require_privacy",
@@ -121,7 +121,7 @@ class Allowance(Budget):
     )
 
     def uncovered(self, entries: Iterable[Entry]) -> list[tuple[Entry, Use]]:
-        """What of a data set's ledger no noise covers and the site does not answer for, oldest first."""
+        """Return what of a data set's ledger no noise covers and the site does not answer for, oldest first."""
         # What nothing trains on is measured by the budget's own leave.
         allowed = ("evaluation",) if self.evaluations else ()
         return (
@@ -129,7 +129,7 @@ class Allowance(Budget):
         )
 
     def check_exact(self, dataset: str, entries: Iterable[Entry]) -> None:
-        """Judges what a data set's ledger has of exact uses. Raises PolicyViolation."""
+        """Judge what a data set's ledger has of exact uses. Raises PolicyViolation."""
         if uncovered := self.uncovered(entries):
             entry, use = uncovered[0]
             raise PolicyViolation(
@@ -139,7 +139,7 @@ class Allowance(Budget):
             )
 
     def check(self, task: Task) -> None:
-        """Judges what a task on the data set is, before what it would spend. Raises PolicyViolation."""
+        """Judge what a task on the data set is, before what it would spend. Raises PolicyViolation."""
         if task.kind == "train" and task.privacy is None:
             raise PolicyViolation("privacy", f"the data set {task.dataset!r} has a budget, and the run no privacy")
         if task.kind == "train" and task.privacy and task.privacy.selection == "uncovered":
@@ -216,7 +216,7 @@ class Policy(Frozen):
     def mirror(
         self, budgets: Mapping[str, Budget], utc_offset_minutes: int, spent: Mapping[str, float] | None = None
     ) -> AdvertisedPolicy:
-        """What of it a coordinator is shown, to plan with: no promise, and nothing secret."""
+        """Return what of it a coordinator is shown, to plan with: no promise, and nothing secret."""
         floor = self.require_privacy
         return AdvertisedPolicy(
             orchestrators=self.orchestrators,
@@ -245,7 +245,7 @@ class Policy(Frozen):
         return any(fnmatchcase(block.name, pattern) for pattern in self.never_send)
 
     def check_task(self, task: Task, kinds: Sequence[TaskKind]) -> None:
-        """Judges a task by itself, before anything is fetched for it. Raises PolicyViolation."""
+        """Judge a task by itself, before anything is fetched for it. Raises PolicyViolation."""
         if task.kind not in kinds:
             raise PolicyViolation("kinds", f"this worker does not {task.kind}")
         if self.orchestrators is not None and task.orchestrator not in self.orchestrators:
@@ -270,7 +270,7 @@ class Policy(Frozen):
             raise PolicyViolation("max_epochs", f"{epochs} epochs are more than the {self.max_epochs} allowed")
 
     def check_batch(self, size: int | None, examples: int) -> None:
-        """Judges the batches that so many examples make; all in one if `size` is None. Raises PolicyViolation."""
+        """Judge the batches that so many examples make; all in one if `size` is None. Raises PolicyViolation."""
         if (largest := min(size or examples, examples)) > self.max_batch:
             raise PolicyViolation("max_batch", f"a batch of {largest} is more than the {self.max_batch} allowed")
 
@@ -282,7 +282,7 @@ class Policy(Frozen):
             )
 
     def check_measurements(self, dataset: str, times: int) -> None:
-        """Judges how often versions were measured on a data set, with the one that is about to be."""
+        """Judge how often versions were measured on a data set, with the one that is about to be."""
         if times > self.max_measurements:
             raise PolicyViolation(
                 "max_measurements",
@@ -296,14 +296,14 @@ class Policy(Frozen):
             )
 
     def check_day(self, used_seconds: float) -> None:
-        """Judges how long was worked today. Raises PolicyViolation."""
+        """Judge how long was worked today. Raises PolicyViolation."""
         if self.max_minutes_per_day is not None and used_seconds > 60 * self.max_minutes_per_day:
             raise PolicyViolation(
                 "max_minutes_per_day", f"the {self.max_minutes_per_day:g} minutes of this day are used up"
             )
 
     def check_run_upload(self, nbytes: int) -> None:
-        """Judges what all updates of a run come to, with the one that is about to leave. Raises PolicyViolation."""
+        """Judge what all updates of a run come to, with the one that is about to leave. Raises PolicyViolation."""
         if self.max_run_upload_bytes is not None and nbytes > self.max_run_upload_bytes:
             raise PolicyViolation(
                 "max_run_upload_bytes",
@@ -321,7 +321,7 @@ class Policy(Frozen):
             )
 
     def check_memory(self, nbytes: int) -> None:
-        """Judges the server memory that a plan fetches, which may be as large as a model. Raises PolicyViolation."""
+        """Judge the server memory that a plan fetches, which may be as large as a model. Raises PolicyViolation."""
         if nbytes > self.max_model_bytes:
             raise PolicyViolation(
                 "max_model_bytes",
@@ -329,7 +329,7 @@ class Policy(Frozen):
             )
 
     def check_upload(self, asked: Iterable[Block]) -> None:
-        """Judges the blocks that a plan asks for, before they are trained. Raises PolicyViolation naming them."""
+        """Judge the blocks that a plan asks for, before they are trained. Raises PolicyViolation naming them."""
         blocks = tuple(asked)
         if refused := [block.name for block in blocks if self._withholds(block)]:
             raise PolicyViolation("never_send", f"these blocks never leave: {_listed(refused)}")
@@ -337,12 +337,12 @@ class Policy(Frozen):
             raise PolicyViolation("may_send", f"these blocks may not leave: {_listed(refused)}")
 
     def check_private(self, asked: Iterable[Block]) -> None:
-        """Judges those of a plan's blocks that the method keeps at the site. Raises PolicyViolation naming them."""
+        """Judge those of a plan's blocks that the method keeps at the site. Raises PolicyViolation naming them."""
         if refused := [block.name for block in asked]:
             raise PolicyViolation("private", f"the method keeps these at the site: {_listed(refused)}")
 
     def check_egress(self, names: Iterable[str], nbytes: int, asked: Sequence[Block], kept: Iterable[str]) -> None:
-        """Judges what is about to leave: the names in an update file of `nbytes`, against what the plan asked for,
+        """Judge what is about to leave: the names in an update file of `nbytes`, against what the plan asked for,
         what the site allows, and what the method meant to keep. Raises PolicyViolation."""
         names = set(names)
         if unasked := names - {block.name for block in asked}:

@@ -70,22 +70,22 @@ class RunHistory:
         self._worker = worker
 
     def check(self, task: Task, policy: Policy) -> None:
-        """Judges a task by what the run has shown before. Raises PolicyViolation."""
+        """Judge a task by what the run has shown before. Raises PolicyViolation."""
         # An update that still has a byte to come is begun.
         self._next(self._read(task), task, policy, 1 if task.kind == "train" else 0)
         if task.kind == "evaluate":
             policy.check_measurements(task.dataset, self.measured(task.dataset) + 1)
 
     def add(self, task: Task, policy: Policy, upload_bytes: int = 0) -> None:
-        """Judges it once more, with the bytes of its update, and writes down what it shows, which is on disk when
-        this returns."""
+        """Judge it once more, with the bytes of its update, and write down what it shows, which is on disk when this
+        returns."""
         with self._alone():
             record = self._next(self._read(task), task, policy, upload_bytes)
             with written_whole(self._path(task)) as file:
                 file.write(canonical(record))
 
     def measured(self, dataset: str) -> int:
-        """How many versions were measured on a data set, for all runs. Raises PolicyViolation."""
+        """Return how many versions were measured on a data set, for all runs. Raises PolicyViolation."""
         path = self._measured_path(dataset)
         try:
             return Measured.model_validate_json(path.read_bytes()).times if path.exists() else 0
@@ -93,7 +93,7 @@ class RunHistory:
             raise PolicyViolation("max_measurements", f"{path} cannot be read as a count") from fault
 
     def measure(self, dataset: str, policy: Policy) -> None:
-        """Counts one more version measured on a data set, which is on disk when this returns. Raises PolicyViolation
+        """Count one more version measured on a data set, which is on disk when this returns. Raises PolicyViolation
         if that is one too many.
 
         Call it before the data are read: that a measurement fails tells of them too.
@@ -120,7 +120,7 @@ class RunHistory:
             raise PolicyViolation("run", f"what is written down of the run {task.run} cannot be read") from fault
 
     def _next(self, record: Record, task: Task, policy: Policy, upload_bytes: int) -> Record:
-        """The record with what the task shows. Raises PolicyViolation if the two do not go together."""
+        """Return the record with what the task shows. Raises PolicyViolation if the two do not go together."""
         terms = terms_of(task)
         if changed := [name for name, said in terms.items() if name in record.terms and record.terms[name] != said]:
             raise PolicyViolation("run", f"the run {task.run} was another before, in {', '.join(changed)}")
@@ -142,7 +142,7 @@ class RunHistory:
 
 
 def terms_of(task: Task) -> dict[str, JsonValue]:
-    """What the task says of its run."""
+    """Return what the task says of its run."""
     said = task.model_dump(mode="json", include=set(TERMS))
     # What a central evaluation measures on is another data set than the run's.
     central = task.kind == "evaluate" and not task.held_out
@@ -160,8 +160,8 @@ def _with_version(versions: Mapping[int, Digest], task: Task) -> dict[int, Diges
 
 
 def _next_round(last: Handed | None, task: Task, max_tries: int) -> Handed:
-    """What is written down of a task that trains. It may be the same round again, if what was handed in came to
-    nothing."""
+    """Return what is written down of a task that trains. It may be the same round again, if what was handed in came
+    to nothing."""
     asked = Handed(round=task.round, version=task.version.number, seed=task.seed, times=1)
     if last is None or (asked.round > last.round and asked.version > last.version):
         return asked

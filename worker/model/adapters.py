@@ -17,7 +17,7 @@ from tessera.worker.model.prompts import add_prompts
 def insert(
     model: PreTrainedModel, prompts: Prompts | None, lora: Lora | None, mapping: MappingFile | None = None
 ) -> None:
-    """Adds, in place, what a model document says; what is random in it follows torch's seed.
+    """Add, in place, what a model document says; what is random in it follows torch's seed.
 
     Raises ConfigError if the model cannot take it or PEFT is not installed, and as `block_table` does.
     """
@@ -28,7 +28,7 @@ def insert(
 
 
 def merge(model: PreTrainedModel) -> None:
-    """Adds the adapters to their matrices, in place, so that nothing but transformers is needed to run the model."""
+    """Add the adapters to their matrices, in place, so that nothing but transformers is needed to run the model."""
     _lora().merge_lora(model)
 
 

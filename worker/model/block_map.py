@@ -99,7 +99,8 @@ class _Told:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All that is learnt or averaged: parameters and persistent floating-point buffers, each once, but empty ones.
+    """Return all that is learnt or averaged: parameters and persistent floating-point buffers, each once, but empty
+    ones.
 
     A tensor with several names (tied weights) has the first of `named_parameters`. The tensors are the model's own.
     """
@@ -112,7 +113,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[Block, ...]:
-    """The model's blocks, covering each of `named_tensors` exactly once, in that order.
+    """Return the model's blocks, covering each of `named_tensors` exactly once, in that order.
 
     Works on the meta device. A mapping is stronger than `LAYOUTS`. Raises UnknownArchitecture for attention
     that cannot be resolved, with the names of the tensors in question, MappingError for a mapping that does not fit
@@ -149,7 +150,8 @@ def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[B
 def _all_claims(
     model: nn.Module, tensors: Mapping[str, Tensor], told: Mapping[str, _Told]
 ) -> tuple[dict[str, Claim], list[str]]:
-    """What tensors are by their place in an attention or by what is said of them, and where there is attention."""
+    """Return what tensors are by their place in an attention or by what is said of them, and where there is
+    attention."""
     by_name = {name: each.claim for name, each in told.items()}
     # Of an attention that is described whole, our own rows need not understand what stands beside it.
     attentions = [each for each in _attentions(model) if not told.keys() >= {*_under(each.path, tensors)}]
@@ -179,7 +181,7 @@ def _attentions(model: nn.Module) -> list[_Attention]:
 
 
 def _score_claims(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Claim]:
-    """What enters the scores of attention from outside it."""
+    """Return what enters the scores of attention from outside it."""
     claims: dict[str, Claim] = {}
     for path, module in model.named_modules():
         for child, role in SCORES.get(type(module).__name__, {}).items():
@@ -188,7 +190,8 @@ def _score_claims(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _claims(attention: _Attention, tensors: Mapping[str, Tensor], known: Mapping[str, Claim]) -> dict[str, Claim]:
-    """What the row says of its attention's tensors. Raises UnknownArchitecture for one not in it nor `known`."""
+    """Return what the row says of its attention's tensors. Raises UnknownArchitecture for one not in it nor
+    `known`."""
     claims: dict[str, Claim] = {}
     path, layout = attention.path, attention.layout
     for child, role in {**layout.whole, **layout.optional}.items():
@@ -227,7 +230,8 @@ def _inserted(tensors: Iterable[str]) -> dict[str, _Told]:
 
 
 def _told(model: nn.Module, tensors: Mapping[str, Tensor], mapping: MappingFile) -> dict[str, _Told]:
-    """What the mapping says of each tensor that a row of it matches. Raises MappingError with all that is wrong."""
+    """Return what the mapping says of each tensor that a row of it matches. Raises MappingError with all that is
+    wrong."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type != mapping.model_type:
         raise MappingError(f"the mapping is for {mapping.model_type}, and the model is a {model_type}")
@@ -259,7 +263,7 @@ def _claim_of(row: Row, tensor: Tensor) -> Claim:
 
 
 def _plain_role(model: nn.Module, name: str, tensor: Tensor, layer: int | None) -> Role:
-    """The role of a tensor that belongs to no attention."""
+    """Return the role of a tensor that belongs to no attention."""
     steps = name.split(".")
     owner = model.get_submodule(".".join(steps[:-1]))
     prefix = str(getattr(model, "base_model_prefix", ""))
@@ -288,7 +292,8 @@ def _blocks(name: str, tensor: Tensor, layer: int | None, claim: Claim) -> Itera
 
 
 def _adapter_blocks(name: str, tensor: Tensor, layer: int | None, factor: str, matrix: Claim) -> Iterator[Block]:
-    """The blocks of an adapter's factor, A [rank, inputs] or B [outputs, rank], beside a matrix of that claim."""
+    """Yield the blocks of an adapter's factor, A [rank, inputs] or B [outputs, rank], beside a matrix of that
+    claim."""
     if isinstance(matrix, str):
         matrix_roles: tuple[Role, ...] = (matrix,)
         claim: Claim = "adapter"
@@ -303,7 +308,7 @@ def _adapter_blocks(name: str, tensor: Tensor, layer: int | None, factor: str, m
 
 
 def _outermost_stack(model: nn.Module, path: str) -> str | None:
-    """The path of the first list of modules on the way to `path`."""
+    """Return the path of the first list of modules on the way to `path`."""
     steps = path.split(".")[:-1]
     prefixes = (".".join(steps[:length]) for length in range(1, len(steps) + 1))
     stacks = (nn.ModuleList, nn.Sequential)
@@ -311,7 +316,7 @@ def _outermost_stack(model: nn.Module, path: str) -> str | None:
 
 
 def _under(path: str, names: Iterable[str]) -> list[str]:
-    """Those of the names that are `path` or lie beneath it; the empty path is the whole model."""
+    """Return those of the names that are `path` or lie beneath it; the empty path is the whole model."""
     return [name for name in names if not path or name == path or name.startswith(f"{path}.")]
 
 

@@ -65,7 +65,7 @@ class ModelMismatch(ValueError):
 def build(
     model: Model, *, attention: Attention | None = None, seed: int = 0, mapping: MappingFile | None = None
 ) -> PreTrainedModel:
-    """Builds the model of a block table, on the CPU, its weights random under `seed`.
+    """Build the model of a block table, on the CPU, its weights random under `seed`.
 
     `attention` is the worker's own choice of implementation: only "eager" returns attention probabilities. Raises
     UnsafeConfig, ConfigError, UnknownArchitecture, or ModelMismatch, each before any weights are allocated.
@@ -83,7 +83,8 @@ def build(
 
 
 def load(folder: ModelFolder, mapping: MappingFile | None = None) -> PreTrainedModel:
-    """The model of a folder, with what Tessera added to it and `from_pretrained` leaves out. Raises as `build`."""
+    """Return the model of a folder, with what Tessera added to it and `from_pretrained` leaves out. Raises as
+    `build`."""
     model = build(folder.model, mapping=mapping)
     tensors = named_tensors(model)
     for block, raw in folder.blocks():
@@ -118,7 +119,7 @@ def instantiate(
     lora: Lora | None = None,
     mapping: MappingFile | None = None,
 ) -> PreTrainedModel:
-    """Builds a model that has no block table to be checked against yet. Float32 unless the config names a dtype.
+    """Build a model that has no block table to be checked against yet. Float32 unless the config names a dtype.
 
     Leaves the global random state as it was, and gives transformers' own tensors the same values whatever is added.
     The mapping is for finding what adapters go beside. Raises UnsafeConfig or ConfigError, and with `lora` as
@@ -147,7 +148,7 @@ def _plain(config: Mapping[str, JsonValue], head: Head, attention: Attention | N
 
 @contextmanager
 def _bounded(model: Model) -> Iterator[None]:
-    """Stops a model that is being laid out once it has far outgrown its table: a billion layers never get built.
+    """Stop a model that is being laid out once it has far outgrown its table: a billion layers never get built.
 
     The slack is for tied weights, which transformers first makes several times.
     """
@@ -182,7 +183,7 @@ def _differences(told: Mapping[str, Block], found: Mapping[str, Block]) -> Itera
 
 
 def read_block(tensors: Mapping[str, Tensor], block: Block) -> np.ndarray:
-    """A copy of the block's values, C-contiguous and little-endian, of its shape and dtype.
+    """Return a copy of the block's values, C-contiguous and little-endian, of its shape and dtype.
 
     `tensors` are a model's `named_tensors`, on any device. Raises ModelMismatch if they do not hold such a block.
     """
@@ -196,7 +197,7 @@ def read_block(tensors: Mapping[str, Tensor], block: Block) -> np.ndarray:
 
 
 def write_block(tensors: Mapping[str, Tensor], block: Block, values: np.ndarray) -> None:
-    """Overwrites the block in place, leaving the tensor's other rows as they are.
+    """Overwrite the block in place, leaving the tensor's other rows as they are.
 
     Raises ModelMismatch if the tensors hold no such block, or ValueError if `values` are not of its shape and dtype.
     """
@@ -213,7 +214,7 @@ def write_block(tensors: Mapping[str, Tensor], block: Block, values: np.ndarray)
 
 
 def tensor_of(tensors: Mapping[str, Tensor], block: Block) -> Tensor:
-    """The tensor that the block is a part or all of. Raises ModelMismatch if there is none of its form."""
+    """Return the tensor that the block is a part or all of. Raises ModelMismatch if there is none of its form."""
     tensor = tensors.get(block.tensor)
     if tensor is None:
         raise ModelMismatch([f"{block.tensor}: missing from the model"])
@@ -230,5 +231,5 @@ def tensor_of(tensors: Mapping[str, Tensor], block: Block) -> Tensor:
 
 
 def rows_of(index: np.ndarray, tensor: Tensor) -> Tensor:
-    """A part's rows as an index on the tensor's device."""
+    """Return a part's rows as an index on the tensor's device."""
     return torch.from_numpy(index).to(tensor.device)

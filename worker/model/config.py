@@ -62,7 +62,7 @@ class UnsafeConfig(ConfigError):
 
 
 def check_config(config: Mapping[str, JsonValue]) -> None:
-    """Refuses a config that could run code, reach a network or exhaust memory, at any depth, naming every such key.
+    """Refuse a config that could run code, reach a network or exhaust memory, at any depth, naming every such key.
 
     Raises UnsafeConfig.
     """
@@ -89,7 +89,7 @@ def _faults(value: JsonValue | Mapping[str, JsonValue], path: str, depth: int) -
 
 
 def _reasons(key: str, value: JsonValue) -> Iterator[str]:
-    """Why a key with this value is not safe: nothing if it is."""
+    """Yield why a key with this value is not safe: nothing if it is."""
     if key.startswith("_") or key in _INTERNAL:
         yield "is internal to transformers"
     elif key in UNSAFE_KEYS:
@@ -111,7 +111,8 @@ def _sum(value: JsonValue) -> int:
 
 
 def config_from(config: Mapping[str, JsonValue]) -> PreTrainedConfig:
-    """The transformers config, checked. Raises UnsafeConfig, or ConfigError if transformers does not accept it."""
+    """Return the transformers config, checked. Raises UnsafeConfig, or ConfigError if transformers does not accept
+    it."""
     check_config(config)
     settings = {key: value for key, value in config.items() if key != "model_type"}
     try:
@@ -124,7 +125,7 @@ def config_from(config: Mapping[str, JsonValue]) -> PreTrainedConfig:
 
 
 def _check_made(config: PreTrainedConfig) -> None:
-    """Looks at what the config became: a class's own default may name a backbone of timm."""
+    """Look at what the config became: a class's own default may name a backbone of timm."""
     if config.model_type in UNSAFE_MODEL_TYPES or any(
         getattr(config, f"_{kind}_implementation", None) is not None for kind in ("attn", "experts")
     ):

@@ -20,8 +20,8 @@ IGNORED = -100
 def forward(
     model: nn.Module, head: Head, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None
 ) -> Output:
-    """The loss and the logits of a batch that holds the model's keyword inputs, `labels` among them; with `values`
-    in place of the model's own tensors of those names.
+    """Return the loss and the logits of a batch that holds the model's keyword inputs, `labels` among them; with
+    `values` in place of the model's own tensors of those names.
 
     A contrastive model is a classifier whose classes are texts: `input_ids` [classes, tokens] beside `pixel_values`
     [examples, ...], and the loss is the cross-entropy of each image's logits over the texts.
@@ -36,7 +36,8 @@ def forward(
 
 
 def _fitted(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The batch with pixels and sound in the type of the model's weights: half of the families take no other."""
+    """Return the batch with pixels and sound in the type of the model's weights: half of the families take no
+    other."""
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() and name != "labels" else tensor
         for name, tensor in batch.items()
@@ -48,7 +49,7 @@ def _called(model: nn.Module, inputs: dict[str, Tensor], values: Mapping[str, Te
 
 
 def losses(output: Output, head: Head, labels: Tensor) -> Tensor:
-    """The loss that each example of a batch has by itself, [examples]; the gradient of one tells of no other.
+    """Return the loss that each example of a batch has by itself, [examples]; the gradient of one tells of no other.
 
     The loss that a model reports for a batch of texts will not do: it divides by the tokens of all of them. Raises
     ValueError for a head or labels that this is not known for.

@@ -33,7 +33,7 @@ Untyped, because each division reads the attributes of its own classes of attent
 
 
 def divided(runs: Sequence[Run], rows: int) -> dict[Role, Spans]:
-    """Each role's rows where `runs` follow one another, again and again, over so many rows.
+    """Return each role's rows where `runs` follow one another, again and again, over so many rows.
 
     Raises ValueError if the rows end in the middle.
     """
@@ -72,7 +72,8 @@ def by_head(size: str) -> Division:
 
 
 def falcon(attention: Any, _: int) -> Sequence[Run]:
-    """The queries of a group of heads, then their one key and value. How many make a group differs by generation."""
+    """Return the queries of a group of heads, then their one key and value. How many make a group differs by
+    generation."""
     if attention.new_decoder_architecture:
         group = attention.num_heads // attention.num_kv_heads
     else:
@@ -82,14 +83,14 @@ def falcon(attention: Any, _: int) -> Sequence[Run]:
 
 
 def bigcode(attention: Any, _: int) -> Sequence[Run]:
-    """All queries, one key, one value; without multi-query attention, head by head."""
+    """Return all queries, one key, one value; without multi-query attention, head by head."""
     if attention.multi_query:
         return [("query", attention.embed_dim), ("key", attention.kv_dim), ("value", attention.kv_dim)]
     return [("query", attention.head_dim), ("key", attention.head_dim), ("value", attention.head_dim)]
 
 
 def phi3(attention: Any, _: int) -> Sequence[Run]:
-    """All queries, then the fewer keys, then the values."""
+    """Return all queries, then the fewer keys, then the values."""
     config = attention.config
     queries = config.num_attention_heads * attention.head_dim
     keys = config.num_key_value_heads * attention.head_dim
@@ -102,7 +103,7 @@ def codegen(_: Any, rows: int) -> Sequence[Run]:
 
 
 def latent(attention: Any, _: int) -> Sequence[Run]:
-    """What unfolds the latent: the keys of a head, without their rotary part, and its values."""
+    """Return what unfolds the latent: the keys of a head, without their rotary part, and its values."""
     return [("key", attention.qk_nope_head_dim), ("value", attention.v_head_dim)]
 
 
@@ -335,7 +336,8 @@ class Row(Frozen):
         return self
 
     def match(self, name: str) -> re.Match[str] | None:
-        """The match of a tensor's name, with a group `layer` if the pattern has one; none for another tensor."""
+        """Return the match of a tensor's name, with a group `layer` if the pattern has one; none for another
+        tensor."""
         pattern = re.escape(self.names).replace(re.escape("{layer}"), r"(?P<layer>\d+)").replace(r"\*", ".*")
         return re.fullmatch(pattern, name)
 
@@ -348,7 +350,7 @@ class MappingFile(Frozen):
 
 
 def read_mapping(path: Path) -> MappingFile:
-    """The mapping of a TOML file. Raises MappingError for one that cannot be read or has an unknown key."""
+    """Return the mapping of a TOML file. Raises MappingError for one that cannot be read or has an unknown key."""
     try:
         return MappingFile(**tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as fault:

@@ -25,7 +25,7 @@ ADAPTER = "default"
 
 
 def add_lora(model: PreTrainedModel, lora: Lora, blocks: Iterable[Block]) -> None:
-    """Puts an adapter beside each linear layer whose weight is, in whole or in part, of one of the roles.
+    """Put an adapter beside each linear layer whose weight is, in whole or in part, of one of the roles.
 
     `blocks` are those of the model as it is. A starts random under torch's seed and B at zero, so that the model
     computes what it did before, bit for bit. A fused matrix is adapted whole, since A reads what all of its parts
@@ -52,7 +52,7 @@ def add_lora(model: PreTrainedModel, lora: Lora, blocks: Iterable[Block]) -> Non
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Adds each adapter to its matrix, in place, and takes it away."""
+    """Add each adapter to its matrix, in place, and take it away."""
     wrapped = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, LoraLayer)]
     with torch.no_grad():
         for path, layer in wrapped:

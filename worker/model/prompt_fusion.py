@@ -68,7 +68,8 @@ def _normalised(tokens: Tensor) -> Tensor:
 
 
 def _shortened(values: Tensor, beside: Tensor) -> Tensor:
-    """The values at a length below that of what stands beside them; hardly changed where they are much shorter."""
+    """Return the values at a length below that of what stands beside them; hardly changed where they are much
+    shorter."""
     most = beside.square().sum() + TINY
     return values * (most / (most + values.square().sum())).sqrt()
 
@@ -88,7 +89,7 @@ class ConcatFusion(nn.Module):
 
 
 def fusion_module(fusion: Fusion, width: int) -> nn.Module:
-    """Maps shared prompts [tokens, width] and a site's own to those that go in.
+    """Map shared prompts [tokens, width] and a site's own to those that go in.
 
     Raises ConfigError if the width does not divide among the heads.
     """

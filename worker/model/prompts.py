@@ -82,12 +82,12 @@ class PromptTokens(nn.Module):
                 self.fusion[modality] = fusion_module(fusion, widths[modality]).to(dtype)
 
     def own(self, modality: Modality) -> Tensor | None:
-        """The model's prompts for a tower, [tokens, width]; none if it has none."""
+        """Return the model's prompts for a tower, [tokens, width]; none if it has none."""
         own: Tensor | None = getattr(self, modality, None)
         return own
 
     def tokens(self, modality: Modality) -> Tensor | None:
-        """What goes into a tower, [tokens, width]."""
+        """Return what goes into a tower, [tokens, width]."""
         own, way = self.own(modality), self.ways.get(modality)
         return way(own) if own is not None and way is not None else own
 
@@ -143,13 +143,13 @@ def fused_prompts(
 
 
 def prompts_of(model: nn.Module) -> PromptTokens | None:
-    """A model's prompts; none if it was built without any."""
+    """Return a model's prompts; none if it was built without any."""
     found = getattr(model, PROMPTS, None)
     return found if isinstance(found, PromptTokens) else None
 
 
 def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
-    """Gives a dual encoder its prompts, random under torch's seed, as the submodule `prompts`.
+    """Give a dual encoder its prompts, random under torch's seed, as the submodule `prompts`.
 
     Raises PromptError for a model that takes none, or for more than its text encoder has positions; ConfigError for a
     fusion of more heads than divide a tower's width.
@@ -177,7 +177,7 @@ def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
 
 
 def caption_start(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The embeddings of a caption's tokens, int64 [tokens], as CoOp starts its prompts: [tokens, width]."""
+    """Return the embeddings of a caption's tokens, int64 [tokens], as CoOp starts its prompts: [tokens, width]."""
     return _token_embedding(model).weight.detach()[ids]
 
 
@@ -270,15 +270,15 @@ class _TextHooks:
         return positions - (self.config.pad_token_id + 1) if self.towers.from_padding else positions
 
     def _placeholder(self) -> int:
-        """An id to stand where a prompt will be. Never what ends or pads a text: pooling looks for the former, which
-        in old CLIPs is the highest id, and positions are counted by the latter."""
+        """Return an id to stand where a prompt will be. Never what ends or pads a text: pooling looks for the former,
+        which in old CLIPs is the highest id, and positions are counted by the latter."""
         special = {self.config.pad_token_id}
         ends = self.config.eos_token_id
         special.update(ends if isinstance(ends, list) else [ends])
         return next(each for each in range(len(special) + 1) if each not in special)
 
     def _kept(self, ids: Tensor, mask: Tensor | None, count: int) -> int:
-        """How many of the columns of `ids`, [texts, tokens], stay: only padding is cut. Raises PromptError."""
+        """Return how many of the columns of `ids`, [texts, tokens], stay: only padding is cut. Raises PromptError."""
         length = ids.shape[1]
         kept = min(length, self.positions - count)
         # Without a mask, padding is told by the last token that goes on and on: its first may be the text's end.

@@ -78,7 +78,7 @@ def least_budget(events: Iterable[Event], delta: float) -> float:
 
 
 def noise_multiplier(target: Budget, spent: Iterable[Event], sampling_rate: float, steps: int) -> float:
-    """The least noise with which so many steps fit into what the spent events leave of the target.
+    """Return the least noise with which so many steps fit into what the spent events leave of the target.
 
     Raises Overspent if no noise does.
     """
@@ -127,7 +127,8 @@ def _noise_multiplier(target: Budget, spent: _Steps, rho: float, rate: float, st
 
 
 def _least(cost: Callable[[float], float], most: float, low: float, high: float) -> float:
-    """The least noise, to within TOLERANCE, that costs no more than `most`; `low` or `high` if it is beyond them."""
+    """Return the least noise, to within TOLERANCE, that costs no more than `most`; `low` or `high` if it is beyond
+    them."""
 
     def excess(log_noise: float) -> float:
         return math.log(max(cost(math.exp(log_noise)), 1e-12) / most)

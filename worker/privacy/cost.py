@@ -10,7 +10,7 @@ from tessera.worker.state.privacy_ledger import Event, Exact
 
 
 def epsilon_of(events: Iterable[Event], delta: float) -> float:
-    """What the events of a run together cost at `delta`; infinite if something exact is among them.
+    """Return what the events of a run together cost at `delta`; infinite if something exact is among them.
 
     Raises ImportError without the extra `privacy`.
     """

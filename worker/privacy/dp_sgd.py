@@ -195,7 +195,7 @@ class NoisyGradients:
         return {name: tensor[rows].to(self._device) for name, tensor in self._dataset.tensors.items()}
 
     def fill(self) -> None:
-        """Sets each parameter's gradient to the noisy mean of clipped ones; frozen rows get neither."""
+        """Set each parameter's gradient to the noisy mean of clipped ones; frozen rows get neither."""
         how = self._mechanism.sampling
         rows = torch.from_numpy(self._dice.sample(how.examples, how.rate))
         for parameter, total in zip(self._freeze.parameters, self.sums(rows), strict=True):

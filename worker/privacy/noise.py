@@ -64,5 +64,5 @@ class NoiseSource:
         return uniform
 
     def _words(self, count: int) -> Array:
-        """Bits of the key stream, uint64 [count]."""
+        """Return bits of the key stream, uint64 [count]."""
         return np.frombuffer(self._stream.update(bytes(8 * count)), "<u8")

@@ -153,7 +153,7 @@ class Hooked:
         return (index, *rest)
 
     def __call__(self, batch: Batch) -> Gradients:
-        """Raises NotImplementedError if the gradients do not add up to that of the sum, for examples where it is a
+        """Raise NotImplementedError if the gradients do not add up to that of the sum, for examples where it is a
         number."""
         self._examples = len(next(iter(batch.values())))
         self._reset()
@@ -210,7 +210,7 @@ class Hooked:
         return each
 
     def close(self) -> None:
-        """Removes every trace, also of hooks that were set only in part."""
+        """Remove every trace, also of hooks that were set only in part."""
         for handle in (*self._expanding, *self._model.__dict__.pop("autograd_grad_sample_hooks", ())):
             handle.remove()
         for module in self._model.modules():
@@ -248,7 +248,7 @@ def fastest(
     sample: Batch,
     tolerance: float = EXACT,
 ) -> PerExample:
-    """The fastest way that gives what single examples give on the `sample`, of two or more examples.
+    """Return the fastest way that gives what single examples give on the `sample`, of two or more examples.
 
     Nothing of the data may be in the sample: which way is taken shows in how long a task takes.
     `loss` is a batch's; `losses`, if known, each example's in a batch without anything in common. Leaves the model as
@@ -286,7 +286,7 @@ def _agreeing(
 
 
 def agree(found: Gradients, expected: Gradients, tolerance: float = EXACT) -> bool:
-    """Whether gradients are equal but for rounding, example by example.
+    """Return whether gradients are equal but for rounding, example by example.
 
     An example whose expected gradient is no number says nothing; there must be one that does.
     """
@@ -302,7 +302,7 @@ def agree(found: Gradients, expected: Gradients, tolerance: float = EXACT) -> bo
 
 
 def norms(gradients: Gradients) -> Tensor:
-    """The l2 norm of each example's gradient over all tensors together, float64 [examples].
+    """Return the l2 norm of each example's gradient over all tensors together, float64 [examples].
 
     In float32 the squares of small gradients would vanish, and a clip norm yet smaller would not clip them.
     """
@@ -316,7 +316,7 @@ def norms(gradients: Gradients) -> Tensor:
 
 @contextmanager
 def _at_a_generic_point(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Moves the parameters a little, and switches dropout off.
+    """Move the parameters a little, and switches dropout off.
 
     Where training starts, much is zero that soon is not: the gradient of one half of an adapter, or of the distance
     to the start. A way that gets those wrong would agree there.
@@ -349,7 +349,7 @@ def _examples(batch: Batch) -> Iterator[Batch]:
 
 
 def at_once(way: PerExample, parameters: Sequence[nn.Parameter]) -> int:
-    """How many examples' gradients to hold at a time."""
+    """Return how many examples' gradients to hold at a time."""
     if isinstance(way, OneByOne):
         return 1
     sizes = [parameter.nbytes for parameter in parameters]

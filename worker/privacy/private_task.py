@@ -95,8 +95,8 @@ class PrivateTask:
     # ------------------------------------------------------------ choosing blocks
 
     def watched(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """The batches for a method that chooses blocks by what it sees in them. Looking at them is what is paid for,
-        or refused: raises PolicyViolation then."""
+        """Return the batches for a method that chooses blocks by what it sees in them. Looking at them is what is
+        paid for, or refused: raises PolicyViolation then."""
         return _Watched(batches, self._look)
 
     def _look(self) -> None:
@@ -136,7 +136,7 @@ class PrivateTask:
     # ------------------------------------------------------------ training
 
     def begin(self, epochs: int) -> None:
-        """Pays for so many epochs, and makes all randomness the worker's own. Raises PolicyViolation."""
+        """Pay for so many epochs, and makes all randomness the worker's own. Raises PolicyViolation."""
         entries = self._ledger.check(self._task.dataset)
         # What takes long is worked out, and remembered, before other workers have to wait for the page.
         self._judge(entries, [self._noisy_steps(entries, epochs)])
@@ -157,7 +157,7 @@ class PrivateTask:
         return {name: value for name, value in numbers.items() if name in DISCLOSED}
 
     def spent(self) -> float:
-        """The epsilon of all that the run was allowed here so far, at the run's delta."""
+        """Return the epsilon of all that the run was allowed here so far, at the run's delta."""
         return epsilon(self._of_run(self._ledger.read(self._task.dataset)), self._target.delta)
 
     def leave(self) -> None:
@@ -229,7 +229,7 @@ class PrivateTask:
         )
 
     def _judge(self, entries: Sequence[Entry], events: Sequence[Event]) -> None:
-        """Raises PolicyViolation if the events would take the data set beyond the site's budget, or what it allows in
+        """Raise PolicyViolation if the events would take the data set beyond the site's budget, or what it allows in
         a week."""
         name = self._task.dataset
         if self._budget:
@@ -250,7 +250,7 @@ class PrivateTask:
                 )
 
     def _to_the_end(self, budget: Budget, entries: Sequence[Entry], least: float = 0.0) -> str:
-        """What budget would hold the run to its end, if the rounds to come are as this one."""
+        """Return what budget would hold the run to its end, if the rounds to come are as this one."""
         needed = max(least, least_budget([*noisy_in(entries), *self._ahead], budget.delta))
         return f"; all rounds of the run need a budget of {_up(needed)}"
 
@@ -296,7 +296,7 @@ def _noisy(noise: float, rate: float, steps: int) -> NoisySteps:
 
 
 def _check_delta(delta: float, examples: int) -> None:
-    """Raises PolicyViolation for a delta that would allow to give whole examples away."""
+    """Raise PolicyViolation for a delta that would allow to give whole examples away."""
     most = examples**-1.1
     if delta > most:
         raise PolicyViolation(
@@ -311,7 +311,7 @@ def _check_delta(delta: float, examples: int) -> None:
 
 
 def bounded_sums(scores: Array) -> Array:
-    """The sums over the examples, float64 [candidates], of scores [examples, candidates] brought into [0, 1].
+    """Return the sums over the examples, float64 [candidates], of scores [examples, candidates] brought into [0, 1].
 
     So one example more or less moves each sum by at most 1, and none of them the other way. A score that is no number
     counts as 0. Scores are rounded to multiples of 2^-30, whose sums float64 holds exactly: in which order examples
@@ -328,7 +328,7 @@ def epsilon_per_pick(rho: float, count: int) -> float:
 
 
 def private_top_k(sums: Array, count: int, epsilon_per_pick: float, dice: NoiseSource) -> list[int]:
-    """The places of the `count` largest of noisy sums [candidates], largest first.
+    """Return the places of the `count` largest of noisy sums [candidates], largest first.
 
     One example more or less must move each sum by at most 1, and all of them the same way. One draw of Gumbel noise
     of scale 1/epsilon picks as the exponential mechanism does, one after the other (Durfee and Rogers 2019, arXiv

@@ -30,7 +30,7 @@ class Folder:
         self._path = path
 
     def path(self, digest: str) -> Path:
-        """Where a blob lies. Raises NotFound."""
+        """Return where a blob lies. Raises NotFound."""
         path = self._place(digest)
         if not path.is_file():
             raise NotFound(f"there is no blob {digest}")
@@ -67,19 +67,19 @@ class Folder:
             temporary.unlink(missing_ok=True)
 
     def adopt(self, temporary: Path, digest: str) -> None:
-        """Gives a finished file of this folder the name of its content."""
+        """Give a finished file of this folder the name of its content."""
         final = self._place(digest)
         final.parent.mkdir(exist_ok=True)
         temporary.replace(final)
 
     def keep_only(self, wanted: set[str]) -> None:
-        """Removes every other blob."""
+        """Remove every other blob."""
         for file in self._path.glob("??/*"):
             if f"sha256:{file.name}" not in wanted:
                 file.unlink()
 
     def remove(self, unwanted: Iterable[str]) -> None:
-        """Removes these blobs, as far as they are here."""
+        """Remove these blobs, as far as they are here."""
         for digest in unwanted:
             self._place(digest).unlink(missing_ok=True)
 

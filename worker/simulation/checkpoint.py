@@ -59,7 +59,7 @@ class Records:
         self._folder = folder
 
     def claim(self, identity: Mapping[str, JsonValue]) -> None:
-        """Notes what is simulated here. Raises Invalid naming each setting that was another before."""
+        """Note what is simulated here. Raises Invalid naming each setting that was another before."""
         file = self._folder / "simulation.json"
         if not file.exists():
             _write(file, json.dumps(identity, indent=1, sort_keys=True))
@@ -76,11 +76,11 @@ class Records:
             )
 
     def committed(self) -> list[Committed]:
-        """Every version so far, in order."""
+        """Return every version so far, in order."""
         return [_read(Committed, file) for file in sorted((self._folder / "versions").glob("*.json"))]
 
     def commit(self, entry: Committed) -> None:
-        """Enters a version; from here on a simulation goes on from it."""
+        """Enter a version; from here on a simulation goes on from it."""
         _write(self._folder / "versions" / f"{entry.version.number:07}.json", entry.model_dump_json())
 
     def accepted(self, task: str) -> Reported | None:
@@ -91,7 +91,7 @@ class Records:
         _write(self._folder / "open" / f"{reported.view.id}.json", reported.model_dump_json())
 
     def accepted_updates(self) -> set[str]:
-        """The digests of all updates of the round that is not committed yet."""
+        """Return the digests of all updates of the round that is not committed yet."""
         return {_read(Reported, file).update for file in (self._folder / "open").glob("*.json")}
 
     def forget_accepted(self) -> None:
@@ -100,7 +100,7 @@ class Records:
         (self._folder / "open").mkdir()
 
     def measured(self, version: int) -> tuple[Measurement, ...] | None:
-        """What a version was measured at; None if it was not."""
+        """Return what a version was measured at; None if it was not."""
         file = self._measurements(version)
         return _read(Measured, file).measurements if file.exists() else None
 

@@ -30,10 +30,10 @@ class Conditions(Frozen):
     keep_versions: PositiveInt | Literal["all"] = Field(default=1, description="the latest versions to keep on disk")
 
     def is_there(self, site: str, number: int) -> bool:
-        """Whether a site can be asked in a round."""
+        """Return whether a site can be asked in a round."""
         return number not in self.away.get(site, ())
 
     def falls_silent(self, seed: int, number: int, attempt: int, worker: str) -> bool:
-        """Whether a worker that was asked in this attempt at a round never answers."""
+        """Return whether a worker that was asked in this attempt at a round never answers."""
         rng = Random(dice(seed, "dropout", number, attempt, worker))  # noqa: S311 (no secret: reproducible)
         return rng.random() < self.dropout

@@ -62,7 +62,7 @@ class Pool(BaseModel):
         return makers(whole, self.part) if self.part else [lambda: whole]
 
     def site(self, index: int, key: bytes) -> Dataset:
-        """The examples of one site; `key` decides which are held out. Raises DataError."""
+        """Return the examples of one site; `key` decides which are held out. Raises DataError."""
         part = self.makers[index]()
         return part if self.held_out is None else hold_out(part, self.held_out, key)
 
@@ -80,7 +80,7 @@ class Table(Conditions):
     @model_validator(mode="before")
     @classmethod
     def _counts_sites(cls, given: Any) -> Any:
-        """Puts the number of sites into `data.part`, where it need not be said again."""
+        """Put the number of sites into `data.part`, where it need not be said again."""
         if not (isinstance(given, dict) and isinstance(data := given.get("data"), dict)):
             return given
         sites, division = given.get("sites"), data.get("part")
@@ -110,7 +110,7 @@ class Table(Conditions):
         return list(self.sites)
 
     def population(self, seed: int) -> dict[str, Site]:
-        """Every site, its data not loaded yet; `seed` decides which examples are held out."""
+        """Return every site, its data not loaded yet; `seed` decides which examples are held out."""
         key = key_of_seed(seed)
         return {name: Site(make, self._resources(name)) for name, make in self._makers(key).items()}
 
@@ -144,7 +144,7 @@ class BlobRequest:
 
 
 def read_file(file: Path, settings: Iterable[str] = ()) -> BlobRequest:
-    """The file changed by `KEY=VALUE` settings. Raises Invalid naming every wrong one."""
+    """Return the file changed by `KEY=VALUE` settings. Raises Invalid naming every wrong one."""
     given = {"name": "simulation", "dataset": "data", **read_toml(file, settings)}
     table, model = given.pop("simulation", None), given.pop("model", None)
     check_spec(file, given)

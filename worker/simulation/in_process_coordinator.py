@@ -69,7 +69,7 @@ class LocalCoordinator:
         """The last of them, by worker."""
 
     def end(self, made: Round) -> None:
-        """Notes what became of the accepted updates of an attempt that is over."""
+        """Note what became of the accepted updates of an attempt that is over."""
         for view in made.tasks:
             if view.is_accepted:
                 self._over[view.id] = view
@@ -77,7 +77,7 @@ class LocalCoordinator:
                 self._receipts[view.worker] = Receipt.model_validate({"task": view.id, **about})
 
     def give(self, order: Order) -> Task:
-        """The order as its worker gets it."""
+        """Return the order as its worker gets it."""
         self._orders[order.id] = order
         trains = order.kind == "train"
         return _sent(
@@ -100,7 +100,7 @@ class LocalCoordinator:
         )
 
     def view(self, order: Order, state: TaskState, problem: Problem | None = None) -> TaskView:
-        """How an order ended, or would have."""
+        """Return how an order ended, or would have."""
         return TaskView(
             id=order.id,
             run=RUN,
@@ -114,12 +114,12 @@ class LocalCoordinator:
         )
 
     def answered(self, order: Order) -> TaskView | None:
-        """The order's accepted update, if there is one."""
+        """Return the order's accepted update, if there is one."""
         found = self._records.accepted(order.id)
         return found.view if found else None
 
     def measurement(self, order: Order) -> Measurement:
-        """What an order to evaluate came to."""
+        """Return what an order to evaluate came to."""
         return self._measured.pop(order.id)
 
     # ------------------------------------------------------------ what workers ask
@@ -154,7 +154,7 @@ class LocalCoordinator:
         return stored.digest
 
     def submit(self, task_id: str, submission: Submission) -> TaskView:
-        """Raises InvalidUpdate for one that may not be merged."""
+        """Raise InvalidUpdate for one that may not be merged."""
         order, report = self._orders[task_id], _sent(submission)
         check_report(self._spec, self._model, order.plan, report.examples, report.numbers)
         manifest = self._states.manifest(order.version.digest)
@@ -182,7 +182,7 @@ class LocalCoordinator:
         return self.view(order, "accepted")
 
     def task(self, task_id: str) -> TaskView:
-        """What became of a task, for vaults that have something pending. Raises NotFound."""
+        """Return what became of a task, for vaults that have something pending. Raises NotFound."""
         if over := self._over.get(task_id):
             return over
         if found := self._records.accepted(task_id):
@@ -194,5 +194,5 @@ class LocalCoordinator:
 
 
 def _sent(message: M) -> M:
-    """The message as it arrives."""
+    """Return the message as it arrives."""
     return type(message).model_validate_json(message.model_dump_json(exclude_defaults=True))

@@ -72,31 +72,31 @@ class Result:
         return outcomes(self.rounds, self.scores(), spreads(self.measurements), self.versions)
 
     def scores(self) -> dict[int, dict[str, float]]:
-        """What each version was measured at, by its number."""
+        """Return what each version was measured at, by its number."""
         return scores_by_version(self.measurements)
 
     def state(self, number: int | None = None) -> State:
-        """A version, the latest if no number is given. Raises NotFound for one that is not kept."""
+        """Return a version, the latest if no number is given. Raises NotFound for one that is not kept."""
         version = self.versions[-1 if number is None else number]
         return self.states.load(self.model, self.states.manifest(version.digest), version.number)
 
     def arrays(self, number: int | None = None) -> dict[str, Array]:
-        """A version's values, by block. Raises NotFound for one that is not kept."""
+        """Return a version's values, by block. Raises NotFound for one that is not kept."""
         return {name: to_array(tensor) for name, tensor in self.state(number).model.items()}
 
     def kept(self, site: str) -> Mapping[str, Array]:
-        """What a site's vault holds."""
+        """Return what a site's vault holds."""
         return Vault(self.folder / "sites" / site / "vault").load(RUN)
 
     def export(self, out: Path, number: int | None = None, like: Path | None = None) -> None:
-        """Writes a version (the latest if no number is given) as a model folder, as `tessera run export` does.
+        """Write a version (the latest if no number is given) as a model folder, as `tessera run export` does.
 
         Raises Invalid if `out` exists, and NotFound for a version that is not kept.
         """
         export_folder(_Versions(self), self.run, out, number, lambda _: None, like)
 
     def write_measurements(self, out: Path) -> None:
-        """Writes all that was measured, a number a row, as `tessera run metrics --csv` does."""
+        """Write all that was measured, a number a row, as `tessera run metrics --csv` does."""
         rows = rows_of(self.run, self.rounds, self.versions, self.measurements)
         with in_place_of(out) as partial:
             with partial.open("w", encoding="utf-8", newline="") as file:

@@ -56,7 +56,7 @@ class Simulation:
     versions: list[Committed] = field(default_factory=list)
 
     def run(self, until: int | None, watch: Watch) -> bool:
-        """Goes on to this version, or to the last; whether the run is over then.
+        """Go on to this version, or to the last; whether the run is over then.
 
         Raises Stalled, Invalid, and what a method's code raises.
         """
@@ -84,7 +84,7 @@ class Simulation:
         return self.latest.number >= self.spec.rounds
 
     def result(self, folder: Path, *, over: bool) -> Result:
-        """What it has come to."""
+        """Return what it has come to."""
         measured = (self.records.measured(entry.version.number) or () for entry in self.versions)
         measurements = tuple(measurement for found in measured for measurement in found)
         bounds = self.bounds if self.latest.number else None
@@ -103,7 +103,7 @@ class Simulation:
         return self._commit(digest, state, ())
 
     def _merge(self, attempts: Sequence[Round]) -> Round:
-        """Commits what the last attempt came to, and returns it with the scores of its updates."""
+        """Commit what the last attempt came to, and returns it with the scores of its updates."""
         reports = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
         accepted = [reported.accepted(self.population.site_of(reported.view.worker)) for reported in reports]
         bounds = self.bounds
@@ -138,14 +138,14 @@ class Simulation:
         return entry
 
     def _needed(self) -> set[str]:
-        """The blobs of what may still be asked for."""
+        """Return the blobs of what may still be asked for."""
         keep = self.conditions.keep_versions
         kept = self.versions if keep == "all" else self.versions[-keep:]
         digests = set[str]().union(*(self._digests(entry.version) for entry in kept))
         return {self.spec.model} | self.records.accepted_updates() | digests
 
     def _digests(self, version: Version) -> set[str]:
-        """A version's blobs; none of one that was dropped when fewer were kept."""
+        """Return a version's blobs; none of one that was dropped when fewer were kept."""
         if not self.blobs.has_blob(version.digest):
             return set()
         return {version.digest, *self.states.manifest(version.digest).digests}
@@ -153,7 +153,7 @@ class Simulation:
     # ------------------------------------------------------------ rounds
 
     def _attempts(self, watch: Watch) -> list[Round]:
-        """Attempts at the next round until one has its quorum. Empty if the method plans nothing more."""
+        """Return attempts at the next round until one has its quorum. Empty if the method plans nothing more."""
         made: list[Round] = []
         for attempt in range(1, self.spec.cohort.tries + 1):
             opened_at, orders = datetime.now(UTC), self._orders(attempt)
@@ -189,7 +189,7 @@ class Simulation:
         return self._fixed_bounds.model_copy(update={"median_norm": largest})
 
     def _norms_in(self, made: Round) -> dict[str, float]:
-        """The norm of each update of a committed round, as they are compared: a site has one worker here."""
+        """Return the norm of each update of a committed round, as they are compared: a site has one worker here."""
         return {
             task.worker: norm
             for task in made.tasks
@@ -214,7 +214,7 @@ class Simulation:
         return Order(task, worker, "train", number, plan, _ref(self.latest))
 
     def _answers(self, orders: Sequence[Order], attempt: int) -> list[TaskView]:
-        """How each order ended, in the order in which they were given."""
+        """Return how each order ended, in the order in which they were given."""
         cohort, views = self.spec.cohort, dict[str, TaskView]()
         for order in self._arrivals(orders, attempt):
             accepted = sum(view.state == "accepted" for view in views.values())
@@ -227,7 +227,7 @@ class Simulation:
         return [views[order.id] for order in orders]
 
     def _arrivals(self, orders: Sequence[Order], attempt: int) -> list[Order]:
-        """The orders as they come in. Where the first are enough, the dice say who is first."""
+        """Return the orders as they come in. Where the first are enough, the dice say who is first."""
         if self.spec.cohort.enough is None:
             return list(orders)
         rng = Random(dice(self.spec.seed, "arrival", orders[0].number, attempt))  # noqa: S311 (no secret: reproducible)
@@ -258,7 +258,7 @@ class Simulation:
         return self.states.manifest(self.latest.digest)
 
     def _measure(self) -> tuple[Measurement, ...]:
-        """What the latest version is measured at, if it is to be: now, unless that was done before."""
+        """Return what the latest version is measured at, if it is to be: now, unless that was done before."""
         evaluation, number = self.spec.evaluation, self.latest.number
         if evaluation is None or not evaluation.due(number, self.spec.rounds):
             return ()
@@ -286,7 +286,7 @@ def _ref(version: Version) -> VersionRef:
 
 
 def _scored(made: Round, found: Sequence[Mapping[str, Mapping[str, float]]]) -> Round:
-    """The round with what was found of each worker's update among its numbers."""
+    """Return the round with what was found of each worker's update among its numbers."""
     tasks = tuple(
         task.model_copy(
             update={
@@ -299,7 +299,7 @@ def _scored(made: Round, found: Sequence[Mapping[str, Mapping[str, float]]]) -> 
 
 
 def _ended(made: Round, merged: Merged) -> Round:
-    """The round with what became of each accepted update."""
+    """Return the round with what became of each accepted update."""
 
     def ended(task: TaskView) -> TaskView:
         if task.state != "accepted":
@@ -312,6 +312,6 @@ def _ended(made: Round, merged: Merged) -> Round:
 
 
 def _told(made: Round) -> str:
-    """Why a round was abandoned, with what its workers said."""
+    """Return why a round was abandoned, with what its workers said."""
     said = [f"{task.worker}: {task.problem.detail}" for task in made.tasks if task.problem]
     return "; ".join([made.reason or "", *said])

@@ -53,7 +53,7 @@ class Weights:
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: Mapping[str, Any], head: Head) -> Self:
-        """A transformers model as it is, and the config that builds it."""
+        """Return a transformers model as it is, and the config that builds it."""
         blocks, tensors = block_table(model), named_tensors(model)
         values = {block.name: read_block(tensors, block) for block in blocks}
         return cls(Model(config=dict(config), head=head, blocks=blocks), values)
@@ -74,7 +74,7 @@ def simulate(
     until: int | None = None,
     watch: Watch = lambda _: None,
 ) -> Result:
-    """Runs a federation in this process, with results that are bit for bit those of the same run over HTTP.
+    """Run a federation in this process, with results that are bit for bit those of the same run over HTTP.
 
     `spec` is a run's as `tessera run create` takes it: `method` and `rounds` at least. Sites train, by name, and the
     central `test` set measures every version unless `spec.evaluation` says otherwise. What it comes to lies under
@@ -137,7 +137,7 @@ class _Federation:
         )
 
     def _identity(self, spec: RunSpec, population: Population) -> dict[str, Any]:
-        """All that decides what comes out, as far as it can be told without reading the data."""
+        """Return all that decides what comes out, as far as it can be told without reading the data."""
         sites = {name: [holding.examples, holding.held_out] for name, holding in population.holdings.items()}
         test = self.test.examples if self.test else None
         said = self.conditions.model_dump(mode="json", include={"dropout", "away", "policy"})

@@ -53,7 +53,7 @@ class Population:
         self.holdings = {name: self._holding(name) for name in self._sites}
 
     def place(self, site: str) -> int:
-        """Which of the sites this is, in the order of their names."""
+        """Return which of the sites this is, in the order of their names."""
         return self._places[site]
 
     def site_of(self, worker: str) -> str:
@@ -115,7 +115,7 @@ class Lent:
         return path
 
     def keep(self, version: set[str]) -> None:
-        """Ends a task: of what was held before, what is of the present version stays."""
+        """End a task: of what was held before, what is of the present version stays."""
         self._held = self._fetched | (self._held & version)
         with written_whole(self._note, durable=False) as file:
             file.write(json.dumps(sorted(self._held)).encode())

@@ -47,14 +47,14 @@ class Workers:
     models: ModelCache = field(default_factory=ModelCache)
 
     def settle(self) -> None:
-        """Commits or discards what the vaults have pending of rounds that are over."""
+        """Commit or discards what the vaults have pending of rounds that are over."""
         for site in self.population.holdings:
             if (home := self._home(site)).exists():
                 sweep(home)
                 Vault(home / "vault", durable=False).settle(self.coordinator.task)
 
     def train(self, order: Order, manifest: Manifest) -> TaskView:
-        """How the task ended: before the process was last killed, or now."""
+        """Return how the task ended: before the process was last killed, or now."""
         if before := self.coordinator.answered(order):
             return before
         try:
@@ -66,7 +66,7 @@ class Workers:
         return self.coordinator.task(order.id)
 
     def evaluate(self, order: Order, manifest: Manifest) -> Measurement | None:
-        """What was measured; None if the version cannot be measured there."""
+        """Return what was measured; None if the version cannot be measured there."""
         try:
             if order.held_out:
                 self._do(order, self.population.dataset(self.population.site_of(order.worker)), manifest)

@@ -19,7 +19,8 @@ TEMPORARY = ".tmp"
 
 @contextmanager
 def written_whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A new file to write and read, which takes the name `path` once the block ends well, and vanishes otherwise.
+    """Yield a new file to write and read, which takes the name `path` once the block ends well, and vanishes
+    otherwise.
 
     If `durable`, it then survives a power cut too, and not only the death of the process.
     """
@@ -61,7 +62,7 @@ def secret_key(path: Path) -> bytes:
 
 @contextmanager
 def temporary_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new file to write and read, under a name of its own, which is removed if it still has it at the end."""
+    """Yield a new file to write and read, under a name of its own, which is removed if it still has it at the end."""
     path = folder / (uuid4().hex + TEMPORARY)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     try:
@@ -94,7 +95,7 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of a folder that is one's own. Raises BlockingIOError if one is in it already."""
+    """Keep other processes out of a folder that is one's own. Raises BlockingIOError if one is in it already."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (folder / "lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,6 +103,6 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what a process that was killed left half written, at any depth."""
+    """Remove what a process that was killed left half written, at any depth."""
     for left in folder.rglob(f"*{TEMPORARY}"):
         left.unlink(missing_ok=True)

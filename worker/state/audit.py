@@ -54,7 +54,7 @@ class Audit:
         self._worker = worker
 
     def record(self, action: Action, task: Task | None = None, /, **detail: JsonValue) -> Entry:
-        """Adds an entry, which is on disk when this returns. Raises ChainError if the file's end was changed."""
+        """Add an entry, which is on disk when this returns. Raises ChainError if the file's end was changed."""
         about: dict[str, str | int] = (
             {}
             if task is None
@@ -69,7 +69,7 @@ class Audit:
         return self._record(action, about, detail)
 
     def record_of_run(self, action: Action, run: str, run_name: str, /, **detail: JsonValue) -> Entry:
-        """The same of what is about a run and no task."""
+        """Return the same of what is about a run and no task."""
         return self._record(action, {"run": run, "run_name": run_name}, detail)
 
     def _record(self, action: Action, about: dict[str, str | int], detail: dict[str, JsonValue]) -> Entry:
@@ -80,7 +80,7 @@ class Audit:
         )
 
     def read(self) -> tuple[Entry, ...]:
-        """All entries, oldest first. Raises ChainError."""
+        """Return all entries, oldest first. Raises ChainError."""
         return self._chain.read()
 
     def check(self) -> tuple[Entry, ...]:
@@ -108,11 +108,11 @@ class Audit:
 
 
 def heads_of(entry: Entry) -> dict[str, Head]:
-    """How far ledgers had come by an entry, by data set."""
+    """Return how far ledgers had come by an entry, by data set."""
     told = entry.detail.get(LEDGER_HEAD)
     return {name: Head.model_validate(head) for name, head in told.items()} if isinstance(told, dict) else {}
 
 
 def names_digest(names: Iterable[str]) -> str:
-    """A digest of a set of names, so that two lists of hundreds are compared at a glance."""
+    """Return a digest of a set of names, so that two lists of hundreds are compared at a glance."""
     return f"sha256:{hashlib.sha256(chr(10).join(sorted(names)).encode()).hexdigest()}"

@@ -68,7 +68,7 @@ class Cache:
             self._pinned.clear()
 
     def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path:
-        """Where the blob lies, once it is there. `source` is asked only for what is not.
+        """Return where the blob lies, once it is there. `source` is asked only for what is not.
 
         Raises DigestMismatch for bytes that are not the digest's, and BlobTooLarge for more than `max_bytes` of them
         or more than fit beside what the present task needs.
@@ -82,7 +82,7 @@ class Cache:
         return path
 
     def fetch_all(self, wanted: Mapping[str, int], source: Row, progress: Progress | None = None) -> None:
-        """Fetches what is not here of blobs of these sizes, in bytes, in one go.
+        """Fetch what is not here of blobs of these sizes, in bytes, in one go.
 
         Raises DigestMismatch for bytes that are not the digests', and BlobTooLarge as `fetch` does. What was whole by
         then stays.
@@ -96,12 +96,12 @@ class Cache:
                 shelving.finish()
 
     def take(self, digest: str, size: int) -> None:
-        """Counts a blob that has come to lie in its place."""
+        """Count a blob that has come to lie in its place."""
         self._bytes[digest] = size
         self._checked.add(digest)
 
     def put(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> bool:
-        """Takes a blob that was made here; whether its bytes are those of its name. If not, nothing is kept.
+        """Take a blob that was made here; whether its bytes are those of its name. If not, nothing is kept.
 
         Raises BlobTooLarge as `fetch` does.
         """
@@ -117,7 +117,7 @@ class Cache:
         return True
 
     def path(self, digest: str) -> Path:
-        """Where a blob lies if it is here."""
+        """Return where a blob lies if it is here."""
         return self._path(digest)
 
     def _path(self, digest: str) -> Path:
@@ -198,7 +198,7 @@ class _Shelving:
         return self._written
 
     def finish(self) -> None:
-        """Raises DigestMismatch if some of the bytes did not come."""
+        """Raise DigestMismatch if some of the bytes did not come."""
         if self._left:
             raise DigestMismatch(f"the bytes ended before those of {self._left[0][0]}", remedy="Fetch them again.")
 

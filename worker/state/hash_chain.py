@@ -134,7 +134,7 @@ class Chain(Generic[L]):
             return self._put(file, make(last.seq + 1, last.digest, _sha256(raw[: content.nbytes])))
 
     def _last(self, file: BinaryIO) -> tuple[L | None, int]:
-        """The last whole entry, and how many bytes there are up to its end."""
+        """Return the last whole entry, and how many bytes there are up to its end."""
         size = file.seek(0, os.SEEK_END)
         tail_bytes = TAIL_BYTES
         while True:
@@ -156,7 +156,8 @@ class Chain(Generic[L]):
         return parsed.entry, start + end + 1
 
     def _content(self, raw: bytes, *, any_key: bool = False) -> _Content[L]:
-        """What is in a file, half a line at its end left out. With `any_key`, lines may be under another key."""
+        """Return what is in a file, half a line at its end left out. With `any_key`, lines may be under another
+        key."""
         nbytes = raw.rfind(b"\n") + 1
         entries: list[L] = []
         previous, place, unkeyed = BEGINNING, 0, None
@@ -202,7 +203,7 @@ class Chain(Generic[L]):
         return _Parsed(entry, _json(raw), _json(document) + b"\n" == line)
 
     def _holds(self, parsed: _Parsed[L]) -> bool:
-        """Whether the digest is the entry's, as far as that can be told without another's key."""
+        """Return whether the digest is the entry's, as far as that can be told without another's key."""
         entry = parsed.entry
         if entry.format == KEYED and self._key is None:
             return True
@@ -285,7 +286,7 @@ class _Content(Generic[L]):
 
 
 def derived(key: bytes | None, purpose: str) -> bytes | None:
-    """A key for one purpose, so that no line of one file can stand in another."""
+    """Return a key for one purpose, so that no line of one file can stand in another."""
     return None if key is None else hmac.new(key, purpose.encode(), hashlib.sha256).digest()
 
 
@@ -294,12 +295,12 @@ def head_of(entries: tuple[Link, ...]) -> Head | None:
 
 
 def missing(entries: tuple[Link, ...], head: Head) -> bool:
-    """Whether the chain is not, or no longer, the one that had come as far as `head`."""
+    """Return whether the chain is not, or no longer, the one that had come as far as `head`."""
     return len(entries) < head.entries or entries[head.entries - 1].digest != head.digest
 
 
 def _json(document: Any) -> bytes:
-    """The document in one form only, as `shared.schema.canonical` has it."""
+    """Return the document in one form only, as `shared.schema.canonical` has it."""
     return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
 
 

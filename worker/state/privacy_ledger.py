@@ -281,17 +281,17 @@ def _latest_sketch(entries: Sequence[Entry]) -> tuple[int, ...]:
 
 
 def counting(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """The entries that something was spent by, without those of which nothing left."""
+    """Return the entries that something was spent by, without those of which nothing left."""
     entries = tuple(entries)
     void = {seq for entry in entries for seq in entry.voids}
     return tuple(entry for entry in entries if entry.events and entry.seq not in void)
 
 
 def exact_in(entries: Iterable[Entry]) -> tuple[tuple[Entry, Use], ...]:
-    """What of the entries no noise covers, oldest first."""
+    """Return what of the entries no noise covers, oldest first."""
     return tuple((entry, event.use) for entry in entries for event in entry.events if isinstance(event, Exact))
 
 
 def noisy_in(entries: Iterable[Entry]) -> list[Event]:
-    """What of the entries noise covers."""
+    """Return what of the entries noise covers."""
     return [event for entry in entries for event in entry.events if not isinstance(event, Exact)]

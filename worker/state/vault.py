@@ -57,7 +57,7 @@ class Staged:
     durable: bool
 
     def accept(self) -> Staged:
-        """Notes that its update was accepted: from here on it waits for the round's end. Returns it as it is then."""
+        """Note that its update was accepted: from here on it waits for the round's end. Returns it as it is then."""
         if self.path.name.startswith(STAGED):
             accepted = self.path.with_name(ACCEPTED + self.path.name.removeprefix(STAGED))
             replace(self.path, accepted, durable=self.durable)
@@ -65,7 +65,7 @@ class Staged:
         return self
 
     def commit(self, unmerged: Collection[str] = ()) -> None:
-        """Makes it current. What belongs to a block that was not merged stays as it was."""
+        """Make it current. What belongs to a block that was not merged stays as it was."""
         current = self.path.with_name(CURRENT)
         if unmerged:
             before, after = (_read(path) if path.exists() else {} for path in (current, self.path))
@@ -92,7 +92,7 @@ class Vault:
         self._durable = durable
 
     def load(self, run: str) -> dict[str, Array]:
-        """What the last merged update of this run kept, by name; empty the first time.
+        """Return what the last merged update of this run kept, by name; empty the first time.
 
         Raises ValueError for a run id that could be a path, and ContainerError for a spoilt file.
         """
@@ -100,7 +100,7 @@ class Vault:
         return _read(path) if path.exists() else {}
 
     def stage(self, run: str, task: str, token: int, keep: Mapping[str, Array]) -> Staged:
-        """Writes what the task wants kept, to be accepted or discarded. Overwrites an earlier try at the same lease.
+        """Write what the task wants kept, to be accepted or discarded. Overwrites an earlier try at the same lease.
 
         Raises ValueError for an id that could be a path, or an array of a kind that cannot be stored.
         """
@@ -109,17 +109,17 @@ class Vault:
         return Staged(path, self._durable)
 
     def settle(self, ask: RoundWorkload) -> None:
-        """Settles what every run has pending. Raises what `ask` raises."""
+        """Settle what every run has pending. Raises what `ask` raises."""
         for folder in self._folder.glob("*/"):
             self._settle(folder, "*", ask)
 
     def settle_unanswered(self, ask: RoundWorkload) -> None:
-        """Settles those submissions that had no answer. Raises what `ask` raises."""
+        """Settle those submissions that had no answer. Raises what `ask` raises."""
         for folder in self._folder.glob("*/"):
             self._settle(folder, f"{STAGED}-*", ask)
 
     def settle_run(self, run: str, receipt: Receipt | None, ask: RoundWorkload) -> None:
-        """Settles what a run has pending, before a task of it begins; `ask` is asked for what is not in the receipt.
+        """Settle what a run has pending, before a task of it begins; `ask` is asked for what is not in the receipt.
 
         Raises what `ask` raises, and NoReceipt where the task would begin from what is kept without knowing whether
         the update before was merged.
@@ -134,7 +134,7 @@ class Vault:
             )
 
     def _settle(self, folder: Path, pattern: str, ask: RoundWorkload) -> bool:
-        """Does with each pending file, oldest first, what its task has come to.
+        """Do with each pending file, oldest first, what its task has come to.
 
         Returns whether the coordinator told: one of before receipts says of an update for ever that it is accepted.
         """
@@ -168,11 +168,11 @@ class Vault:
         return told
 
     def unused(self, since: float) -> list[str]:
-        """The runs for which nothing was kept or settled since then, in seconds since 1970."""
+        """Return the runs for which nothing was kept or settled since then, in seconds since 1970."""
         return sorted(folder.name for folder in self._folder.glob("*/") if folder.stat().st_mtime < since)
 
     def remove(self, run: str) -> None:
-        """Removes all that is kept of a run."""
+        """Remove all that is kept of a run."""
         shutil.rmtree(self._of_run(run))
 
     def _of_run(self, run: str) -> Path:
@@ -197,13 +197,14 @@ def _write(path: Path, keep: Mapping[str, Array], *, durable: bool) -> None:
 
 
 def _of_blocks(name: str, blocks: frozenset[str]) -> bool:
-    """Whether what is kept under a name belongs to one of these blocks: as `own/` and the block's name."""
+    """Return whether what is kept under a name belongs to one of these blocks: as `own/` and the block's name."""
     parts = name.split("/")
     return any("/".join(parts[first:]) in blocks for first in range(len(parts)))
 
 
 def _fate_of(task: str, ask: RoundWorkload) -> TaskView | Receipt | None:
-    """What became of a task; None if the coordinator itself does not know it, and so has not accepted its update."""
+    """Return what became of a task; None if the coordinator itself does not know it, and so has not accepted its
+    update."""
     try:
         told = ask(task)
     except NotFound as problem:

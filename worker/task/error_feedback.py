@@ -39,7 +39,8 @@ class Feedback:
 
     @classmethod
     def of(cls, vault: Mapping[str, Array], stage: str, number: int) -> Feedback:
-        """What is of use in round `number`: nothing of another stage, which trains other blocks, or too long ago."""
+        """Return what is of use in round `number`: nothing of another stage, which trains other blocks, or too long
+        ago."""
         last = vault.get(PREFIX + "stage")
         rests: dict[str, Rest] = {}
         if last is not None and bytes(last).decode() == stage:
@@ -50,14 +51,14 @@ class Feedback:
         return cls(stage, {name: rest for name, rest in rests.items() if number - rest.round <= FORGET_ROUNDS})
 
     def add(self, changes: Iterable[Change]) -> list[Change]:
-        """The changes with what was left out of them before."""
+        """Return the changes with what was left out of them before."""
         return [
             replace(change, rest=self.rests[change.block.name].values) if change.block.name in self.rests else change
             for change in changes
         ]
 
     def settle(self, changes: Iterable[Change], sent: Mapping[str, EncodedTensor], number: int) -> float:
-        """Takes in what round `number` left out, and returns the error that the codecs caused: the l2 norm of what is
+        """Take in what round `number` left out, and returns the error that the codecs caused: the l2 norm of what is
         missing as a share of that of what was to be sent."""
         missing = whole = 0.0
         for change in changes:
@@ -85,7 +86,7 @@ class Feedback:
 
 
 def without_feedback(vault: Mapping[str, Array]) -> dict[str, Array]:
-    """What a vault holds of the method's own."""
+    """Return what a vault holds of the method's own."""
     return {name: values for name, values in vault.items() if not name.startswith(PREFIX)}
 
 

@@ -39,7 +39,7 @@ class Stop:
         self._inbox.put(None)
 
     def check(self) -> None:
-        """Raises Stopped if asked to stop."""
+        """Raise Stopped if asked to stop."""
         if self.requested:
             raise Stopped
 
@@ -53,7 +53,7 @@ class Stop:
             self.check()
 
     def interruptible(self, blocking: Callable[[], T], too_late: Callable[[T], object]) -> T:
-        """The result of a call that may block for long. Raises Stopped as soon as asked to stop, and Problem.
+        """Return the result of a call that may block for long. Raises Stopped as soon as asked to stop, and Problem.
 
         The call goes on in a daemon thread then; a result that it still comes to is handed to `too_late`.
         """
@@ -146,7 +146,7 @@ class Renewal:
         self._thread.join(GOODBYE_SECONDS)
 
     def check(self) -> None:
-        """Raises the problem that ended the lease: LeaseLost, TaskCancelled, RoundClosed, or one of the token."""
+        """Raise the problem that ended the lease: LeaseLost, TaskCancelled, RoundClosed, or one of the token."""
         if self._problem:
             raise self._problem
         if self._clock() - self._renewed_at > self._lease_seconds:
@@ -161,7 +161,7 @@ class Renewal:
             self._problem = LeaseLost(f"the lease is not renewed any more: {fault!r}")
 
     def _renew(self) -> None:
-        """Renews the lease until the block ends. Raises what makes an end of it before."""
+        """Renew the lease until the block ends. Raises what makes an end of it before."""
         while not self._done.wait(self._lease_seconds / BEATS_PER_LEASE):
             # A lease runs at the latest from when its renewal was asked for.
             asked_at = self._clock()

@@ -43,7 +43,7 @@ class Rung:
 
 
 def write_within(file: BinaryIO, codec: str, changes: Sequence[Change], budget: int, seed: int = 0) -> None:
-    """Writes an update of at most `budget` bytes, header and all. `file` must be seekable.
+    """Write an update of at most `budget` bytes, header and all. `file` must be seekable.
 
     The run's codec where it fits, and else, block by block, the coarser one that costs the least error for the bytes
     that it saves. Raises OverBudget, saying how small the update can be made.

@@ -28,7 +28,7 @@ from tessera.worker.model.prompts import REMEDY, PromptError, fused_prompts, pro
 
 
 def largest(scores: Array, count: int, picks: int | None = None) -> list[int]:  # noqa: ARG001 (it is for noise)
-    """The places of the `count` largest sums of scores [examples, candidates], of equals the first."""
+    """Return the places of the `count` largest sums of scores [examples, candidates], of equals the first."""
     return [int(place) for place in np.argsort(-scores.sum(axis=0), kind="stable")[:count]]
 
 
@@ -62,7 +62,7 @@ class LocalWork:
         return dataset.placeholder(examples, end if known else None)
 
     def _tensor(self, block: Block) -> dict[str, Tensor]:
-        """The tensor of a block by its name, looked up alone: going through all of them takes long."""
+        """Return the tensor of a block by its name, looked up alone: going through all of them takes long."""
         path, _, name = block.tensor.rpartition(".")
         try:
             return {block.tensor: getattr(self.model.get_submodule(path), name)}
@@ -70,7 +70,7 @@ class LocalWork:
             return {}
 
     def restore(self, private: Selector) -> None:
-        """Gives the run's blocks that stay here the values that the vault holds. SelectorError as `resolve`."""
+        """Give the run's blocks that stay here the values that the vault holds. SelectorError as `resolve`."""
         for block in private.resolve(self.blocks):
             if block.name in self.vault:
                 self.write(block, self.vault[block.name])
@@ -118,7 +118,7 @@ class LocalWork:
         return output, (found * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
 
     def _real_tokens(self, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """Which of the tokens that the head is handed are no padding; None where nothing says so."""
+        """Return which of the tokens that the head is handed are no padding; None where nothing says so."""
         told = self._with_padding(batch)
         return told.get("decoder_attention_mask" if self.head == "seq2seq-lm" else "attention_mask")
 
@@ -140,7 +140,7 @@ class LocalWork:
         return isolated_profile(profile, self._with_padding(self.placeholder), told, common)
 
     def _with_padding(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """A decoder that is taught by labels learns from them alone which of its tokens are padding."""
+        """Return a decoder that is taught by labels learns from them alone which of its tokens are padding."""
         if self.head != "seq2seq-lm" or "decoder_attention_mask" in batch:
             return batch
         return {**batch, "decoder_attention_mask": (batch["labels"] != IGNORED).long()}
@@ -183,7 +183,7 @@ class LocalWork:
         tokens.ways = {modality: partial(fused.way, modality) for modality in modalities}
 
     def close(self) -> None:
-        """Takes what was added out of the model again."""
+        """Take what was added out of the model again."""
         if tokens := prompts_of(self.model):
             tokens.ways = {}
         for name in self._added:

@@ -31,7 +31,7 @@ class _Scored:
 
 
 def evaluate(model: PreTrainedModel, head: Head, batches: Batches, check: Check) -> dict[str, float]:
-    """The mean `loss` over what is scored and, for models that classify, `accuracy`, `macro_f1` and
+    """Return the mean `loss` over what is scored and, for models that classify, `accuracy`, `macro_f1` and
     `calibration_error`.
 
     Every label position counts alike; macro F1 is over the classes that occur among the true or predicted labels.
@@ -54,7 +54,7 @@ def evaluate(model: PreTrainedModel, head: Head, batches: Batches, check: Check)
 
 
 def calibration_error(confidence: Tensor, correct: Tensor) -> float:
-    """The expected calibration error: how far the model's confidence is from how often it is right.
+    """Return the expected calibration error: how far the model's confidence is from how often it is right.
 
     `confidence` [labels] is the probability of each prediction, `correct` [labels] whether it was right. Fifteen bins
     of equal width, open below and closed above; the gaps between a bin's accuracy and its mean confidence, weighted
@@ -69,8 +69,8 @@ def calibration_error(confidence: Tensor, correct: Tensor) -> float:
 
 
 def macro_f1(predicted: Tensor, true: Tensor) -> float:
-    """The mean of each class's F1, which is twice its hits over how often it is predicted and how often it is true;
-    of those classes that occur. `predicted` and `true` are int64 [labels].
+    """Return the mean of each class's F1, which is twice its hits over how often it is predicted and how often it is
+    true; of those classes that occur. `predicted` and `true` are int64 [labels].
 
     Not scikit-learn's, with which it agrees: to import that would take every worker some 100 MiB.
     """

@@ -51,19 +51,19 @@ class Freeze:
             self._rows.append((tensor, axis, frozen, tensor.detach().index_select(axis, frozen)))
 
     def mask_gradients(self) -> None:
-        """Zeroes the gradients of frozen rows."""
+        """Zero the gradients of frozen rows."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 self.mask(parameter, parameter.grad)
 
     def mask(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Zeroes the frozen rows of one parameter in a gradient of its shape, which may have axes in front of it."""
+        """Zero the frozen rows of one parameter in a gradient of its shape, which may have axes in front of it."""
         for tensor, axis, frozen, _ in self._rows:
             if tensor is parameter:
                 gradient.index_fill_(axis - tensor.ndim, frozen, 0)
 
     def restore(self) -> None:
-        """Puts frozen rows and buffers back, bit for bit."""
+        """Put frozen rows and buffers back, bit for bit."""
         for tensor, axis, frozen, values in self._rows:
             tensor.detach().index_copy_(axis, frozen, values)
         for buffer, values in self._buffers:

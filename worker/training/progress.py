@@ -48,7 +48,7 @@ class Report:
         self.loss = loss
 
     def progress(self) -> Progress:
-        """What a heartbeat says."""
+        """Return what a heartbeat says."""
         moved = {"fetching": self.download_bytes, "uploading": self.upload_bytes}.get(self.phase)
         works = self.phase in ("training", "evaluating")
         loss = None if self.loss is None else rounded(self.loss)

@@ -71,7 +71,7 @@ class Batches:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds every global source of randomness: Python's, numpy's, and torch's on each device."""
+    """Seed every global source of randomness: Python's, numpy's, and torch's on each device."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))  # noqa: NPY002  (the global state is what other libraries draw from)
     torch.manual_seed(seed)
@@ -99,7 +99,7 @@ class Trainer:
     """Scales the loss for float16. Pass the run's own to begin at the scale that its last round found."""
 
     def train(self, phases: Sequence[Phase], dataset: Dataset, seed: int) -> TrainingStats:
-        """Goes through the phases, each with an optimizer of its own over the blocks that it trains.
+        """Go through the phases, each with an optimizer of its own over the blocks that it trains.
 
         The tally's loss is the mean over the examples of the last epoch; not a number if there is no phase, and
         nothing trains, or if training is private. Raises TrainingDiverged, SelectorError for a phase that names
@@ -160,7 +160,7 @@ class Trainer:
 
 
 def steps_in(examples: int, batch_size: int | None) -> int:
-    """The batches of one pass over so many examples."""
+    """Return the batches of one pass over so many examples."""
     return 1 if batch_size is None else math.ceil(examples / batch_size)
 
 
@@ -188,7 +188,7 @@ class _Epoch:
         self._optimizer = _optimizer(groups, trainer.training)
 
     def run(self, batches: Batches) -> float:
-        """Goes through the data once. Returns the mean loss over its examples."""
+        """Go through the data once. Returns the mean loss over its examples."""
         total, examples = 0.0, 0
         for batch in batches:
             self._trainer.check()
@@ -265,6 +265,6 @@ def gradient_scaler(training: Training, device: torch.device) -> torch.amp.GradS
 
 
 def autocast(training: Training, device: torch.device) -> AbstractContextManager[object]:
-    """The precision of the forward pass: float16 only on a GPU, bfloat16 in its place elsewhere."""
+    """Return the precision of the forward pass: float16 only on a GPU, bfloat16 in its place elsewhere."""
     half = torch.float16 if training.precision == "float16" and device.type == "cuda" else torch.bfloat16
     return torch.autocast(device.type, dtype=half, enabled=training.precision != "float32")

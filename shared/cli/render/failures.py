@@ -32,7 +32,7 @@ class TaskFailureRow:
 
 
 def troubles(rounds: Sequence[Round]) -> Iterator[TaskFailureRow]:
-    """The newest first. `rounds` are from the oldest on."""
+    """Yield the newest first. `rounds` are from the oldest on."""
     for round_ in reversed(rounds):
         for task in round_.tasks:
             if found := _trouble(round_, task):

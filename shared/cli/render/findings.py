@@ -14,7 +14,7 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 def tell(findings: Iterable[Finding], *, as_json: bool) -> None:
-    """Prints each finding as it comes, or all as JSON. Raises Exit with code 1 if any is `fail`."""
+    """Print each finding as it comes, or all as JSON. Raises Exit with code 1 if any is `fail`."""
     seen: list[Finding] = []
     console = output.out()
     for finding in findings:

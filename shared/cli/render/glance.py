@@ -18,7 +18,7 @@ LOOK_SECONDS = 1.0
 
 
 def status_picture(found: Status) -> Group:
-    """Two tables: the coordinator's facts, and the rounds that are open if there are any."""
+    """Return two tables: the coordinator's facts, and the rounds that are open if there are any."""
     facts = output.table(("", ""), list(_facts(found).items()))
     if not found.open_rounds:
         return Group(facts)
@@ -27,7 +27,7 @@ def status_picture(found: Status) -> Group:
 
 
 def watch_status(client: Client, *, as_json: bool) -> None:
-    """Shows each status that differs from the one before, until it is interrupted."""
+    """Show each status that differs from the one before, until it is interrupted."""
     if as_json:
         for found in _changes(client):
             output.print_json(found, line=True)

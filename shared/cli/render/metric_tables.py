@@ -23,14 +23,14 @@ TELLING = ("accuracy", "loss")
 
 
 def spread_table(by_version: Mapping[int, Mapping[str, Spread]]) -> Table:
-    """The versions' accuracies over sites, of the version itself and of the sites' own models; losses where there are
-    none."""
+    """Return the versions' accuracies over sites, of the version itself and of the sites' own models; losses where
+    there are none."""
     rows = [_row(number, name, names[name]) for number, names in by_version.items() for name in telling(names)]
     return output.table(SPREAD_COLUMNS, rows, right={*SPREAD_COLUMNS} - {"at sites", "where"})
 
 
 def telling(names: Mapping[str, Spread]) -> Iterator[str]:
-    """The one number of a version, and the one of the sites' own models, that tell most of how well they do."""
+    """Yield the one number of a version, and the one of the sites' own models, that tell most of how well they do."""
     for prefix in ("", PERSONAL):
         yield from [prefix + name for name in TELLING if prefix + name in names][:1]
 
@@ -47,8 +47,8 @@ def number_table(versions: Iterable[Version]) -> Table:
 
 
 def epsilon_table(rounds: Iterable[Round]) -> Table:
-    """What each worker said with its latest update that it has spent of the run's epsilon, of rounds from the oldest
-    on."""
+    """Return what each worker said with its latest update that it has spent of the run's epsilon, of rounds from the
+    oldest on."""
     spent = {
         task.worker: (task.worker, f"{task.numbers[EPSILON]:.4g}", round_.number)
         for round_ in rounds
@@ -60,7 +60,7 @@ def epsilon_table(rounds: Iterable[Round]) -> Table:
 
 
 def score_table(rounds: Iterable[Round]) -> Table:
-    """How far each worker's update is from the others of its round, for those rounds that made a version."""
+    """Return how far each worker's update is from the others of its round, for those rounds that made a version."""
     rows = [
         (
             round_.number,

@@ -39,7 +39,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and n
 
 
 def wants_json(ctx: typer.Context) -> bool:
-    """Whether the command that ran under `ctx` was given `--json`."""
+    """Return whether the command that ran under `ctx` was given `--json`."""
     return bool(ctx.meta.get(_JSON))
 
 
@@ -52,12 +52,12 @@ class Terminal(Console):
 
 
 def out() -> Console:
-    """The console for results."""
+    """Return the console for results."""
     return Terminal(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
 
 
 def err() -> Console:
-    """The console for progress and complaints."""
+    """Return the console for progress and complaints."""
     return Terminal(stderr=True, width=None if sys.stderr.isatty() else PIPE_COLUMNS, highlight=False)
 
 
@@ -66,7 +66,7 @@ def complain(sentence: str) -> None:
 
 
 def note(sentence: str) -> None:
-    """Says something that is not the result."""
+    """Say something that is not the result."""
     err().print(escape(sentence), soft_wrap=True)
 
 
@@ -91,7 +91,7 @@ def print_json(value: BaseModel | Iterable[BaseModel] | dict[str, Any], *, line:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()) -> Table:
-    """A table with these columns, those in `right` aligned for numbers. None is shown as a dash."""
+    """Return a table with these columns, those in `right` aligned for numbers. None is shown as a dash."""
     made = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     aligned = set(right)
     for column in columns:
@@ -104,19 +104,19 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: It
 
 
 def progress(*, quiet: bool) -> Progress:
-    """A bar of bytes on stderr, unless `quiet` or nobody watches."""
+    """Return a bar of bytes on stderr, unless `quiet` or nobody watches."""
     console = err()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     return Progress(*columns, console=console, disable=quiet or not console.is_terminal)
 
 
 def size(count: int | None) -> str | None:
-    """A number of bytes, as people read it."""
+    """Return a number of bytes, as people read it."""
     return None if count is None else decimal(count)
 
 
 def share(value: float | None) -> str | None:
-    """A share of one, such as an accuracy, with three decimals."""
+    """Return a share of one, such as an accuracy, with three decimals."""
     return None if value is None else f"{value:.3f}"
 
 
@@ -125,7 +125,7 @@ def seconds(value: float | None) -> str | None:
 
 
 def ago(instant: datetime, now: datetime | None = None) -> str:
-    """How long ago an instant was, in its largest unit."""
+    """Return how long ago an instant was, in its largest unit."""
     passed = max(0, int(((now or datetime.now(UTC)) - instant).total_seconds()))
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if passed >= length:

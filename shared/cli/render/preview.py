@@ -36,7 +36,7 @@ def _parts(asked: RoundWorkload | None) -> tuple[str | None, str | None, str | N
 
 
 def preview_notes(found: Preview) -> Iterator[str]:
-    """What a person should know before the run is started."""
+    """Yield what a person should know before the run is started."""
     if found.missing_sites:
         yield f"nobody was ever heard of from {', '.join(found.missing_sites)}"
     if found.willing < found.quorum:
@@ -46,7 +46,7 @@ def preview_notes(found: Preview) -> Iterator[str]:
 
 
 def warn_of_few(client: Client, spec: RunSpec) -> None:
-    """Says if too few would take part. A coordinator that cannot tell is no reason not to start the run."""
+    """Say if too few would take part. A coordinator that cannot tell is no reason not to start the run."""
     try:
         found = client.preview_run(spec)
     except Problem:

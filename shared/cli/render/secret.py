@@ -14,7 +14,8 @@ from tessera.shared.problems import Invalid
 
 @contextmanager
 def place_for(file: Path | None) -> Iterator[TextIO | None]:
-    """A new file that only its owner may read, opened before the secret is issued: a lost one cannot be had again.
+    """Yield a new file that only its owner may read, opened before the secret is issued: a lost one cannot be had
+    again.
 
     Nothing if `file` is None. Raises Invalid if it exists or cannot be made; it is removed if no secret came.
     """

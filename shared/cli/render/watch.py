@@ -20,7 +20,7 @@ TELLING = ("accuracy", "macro_f1", "loss", f"{PERSONAL}accuracy")
 
 
 def watch_as_text(glimpses: Iterable[RunProgress]) -> Run:
-    """Prints until the glimpses end; returns the run as it then is."""
+    """Print until the glimpses end; returns the run as it then is."""
     console = output.out()
     with _live_line() as live:
         for glimpse in glimpses:
@@ -35,7 +35,7 @@ def watch_as_text(glimpses: Iterable[RunProgress]) -> Run:
 
 
 def watch_as_json(glimpses: Iterable[RunProgress]) -> Run:
-    """Prints an object a line: an `open` round when its tasks move, a `round` that ended, the `run` at its end."""
+    """Print an object a line: an `open` round when its tasks move, a `round` that ended, the `run` at its end."""
     before: dict[str, Any] | None = None
     for glimpse in glimpses:
         for outcome in glimpse.ended:
@@ -61,7 +61,7 @@ def print_ended_as_json(outcome: Outcome) -> None:
 
 @contextmanager
 def _live_line() -> Iterator[Status]:
-    """A line that changes, on a terminal; nothing elsewhere."""
+    """Yield a line that changes, on a terminal; nothing elsewhere."""
     with output.out().status("") as status:
         yield status
 

@@ -25,7 +25,7 @@ class BFloat16(Stage):
         return encoded.astype(layout.dtype)
 
     def bound(self, values: Array, base: Array) -> Array:
-        """Half a unit in the last of 8 places; of denormal numbers half the smallest."""
+        """Return half a unit in the last of 8 places; of denormal numbers half the smallest."""
         most: Array = np.abs(values.astype(np.float64)) * 2.0**-8 + 2.0**-134
         return most
 

@@ -38,20 +38,20 @@ class Delta(Stage):
         return values.astype(layout.dtype, copy=False)
 
     def bound(self, values: Array, base: Array) -> Array:
-        """Each of the two sums is rounded to the precision of what it is kept in. Behind a stage that rounds the
-        differences, `values` may be larger by as much as that stage declares."""
+        """Return each of the two sums is rounded to the precision of what it is kept in. Behind a stage that rounds
+        the differences, `values` may be larger by as much as that stage declares."""
         kept = max(float(np.finfo(F32).eps), 2.0 ** -_mantissa(base.dtype))
         most: Array = kept * (np.abs(values.astype(np.float64)) + np.abs(base.astype(np.float64)))
         return most + np.finfo(F32).smallest_subnormal
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
-    """What differences of this type are computed in."""
+    """Return what differences of this type are computed in."""
     return np.dtype(np.float64) if dtype.itemsize == 8 else F32
 
 
 def _mantissa(dtype: np.dtype) -> int:
-    """Bits of the significand that are stored."""
+    """Return bits of the significand that are stored."""
     return {"bfloat16": 7, "float16": 10}.get(dtype.name, 23)
 
 

@@ -28,7 +28,8 @@ class Float16(Stage):
         return encoded.astype(layout.dtype)
 
     def bound(self, values: Array, base: Array) -> Array:
-        """Half a unit in the last of 11 places, or half the smallest denormal number; all that is beyond 65504."""
+        """Return half a unit in the last of 11 places, or half the smallest denormal number; all that is beyond
+        65504."""
         size = np.abs(values.astype(np.float64))
         most: Array = np.maximum(size * 2.0**-11 + 2.0**-25, size - LARGEST)
         return most

@@ -43,18 +43,18 @@ class LowRank:
         return cls(rank)
 
     def pays(self, shape: tuple[int, ...]) -> bool:
-        """Whether the factors of a block of this shape are at most half of it, and few enough to be held."""
+        """Return whether the factors of a block of this shape are at most half of it, and few enough to be held."""
         return len(shape) > 1 and 2 * self.size(shape) <= prod(shape) and self.size(shape) <= LARGEST_FACTORS
 
     def size(self, shape: tuple[int, ...]) -> int:
-        """Elements of both factors."""
+        """Return elements of both factors."""
         rows, columns = _matrix(shape)
         return self.rank * (rows + columns)
 
     def encode(
         self, chunks: Callable[[], Iterable[Array]], shape: tuple[int, ...], dice: np.random.Generator
     ) -> Array:
-        """The factors, float32, of the block that `chunks` gives anew each time, in flat chunks."""
+        """Return the factors, float32, of the block that `chunks` gives anew each time, in flat chunks."""
         rows, columns = _matrix(shape)
         right = dice.standard_normal((columns, self.rank), dtype=np.float32)
         left = np.empty((rows, self.rank), F32)
@@ -71,7 +71,7 @@ class LowRank:
         return np.concatenate([(left * sizes).T.reshape(-1), (right / sizes).T.reshape(-1)])
 
     def decode(self, factors: Array, shape: tuple[int, ...]) -> Iterator[Array]:
-        """The flat chunks of the product."""
+        """Yield the flat chunks of the product."""
         rows, columns = _matrix(shape)
         left = factors[: rows * self.rank].reshape(self.rank, rows)
         right = factors[rows * self.rank :].reshape(self.rank, columns)
@@ -86,12 +86,12 @@ class LowRank:
             start += count
 
     def bound(self, values: Array) -> float:
-        """The most by which the block comes out different, as the l2 norm of the difference: all of it."""
+        """Return the most by which the block comes out different, as the l2 norm of the difference: all of it."""
         return float(np.linalg.norm(values.astype(np.float64)))
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns; further axes are taken together with the second."""
+    """Return rows and columns; further axes are taken together with the second."""
     return shape[0], prod(shape[1:])
 
 

@@ -81,7 +81,7 @@ class Codec:
 
 @lru_cache
 def parse(codec: str) -> Codec:
-    """The stages that a codec names.
+    """Return the stages that a codec names.
 
     Raises CodecError naming the unknown ones and those there are, or saying why they cannot stand in this row.
     """
@@ -112,7 +112,7 @@ def parse(codec: str) -> Codec:
 
 
 def suited(codec: str, block: Block) -> str:
-    """The codec without a stage that is of no use to a block of this shape."""
+    """Return the codec without a stage that is of no use to a block of this shape."""
     lowrank = parse(codec).lowrank
     if lowrank is None or lowrank.pays(block.shape):
         return codec
@@ -132,7 +132,7 @@ class Change(Protocol):
 
 
 def encode(codec: str, change: Change, dice: np.random.Generator | None = None) -> Iterator[bytes | memoryview]:
-    """The encoded bytes of a block, piece by piece. Where stages round by chance, `dice` are thrown."""
+    """Yield the encoded bytes of a block, piece by piece. Where stages round by chance, `dice` are thrown."""
     made, dice = parse(codec), dice or np.random.default_rng()
     if not made.line:
         yield from map(as_bytes, change.values())
@@ -167,7 +167,7 @@ def _encode_chunk(line: tuple[Stage, ...], chunk: Array, base: Array, dice: np.r
 
 
 def worthwhile(codec: str, change: Change) -> str:
-    """The codec without the lossless stages at its end, unless they shrink the first chunk enough to be worth
+    """Return the codec without the lossless stages at its end, unless they shrink the first chunk enough to be worth
     undoing: `raw` if it has no other."""
     made = parse(codec)
     rounding = max((place + 1 for place, stage in enumerate(made.line) if not stage.lossless), default=0)
@@ -184,7 +184,7 @@ def worthwhile(codec: str, change: Change) -> str:
 
 
 def longest(codec: str, block: Block) -> int:
-    """The most bytes that a block may take once encoded: incompressible data grows a little."""
+    """Return the most bytes that a block may take once encoded: incompressible data grows a little."""
     made = parse(codec)
     if not made.line:
         return block.nbytes
@@ -194,7 +194,7 @@ def longest(codec: str, block: Block) -> int:
 
 
 def _chunks(made: Codec, block: Block) -> tuple[Iterator[int], tuple[Stage, ...]]:
-    """The elements of each encoded chunk, and the stages that it went through."""
+    """Return the elements of each encoded chunk, and the stages that it went through."""
     if made.lowrank:
         return chunk_counts(made.lowrank.size(block.shape)), made.line[1:]
     return chunk_counts(block.numel), made.line
@@ -209,9 +209,9 @@ def _longest_chunk(line: tuple[Stage, ...], layout: Layout) -> int:
 
 
 def decode(codec: str, block: Block, base: Tensor, file: BinaryIO, nbytes: int) -> Iterator[Array]:
-    """Yields the chunks of `block` from `nbytes` encoded bytes at the file's position.
+    """Yield the chunks of `block` from `nbytes` encoded bytes at the file's position.
 
-    Never reads or makes more than the block's own shape allows, whatever the bytes say of themselves.
+    Never reads or make more than the block's own shape allows, whatever the bytes say of themselves.
     Raises CodecError if they are not exactly one block.
     """
     made = parse(codec)
@@ -253,7 +253,7 @@ def _steps(line: tuple[Stage, ...], layouts: list[Layout], piece: Array) -> Arra
 def _pieces_of(
     line: tuple[Stage, ...], layout: Layout, file: BinaryIO, nbytes: int, *, framed: bool = True
 ) -> Iterator[tuple[list[Layout], Array]]:
-    """The encoded bytes of each chunk, with what its stages make of it."""
+    """Yield the encoded bytes of each chunk, with what its stages make of it."""
     left, width = nbytes, layout.dtype.itemsize
     for count in chunk_counts(layout.size):
         length = count * width
@@ -272,7 +272,7 @@ def _pieces_of(
 
 
 def _layouts(line: tuple[Stage, ...], layout: Layout) -> list[Layout]:
-    """What each stage is handed when encoding, which is what it must give back when decoding.
+    """Return what each stage is handed when encoding, which is what it must give back when decoding.
 
     Raises CodecError if a stage cannot take what the one before it gives.
     """

@@ -44,7 +44,7 @@ class Quantized(Stage):
         return Scaled(self._unpack(encoded[split:], layout.size), scales, self.block)
 
     def bound(self, values: Array, base: Array) -> Array:
-        """One step of the element's block."""
+        """Return one step of the element's block."""
         steps = np.repeat(self._scales(self._rows(values)).astype(np.float64), self.block)[: values.size]
         most: Array = steps * (1 + 2.0**-20) + np.finfo(F32).tiny
         return most

@@ -43,7 +43,7 @@ class Stage:
 
     @classmethod
     def of(cls, parameter: str | None) -> Self:
-        """The stage with what follows its name behind '='. Raises CodecError."""
+        """Return the stage with what follows its name behind '='. Raises CodecError."""
         if parameter is not None:
             raise CodecError(
                 "codec-parameter", f"stage {cls.name} takes no parameter, and was given {parameter[:32]!r}"
@@ -52,7 +52,8 @@ class Stage:
 
     @abstractmethod
     def layout(self, layout: Layout) -> Layout:
-        """The layout of what `encode` returns for an array of this layout. Raises CodecError if it takes none."""
+        """Return the layout of what `encode` returns for an array of this layout. Raises CodecError if it takes
+        none."""
 
     @abstractmethod
     def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
@@ -60,21 +61,22 @@ class Stage:
 
     @abstractmethod
     def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
-        """The inverse of `encode`, giving an array of `layout`. Raises CodecError; never makes more than that."""
+        """Return the inverse of `encode`, giving an array of `layout`. Raises CodecError; never makes more than
+        that."""
 
     def packed(self, encoded: Array, layout: Layout) -> Array | Steps:
         """As `decode`, of differences: as they were sent, where that adds to a sum for less."""
         return self.decode(encoded, layout, encoded)
 
     def bound(self, values: Array, base: Array) -> Array:
-        """The most by which each element may come out different from `values`, float64. 0 if lossless."""
+        """Return the most by which each element may come out different from `values`, float64. 0 if lossless."""
         if not self.lossless:
             raise NotImplementedError(self.name)
         return np.zeros(values.size)
 
 
 def floats_only(stage: type[Stage], layout: Layout) -> Layout:
-    """The layout, if it is one of differences. Raises CodecError."""
+    """Return the layout, if it is one of differences. Raises CodecError."""
     if layout.dtype != F32:
         raise CodecError("codec-type", f"stage {stage.name} takes differences as float32: put it right behind delta")
     return layout

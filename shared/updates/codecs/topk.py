@@ -67,7 +67,7 @@ class TopK(Stage):
         return Sparse(layout.size, places + starts, encoded[half:].view(BF16).astype(F32))
 
     def bound(self, values: Array, base: Array) -> Array:
-        """What is left out is no larger than what is kept; what is kept is rounded to bfloat16."""
+        """Return what is left out is no larger than what is kept; what is kept is rounded to bfloat16."""
         most = np.empty(values.size)
         for run, of_run, count in zip(_runs(values), _runs(most), self._kept(values.size), strict=True):
             size = np.abs(run.astype(np.float64))
@@ -76,7 +76,7 @@ class TopK(Stage):
         return most
 
     def _kept(self, size: int) -> list[int]:
-        """How many are kept of each run."""
+        """Return how many are kept of each run."""
         lengths = [min(RUN, size - start) for start in range(0, size, RUN)]
         return [max(1, round(self.share * length)) for length in lengths]
 

@@ -24,8 +24,8 @@ class ArraysOptions(Options):
 
 
 def arrays(options: ArraysOptions) -> Dataset:
-    """The file's tensors under their own names and dtypes, each [examples, ...]; `domain` as domains, `group` as
-    groups.
+    """Return the file's tensors under their own names and dtypes, each [examples, ...]; `domain` as domains, `group`
+    as groups.
 
     Labels that are integers become int64, the only ones that torch takes for classes.
     """

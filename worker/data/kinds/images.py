@@ -57,7 +57,7 @@ class Found:
     groups: list[bytes] | None = None
 
     def sources(self) -> list[bytes]:
-        """A digest of each picture's file, whatever a processor makes of it."""
+        """Return a digest of each picture's file, whatever a processor makes of it."""
         return [_digest(picture) for picture in self.pictures]
 
 
@@ -69,7 +69,7 @@ def images(options: ImagesOptions) -> Dataset:
 
 
 def find(options: ImagesOptions) -> Found:
-    """The pictures of a folder or table, and the class number and domain of each. Raises DataError."""
+    """Return the pictures of a folder or table, and the class number and domain of each. Raises DataError."""
     if options.folder is not None:
         return _in_folder(options.folder, options)
     table = read_table("file", options.file or ())
@@ -94,7 +94,7 @@ def _digest(picture: Picture) -> bytes:
 
 
 def _picture(value: object, row: int, folder: Path, where: str) -> Picture:
-    """A cell of a table: a path, bytes, or both as `datasets` writes them, where bytes win."""
+    """Return a cell of a table: a path, bytes, or both as `datasets` writes them, where bytes win."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str) and value:
@@ -105,7 +105,8 @@ def _picture(value: object, row: int, folder: Path, where: str) -> Picture:
 
 
 def _in_folder(folder: Path, options: ImagesOptions) -> Found:
-    """Every image in `folder/CLASS`, or `folder/DOMAIN/CLASS`, at any depth below, in the order of their paths."""
+    """Return every image in `folder/CLASS`, or `folder/DOMAIN/CLASS`, at any depth below, in the order of their
+    paths."""
     if not folder.is_dir():
         raise DataError(f"folder: there is no folder {folder}")
     depth = 2 if options.domain_folders else 1
@@ -123,7 +124,7 @@ def _in_folder(folder: Path, options: ImagesOptions) -> Found:
 
 
 def _images_below(folder: Path) -> Iterator[Path]:
-    """Links are followed, since data sets are put together of them, but none that leads back up."""
+    """Link are followed, since data sets are put together of them, but none that leads back up."""
     for at, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
         here = Path(at)
         # What is hidden, files or folders, some systems and programs leave beside images, and name alike.

@@ -54,7 +54,7 @@ def imagetext(options: ImageTextOptions) -> Dataset:
 
 
 def _texts(options: ImageTextOptions) -> Encoded:
-    """A text for each class. Raises DataError for two that are the same tokens."""
+    """Return a text for each class. Raises DataError for two that are the same tokens."""
     option, source = ("tokenizer", options.tokenizer) if options.tokenizer else ("processor", options.processor)
     tokenizer = tokenizer_of(option, source or "")
     texts = [options.template.replace(HOLE, name) for name in options.labels]

@@ -71,7 +71,7 @@ def text(options: TextOptions) -> Dataset:
 
 
 def _sources(options: TextOptions, table: Table) -> list[bytes]:
-    """A digest of each row's texts as they are in the file, without padding or tokenizer."""
+    """Return a digest of each row's texts as they are in the file, without padding or tokenizer."""
     names = [name for name in (options.text, options.second_text) if name is not None]
     rows = zip(*(table.column("text", name) for name in names), strict=True)
     return [hashlib.sha256(json.dumps(row, default=str).encode()).digest() for row in rows]
@@ -112,7 +112,7 @@ def _tagged(options: TextOptions, table: Table, tokenizer: PreTrainedTokenizerBa
 
 
 def _words(value: object) -> list[str]:
-    """A list of words, or of tags, which a CSV file can only hold as text."""
+    """Return a list of words, or of tags, which a CSV file can only hold as text."""
     if isinstance(value, list):
         return [str(word) for word in value]
     return value.split() if isinstance(value, str) else []

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def iid(rows: int, count: int, seed: int) -> list[np.ndarray]:
-    """Rows at random, as many at each site as at any other, give or take one."""
+    """Return rows at random, as many at each site as at any other, give or take one."""
     if not 1 <= count <= rows:
         raise ValueError(f"{rows} rows cannot be divided among {count} sites")
     order = np.random.default_rng(seed).permutation(rows)

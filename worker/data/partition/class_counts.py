@@ -21,7 +21,8 @@ class TrainingStats:
 
 
 def tallies(parts: Sequence[Dataset], names: Sequence[str] | None = None) -> list[TrainingStats]:
-    """The parts' classes, and their domains if they have any; without either, all are of one class called none.
+    """Return the parts' classes, and their domains if they have any; without either, all are of one class called
+    none.
 
     `names` are what the classes are called, as far as that is known.
     """
@@ -38,7 +39,7 @@ def tallies(parts: Sequence[Dataset], names: Sequence[str] | None = None) -> lis
 
 
 def _tally(what: str, values: Sequence[Tensor]) -> TrainingStats | None:
-    """How often each value occurs at each site; the ones that occur nowhere are left out."""
+    """Return how often each value occurs at each site; the ones that occur nowhere are left out."""
     if not values:
         return None
     everywhere = np.unique(np.concatenate([of_site.numpy() for of_site in values]))

@@ -12,7 +12,7 @@ PIXELS = "pixel_values"
 
 
 def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Dataset:
-    """A part of `whole` with its `pixel_values` [n, channels, height, width] distorted.
+    """Return a part of `whole` with its `pixel_values` [n, channels, height, width] distorted.
 
     Inverting mirrors each channel about the middle of the range that it has in `whole`. Raises DataError where there
     are no such images, or they are turned and not square.
@@ -33,5 +33,5 @@ def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Datase
 
 
 def _range_sum(pixels: Tensor) -> Tensor:
-    """The smallest value of each channel plus the largest, [channels, 1, 1]."""
+    """Return the smallest value of each channel plus the largest, [channels, 1, 1]."""
     return pixels.amin(dim=(0, 2, 3)).add(pixels.amax(dim=(0, 2, 3)))[:, None, None]

@@ -14,17 +14,17 @@ from tessera.worker.data.partition.schemes import Scheme, Shift
 
 
 def divide(whole: Dataset, partition: Scheme) -> list[Dataset]:
-    """Every site's part. Raises DataError for a data set that cannot be divided so."""
+    """Return every site's part. Raises DataError for a data set that cannot be divided so."""
     return [make() for make in makers(whole, partition)]
 
 
 def makers(whole: Dataset, partition: Scheme) -> list[Callable[[], Dataset]]:
-    """What makes each site's part when it is wanted. Raises DataError, here or then, as `divide` does."""
+    """Return what makes each site's part when it is wanted. Raises DataError, here or then, as `divide` does."""
     return [partial(_made, whole, partition, rows, index) for index, rows in enumerate(_rows(whole, partition))]
 
 
 def part_of(whole: Dataset, partition: Scheme, index: int) -> Dataset:
-    """The part of the site `index`. Raises DataError for a data set that cannot be divided so."""
+    """Return the part of the site `index`. Raises DataError for a data set that cannot be divided so."""
     return _made(whole, partition, _rows(whole, partition)[index], index)
 
 

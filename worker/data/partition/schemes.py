@@ -37,11 +37,11 @@ class Scheme(Frozen):
         return self
 
     def rows(self, dataset: Dataset) -> list[np.ndarray]:
-        """The rows of each site. Raises ValueError for a data set that cannot be divided so."""
+        """Return the rows of each site. Raises ValueError for a data set that cannot be divided so."""
         raise NotImplementedError
 
     def told(self, index: int) -> str | None:
-        """What is done to a site's examples, for people."""
+        """Return what is done to a site's examples, for people."""
         return None
 
     def _classes(self, dataset: Dataset) -> np.ndarray:

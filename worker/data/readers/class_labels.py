@@ -25,7 +25,7 @@ Names = Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_CLASSES), 
 
 
 def numbered(option: str, where: str, values: Sequence[object], names: Sequence[str] | None) -> list[int]:
-    """The class number of each value.
+    """Return the class number of each value.
 
     A value that is one of the names is that class; an integer is a class number, unless there are integers among the
     names too. Raises DataError naming the values that are neither, so that no site numbers classes in its own order.

@@ -104,7 +104,7 @@ def _opened(pictures: Sequence[Picture], mode: str) -> Iterator[list[Image.Image
 
 
 def _open(picture: Picture, row: int) -> Image.Image:
-    """An image the way up that it was taken. Raises DataError."""
+    """Return an image the way up that it was taken. Raises DataError."""
     where = str(picture) if isinstance(picture, Path) else f"the image in row {row}"
     try:
         # A picture too large to be one is refused, whatever is done about warnings elsewhere.

@@ -15,7 +15,8 @@ MAX_SHOWN = 300
 
 
 def load_pretrained(option: str, source: str, load: Callable[..., Any], **more: object) -> Any:
-    """What `load`, a `from_pretrained`, makes of a folder, or else of a name on the hub, perhaps with `@revision`.
+    """Return what `load`, a `from_pretrained`, makes of a folder, or else of a name on the hub, perhaps with
+    `@revision`.
 
     Never runs code that comes with it, and looks nowhere else if there is such a folder. Raises DataError.
     """

@@ -66,8 +66,8 @@ def _separated(files: Sequence[str], cache: str, separator: str) -> Columns:
 
 
 def _header(file: str, separator: str) -> tuple[list[str], bool]:
-    """The columns' names, and whether anything follows them. A column without a name, as an index that was written
-    with the rest, is called by its place."""
+    """Return the columns' names, and whether anything follows them. A column without a name, as an index that was
+    written with the rest, is called by its place."""
     with Path(file).open(encoding="utf-8-sig", newline="") as lines:
         names = next(filter(None, csv.reader(lines, delimiter=separator)), [])
         has_rows = any(map(str.strip, lines))
@@ -137,14 +137,15 @@ class Table:
         return str(self.files[0]) if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
 
     def column(self, option: str, name: str) -> list[Any]:
-        """The values of a column that an option names. Raises DataError if there is none called so."""
+        """Return the values of a column that an option names. Raises DataError if there is none called so."""
         if name not in self.names:
             there = ", ".join(self.names[:20])
             raise DataError(f"{option}: {self.where} has no column {name!r}, but {there}")
         return self._values(name)
 
     def texts(self, option: str, name: str) -> list[str]:
-        """A column's values as text. Raises DataError naming the row of one that is missing, or no text or number."""
+        """Return a column's values as text. Raises DataError naming the row of one that is missing, or no text or
+        number."""
         values = self.column(option, name)
         for row, value in enumerate(values):
             if not isinstance(value, str | int | float):
@@ -152,21 +153,21 @@ class Table:
         return [str(value) for value in values]
 
     def groups(self, option: str, name: str) -> list[bytes]:
-        """A column's values as the groups of the rows."""
+        """Return a column's values as the groups of the rows."""
         return [value.encode() for value in self.texts(option, name)]
 
     def domains(self, option: str, name: str) -> Tensor:
-        """A column's values, numbered in their order as text, int64 [rows]."""
+        """Return a column's values, numbered in their order as text, int64 [rows]."""
         return numbered_domains(self.texts(option, name))
 
 
 def numbered_domains(names: list[str]) -> Tensor:
-    """Each name's place among them all in their order, int64 [names]."""
+    """Return each name's place among them all in their order, int64 [names]."""
     return torch.from_numpy(np.unique(np.array(names), return_inverse=True)[1].astype(np.int64))
 
 
 def read_table(option: str, files: tuple[Path, ...]) -> Table:
-    """Raises DataError naming the option and a file that is not there, of another kind, or not what its name says."""
+    """Raise DataError naming the option and a file that is not there, of another kind, or not what its name says."""
     for file in files:
         if not file.is_file():
             raise DataError(f"{option}: there is no file {file}")

@@ -23,7 +23,7 @@ Texts = Sequence[str] | Sequence[Sequence[str]]
 
 
 def tokenizer_of(option: str, source: str, **more: object) -> PreTrainedTokenizerBase:
-    """A tokenizer that can pad: by its end of text if by nothing else, which the attention mask tells apart.
+    """Return a tokenizer that can pad: by its end of text if by nothing else, which the attention mask tells apart.
 
     Raises DataError.
     """
@@ -78,7 +78,7 @@ def encode(
     fill: bool = False,
     by_word: bool = False,
 ) -> Encoded:
-    """The texts as tokens, cut to `max_length` or what the tokenizer's model takes, and padded to the longest.
+    """Return the texts as tokens, cut to `max_length` or what the tokenizer's model takes, and padded to the longest.
 
     With `fill` they are padded to that length whatever the texts; `by_word`, each text is a list of words. Raises
     DataError for what the tokenizer cannot do.
