@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.declarations import Declarations
 from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
-from tessera.coordinator.domain.eligibility import RunTerms, ineligibilities
+from tessera.coordinator.domain.eligibility import RunTerms, objections
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, TaskSnapshot
 from tessera.coordinator.domain.workers import LiveWorker, ids, sites_of
@@ -48,7 +48,7 @@ def invitation(session: Session, run: RunRow) -> RunTerms:
 
 def eligible(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
     """Return who could train in a round of this run: allowed, willing, with the data and the method."""
-    return [worker for worker in live if not ineligibilities(invited, worker.site, worker.declared)]
+    return [worker for worker in live if not objections(invited, worker.site, worker.declared)]
 
 
 def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:

@@ -50,7 +50,7 @@ def _mirror(text: str) -> AdvertisedPolicy:
     return AdvertisedPolicy.model_validate_json(text)
 
 
-def ineligibilities(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> list[Ineligibility]:
+def objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> list[Ineligibility]:
     """Return why a worker would not train in a round of the run, whatever the round asks; none if it would."""
     return [Ineligibility(rule=rule, detail=detail) for rule, detail in _objections(invitation, site, declared)]
 

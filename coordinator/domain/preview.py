@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 from tessera.coordinator.domain.eligibility import (
     RunTerms,
-    ineligibilities,
+    objections,
     refused_model,
     refused_plan,
     reservations,
@@ -51,7 +51,7 @@ def preview(
     prospects = tuple(
         WorkerPreview(
             worker=worker.name,
-            ineligibilities=tuple(found[worker.name]),
+            objections=tuple(found[worker.name]),
             reservations=tuple(reservations(invited, worker.mirror, ask.upload_bytes)) if ask else (),
             asked=ask,
         )
@@ -89,7 +89,7 @@ def _before_planning(
     invited: RunTerms, model: Model, worker: LiveWorker, live: Collection[str], now: float
 ) -> list[Ineligibility]:
     found = [_silent(worker.mirror, now)] if worker.name not in live else []
-    found += ineligibilities(invited, worker.site, worker.declared)
+    found += objections(invited, worker.site, worker.declared)
     if said := refused_model(worker.mirror, model):
         found.append(said)
     if worker.mirror and worker.mirror.approve_runs and invited.run is None:

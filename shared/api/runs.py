@@ -200,7 +200,7 @@ class WorkerPreview(Message):
     """What is to be expected of a worker."""
 
     worker: str
-    ineligibilities: tuple[Ineligibility, ...] = ()
+    objections: tuple[Ineligibility, ...] = ()
     """Why it would not take part; it would if there are none."""
     reservations: tuple[Ineligibility, ...] = ()
     """What may keep one that takes part from doing so to the run's end, or make it late."""

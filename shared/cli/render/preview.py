@@ -18,10 +18,10 @@ def preview_table(found: Preview) -> Table:
 
 
 def _row(prospect: WorkerPreview) -> tuple[object, ...]:
-    asked, said = prospect.asked, (*prospect.ineligibilities, *prospect.reservations)
+    asked, said = prospect.asked, (*prospect.objections, *prospect.reservations)
     because = "; ".join(f"{one.rule}: {one.detail}" for one in said)
     willing = "yes, but" if prospect.reservations else "yes"
-    takes_part = "no" if prospect.ineligibilities else willing if asked else "not in the first round"
+    takes_part = "no" if prospect.objections else willing if asked else "not in the first round"
     return (prospect.worker, takes_part, *_parts(asked), because or None)
 
 

@@ -36,7 +36,7 @@ def by_name(found: Preview) -> dict[str, WorkerPreview]:
 
 
 def reasons(found: Preview) -> dict[str, list[str]]:
-    return {prospect.worker: [said.rule for said in prospect.ineligibilities] for prospect in found.prospects}
+    return {prospect.worker: [said.rule for said in prospect.objections] for prospect in found.prospects}
 
 
 def known(coordinator: LiveCoordinator, site: str, **said: Any) -> ScriptedWorker:
@@ -101,10 +101,10 @@ def test_who_is_silent_is_told_apart_by_its_hours(tmp_path: Any) -> None:
         coordinator.services.conductor.step()
         clock.advance(600)
         found = by_name(client.preview_run(spec))
-    assert [said.rule for said in found["a/w"].ineligibilities] == ["silent"]
-    assert found["b/w"].ineligibilities[0].detail == "it works Mon-Fri 19:00-07:00 and begins in 9 h 50 min"
+    assert [said.rule for said in found["a/w"].objections] == ["silent"]
+    assert found["b/w"].objections[0].detail == "it works Mon-Fri 19:00-07:00 and begins in 9 h 50 min"
     # There it is ten past nine, when it should be there.
-    assert [said.rule for said in found["c/w"].ineligibilities] == ["silent"]
+    assert [said.rule for said in found["c/w"].objections] == ["silent"]
 
 
 def test_a_preview_is_for_orchestrators_and_of_a_run_that_could_be(coordinator: LiveCoordinator) -> None:

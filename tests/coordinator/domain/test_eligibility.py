@@ -9,7 +9,7 @@ import pytest
 
 from tessera.coordinator.domain.eligibility import (
     RunTerms,
-    ineligibilities,
+    objections,
     policy_of,
     refused_model,
     refused_plan,
@@ -40,7 +40,7 @@ def declared(mirror: AdvertisedPolicy | None = None, **more: Any) -> dict[str, A
 
 
 def rules(invitation: RunTerms, site: str = "a", **said: Any) -> list[str]:
-    return [found.rule for found in ineligibilities(invitation, site, declared(**said))]
+    return [found.rule for found in objections(invitation, site, declared(**said))]
 
 
 def test_a_worker_that_has_all_it_takes_has_no_objection() -> None:
