@@ -40,7 +40,7 @@ MOST = 0.30
 
 
 @dataclass
-class ShortText:
+class Report:
     """What one client process last said of its workers."""
 
     waiting: int = 0
@@ -55,7 +55,7 @@ class Waiting:
     """A process of connections that wait, in the place of a part of the workers."""
 
     def __init__(self, url: str, tokens: Path, part: range, wait_seconds: int) -> None:
-        self.told = ShortText()
+        self.told = Report()
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "benchmarks.idle", "--claim", url, str(tokens)),
@@ -70,7 +70,7 @@ class Waiting:
 
     def _listen(self) -> None:
         for line in self._process.stdout or ():
-            self.told = ShortText(**json.loads(line))
+            self.told = Report(**json.loads(line))
 
     def close(self) -> None:
         if self._process.stdin:
@@ -144,7 +144,7 @@ def measure(results: Results, folder: Path, count: int, seconds: float, wait_sec
 async def claim_forever(url: str, tokens: Path, part: range, wait_seconds: int) -> None:
     host, _, port = url.removeprefix("http://").partition(":")
     secrets = tokens.read_text().split()
-    told = ShortText()
+    told = Report()
 
     async def once(request: bytes) -> bytes:
         reader, writer = await asyncio.open_connection(host, int(port))

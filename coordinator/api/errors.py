@@ -113,7 +113,7 @@ def _routes(routes: Iterable[BaseRoute]) -> Iterator[Route]:
 
 
 def _gone(request: Request, fault: Exception) -> Response:
-    """Return a sender that was cut off is no fault of ours; nobody reads this answer."""
+    """Answer a sender whose connection was cut. The answer is not read, and no fault is logged."""
     return Response(status_code=400)
 
 
@@ -136,8 +136,7 @@ def _no_room(request: Request, fault: Exception) -> Response:
 
 
 def _away(request: Request, fault: Exception) -> Response:
-    """Return the database was restarted, or is busy, or its disk is full: whoever asks again gets the answer that
-    this was to be."""
+    """Answer 503, as a repeat may succeed: the database was restarted or is busy, or its disk is full."""
     if is_full(fault):
         return _no_room(request, fault)
     log.warning(

@@ -254,7 +254,7 @@ class Uploads:
 
     @asynccontextmanager
     async def _moving(self) -> AsyncIterator[_Sender]:
-        """Yield bytes come in, and it is told of each piece: a slow sender is waited for, a silent one is not."""
+        """Yield a deadline that each piece of bytes puts off: a slow sender may go on, a silent one is cut off."""
         try:
             # One deadline that is put off: to wait for each piece on its own costs a task a piece.
             async with asyncio.timeout(self.idle_seconds) as silence:

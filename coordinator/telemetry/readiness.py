@@ -9,8 +9,7 @@ from tessera.shared.api.admin import Readiness
 
 
 def readiness(services: Services) -> Readiness:
-    """Return the schema must be the right one, or a later one, and the store take bytes; what else is lacking is
-    told."""
+    """Return whether the schema is this version's or a later one and the store takes bytes, with what is lacking."""
     try:
         schema = services.database.at_head_or_later()
     except SQLAlchemyError:

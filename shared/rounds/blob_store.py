@@ -30,7 +30,7 @@ class Batch(Protocol):
     """Blobs that become safe together."""
 
     def writer(self) -> AbstractContextManager[Writer]:
-        """Return several may be open at a time, in several threads."""
+        """Open a writer of one blob. Several may be open at a time, in several threads."""
         ...
 
 
