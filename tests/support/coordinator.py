@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import sys
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import fastapi.routing
@@ -16,6 +18,8 @@ import httpx
 import pytest
 import structlog
 import uvicorn
+import uvicorn.server
+from sqlalchemy import event
 
 from tessera.coordinator.app import create_app
 from tessera.coordinator.auth.tokens import issue_token
@@ -30,6 +34,10 @@ from tessera.shared.schema import TokenRole
 from tests.support.databases import url_in
 
 WAIT_SECONDS = 20.0
+
+TICK_SECONDS = 0.5
+"""Far apart, since a look at the runs costs more than most tests; what happens, and a clock that is moved, calls for
+one at once."""
 
 ROOMY = {"disk_reserve_bytes": 0, "memory_limit_bytes": 1 << 40}
 """How full the machine is that runs the tests is no matter of theirs."""
@@ -63,17 +71,28 @@ def _make_routes_once() -> None:
 _make_routes_once()
 
 
+def _look_often() -> None:
+    """Uvicorn looks every 0.1 s whether it is to stop, and again for each thing it waits for then."""
+    uvicorn.server.asyncio = SimpleNamespace(**{**vars(asyncio), "sleep": lambda s: asyncio.sleep(s / 10)})
+
+
+_look_often()
+
+
 class Clock:
-    """A clock that moves only when a test moves it."""
+    """A clock that moves only when a test moves it, and then wakes the coordinators that go by it."""
 
     def __init__(self, at: float = 1_800_000_000.0) -> None:
         self.at = at
+        self.moved: list[Callable[[], None]] = []
 
     def __call__(self) -> float:
         return self.at
 
     def advance(self, seconds: float) -> None:
         self.at += seconds
+        for call in self.moved:
+            call()
 
 
 class LiveCoordinator:
@@ -85,7 +104,7 @@ class LiveCoordinator:
             "blob_url": str(folder / "blobs"),
             "staging_dir": folder / "staging",
         }
-        quick = {"tick_seconds": 0.05, "gather_seconds": 0, "longest_wait_seconds": 5.0, **ROOMY}
+        quick = {"tick_seconds": TICK_SECONDS, "gather_seconds": 0, "longest_wait_seconds": 5.0, **ROOMY}
         self.settings = Settings(**{**places, **quick, **settings})
         self._port = settings.get("port", 0)
         self._clock = clock
@@ -93,6 +112,10 @@ class LiveCoordinator:
 
     def __enter__(self) -> Self:
         self.services: Services = assemble(self.settings, self._clock)
+        if self.services.database.is_sqlite:
+            event.listen(self.services.database.engine, "connect", _without_waiting)
+        if isinstance(self._clock, Clock):
+            self._clock.moved.append(self.services.call)
         self.services.blobs.sweep()
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", self._port))
@@ -109,6 +132,8 @@ class LiveCoordinator:
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()
+        if isinstance(self._clock, Clock):
+            self._clock.moved.remove(self.services.call)
         for client in self._clients:
             client.close()
 
@@ -145,6 +170,11 @@ class LiveCoordinator:
         client = httpx.Client(base_url=self.url, headers=headers, verify=False, timeout=30)  # noqa: S501 (no TLS)
         self._clients.append(client)
         return client
+
+
+def _without_waiting(connection: Any, record: object) -> None:
+    """Nobody cuts this machine's power."""
+    connection.execute("PRAGMA synchronous=OFF")
 
 
 def until(condition: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
