@@ -31,11 +31,11 @@ from tessera.coordinator.db.tables import RunRow, SiteRow
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import tasks
 from tessera.coordinator.services import Services, assemble
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.tasks import Claim, Submission
 from tessera.shared.tensors.lazy import ArrayTensor
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.shared.updates.update_file import Change, write_update
+from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.worker.data.dataset import Dataset
 
 MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own is made in it)
@@ -64,7 +64,7 @@ def coordinator_alone(folder: Path, model: ModelFolder, sites: int, rounds: int)
     with Federation(folder) as federation:
         run = federation.begin(model, rounds + WARM_UP_ROUNDS, sites, {"name": "fedavg"}, codec="raw").id
     home = folder / "coordinator"
-    settings = Settings(
+    settings = CoordinatorSettings(
         database_url=f"sqlite:///{home / 'tessera.db'}", blob_url=str(home / "blobs"), staging_dir=home / "staging"
     )
     services = assemble(settings, clock=time.time)
@@ -115,7 +115,9 @@ def _update(model: ModelFolder, seed: int) -> bytes:
     dice = np.random.default_rng(seed)
     values = [(block, dice.standard_normal(block.shape, np.float32)) for block in model.model.blocks]
     file = io.BytesIO()
-    write_update(file, "raw", [Change(block, ArrayTensor(array), ArrayTensor(array)) for block, array in values])
+    write_update(
+        file, "raw", [TrainedBlock(block, ArrayTensor(array), ArrayTensor(array)) for block, array in values]
+    )
     return file.getvalue()
 
 
