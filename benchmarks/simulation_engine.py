@@ -38,7 +38,7 @@ from tessera.shared.tensors.lazy import ArrayTensor, digest_of
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.simulation.in_process_coordinator import LocalCoordinator
+from tessera.worker.simulation.in_process_coordinator import InProcessCoordinator
 from tessera.worker.simulation.round_loop import Simulation
 
 MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own is made in it)
@@ -140,7 +140,7 @@ def main() -> None:
         nbytes = sum(block.nbytes for block in model.model.blocks)
         print(f"{given.sites} sites, {len(model.model.blocks)} blocks of together {nbytes} bytes")
         coordinator = coordinator_alone(Path(name), model, given.sites, given.rounds)
-        with _spent_in((LocalCoordinator, "submit"), (Simulation, "_merge")) as parts:
+        with _spent_in((InProcessCoordinator, "submit"), (Simulation, "_merge")) as parts:
             simulated = in_one_process(sites, model, given.rounds)
     part = sum(parts) / (given.rounds + WARM_UP_ROUNDS)
     for what, seconds in {
