@@ -6,11 +6,11 @@ import csv
 from collections.abc import Iterable
 from typing import TextIO
 
-from tessera.shared.metrics.rows import Row
+from tessera.shared.metrics.rows import MetricRow
 
 
-def write(rows: Iterable[Row], file: TextIO) -> None:
+def write(rows: Iterable[MetricRow], file: TextIO) -> None:
     """`file` is to be opened with newline="". Floats are written so that they read back as the same bits."""
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(Row._fields)
+    writer.writerow(MetricRow._fields)
     writer.writerows(rows)

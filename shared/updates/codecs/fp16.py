@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from tessera.shared.tensors.lazy import Array
-from tessera.shared.updates.codecs.stage import Layout, Stage, floats_only
+from tessera.shared.updates.codecs.stage import ArrayLayout, Stage, floats_only
 
 F16 = np.dtype("<f2")
 LARGEST = float(np.finfo(F16).max)
@@ -17,14 +17,14 @@ class Float16(Stage):
     name = "fp16"
     lossless = False
 
-    def layout(self, layout: Layout) -> Layout:
-        return Layout(floats_only(type(self), layout).size, F16)
+    def layout(self, layout: ArrayLayout) -> ArrayLayout:
+        return ArrayLayout(floats_only(type(self), layout).size, F16)
 
     def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
         within: Array = np.clip(values, -LARGEST, LARGEST).astype(F16)
         return within
 
-    def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
+    def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
         return encoded.astype(layout.dtype)
 
     def bound(self, values: Array, base: Array) -> Array:
