@@ -98,10 +98,12 @@ class ScriptedWorker:
         """Makes itself known. A task that it gets by the way, `take` gets again."""
         self.claim(0)
 
-    def take(self, wait_seconds: int = 5) -> Task:
-        task = self.claim(wait_seconds)
-        assert task is not None, f"no task was offered to {self.name} within {wait_seconds} s"
-        return task
+    def take(self) -> Task:
+        """A task, for which it asks again for as long as a busy machine may need to offer one."""
+        for _ in range(12):
+            if task := self.claim():
+                return task
+        raise AssertionError(f"no task was offered to {self.name}")
 
     def fetch(self, task: Task) -> dict[str, np.ndarray]:
         model, manifest = self.client.model(task.model), self.client.manifest(task.version.digest)
