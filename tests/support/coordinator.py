@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,11 +43,15 @@ one at once."""
 ROOMY = {"disk_reserve_bytes": 0, "memory_limit_bytes": 1 << 40}
 """How full the machine is that runs the tests is no matter of theirs."""
 
+# What is logged is shown with a test that fails. Neither on stderr, where a command of the same process says its own,
+# nor in pytest's output, which anything else would litter that a thread says between two tests.
+LOG = logging.getLogger("tessera")
+LOG.setLevel(logging.DEBUG)
+LOG.addHandler(logging.NullHandler())
 # The default renders a traceback with all local values, which takes seconds.
 structlog.configure(
     [structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)],
-    # And what a command says meanwhile, in this process, is its own.
-    logger_factory=structlog.PrintLoggerFactory(sys.__stderr__),
+    logger_factory=lambda *_: LOG,
 )
 
 
