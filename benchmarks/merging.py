@@ -51,7 +51,7 @@ from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States, materialize
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, as_bytes, lockstep, related
-from tessera.shared.updates.codecs.pipeline import CodecError
+from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import Change, write_update
 
 OPTIMIZERS: tuple[Rule, ...] = (Plain(), Momentum(learning_rate=0.5, momentum=0.9), Adam(), Yogi(), Adagrad())
