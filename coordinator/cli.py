@@ -37,9 +37,7 @@ from tessera.coordinator.settings import Settings
 from tessera.coordinator.telemetry import logging
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.cli.lazy_import import load
-from tessera.shared.cli.render.effective import tell_settings
-from tessera.shared.cli.render.findings import tell
-from tessera.shared.cli.render.output import AsJson, print_json
+from tessera.shared.cli.render.output import AsJson, print_json, tell_findings, tell_settings
 from tessera.shared.diagnostics.checks import examined
 from tessera.shared.diagnostics.settings_origin import effective
 from tessera.shared.host_memory import keep_freed_memory
@@ -208,7 +206,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     # As for `serve`.
     checks = load("tessera.coordinator.server.doctor").checks
-    tell(examined(checks(_assembled())), as_json=as_json)
+    tell_findings(examined(checks(_assembled())), as_json=as_json)
 
 
 config_app = typer.Typer(no_args_is_help=True, help="The settings that are in force.")

@@ -13,18 +13,11 @@ import uvicorn
 from tessera.coordinator.app import create_app
 from tessera.coordinator.conductor.child_process import ChildConductor
 from tessera.coordinator.server.http_limits import (
-    BadCertificate,
-    InsecureBindError,
-    PortInUseError,
     configuration,
     make_room,
-    require_free,
-    require_private,
 )
 from tessera.coordinator.services import Services
 from tessera.shared.telemetry import spans
-
-__all__ = ["BadCertificate", "InsecureBindError", "PortInUseError", "require_free", "require_private", "serve"]
 
 log = structlog.get_logger()
 

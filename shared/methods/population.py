@@ -18,8 +18,8 @@ from statistics import fmean
 
 import numpy as np
 
+from tessera.shared.hashing import dice
 from tessera.shared.methods.base import State, Update
-from tessera.shared.seeds import dice
 from tessera.shared.tensors.lazy import ArrayTensor, to_array
 
 MEMBERS = "members"
