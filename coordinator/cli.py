@@ -33,7 +33,7 @@ from tessera.coordinator.db.engine import (
 from tessera.coordinator.maintenance import backup
 from tessera.coordinator.notify.wakeup import CONDUCTOR
 from tessera.coordinator.services import Duty, Services, assemble
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry import logging
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.cli.lazy_import import load
@@ -240,9 +240,9 @@ def _heed(services: Services) -> None:
             services.conductor.call()
 
 
-def _settings() -> Settings:
+def _settings() -> CoordinatorSettings:
     try:
-        return Settings()
+        return CoordinatorSettings()
     except ValidationError as refusal:
         for error in refusal.errors(include_url=False, include_input=False):
             named = "_".join(("TESSERA", *map(str, error["loc"]))).upper()

@@ -21,7 +21,7 @@ from tessera.shared.problems import NotFound
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.versions import States
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
-from tessera.shared.updates.update_file import Change, write_update
+from tessera.shared.updates.update_file import TrainedBlock, write_update
 
 FURTHEST = 8
 """A worker further behind is better off with the blocks themselves."""
@@ -72,5 +72,5 @@ class Differences:
 def write_difference(file: BinaryIO, states: States, model: Model, since: Manifest, later: Manifest) -> None:
     """Write it as an update from the earlier version to the later one. `file` must be seekable."""
     blocks = [model.by_name[name] for name in later.changed(since)]
-    changes = [Change(block, states.tensor(block, later), states.tensor(block, since)) for block in blocks]
+    changes = [TrainedBlock(block, states.tensor(block, later), states.tensor(block, since)) for block in blocks]
     write_update(file, LOSSLESS, changes)

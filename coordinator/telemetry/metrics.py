@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.snapshots import live_workers
-from tessera.coordinator.db.stats import Commits, Committed, run_figures, silences, tasks_in_hand
+from tessera.coordinator.db.stats import Commits, RoundDurations, run_figures, silences, tasks_in_hand
 from tessera.coordinator.db.views import (
     blob_totals,
     counts_by_state,
@@ -97,7 +97,7 @@ class Metrics:
             self._commits.follow(session)
         return generate_latest(REGISTRY) + generate_latest(self._tables)
 
-    def _count(self, committed: Committed) -> None:
+    def _count(self, committed: RoundDurations) -> None:
         self._round_seconds.observe(committed.round_seconds)
         self._merge_seconds.observe(committed.merge_seconds)
 

@@ -15,7 +15,7 @@ from tessera.shared.cli.connection import client_of, find_run
 from tessera.shared.cli.export import in_place_of
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
-from tessera.shared.metrics.rows import Row, rows_of, write_csv
+from tessera.shared.metrics.rows import MetricRow, rows_of, write_csv
 from tessera.shared.problems import Invalid
 
 # The modules that need an extra, imported only for those who ask for them, and that extra.
@@ -51,7 +51,7 @@ def metrics(
 
 
 def _write(
-    run: Run, rows: list[Row], csv: Path | None, parquet: Path | None, mlflow: str | None, experiment: str
+    run: Run, rows: list[MetricRow], csv: Path | None, parquet: Path | None, mlflow: str | None, experiment: str
 ) -> dict[str, str]:
     """Return where the rows went."""
     written: dict[str, str] = {}

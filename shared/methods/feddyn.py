@@ -29,17 +29,17 @@ import numpy as np
 from pydantic import Field
 
 from tessera.shared.methods.base import (
-    Harvest,
+    LocalResult,
     Method,
     Participant,
     Plan,
     State,
+    TaskContext,
     TrainingStats,
     Update,
-    Work,
     WorkerHalf,
 )
-from tessera.shared.methods.population import Population, PopulationCoordinator, PopulationSettings
+from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings, SitePopulation
 from tessera.shared.model.selectors import Selector
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array, Computed, Derived, Tensor, weighted_steps
@@ -59,7 +59,7 @@ class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
     def plan(self, state: State, cohort: Sequence[Participant], rng: Random) -> Mapping[str, Plan]:
         if self.settings.weigh == "examples":
             return super().plan(state, cohort, rng)
-        population = Population.of(state)
+        population = SitePopulation.of(state)
         sizes = {worker.name: population.weight(worker.site) or max(1, worker.examples) for worker in cohort}
         # Of sites that were never heard of, no single one decides how strongly all are held.
         usual = population.mean or median(sizes.values())
@@ -68,7 +68,7 @@ class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         if not self.settings.alpha:
             return super().merge(state, self.counted(updates))
-        before = Population.of(state, self.settings.population)
+        before = SitePopulation.of(state, self.settings.population)
         population = before.joined(updates)
         updates = population.weighed(updates)
         merged = super().merge(state, self.counted(updates))
@@ -112,39 +112,39 @@ def _added(base: Tensor, mean: Tensor, gradient: Tensor, factor: float) -> Tenso
 
 
 class FedDynWorker(WorkerHalf[FedDynSettings]):
-    def prepare(self, work: Work) -> None:
-        self._alpha = work.plan.numbers.get(ALPHA, self.settings.alpha)
+    def setup(self, context: TaskContext) -> None:
+        self._alpha = context.plan.numbers.get(ALPHA, self.settings.alpha)
         if not self._alpha:
             return
-        trained = work.plan.train.resolve(work.blocks)
-        self._start = {block.name: work.read(block) for block in trained}
+        trained = context.plan.train.resolve(context.blocks)
+        self._start = {block.name: context.read(block) for block in trained}
         # Where the bent part alone would have this site: w_t - g_k / alpha_k.
         centre = {
-            name: _wide(start) - self._gradient(work, name) / self._alpha for name, start in self._start.items()
+            name: _wide(start) - self._gradient(context, name) / self._alpha for name, start in self._start.items()
         }
         kinds = {block.name: NUMPY_DTYPES[block.dtype] for block in trained}
-        self._centre = work.tensors({name: values.astype(kinds[name]) for name, values in centre.items()})
+        self._centre = context.tensors({name: values.astype(kinds[name]) for name, values in centre.items()})
 
-    def _gradient(self, work: Work, name: str) -> Array:
+    def _gradient(self, context: TaskContext, name: str) -> Array:
         """g_k of a block, float64; zero for a site that is new to it."""
-        return _wide(work.vault.get(GRADIENT + name, np.zeros_like(self._start[name])))
+        return _wide(context.vault.get(GRADIENT + name, np.zeros_like(self._start[name])))
 
-    def after_backward(self, work: Work) -> None:
+    def after_backward(self, context: TaskContext) -> None:
         if self._alpha:
-            for name, parameter in work.model.named_parameters():
+            for name, parameter in context.model.named_parameters():
                 if parameter.grad is not None and name in self._centre:
                     parameter.grad.add_(parameter.detach() - self._centre[name], alpha=self._alpha)
 
-    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
-        harvest = super().harvest(work, selected, tally)
+    def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
+        result = super().collect(context, selected, stats)
         if not self._alpha:
-            return harvest
-        kept = {name: values for name, values in work.vault.items() if name.startswith(GRADIENT)}
-        for name, values in harvest.upload.items():
+            return result
+        kept = {name: values for name, values in context.vault.items() if name.startswith(GRADIENT)}
+        for name, values in result.upload.items():
             moved = _wide(values) - _wide(self._start[name])
-            gradient = self._gradient(work, name) + self._alpha * moved
+            gradient = self._gradient(context, name) + self._alpha * moved
             kept[GRADIENT + name] = gradient.astype(np.float64 if values.dtype == np.float64 else np.float32)
-        return replace(harvest, keep={**harvest.keep, **kept})
+        return replace(result, keep={**result.keep, **kept})
 
 
 def _wide(values: Array) -> Array:

@@ -29,7 +29,7 @@ MEMBERS = "members"
 
 
 @dataclass(frozen=True)
-class Population:
+class SitePopulation:
     """The sites of a run so far."""
 
     weights: Mapping[int, float]
@@ -38,7 +38,7 @@ class Population:
     """How many there are, if that is known beforehand: who is still missing weighs as much as the mean."""
 
     @classmethod
-    def of(cls, state: State, known: int | None = None) -> Population:
+    def of(cls, state: State, known: int | None = None) -> SitePopulation:
         """Return the population that a version remembers."""
         found = to_array(state.memory[MEMBERS]) if MEMBERS in state.memory else np.empty((0, 2))
         return cls({int(site): float(weight) for site, weight in found}, known or 0)
@@ -57,7 +57,7 @@ class Population:
         """Return the weight of a site, or None if it never took part."""
         return self.weights.get(_digest(site))
 
-    def joined(self, updates: Sequence[Update]) -> Population:
+    def joined(self, updates: Sequence[Update]) -> SitePopulation:
         """Return the population with the sites of these updates in it, the new ones weighed by their examples."""
         new = {_digest(update.site): float(update.examples) for update in updates}
         return replace(self, weights=new | dict(self.weights))

@@ -24,18 +24,18 @@ import numpy as np
 from pydantic import Field
 
 from tessera.shared.methods.base import (
-    Harvest,
+    LocalResult,
     Method,
     Participant,
     Plan,
     State,
+    TaskContext,
     TrainingStats,
     UnsupportedRun,
     Update,
-    Work,
     WorkerHalf,
 )
-from tessera.shared.methods.population import Population, PopulationCoordinator, PopulationSettings
+from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings, SitePopulation
 from tessera.shared.model.selectors import Selector
 from tessera.shared.run_settings.training import local_steps
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
@@ -76,7 +76,7 @@ class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
         updates = self.counted(updates)
         if not self.settings.strength:
             return super().merge(state, updates)
-        before = Population.of(state, self.settings.population)
+        before = SitePopulation.of(state, self.settings.population)
         population = before.joined(updates)
         updates = population.weighed(updates)
         merged = super().merge(state, updates)
@@ -105,39 +105,39 @@ class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
 
 
 class ScaffoldWorker(WorkerHalf[ScaffoldSettings]):
-    def prepare(self, work: Work) -> None:
+    def setup(self, context: TaskContext) -> None:
         if not self.settings.strength:
             return
-        self._start = {block.name: work.read(block) for block in work.plan.train.resolve(work.blocks)}
+        self._start = {block.name: context.read(block) for block in context.plan.train.resolve(context.blocks)}
         differences: dict[str, Array] = {}
-        for block in work.blocks:
-            server, own = work.memory.get(CONTROL + block.name), work.vault.get(CONTROL + block.name)
+        for block in context.blocks:
+            server, own = context.memory.get(CONTROL + block.name), context.vault.get(CONTROL + block.name)
             if server is not None or own is not None:
                 zero = np.zeros(block.shape, np.float32)
                 difference = (zero if server is None else server) - (zero if own is None else own)
                 differences[block.name] = (self.settings.strength * difference).astype(NUMPY_DTYPES[block.dtype])
-        self._correction = work.tensors(differences)
+        self._correction = context.tensors(differences)
 
-    def after_backward(self, work: Work) -> None:
+    def after_backward(self, context: TaskContext) -> None:
         if self.settings.strength:
-            for name, parameter in work.model.named_parameters():
+            for name, parameter in context.model.named_parameters():
                 if parameter.grad is not None and name in self._correction:
                     parameter.grad.add_(self._correction[name])
 
-    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
-        harvest = replace(super().harvest(work, selected, tally), numbers={STEPS: float(tally.steps)})
+    def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
+        result = replace(super().collect(context, selected, stats), numbers={STEPS: float(stats.steps)})
         if not self.settings.strength:
-            return harvest
-        kept = {name: values for name, values in work.vault.items() if name.startswith(CONTROL)}
-        for name, values in harvest.upload.items():
-            kept[CONTROL + name] = self._control(work, name, values, tally.steps)
-        return replace(harvest, keep={**harvest.keep, **kept})
+            return result
+        kept = {name: values for name, values in context.vault.items() if name.startswith(CONTROL)}
+        for name, values in result.upload.items():
+            kept[CONTROL + name] = self._control(context, name, values, stats.steps)
+        return replace(result, keep={**result.keep, **kept})
 
-    def _control(self, work: Work, name: str, values: Array, steps: int) -> Array:
+    def _control(self, context: TaskContext, name: str, values: Array, steps: int) -> Array:
         """Return the block's next c_k, option II."""
         step = self._start[name].astype(np.float64) - values.astype(np.float64)
         gradient = step / (steps * self.run.training.learning_rate)
-        own, server = (kept.get(CONTROL + name, np.zeros(())) for kept in (work.vault, work.memory))
+        own, server = (kept.get(CONTROL + name, np.zeros(())) for kept in (context.vault, context.memory))
         control: Array = own.astype(np.float64) - server.astype(np.float64) + gradient
         return control.astype(np.float64 if values.dtype == np.float64 else np.float32)
 

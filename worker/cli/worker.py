@@ -26,7 +26,7 @@ from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.diagnostics.doctor import checks
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.inventory import datasets_of, describe, device_of
-from tessera.worker.settings import Settings, SettingsError, effective_settings, read_settings, tls_of, token_of
+from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, tls_of, token_of
 from tessera.worker.settings_reload import SettingsFile
 from tessera.worker.state.atomic_files import alone
 from tessera.worker.stores import run_history_of
@@ -74,7 +74,7 @@ def run(config: ConfigFile) -> None:
             _run(load("tessera.worker.agent").Agent(settings, stop, file), settings)
 
 
-def _run(agent: Agent, settings: Settings) -> None:
+def _run(agent: Agent, settings: WorkerSettings) -> None:
     spans.begin("tessera-worker")
     try:
         agent.run()
@@ -169,7 +169,7 @@ for command in (join, rotate, ledger, adopt, *COMMANDS):
     app.command()(command)
 
 
-def _place(settings: Settings) -> str:
+def _place(settings: WorkerSettings) -> str:
     """Return the coordinator's URL as it may be shown."""
     return without_password(settings.url)
 
@@ -205,6 +205,6 @@ def _alone(state_dir: Path) -> Iterator[None]:
         yield
 
 
-def _log_as(settings: Settings) -> None:
+def _log_as(settings: WorkerSettings) -> None:
     console = sys.stdout.isatty() if settings.log == "auto" else settings.log == "console"
     logging.configure(sys.stdout, console=console)

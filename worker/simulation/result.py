@@ -19,7 +19,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.rounds.export import Export
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import Array, to_array
-from tessera.worker.simulation.checkpoint import Committed
+from tessera.worker.simulation.checkpoint import CommittedVersion
 from tessera.worker.simulation.in_process_coordinator import RUN
 from tessera.worker.state.vault import Vault
 
@@ -32,7 +32,7 @@ class Result:
     bounds: Bounds | None
     """As a run has them; None before its first round."""
     model: Model
-    committed: tuple[Committed, ...]
+    committed: tuple[CommittedVersion, ...]
     measurements: tuple[Measurement, ...]
     over: bool
     """Whether all rounds were done, or the method planned no more of them."""

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from tessera.shared.tensors.lazy import Array
-from tessera.shared.updates.codecs.stage import Layout, Stage, floats_only
+from tessera.shared.updates.codecs.stage import ArrayLayout, Stage, floats_only
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype("<f2")
@@ -20,13 +20,13 @@ class BFloat16(Stage):
     lossless = False
     dtype: np.dtype = BF16
 
-    def layout(self, layout: Layout) -> Layout:
-        return Layout(floats_only(type(self), layout).size, self.dtype)
+    def layout(self, layout: ArrayLayout) -> ArrayLayout:
+        return ArrayLayout(floats_only(type(self), layout).size, self.dtype)
 
     def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
         return values.astype(BF16)
 
-    def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
+    def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
         return encoded.astype(layout.dtype)
 
     def bound(self, values: Array, base: Array) -> Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from tessera.shared.tensors.lazy import Array, Scaled, unpacked
-from tessera.shared.updates.codecs.stage import F32, U8, Layout, Stage, floats_only
+from tessera.shared.updates.codecs.stage import F32, U8, ArrayLayout, Stage, floats_only
 
 
 class Quantized(Stage):
@@ -19,9 +19,9 @@ class Quantized(Stage):
     levels: int
     """The largest integer."""
 
-    def layout(self, layout: Layout) -> Layout:
+    def layout(self, layout: ArrayLayout) -> ArrayLayout:
         size = floats_only(type(self), layout).size
-        return Layout(F32.itemsize * self._blocks(size) + self._packed_bytes(size), U8)
+        return ArrayLayout(F32.itemsize * self._blocks(size) + self._packed_bytes(size), U8)
 
     def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
         rows = self._rows(values)
@@ -35,10 +35,10 @@ class Quantized(Stage):
         packed = self._pack(steps.astype(np.int8).reshape(-1)[: values.size])
         return np.concatenate([scales.view(U8), packed])
 
-    def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
+    def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
         return unpacked(self.packed(encoded, layout))
 
-    def packed(self, encoded: Array, layout: Layout) -> Scaled:
+    def packed(self, encoded: Array, layout: ArrayLayout) -> Scaled:
         split = F32.itemsize * self._blocks(layout.size)
         scales = encoded[:split].copy().view(F32)
         return Scaled(self._unpack(encoded[split:], layout.size), scales, self.block)

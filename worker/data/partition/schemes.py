@@ -248,5 +248,5 @@ def _says_which(part: Scheme) -> Scheme:
     return part
 
 
-Part = Annotated[Partition, AfterValidator(_says_which)]
+SitePartition = Annotated[Partition, AfterValidator(_says_which)]
 """A partition that says which part of it is meant."""
