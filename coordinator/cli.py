@@ -110,18 +110,18 @@ def serve(
 ) -> None:
     """Serve the API, and have a process beside this one move the rounds."""
     # Not above: the process that conducts does without, and is the smaller for it.
-    serving = load("tessera.coordinator.server.serve")
+    limits = load("tessera.coordinator.server.http_limits")
     try:
-        serving.require_private(_settings())
-        serving.require_free(_settings())
-    except (serving.BadCertificate, serving.InsecureBindError, serving.PortInUseError) as refusal:
+        limits.require_private(_settings())
+        limits.require_free(_settings())
+    except (limits.BadCertificate, limits.InsecureBindError, limits.PortInUseError) as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
     if first_migrate:
         migrate()
     services = _opened("serve")
     _hand_over_first_token(services)
-    serving.serve(services, ChildConductor() if conducting else None)
+    load("tessera.coordinator.server.serve").serve(services, ChildConductor() if conducting else None)
 
 
 @app.command()
