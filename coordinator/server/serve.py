@@ -30,7 +30,7 @@ def serve(services: Services, child: ChildConductor | None) -> None:
     config = configuration(create_app(services, conduct=False), settings)
     set_aside()
     scheme = "https" if settings.tls_cert else "http"
-    log.info("tessera.coordinator.server.serve", url=f"{scheme}://{settings.host}:{settings.port}")
+    log.info("coordinator.serving", url=f"{scheme}://{settings.host}:{settings.port}")
     if child:
         child.start()
     _Server(config, services, child).run()
