@@ -271,7 +271,7 @@ class TaskContext(Protocol):
     def attention(
         self, batches: Iterable[Mapping[str, torch.Tensor]], tokens: TaskTokens
     ) -> Mapping[str, LayerAttention]:
-        """Return how each layer that attends does so, by the layer's name (`shared.model.layers`). Leaves the model
+        """Return how each layer that attends does so, by the layer's name (`shared.model.blocks`). Leaves the model
         as it was.
 
         Raises ValueError for attention that cannot be measured, and for tokens that cannot be told.
