@@ -21,8 +21,7 @@ from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector
 from tessera.shared.model.spec import Fusion, LocalStart, Modality
-from tessera.shared.run_settings.privacy import Privacy
-from tessera.shared.run_settings.training import Training
+from tessera.shared.run_settings import Privacy, Training
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import Array, Tensor
 

@@ -18,8 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
-from tessera.shared.diagnostics.checks import Finding
-from tessera.shared.diagnostics.settings_origin import Setting
+from tessera.shared.diagnostics import Finding, Setting
 from tessera.shared.problems import MAX_FAULTS, Problem
 from tessera.shared.sanitize import fit_to_show
 
