@@ -20,9 +20,8 @@ from tessera.coordinator.conductor.merge import RoundMerger
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.domain.decide import Timeouts
 from tessera.coordinator.limits.disk import DiskSpace
-from tessera.coordinator.limits.memory import Memory
+from tessera.coordinator.limits.memory import Answers, Memory
 from tessera.coordinator.limits.rate import Admission
-from tessera.coordinator.limits.response_memory import Answers
 from tessera.coordinator.limits.thread_shares import OneAtATime, Shares
 from tessera.coordinator.maintenance.garbage_collection import Housekeeping, Retention
 from tessera.coordinator.notify.event_stream import ChangeFeed
@@ -35,8 +34,7 @@ from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import MergeEngine, States, materialize
 
 if TYPE_CHECKING:
-    from tessera.coordinator.auth.oidc import OIDCVerifier
-    from tessera.coordinator.auth.oidc_login import OIDCLogin
+    from tessera.coordinator.auth.oidc import OIDCLogin, OIDCVerifier
 
 Duty = Literal["both", "serve", "conduct"]
 """What a process does of a coordinator's work."""
@@ -210,7 +208,7 @@ def _people(settings: CoordinatorSettings) -> OIDCVerifier | None:
 def _sign_in(settings: CoordinatorSettings, people: OIDCVerifier) -> OIDCLogin | None:
     if settings.oidc_client_id is None:
         return None
-    found: OIDCLogin = importlib.import_module("tessera.coordinator.auth.oidc_login").OIDCLogin(settings, people)
+    found: OIDCLogin = importlib.import_module("tessera.coordinator.auth.oidc").OIDCLogin(settings, people)
     return found
 
 

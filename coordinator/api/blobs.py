@@ -22,7 +22,7 @@ from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.auth.permissions import readable_blobs
 from tessera.coordinator.blobs.uploads import Upload, Uploads
 from tessera.coordinator.domain.principal import Principal
-from tessera.coordinator.limits.response_memory import Answers
+from tessera.coordinator.limits.memory import Answers
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES
 from tessera.shared.api.versions import BlobRequest
 from tessera.shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge

@@ -1,4 +1,4 @@
-"""How much memory is left: near the limit nothing new is begun, because who crosses it is killed without a word."""
+"""Limits on memory: of the process, and of the answers to one token that are under way."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 import re
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tessera.shared.host_memory import CGROUPS, MEMBERSHIP, groups
-from tessera.shared.problems import Busy
+from tessera.shared.problems import Busy, TooManyRequests
 
 WATERMARK = 0.85
 RETRY_SECONDS = 10.0
@@ -17,7 +20,10 @@ FRESH_SECONDS = 1.0
 
 
 class Memory:
-    """This process's memory against the limit that is set, else that of the control groups that it is in."""
+    """This process's memory against the limit that is set, else that of the control groups that it is in.
+
+    Near the limit nothing new is begun: a process that crosses it is killed without a word.
+    """
 
     def __init__(self, limit_bytes: int | None, cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> None:
         self._limit_bytes = limit_bytes
@@ -57,3 +63,41 @@ def _own_bytes() -> int:
     """Return what this process holds, without the pages of files that it has mapped."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
+
+
+HELD_BYTES = 2 << 20
+"""What an answer holds at most: the piece that is being sent and the next one."""
+
+ANSWER_RETRY_SECONDS = 1.0
+
+
+class Answers:
+    """The answers with blobs that are under way at this process, by token.
+
+    A receiver that takes nothing keeps what was read for it until its connection is cut.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._held: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def under_way(self, token_id: str, length: int) -> Iterator[None]:
+        """Count one more answer of `length` bytes while it lasts. Raises TooManyRequests."""
+        held = min(length, HELD_BYTES)
+        with self._lock:
+            if self._held[token_id] + held > self._most:
+                raise TooManyRequests(
+                    "too many answers with blobs are under way for this token (setting answer_bytes_per_token)",
+                    remedy="Wait as long as Retry-After says, and read fewer blobs at a time.",
+                    retry_after_seconds=ANSWER_RETRY_SECONDS,
+                )
+            self._held[token_id] += held
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held[token_id] -= held
+                if not self._held[token_id]:
+                    del self._held[token_id]
