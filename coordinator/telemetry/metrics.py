@@ -123,9 +123,11 @@ class TableCollector(Collector):
         ready = float(readiness(self._services).ready)
         yield GaugeMetricFamily("tessera_ready", "Whether this process can do its work", ready)
         yield GaugeMetricFamily("tessera_live_workers", "Workers heard of lately", live)
-        yield GaugeMetricFamily("tessera_waiting_workers", "Workers waiting here", len(self._services.gate.workers))
+        yield GaugeMetricFamily(
+            "tessera_waiting_workers", "Workers waiting here", len(self._services.waiters.workers)
+        )
         yield GaugeMetricFamily("tessera_blobs", "Blobs stored", blobs)
-        yield GaugeMetricFamily("tessera_disk_free_bytes", "Bytes free on the disk", self._services.room.free_bytes())
+        yield GaugeMetricFamily("tessera_disk_free_bytes", "Bytes free on the disk", self._services.disk.free_bytes())
         yield GaugeMetricFamily("tessera_memory_share", "Share of the memory in use", self._services.memory.share())
         yield GaugeMetricFamily("tessera_blob_bytes", "Bytes of the blobs stored", blob_bytes)
 

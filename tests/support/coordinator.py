@@ -105,7 +105,7 @@ class LiveCoordinator:
         return self
 
     def __exit__(self, *fault: object) -> None:
-        self.services.send_home()
+        self.services.release_waiters()
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()

@@ -19,7 +19,7 @@ def test_a_waiting_claim_is_answered_as_soon_as_a_round_opens(coordinator: LiveC
     worker.enrol()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(worker.take, 5)
-        until(lambda: coordinator.services.gate.workers)
+        until(lambda: coordinator.services.waiters.workers)
         start_run(client, model, values(model))
         began = time.monotonic()
         assert waiting.result(5).kind == "train"
@@ -49,7 +49,7 @@ def test_who_waits_is_sent_home_when_the_coordinator_stops(coordinator: LiveCoor
         with live:
             worker = ScriptedWorker(live.client("site", "a"))
             waiting = pool.submit(worker.claim, 30)
-            until(lambda: live.services.gate.workers)
+            until(lambda: live.services.waiters.workers)
             began = time.monotonic()
         assert waiting.result(5) is None
     assert time.monotonic() - began < 5
