@@ -44,8 +44,8 @@ class DiskSpace:
         """Raise StoreFull unless there is space for `count` bytes."""
         if not self.has(count):
             raise StoreFull(
-                f"{count} bytes and the reserve of {self._reserve_bytes} (setting disk_reserve_bytes) exceed the free "
-                "disk space",
+                f"{count} bytes and the reserve of {self._reserve_bytes} (setting disk_reserve_bytes) exceed the "
+                "free disk space",
                 retry_after_seconds=RETRY_SECONDS,
             )
 
