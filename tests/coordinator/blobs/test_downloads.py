@@ -11,7 +11,7 @@ from sqlalchemy import update
 
 from tessera.coordinator.blobs.store import Recent
 from tessera.coordinator.db.tables import BlobRow
-from tessera.coordinator.limits.memory import HELD_BYTES
+from tessera.coordinator.limits.response_memory import HELD_BYTES
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.raw import announced
