@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -189,8 +189,18 @@ def _require_finite(name: str, values: Array) -> None:
         raise TaskFailure("invalid-version", f"{name} holds values that are NaN or infinite")
 
 
+def _counting(run: TaskRun) -> Callable[[int], None]:
+    """Return what counts bytes as they are fetched."""
+
+    def received(nbytes: int) -> None:
+        run.report.download_bytes += nbytes
+        run.check()
+
+    return received
+
+
 def _blob(run: TaskRun, digest: str, max_bytes: int) -> Path:
-    return run.env.shelf.fetch(digest, max_bytes, run.env.coordinator.copy_blob, run.received)
+    return run.env.shelf.fetch(digest, max_bytes, run.env.coordinator.copy_blob, _counting(run))
 
 
 def _document(run: TaskRun, digest: str) -> bytes:
@@ -209,7 +219,7 @@ def _fetch_blocks(
     lacking_bytes = sum(nbytes for digest, nbytes in sizes.items() if digest not in shelf)
     report.begin("fetching", of_bytes=report.download_bytes + lacking_bytes)
     _catch_up(run, manifest, wanted, blocks)
-    shelf.fetch_all(sizes, run.env.coordinator.copy_blobs, run.received)
+    shelf.fetch_all(sizes, run.env.coordinator.copy_blobs, _counting(run))
     bases: dict[str, BlobTensor] = {}
     for block in wanted:
         path = _blob(run, manifest.blocks[block.name], block.nbytes)
@@ -236,9 +246,10 @@ def _catch_up(run: TaskRun, manifest: Manifest, wanted: Sequence[Block], blocks:
     difference = env.coordinator.difference(task.run, task.version.number, known.number)
     if difference is None or difference.nbytes >= lacking_bytes:
         return
+    count = _counting(run)
 
     def received(nbytes: int) -> None:
-        run.received(nbytes)
+        count(nbytes)
         if file.tell() > lacking_bytes:
             raise BlobTooLarge(f"{difference.digest} has more than the {difference.nbytes} bytes of a difference")
 
