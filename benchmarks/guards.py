@@ -22,7 +22,7 @@ from tessera.coordinator.limits.memory import Memory
 from tessera.coordinator.limits.rate import Admission
 from tessera.coordinator.telemetry.request_timing import Timing
 from tessera.coordinator.telemetry.trace_middleware import Tracing
-from tessera.shared.telemetry.trace_ids import HEADER, new_trace, traceparent
+from tessera.shared.telemetry.trace_ids import HEADER, traceparent_of
 
 CALLS = 20_000
 QUICK_CALLS = 200
@@ -76,7 +76,7 @@ async def _send(message: Message) -> None:
 
 SCOPE = {
     "type": "http",
-    "headers": [(b"host", b"coordinator"), (b"accept", b"*/*"), (HEADER.encode(), traceparent(new_trace()).encode())],
+    "headers": [(b"host", b"coordinator"), (b"accept", b"*/*"), (HEADER.encode(), traceparent_of("run", 1).encode())],
 }
 
 

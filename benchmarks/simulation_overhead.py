@@ -74,7 +74,8 @@ def in_one_process(sites: dict[str, Dataset], model: ModelFolder, rounds: int) -
     def watch(outcome: Outcome) -> None:
         times.append((time.process_time(), time.monotonic()))
 
-    spec = {**SPEC, "rounds": rounds + WARM_UP_ROUNDS}
+    cohort = {"size": len(sites), "quorum": len(sites)}
+    spec = {**SPEC, "cohort": cohort, "rounds": rounds + WARM_UP_ROUNDS}
     simulate(spec, model, sites, conditions=Conditions(threads=1), watch=watch)
     return _cost(lambda version: times[version - 1], rounds)
 

@@ -33,7 +33,7 @@ from tessera.shared.problems import (
 )
 from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
-from tessera.shared.telemetry.trace_ids import Attributes, trace_of, traceparent_of
+from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.codecs.pipeline import CodecError
 from tessera.shared.version import VERSION
@@ -216,8 +216,7 @@ class Agent:
             self._stop.sleep(SHORTEST_POLL_SECONDS)
         if task is not None:
             # What it was for is known only now.
-            parent = traceparent_of(task.run, task.round)
-            spans.past("claim", parent=parent, began_at=began_at, ended_at=time.time(), attributes=_about(task))
+            spans.past("claim", traceparent_of(task.run, task.round), began_at, time.time(), _about(task))
         return task
 
     def _tidy(self) -> None:
@@ -433,7 +432,7 @@ def _spanning(task: Task) -> AbstractContextManager[None]:
     return spans.span("task", parent=traceparent_of(task.run, task.round), attributes=_about(task))
 
 
-def _about(task: Task) -> Attributes:
+def _about(task: Task) -> dict[str, str | int]:
     return {"tessera.run": task.run, "tessera.round": task.round, "tessera.task": task.id, "tessera.kind": task.kind}
 
 

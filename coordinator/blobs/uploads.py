@@ -201,12 +201,12 @@ class Uploads:
         return upload
 
     def keep(self, upload: Upload, data: bytes) -> None:
-        """Take a blob that is here whole. Raises DigestMismatch."""
-        if upload.complete:
-            return
+        """Take a blob that is here whole. Raise DigestMismatch."""
+        # Judged even where the blob is here already: else a copy of the same request might be answered otherwise.
         if digest_of(data) != upload.digest:
             raise _mismatch(upload, digest_of(data))
-        self._complete(upload, self.blobs.put([data]))
+        if not upload.complete:
+            self._complete(upload, self.blobs.put([data]))
 
     async def append(self, upload: Upload, offset: int, body: AsyncIterator[bytes]) -> int:
         """Add bytes from `offset` on and return the new offset; completes the upload when all are here.

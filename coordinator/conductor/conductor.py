@@ -34,7 +34,7 @@ from tessera.coordinator.limits.disk import is_full
 from tessera.coordinator.notify.long_poll import LastSeen
 from tessera.shared.problems import Conflict, StoreAway, StoreFull
 from tessera.shared.telemetry import spans
-from tessera.shared.telemetry.trace_ids import Attributes, trace_of, traceparent_of
+from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
 
 log = structlog.get_logger()
 
@@ -224,17 +224,15 @@ class Conductor:
         with self._database.snapshot() as session:
             row = session.get_one(RoundRow, round_id)
         itself = traceparent_of(row.run_id, row.number)
-        lasted = {"began_at": row.opened_at, "ended_at": row.closed_at or row.opened_at}
-        about: Attributes = {
+        about: dict[str, str | int] = {
             "tessera.run": row.run_id,
             "tessera.round": row.number,
             "tessera.attempt": row.attempt,
         }
-        if row.state == "committed":
-            spans.root("round", itself=itself, **lasted, attributes=about)
-        else:
-            # Another attempt may yet be the round.
-            spans.past("abandoned", parent=itself, **lasted, attributes=about)
+        # After an abandoned attempt, another may yet be the round.
+        over = row.state == "committed"
+        name, ended_at = "round" if over else "abandoned", row.closed_at or row.opened_at
+        spans.past(name, itself, row.opened_at, ended_at, about, is_parent=not over)
 
 
 def _name(action: Action) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from opentelemetry.trace import get_current_span
+
 from tessera.coordinator.auth.permissions import readable_blobs
 from tessera.coordinator.db import audit, rounds, views
 from tessera.coordinator.db.idempotency import once
@@ -19,8 +21,7 @@ from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Conflict, Fault, Forbidden, Invalid, PreconditionFailed
 from tessera.shared.rounds.planning import begun, check_method, warnings_of
-from tessera.shared.telemetry import spans
-from tessera.shared.telemetry.trace_ids import traceparent_of
+from tessera.shared.telemetry.trace_ids import ids_in, traceparent_of
 
 
 def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | None = None) -> Run:
@@ -65,7 +66,7 @@ def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | 
 
         run = once(session, now, caller, key, spec, Run, create)
     services.call()
-    spans.link(traceparent_of(run.id, 1))
+    get_current_span().add_link(ids_in(traceparent_of(run.id, 1)))
     return run
 
 

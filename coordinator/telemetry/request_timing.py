@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import cache
 from time import perf_counter
 
+from opentelemetry.trace import SpanKind, get_current_span
 from prometheus_client import Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tessera.coordinator.telemetry.metrics import REQUEST_SECONDS
 from tessera.coordinator.telemetry.trace_middleware import sent_in
 from tessera.shared.telemetry import spans
-from tessera.shared.telemetry.trace_ids import Attributes
 
 NOTHING = "none"
 """For requests of what there is not: their paths and methods are anybody's choice, and so no labels."""
@@ -40,7 +40,7 @@ class Timing:
         try:
             # Who sends no trace would only begin one of a single span: scrapes, probes, polls that end in nothing.
             if spans.on() and (parent := sent_in(scope)):
-                with spans.span(scope["method"], kind="server", parent=parent):
+                with spans.span(scope["method"], kind=SpanKind.SERVER, parent=parent):
                     try:
                         await self._app(scope, receive, noting)
                     finally:
@@ -53,8 +53,9 @@ class Timing:
 
 def _tell(scope: Scope, status: int) -> None:
     method, route = asked_of(scope)
-    seen: Attributes = {"http.request.method": method, "http.route": route, "http.response.status_code": status}
-    spans.tell(f"{method} {route}", seen)
+    span = get_current_span()
+    span.update_name(f"{method} {route}")
+    span.set_attributes({"http.request.method": method, "http.route": route, "http.response.status_code": status})
 
 
 def asked_of(scope: Scope) -> tuple[str, str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from secrets import token_hex
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars, get_contextvars
 
-from tessera.shared.telemetry.trace_ids import HEADER, new_trace, trace_in
+from tessera.shared.telemetry.trace_ids import HEADER, trace_in
 
 _NAME = HEADER.encode()
 
@@ -19,7 +21,7 @@ class Tracing:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             # Not unbound at the end: the request has a context of its own, and what went wrong is told after this.
-            bind_contextvars(trace=trace_in(sent_in(scope)) or new_trace())
+            bind_contextvars(trace=trace_in(sent_in(scope)) or token_hex(16))
         await self._app(scope, receive, send)
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import httpcore
 import httpx
+from opentelemetry.trace import SpanKind
 from pydantic import ValidationError
 
 from tessera.shared.problems import (
@@ -180,7 +181,7 @@ class Transport:
     def _spanning(self, method: str) -> AbstractContextManager[None]:
         """Return a span for a request; within the present one if there is one, or else where all of ours belong."""
         parent = None if spans.present() else self._http.headers.get(HEADER)
-        return spans.span(method, kind="client", parent=parent, attributes={"http.request.method": method})
+        return spans.span(method, kind=SpanKind.CLIENT, parent=parent, attributes={"http.request.method": method})
 
     @staticmethod
     def _traced(options: dict[str, Any]) -> dict[str, Any]:

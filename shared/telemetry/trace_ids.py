@@ -1,36 +1,26 @@
-"""Trace ids: one name for all that is done for one purpose, in whichever process (W3C Trace Context).
+"""Trace ids: one name for all work done for one purpose, in any process (W3C Trace Context).
 
-A round has a trace that follows from its run and its number, so that conductor, workers and whoever reads their logs
-agree on it without telling each other.
+A round has a trace that follows from its run and its number, so that the conductor, workers and the readers of their
+logs agree on it without exchanging it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-import secrets
-from collections.abc import Mapping
-from typing import Literal
+
+from opentelemetry.context import Context
+from opentelemetry.trace import SpanContext, format_trace_id, get_current_span
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 HEADER = "traceparent"
-
-# Version 00 ends after the flags; a later one may go on.
-_WRITTEN = re.compile(r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?P<more>-.*)?")
-
-
-def new_trace() -> str:
-    """Return a trace id of 128 random bits, as 32 hexadecimal digits."""
-    return secrets.token_hex(16)
-
-
-def traceparent(trace: str) -> str:
-    """Return the header that says that a request belongs to a trace."""
-    return f"00-{trace}-{secrets.token_hex(8)}-01"
+HEADERS = TraceContextTextMapPropagator()
+OWN_IDS = "tessera.own_ids"
+"""The key in OpenTelemetry's context of the ids that the next span has, in place of random ones."""
 
 
 def traceparent_of(run: str, number: int) -> str:
-    """Return the header that says that something is done for a round, or to measure the version that it made. Its
-    parent is the round itself."""
+    """Return the header of work for a round, or for measuring the version that it made. Its parent is the round's
+    span."""
     digest = hashlib.sha256(f"{run}/{number}".encode()).hexdigest()
     return f"00-{digest[:32]}-{digest[32:48]}-01"
 
@@ -40,13 +30,17 @@ def trace_of(run: str, number: int) -> str:
     return traceparent_of(run, number)[3:35]
 
 
+def context_of(header: str) -> Context:
+    """Return a context in which the span that a header names is the present one, and that holds nothing else."""
+    return HEADERS.extract({HEADER: header}, Context())
+
+
+def ids_in(header: str) -> SpanContext:
+    """Return the ids in a header; invalid ones if it has none."""
+    return get_current_span(context_of(header)).get_span_context()
+
+
 def trace_in(header: str) -> str | None:
-    """Return the trace id of a header; None if it has none that is valid."""
-    found = _WRITTEN.fullmatch(header)
-    if found is None or found["version"] == "ff" or (found["version"] == "00" and found["more"]):
-        return None
-    return found["trace"] if found["trace"].strip("0") else None
-
-
-Kind = Literal["internal", "client", "server"]
-Attributes = Mapping[str, str | int]
+    """Return the trace id of a header; None if it has no valid one."""
+    ids = ids_in(header)
+    return format_trace_id(ids.trace_id) if ids.is_valid else None

@@ -246,7 +246,8 @@ class Worker:
             return tasks.submit_update(serving, self._me, task.id, submission)
 
         try:
-            self._report(task, "submit", submit, update=digest, version=submission.version)
+            garbled = bytes(sent) != data
+            self._report(task, "submit", submit, garbled=garbled, update=digest, version=submission.version)
         except Problem as problem:
             # Of a submission that was not answered the next start asks what became of it.
             if not problem.retryable:
@@ -255,7 +256,9 @@ class Worker:
         self.world.schedule.point("vault")
         staged.accept()
 
-    def _report(self, task: Task, did: str, request: Callable[[Services], Any], **about: object) -> None:
+    def _report(
+        self, task: Task, did: str, request: Callable[[Services], Any], *, garbled: bool = False, **about: object
+    ) -> None:
         facts = {"task": task.id, "token": task.token, "run": task.run, "round": task.round, **about}
         schedule = self.world.schedule
         report = (task.id, task.token, about.get("update"))
@@ -264,9 +267,9 @@ class Worker:
             try:
                 answer = request(serving)
             except Problem as problem:
-                self.world.after_report(*report, problem)
+                self.world.after_report(*report, problem, garbled=garbled)
                 raise
-            self.world.after_report(*report, None)
+            self.world.after_report(*report, None, garbled=garbled)
             return answer
 
         give_up_at = schedule.at + PATIENCE_SECONDS

@@ -353,10 +353,15 @@ class Watch:
             touched = wrote & {"runs", "rounds", "tasks", "versions"}
             _hold(not touched, "refusals", f"{label} was refused ({problem.code}) and changed {sorted(touched)}")
 
-    def after_report(self, task: str, token: int, update: str | None, problem: Problem | None) -> None:
-        """An accepted report is there from now on, and what repeats it gets the same answer."""
+    def after_report(
+        self, task: str, token: int, update: str | None, problem: Problem | None, *, garbled: bool = False
+    ) -> None:
+        """An accepted report is there from now on, and what repeats it gets the same answer.
+
+        A copy whose bytes were garbled repeats nothing that was accepted.
+        """
         if problem:
-            same = self.promised.get(task) == (token, update)
+            same = self.promised.get(task) == (token, update) and not garbled
             _hold(not same, "I13", f"a repeated report on {task} was refused: {problem.code}")
             return
         before = self.promised.setdefault(task, (token, update))

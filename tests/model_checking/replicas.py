@@ -159,7 +159,7 @@ class World:
     after_request: Callable[[str, Problem | None, set[str]], None] = lambda label, problem, wrote: None
     after_step: Callable[[float], None] = lambda began_at: None
     after_start: Callable[[bool], None] = lambda power_cut: None
-    after_report: Callable[[str, int, str | None, Problem | None], None] = lambda task, token, update, problem: None
+    after_report: Callable[..., None] = lambda *report, garbled: None
 
     def __post_init__(self) -> None:
         for name in ("blobs", "staging"):

@@ -19,6 +19,7 @@ from sqlalchemy import update
 
 from tessera.coordinator.blobs.uploads import Upload, Uploads
 from tessera.coordinator.db.tables import UploadRow
+from tessera.shared.problems import DigestMismatch
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
@@ -87,6 +88,14 @@ def test_a_blob_comes_in_the_request_that_announces_it(http: httpx.Client, data:
     answer = http.post("/v1/uploads", headers=announced(data, complete=True), content=data)
     assert (answer.status_code, progress(answer)) == (201, (len(data), "?1"))
     assert read(http, data).content == data
+
+
+def test_other_bytes_are_refused_even_if_the_blob_is_here_already(coordinator: LiveCoordinator) -> None:
+    uploads = coordinator.services.uploads
+    uploads.store("site:a", digest_of(SMALL), SMALL)
+    with pytest.raises(DigestMismatch):
+        uploads.store("site:a", digest_of(SMALL), SMALL[::-1])
+    assert uploads.store("site:a", digest_of(SMALL), SMALL).complete
 
 
 def test_an_upload_goes_on_part_by_part(http: httpx.Client) -> None:

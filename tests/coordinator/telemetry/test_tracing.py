@@ -8,7 +8,7 @@ import httpx
 import structlog
 from structlog.testing import capture_logs
 
-from tessera.shared.telemetry.trace_ids import new_trace, traceparent
+from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
 from tests.support.coordinator import LiveCoordinator
 from tests.support.raw import PART, announced
 
@@ -22,8 +22,8 @@ def refusal(http: httpx.Client, **headers: str) -> str:
 
 
 def test_a_request_belongs_to_the_trace_of_its_caller_or_to_one_of_its_own(standing: LiveCoordinator) -> None:
-    http, trace = standing.http(), new_trace()
-    assert refusal(http, traceparent=traceparent(trace)) == trace
+    http, header = standing.http(), traceparent_of("run", 1)
+    assert refusal(http, traceparent=header) == trace_of("run", 1)
     own = {refusal(http), refusal(http), refusal(http, traceparent="nonsense")}
     assert len(own) == 3
     assert all(re.fullmatch("[0-9a-f]{32}", trace) for trace in own)
