@@ -24,7 +24,7 @@ from benchmarks.measuring import OUT, Results
 from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.lazy import ArrayTensor, unpacked
 from tessera.shared.updates.codecs import pipeline
-from tessera.shared.updates.update_file import Change, EncodedTensor, read_update, write_update
+from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, read_update, write_update
 
 CODECS = (
     "raw", "zstd", "shuffle+zstd", pipeline.LOSSLESS, "xor+shuffle+zstd", "delta+shuffle+zstd", "delta+bf16",
@@ -58,7 +58,7 @@ def trained(model: BertForSequenceClassification, make: Make, data: Any, steps: 
                 return
 
 
-def differences(config: Mapping[str, Any], pretraining: int, local: int) -> dict[str, list[Change]]:
+def differences(config: Mapping[str, Any], pretraining: int, local: int) -> dict[str, list[TrainedBlock]]:
     """What a round of `local` steps changes, by optimizer."""
     torch.manual_seed(0)
     model = BertForSequenceClassification(BertConfig.from_dict({**config, "num_labels": len(OTHERS)}))
@@ -72,10 +72,10 @@ def differences(config: Mapping[str, Any], pretraining: int, local: int) -> dict
     return found
 
 
-def _change(name: str, value: torch.Tensor, base: torch.Tensor) -> Change:
+def _change(name: str, value: torch.Tensor, base: torch.Tensor) -> TrainedBlock:
     block = Block(tensor=name, role="other", shape=tuple(value.shape), dtype="F32")
     # Copies: what is trained next is trained in place.
-    return Change(block, ArrayTensor(value.detach().numpy().copy()), ArrayTensor(base.numpy().copy()))
+    return TrainedBlock(block, ArrayTensor(value.detach().numpy().copy()), ArrayTensor(base.numpy().copy()))
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Figures:
     error: float
 
 
-def measured(codec: str, changes: Sequence[Change]) -> Figures:
+def measured(codec: str, changes: Sequence[TrainedBlock]) -> Figures:
     """An update of the changes, written and read."""
 
     def write() -> bytes:
@@ -117,7 +117,7 @@ def _least(work: Callable[[], T]) -> tuple[float, T]:
     return min(seconds), done
 
 
-def _error(changes: Sequence[Change], sent: Mapping[str, EncodedTensor]) -> float:
+def _error(changes: Sequence[TrainedBlock], sent: Mapping[str, EncodedTensor]) -> float:
     """The l2 norm of what is missing, as a share of that of what was to be sent."""
     missing = whole = 0.0
     for change in changes:

@@ -34,7 +34,7 @@ OTHERS = (
 
 VOCABULARY = 2000
 TOKENS = 32
-SHORTEST_WORDS = 5
+MIN_WORDS = 5
 TEST_SHARE = 0.2
 PRETRAINING_EPOCHS = 8
 
@@ -61,7 +61,7 @@ def _paragraphs(file: Path) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
             for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
                 text = " ".join(paragraph.split())
-                if len(text.split()) >= SHORTEST_WORDS:
+                if len(text.split()) >= MIN_WORDS:
                     yield text
 
 

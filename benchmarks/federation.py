@@ -19,7 +19,7 @@ from benchmarks.measuring import await_true
 from examples.processes import Processes, tessera
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.runs import Round, Run, RunSpec
-from tessera.shared.cli.upload import Start, upload_model
+from tessera.shared.cli.upload import InitialModel, upload_model
 from tessera.shared.client.client import Client
 
 METHODS = Path(__file__).parent / "methods"
@@ -137,7 +137,7 @@ class Federation:
         return Moved(found["received"], found["sent"])
 
     def begin(
-        self, model: Start, rounds: int, cohort: int, method: Mapping[str, Any] | None = None, **spec: Any
+        self, model: InitialModel, rounds: int, cohort: int, method: Mapping[str, Any] | None = None, **spec: Any
     ) -> Run:
         """Uploads a model and starts a run of so many rounds on it."""
         uploaded = upload_model(self.admin, model)

@@ -26,7 +26,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Problem
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 from tessera.shared.tensors.lazy import CHUNK, Array, Computed
-from tessera.shared.updates.update_file import Change, write_update
+from tessera.shared.updates.update_file import TrainedBlock, write_update
 
 EXAMPLES = 8
 AT_WORK = 2
@@ -88,7 +88,7 @@ class LightWorker:
             return np.asarray(pieces[0] + steps[: pieces[0].size])
 
         changes = [
-            Change(block, Computed(block.shape, block.dtype, (bases[block.name],), moved), bases[block.name])
+            TrainedBlock(block, Computed(block.shape, block.dtype, (bases[block.name],), moved), bases[block.name])
             for block in task.plan.upload.resolve(model.blocks)
         ]
         update = folder / "update"

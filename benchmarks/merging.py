@@ -34,9 +34,16 @@ from alembic import command
 
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database, alembic_config
-from tessera.shared.aggregation.robust import Clipped, GeometricMedian, Mean, Median, MultiKrum, TrimmedMean
-from tessera.shared.aggregation.robust import Rule as RobustRule
-from tessera.shared.aggregation.server_optimizer import Adagrad, Adam, Momentum, Plain, Rule, Yogi
+from tessera.shared.aggregation.robust import (
+    Clipped,
+    GeometricMedian,
+    Mean,
+    Median,
+    MultiKrum,
+    RobustRule,
+    TrimmedMean,
+)
+from tessera.shared.aggregation.server_optimizer import Adagrad, Adam, Momentum, OptimizerRule, Plain, Yogi
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.host_memory import keep_freed_memory
@@ -51,10 +58,16 @@ from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States, materialize
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, as_bytes, lockstep, related
-from tessera.shared.updates.codecs.pipeline import CodecError
-from tessera.shared.updates.update_file import Change, write_update
+from tessera.shared.updates.codecs.stage import CodecError
+from tessera.shared.updates.update_file import TrainedBlock, write_update
 
-OPTIMIZERS: tuple[Rule, ...] = (Plain(), Momentum(learning_rate=0.5, momentum=0.9), Adam(), Yogi(), Adagrad())
+OPTIMIZERS: tuple[OptimizerRule, ...] = (
+    Plain(),
+    Momentum(learning_rate=0.5, momentum=0.9),
+    Adam(),
+    Yogi(),
+    Adagrad(),
+)
 RULES: tuple[RobustRule, ...] = (Mean(), Median(), TrimmedMean(), Clipped(), MultiKrum(), GeometricMedian())
 CODECS = {
     "float32, raw": "raw",
@@ -203,7 +216,7 @@ def prepared(folder: Path, mb: float, count: int, codec: str) -> Bench:
     updates = []
     for index in range(count):
         changes = [
-            Change(
+            TrainedBlock(
                 block,
                 ArrayTensor((values[block.name] + noise[8 * index : 8 * index + block.numel]).reshape(block.shape)),
                 ArrayTensor(values[block.name].reshape(block.shape)),
@@ -293,7 +306,7 @@ def rows(folder: Path, mb: float, count: int) -> Iterator[Row]:
 # ---------------------------------------------------------------- server optimizers
 
 
-def with_optimizer(optimizer: Rule, base: ArrayTensor, sent: Sequence[ArrayTensor]) -> Speed:
+def with_optimizer(optimizer: OptimizerRule, base: ArrayTensor, sent: Sequence[ArrayTensor]) -> Speed:
     """One block in memory, merged in one thread. The moments are there already, as in every round but the first."""
     block = Block(tensor="w", role="mlp", shape=base.shape, dtype=base.dtype)
     half = CoordinatorHalf(MethodSettings(), RunInfo((block,), rounds=1))

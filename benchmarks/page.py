@@ -39,7 +39,7 @@ from tessera.coordinator.db.workers import create_site
 from tessera.coordinator.server.http_limits import configuration
 from tessera.coordinator.server.serve import set_aside
 from tessera.coordinator.services import Services, assemble
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.audit_chain import GENESIS
 from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
@@ -202,7 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
     results = Results("page", f"{rounds} rounds, {tasks} tasks and {sites} sites in SQLite; one caller")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        settings = Settings(database_url=f"sqlite:///{folder}/tessera.db", blob_url=str(folder / "blobs"),
+        settings = CoordinatorSettings(database_url=f"sqlite:///{folder}/tessera.db", blob_url=str(folder / "blobs"),
                             staging_dir=folder / "staging", live_seconds=3600)  # fmt: skip
         services = assemble(settings, duty="serve")
         with services.database.engine.begin() as connection:

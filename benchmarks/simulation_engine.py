@@ -3,40 +3,43 @@
 A round of a hundred sites and a model of 24 kB, in CPU seconds of one process:
 
 - simulated: `tessera simulate` with one batch of eight examples at each site, whole;
-- training alone: the same steps of the same training loop, and nothing around them;
-- coordinator: the coordinator's operations, conductor, SQLite database and blob store called in process, without
-  HTTP, by workers that cost nothing: claim, submit and merge alone, with the disk's flushes left out.
+- its coordinator: the part of that which checks updates and merges them, and which one engine would not need;
+- the coordinator: operations, conductor, SQLite database and blob store, called in process without HTTP, on a folder
+  in memory: declare, claim, submit, merge.
 
-One engine costs training alone + coordinator + what workers do (fetch, encode, write); it pays only if that is no
-more than what is simulated today. So it is settled where coordinator alone exceeds simulated - training alone.
+With one engine a round costs simulated - its coordinator + the coordinator. It pays if that is no more than today.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import io
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.federation import DATASET, Federation
-from benchmarks.simulation_overhead import WARM_UP_ROUNDS, Cost, in_one_process, training_alone
+from benchmarks.simulation_overhead import WARM_UP_ROUNDS, in_one_process
 from examples.processes import Processes, end_by_interrupt, tessera
 from tessera.coordinator.db.tables import RunRow, SiteRow
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import tasks
 from tessera.coordinator.services import Services, assemble
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.tasks import Claim, Submission
-from tessera.shared.tensors.lazy import ArrayTensor
+from tessera.shared.tensors.lazy import ArrayTensor, digest_of
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.shared.updates.update_file import Change, write_update
+from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.simulation.in_process_coordinator import InProcessCoordinator
+from tessera.worker.simulation.round_loop import Simulation
 
 MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own is made in it)
 CONFIG = (
@@ -59,12 +62,12 @@ def _model(folder: Path, processes: Processes) -> ModelFolder:
     return ModelFolder.open(folder / "model")
 
 
-def coordinator_alone(folder: Path, model: ModelFolder, sites: int, rounds: int) -> Cost:
-    """Rounds of a coordinator in this process; the first ones do not count."""
+def coordinator_alone(folder: Path, model: ModelFolder, sites: int, rounds: int) -> float:
+    """Return the seconds of a round of a coordinator in this process; the first ones do not count."""
     with Federation(folder) as federation:
         run = federation.begin(model, rounds + WARM_UP_ROUNDS, sites, {"name": "fedavg"}, codec="raw").id
     home = folder / "coordinator"
-    settings = Settings(
+    settings = CoordinatorSettings(
         database_url=f"sqlite:///{home / 'tessera.db'}", blob_url=str(home / "blobs"), staging_dir=home / "staging"
     )
     services = assemble(settings, clock=time.time)
@@ -73,14 +76,13 @@ def coordinator_alone(folder: Path, model: ModelFolder, sites: int, rounds: int)
         session.add_all(SiteRow(id=caller.name, name=caller.name, created_at=0.0) for caller in callers)
     spent = [_round(services, run, callers, model) for _ in range(rounds + WARM_UP_ROUNDS)]
     services.database.close()
-    processor, wall = zip(*spent[WARM_UP_ROUNDS:], strict=True)
-    return Cost(sum(processor) / rounds, sum(wall) / rounds)
+    return sum(spent[WARM_UP_ROUNDS:]) / rounds
 
 
-def _round(services: Services, run: str, callers: Sequence[Principal], model: ModelFolder) -> tuple[float, float]:
-    """Return a round's seconds of processor and of the wall, without those in which updates are written."""
+def _round(services: Services, run: str, callers: Sequence[Principal], model: ModelFolder) -> float:
+    """Return a round's seconds of processor, without those in which updates are written."""
     claim = Claim(worker="w", instance="0" * 16, datasets={DATASET: 8}, methods=("fedavg",))
-    begun, left_out = _now(), np.zeros(2)
+    begun, left_out = time.process_time(), 0.0
     workers = [tasks.declare(services, caller, claim) for caller in callers]
     services.conductor.step()
     version = _version(services, run)
@@ -88,21 +90,16 @@ def _round(services: Services, run: str, callers: Sequence[Principal], model: Mo
         task = tasks.lease(services, caller, worker, claim.instance, rung=False)
         if task is None:
             raise RuntimeError(f"{caller.name} was offered no task")
-        before = _now()
+        before = time.process_time()
         data = _update(model, task.version.number + place)
-        left_out += _now() - before
-        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        left_out += time.process_time() - before
+        digest = digest_of(data)
         report = Submission(token=task.token, version=task.version.digest, update=digest, examples=8, data=data)
         tasks.submit_update(services, caller, task.id, report)
+    services.conductor.step()
     while _version(services, run) == version:
-        services.conductor.step()
-        time.sleep(0.001)
-    processor, wall = _now() - begun - left_out
-    return float(processor), float(wall)
-
-
-def _now() -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return np.array([time.process_time(), time.perf_counter()])
+        time.sleep(0.01)
+    return time.process_time() - begun - left_out
 
 
 def _version(services: Services, run: str) -> int:
@@ -115,7 +112,9 @@ def _update(model: ModelFolder, seed: int) -> bytes:
     dice = np.random.default_rng(seed)
     values = [(block, dice.standard_normal(block.shape, np.float32)) for block in model.model.blocks]
     file = io.BytesIO()
-    write_update(file, "raw", [Change(block, ArrayTensor(array), ArrayTensor(array)) for block, array in values])
+    write_update(
+        file, "raw", [TrainedBlock(block, ArrayTensor(array), ArrayTensor(array)) for block, array in values]
+    )
     return file.getvalue()
 
 
@@ -141,13 +140,42 @@ def main() -> None:
         nbytes = sum(block.nbytes for block in model.model.blocks)
         print(f"{given.sites} sites, {len(model.model.blocks)} blocks of together {nbytes} bytes")
         coordinator = coordinator_alone(Path(name), model, given.sites, given.rounds)
-        simulated = in_one_process(sites, model, given.rounds)
-        bare = training_alone(sites, model, given.rounds)
-    for what, cost in {"simulated": simulated, "training alone": bare, "coordinator": coordinator}.items():
-        print(f"{what:15} {cost.processor:7.3f} s of processor, {cost.wall:7.3f} s on the wall a round")
-    print(
-        f"coordinator / (simulated - training): {coordinator.processor / (simulated.processor - bare.processor):.2f}"
-    )
+        with _spent_in((InProcessCoordinator, "submit"), (Simulation, "_merge")) as parts:
+            simulated = in_one_process(sites, model, given.rounds)
+    part = sum(parts) / (given.rounds + WARM_UP_ROUNDS)
+    for what, seconds in {
+        "simulated": simulated.processor,
+        "its coordinator": part,
+        "the coordinator": coordinator,
+    }.items():
+        print(f"{what:16} {seconds:7.3f} s of processor a round")
+    print(f"one engine / today: {(simulated.processor - part + coordinator) / simulated.processor:.2f}")
+
+
+@contextmanager
+def _spent_in(*methods: tuple[type, str]) -> Iterator[list[float]]:
+    """Collect the seconds of processor of each call of these methods."""
+    spent: list[float] = []
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*arguments: Any) -> Any:
+            begun = time.process_time()
+            try:
+                return method(*arguments)
+            finally:
+                spent.append(time.process_time() - begun)
+
+        return call
+
+    methods_as_they_are = [(owner, name, getattr(owner, name)) for owner, name in methods]
+    for owner, name, method in methods_as_they_are:
+        setattr(owner, name, timed(method))
+    try:
+        yield spent
+    finally:
+        for owner, name, method in methods_as_they_are:
+            setattr(owner, name, method)
 
 
 if __name__ == "__main__":

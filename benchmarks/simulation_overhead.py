@@ -31,7 +31,7 @@ from tessera.worker.data.registry import Dataset
 from tessera.worker.inventory import load_source
 from tessera.worker.model.build import load
 from tessera.worker.simulation import Conditions, simulate
-from tessera.worker.training.context import LocalWork
+from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.trainer import Trainer
 
 SPEC = {
@@ -89,7 +89,7 @@ def training_alone(sites: dict[str, Dataset], model: ModelFolder, rounds: int) -
     def reach(version: int) -> tuple[float, float]:
         for _ in range(WARM_UP_ROUNDS if version == WARM_UP_ROUNDS else rounds):
             for dataset in sites.values():
-                work = LocalWork(built, document.head, Plan(), document.blocks)
+                work = LocalTaskContext(built, document.head, Plan(), document.blocks)
                 trainer = Trainer(half, work, training, torch.device("cpu"), lambda: None)
                 trainer.train(half.phases(work, Plan().train), dataset, 0)
         return time.process_time(), time.monotonic()

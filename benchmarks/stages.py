@@ -33,7 +33,7 @@ from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, digest_of, lockstep, related
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
-from tessera.shared.updates.update_file import Change, EncodedTensor, read_update, write_update
+from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, read_update, write_update
 
 TRIES = 3
 PIECE_BYTES = 1 << 18
@@ -84,7 +84,7 @@ class Round:
             bases[block.name] = ArrayTensor(base)
             changed[block.name] = ArrayTensor(moved(base.copy(), drawn(1)))
         file = io.BytesIO()
-        write_update(file, LOSSLESS, [Change(blocks[name], changed[name], bases[name]) for name in blocks])
+        write_update(file, LOSSLESS, [TrainedBlock(blocks[name], changed[name], bases[name]) for name in blocks])
         return cls(weights, blocks, bases, changed, file.getvalue())
 
     @property
@@ -95,7 +95,7 @@ class Round:
         return read_update(lambda: io.BytesIO(self.update), len(self.update), self.blocks, self.bases)
 
     def encode(self) -> None:
-        changes = [Change(self.blocks[name], self.changed[name], self.bases[name]) for name in self.blocks]
+        changes = [TrainedBlock(self.blocks[name], self.changed[name], self.bases[name]) for name in self.blocks]
         write_update(io.BytesIO(), LOSSLESS, changes)
 
     def decode(self) -> None:

@@ -20,7 +20,7 @@ from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block, Role
 from tessera.shared.tensors.lazy import ArrayTensor, Tensor, as_bytes
 from tessera.shared.updates.codecs import pipeline
-from tessera.shared.updates.update_file import Change, read_update, write_update
+from tessera.shared.updates.update_file import TrainedBlock, read_update, write_update
 
 WIDTH = 768
 SHAPES: dict[Role, tuple[int, int]] = {
@@ -54,7 +54,9 @@ def update_of(
     file = BytesIO()
     steps = {block.name: drawn(SHAPES[block.role], 2e-4, rng) for block in blocks}
     values = {name: ArrayTensor(model[name].values + step) for name, step in steps.items()}
-    write_update(file, pipeline.LOSSLESS, [Change(block, values[block.name], model[block.name]) for block in blocks])
+    write_update(
+        file, pipeline.LOSSLESS, [TrainedBlock(block, values[block.name], model[block.name]) for block in blocks]
+    )
     data = file.getvalue()
     return read_update(lambda: BytesIO(data), len(data), {block.name: block for block in blocks}, model)
 

@@ -24,13 +24,12 @@ from tessera.coordinator.limits.memory import Memory
 from tessera.coordinator.limits.rate import Admission
 from tessera.coordinator.limits.response_memory import Answers
 from tessera.coordinator.limits.thread_shares import OneAtATime, Shares
-from tessera.coordinator.maintenance.garbage_collection import Retention
-from tessera.coordinator.maintenance.schedule import Housekeeping
+from tessera.coordinator.maintenance.garbage_collection import Housekeeping, Retention
 from tessera.coordinator.notify.event_stream import ChangeFeed
 from tessera.coordinator.notify.long_poll import LastSeen, LongPollWaiters
 from tessera.coordinator.notify.poller import Poller
 from tessera.coordinator.notify.wakeup import FolderBells, PostgresWakeups, WakeupChannel
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.rounds.aggregate import Aggregation
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import MergeEngine, States, materialize
@@ -49,7 +48,7 @@ UPLOAD_THREADS = 8
 
 @dataclass(frozen=True)
 class Services:
-    settings: Settings
+    settings: CoordinatorSettings
     database: Database
     room: DiskSpace
     memory: Memory
@@ -85,7 +84,9 @@ class Services:
         self.news.close()
 
 
-def assemble(settings: Settings, clock: Callable[[], float] | None = None, duty: Duty = "both") -> Services:
+def assemble(
+    settings: CoordinatorSettings, clock: Callable[[], float] | None = None, duty: Duty = "both"
+) -> Services:
     """Open the database and the blob store that the settings name.
 
     A process that does both tells itself; the others tell each other by bells.
@@ -167,7 +168,9 @@ def _each(*calls: Callable[[], None]) -> Callable[[], None]:
     return all_of_them
 
 
-def _retention(settings: Settings, database: Database, blobs: Blobs, states: States, uploads: Uploads) -> Retention:
+def _retention(
+    settings: CoordinatorSettings, database: Database, blobs: Blobs, states: States, uploads: Uploads
+) -> Retention:
     return Retention(
         database,
         blobs,
@@ -187,7 +190,7 @@ def _folders(database: Database, blobs: Blobs) -> list[Path]:
     return [blobs.staging_dir, *embedded]
 
 
-def _bytes_per_day(settings: Settings, blobs: Blobs) -> int | None:
+def _bytes_per_day(settings: CoordinatorSettings, blobs: Blobs) -> int | None:
     """Return what a site may announce within a day: if no setting says so, half of what the disk of the blobs
     holds."""
     if settings.site_bytes_per_day is not None or "://" in settings.blob_url:
@@ -196,7 +199,7 @@ def _bytes_per_day(settings: Settings, blobs: Blobs) -> int | None:
     return disk.f_blocks * disk.f_frsize // 2
 
 
-def _people(settings: Settings) -> OIDCVerifier | None:
+def _people(settings: CoordinatorSettings) -> OIDCVerifier | None:
     if settings.oidc_issuer is None:
         return None
     # Its libraries take long to import, and most coordinators have no use for them.
@@ -204,14 +207,14 @@ def _people(settings: Settings) -> OIDCVerifier | None:
     return found
 
 
-def _sign_in(settings: Settings, people: OIDCVerifier) -> OIDCLogin | None:
+def _sign_in(settings: CoordinatorSettings, people: OIDCVerifier) -> OIDCLogin | None:
     if settings.oidc_client_id is None:
         return None
     found: OIDCLogin = importlib.import_module("tessera.coordinator.auth.oidc_login").OIDCLogin(settings, people)
     return found
 
 
-def _engine(settings: Settings) -> MergeEngine:
+def _engine(settings: CoordinatorSettings) -> MergeEngine:
     """Return what merges: all cores of this machine, or a Ray cluster."""
     if settings.merge_engine == "ray":
         # Ray is an extra, and slow to import.

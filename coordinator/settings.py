@@ -15,7 +15,7 @@ PersonRole = Literal["admin", "orchestrator", "viewer"]
 """What a person may be, the strongest first. Sites are admitted by tokens of their own."""
 
 
-class Settings(BaseSettings):
+class CoordinatorSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TESSERA_", frozen=True, extra="forbid")
 
     database_url: str = Field(

@@ -17,7 +17,7 @@ from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import follow
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.metrics.rows import Row, rows_of
+from tessera.shared.metrics.rows import MetricRow, rows_of
 from tessera.shared.updates.model_folder import ModelFolder
 
 client = Client.from_environment()
@@ -58,10 +58,10 @@ print(run.state)
 # All that was measured, a number a row; `pandas.DataFrame(rows)` makes a table of it.
 
 # %%
-rows: list[Row] = list(
+rows: list[MetricRow] = list(
     rows_of(run, client.rounds(run.id), client.versions(run.id), list(client.measurements(run.id)))
 )
-print(Row._fields)
+print(MetricRow._fields)
 for row in rows[:10]:
     print(*row)
 

@@ -339,7 +339,7 @@ OF_WORKERS: Mapping[str, str] = {
     "invalid-version": _MISFIT,
     "no-receipt": "Upgrade the coordinator, or all of them, before the workers.",
     "invalid-plan": _PLAN,
-    "invalid-harvest": _PLAN,
+    "invalid-result": _PLAN,
     "invalid-method": _PLAN,
     "unsuited": _PLAN,
     "unknown-method": "Have the site install the method (TESSERA_METHODS), or leave it out (cohort.sites).",

@@ -37,10 +37,10 @@ Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")]
 """What a coordinator calls a run or a task. Workers name files after them, so it can be nothing but a name."""
 
-LARGEST_NUMBER = 1e100
+MAX_NUMBER = 1e100
 """Far above what anything is measured at, and with room for the sums and squares of those who read it."""
 
-Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
+Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 
 Reported = Annotated[dict[Annotated[str, Field(pattern=r"^[ -~]{1,64}$")], Number], Field(max_length=4096)]
 """What a worker tells beside blocks. A few for each layer of a deep model, and well below what a body may have."""
@@ -56,15 +56,15 @@ Examples = dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]]
 
 Short = Annotated[str, Field(max_length=128)]
 
-MOST_PATTERNS = 256
+MAX_PATTERNS = 256
 """Of a site's policy that it shows: each is compared with each block at every round."""
 
-MOST_WITHHELD = 256
+MAX_WITHHELD = 256
 
-MOST_CLAIM_BYTES = 1 << 16
+MAX_CLAIM_BYTES = 1 << 16
 """The longest claim, as JSON."""
 
-MOST_WANTED = 4_096
+MAX_BLOBS_PER_REQUEST = 4_096
 """Blobs that one request may ask for."""
 
 Rounds = Annotated[int, Field(gt=0, le=1_000_000)]
@@ -112,7 +112,7 @@ EPSILON = "epsilon"
 """The name, among a task's numbers, of what all that the worker did for the run tells of one example at the most, by
 its own ledger and at the run's delta."""
 
-MOST_ALONG = 1024
+MAX_INLINE_BLOBS = 1024
 """Blobs that may come with a task."""
 
 

@@ -32,11 +32,11 @@ from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 from tessera.shared.tensors.lazy import ArrayTensor, mean_step, to_array
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.errors import Malformed
-from tessera.shared.updates.update_file import Change, read_update, write_update
+from tessera.shared.updates.update_file import TrainedBlock, read_update, write_update
 
-MOST_SECONDS = 2.0
+MAX_SECONDS = 2.0
 """Of CPU, for one case of a few hundred bytes."""
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 
 CODECS = (
     *("raw", "zstd", "shuffle", "shuffle+zstd", "bits", "bits+shuffle+zstd", "xor+shuffle+zstd", "delta"),
@@ -114,7 +114,7 @@ def seeds() -> list[File]:
         for name, block in BLOCKS.items():
             base = to_array(BASES[name])
             value = (base.astype(np.float64) + 0.01 * rng.normal(size=block.shape)).astype(base.dtype)
-            changes.append(Change(block, ArrayTensor(value, block.dtype), BASES[name]))
+            changes.append(TrainedBlock(block, ArrayTensor(value, block.dtype), BASES[name]))
         chosen = {c.block.name: pipeline.suited(codec, c.block) for c in changes}
         file = io.BytesIO()
         write_update(file, chosen, changes)
@@ -311,10 +311,10 @@ def run(cases: int, seed: int, first: int = 0) -> Counter[str]:
         except Exception as fault:
             raise AssertionError(f"case {number} of seed {seed} ended in {fault!r}: {data.hex()}") from fault
         seconds = time.process_time() - began
-        assert seconds < MOST_SECONDS, f"case {number} of seed {seed} took {seconds:.1f} s of CPU: {data.hex()}"
+        assert seconds < MAX_SECONDS, f"case {number} of seed {seed} took {seconds:.1f} s of CPU: {data.hex()}"
         if number % 1000 == 0:
             grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held) << 10
-            assert grown < MOST_BYTES, f"before case {number} of seed {seed} memory has grown by {grown} bytes"
+            assert grown < MAX_BYTES, f"before case {number} of seed {seed} memory has grown by {grown} bytes"
     return found
 
 

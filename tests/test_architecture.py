@@ -25,7 +25,7 @@ SIDES = ("coordinator", "shared", "worker")
 READY_SECONDS = 2.0
 IDLE_BYTES = 150 << 20
 
-MOST_MODULES = 15
+MAX_MODULES = 15
 """In a folder, `__init__` not counted."""
 UNBOUNDED = ("shared/methods", "migrations/versions")
 """A method is one file, and so is a step of the schema: their folders may grow."""
@@ -206,7 +206,7 @@ def test_a_folder_holds_few_modules() -> None:
         name: count
         for folder in folders
         if (name := str(folder.relative_to(ROOT))) not in UNBOUNDED
-        and (count := sum(path.name != "__init__.py" for path in folder.glob("*.py"))) > MOST_MODULES
+        and (count := sum(path.name != "__init__.py" for path in folder.glob("*.py"))) > MAX_MODULES
     }
     assert crowded == {}
 

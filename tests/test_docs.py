@@ -11,15 +11,15 @@ from typing import get_args
 import pytest
 
 from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, diagram
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.methods.registry import methods
 from tessera.shared.problems import PROBLEMS
 from tessera.worker.data.partition.schemes import Scheme
 from tessera.worker.data.registry import adapters
 from tessera.worker.governance.policy import Policy
+from tessera.worker.settings import CoordinatorSettings as WorkerSettings
 from tessera.worker.settings import DataSource
-from tessera.worker.settings import Settings as WorkerSettings
-from tessera.worker.simulation.config import Table
+from tessera.worker.simulation.config import SimulationTable
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -39,7 +39,7 @@ def test_every_setting_of_the_coordinator_is_described_with_its_default() -> Non
     shown = {name.lower(): (default.strip("`"), unmarked(meaning)) for name, default, meaning in rows}
     actual = {
         name: ("none" if f.default is None else str(f.default), f.description)
-        for name, f in Settings.model_fields.items()
+        for name, f in CoordinatorSettings.model_fields.items()
     }
     assert shown == actual
 
@@ -57,7 +57,7 @@ def test_every_setting_of_a_worker_and_its_policy_is_described() -> None:
 
 def test_every_setting_of_a_simulation_is_described() -> None:
     described = set(re.findall(r"^\| `([a-z_]+)` \|", text("docs/simulating.md"), re.MULTILINE))
-    assert described == set(Table.model_fields)
+    assert described == set(SimulationTable.model_fields)
 
 
 def test_every_method_is_in_the_readme() -> None:

@@ -35,7 +35,7 @@ from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
 from tessera.shared.tensors.lazy import digest_of
-from tessera.shared.updates.codecs.pipeline import CodecError
+from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.version import VERSION
 from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.bootstrap import runner_of, with_rules
@@ -49,7 +49,7 @@ from tessera.worker.model.block_map import UnknownArchitecture
 from tessera.worker.model.build import ModelMismatch
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.layouts import MappingError
-from tessera.worker.settings import Settings, SettingsError, credential_of, tls_of
+from tessera.worker.settings import SettingsError, WorkerSettings, credential_of, tls_of
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 from tessera.worker.state.audit import Action
 from tessera.worker.state.blob_cache import BlobTooLarge
@@ -60,9 +60,9 @@ from tessera.worker.task.upload_budget import OverBudget
 from tessera.worker.training.progress import Report
 from tessera.worker.training.trainer import TrainingDiverged
 
-LONGEST_PAUSE_SECONDS = 30.0
+MAX_PAUSE_SECONDS = 30.0
 COMPLAINT_SECONDS = 60.0
-SHORTEST_POLL_SECONDS = 1.0
+MIN_POLL_SECONDS = 1.0
 
 REMOVAL_SECONDS = 3600.0
 """How often a worker looks for vaults that are to be removed."""
@@ -77,7 +77,7 @@ CLOSED_SECONDS = 10.0
 GIVE_BACK_SECONDS = 3.0
 """How long a worker that is asked to stop waits for the coordinator to take its task back."""
 
-LONGEST_WAIT_SECONDS = 600.0
+MAX_WAIT_SECONDS = 600.0
 """The longest that a coordinator may send a worker away for at a time: who is told 'in a year' asks again."""
 
 MAX_ANSWER_BYTES = 4 << 20
@@ -116,7 +116,7 @@ class Agent:
     MethodsUnusable.
     """
 
-    def __init__(self, settings: Settings, stop: Stop, file: SettingsFile | None = None) -> None:
+    def __init__(self, settings: WorkerSettings, stop: Stop, file: SettingsFile | None = None) -> None:
         token = credential_of(settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -149,7 +149,7 @@ class Agent:
         )
         self._apply_settings(settings)
 
-    def _apply_settings(self, settings: Settings) -> None:
+    def _apply_settings(self, settings: WorkerSettings) -> None:
         """Judge each task that is not yet begun by the policy and the budgets of these settings."""
         self._settings = settings
         self._policy = settings.policy
@@ -212,8 +212,8 @@ class Agent:
         if task is not None and self._is_closed():
             self._give_back(task)
             return None
-        if task is None and time.monotonic() - asked_at < SHORTEST_POLL_SECONDS:
-            self._stop.sleep(SHORTEST_POLL_SECONDS)
+        if task is None and time.monotonic() - asked_at < MIN_POLL_SECONDS:
+            self._stop.sleep(MIN_POLL_SECONDS)
         if task is not None:
             # What it was for is known only now.
             spans.past("claim", traceparent_of(task.run, task.round), began_at, time.time(), _about(task))
@@ -266,7 +266,7 @@ class Agent:
             self._reload(told)
         return unusable
 
-    def _reload(self, told: Settings) -> None:
+    def _reload(self, told: WorkerSettings) -> None:
         """Apply the policy and the budgets of changed settings, and log what else in them waits for a restart."""
         before = self._settings
         self._apply_settings(reloaded(before, told))
@@ -453,9 +453,9 @@ class Outage:
             self._said_at, self._said = now, str(problem)
             faults = [str(fault) for fault in problem.errors]
             self._log.warning("coordinator-away", reason=problem.code, detail=problem.detail, errors=faults)
-        asked = min(problem.retry_after_seconds or 0, LONGEST_WAIT_SECONDS)
+        asked = min(problem.retry_after_seconds or 0, MAX_WAIT_SECONDS)
         self._stop.sleep(max(self._pause_seconds, asked))
-        self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
+        self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
 
     def over(self) -> None:
         if self._said_at is not None:

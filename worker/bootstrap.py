@@ -9,7 +9,7 @@ import structlog
 from tessera.shared.client.client import Client
 from tessera.worker.inventory import datasets_of, device_of, mappings_of
 from tessera.worker.model.sandbox import Sandbox, shared_folder
-from tessera.worker.settings import Settings, SettingsError
+from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import ChainError
@@ -18,7 +18,7 @@ from tessera.worker.stores import airlock_of, audit_of, inbox_of, ledger_of, run
 from tessera.worker.task.runner import TaskRunner
 
 
-def runner_of(client: Client, settings: Settings) -> TaskRunner:
+def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
     """Return the runner of a worker with these settings.
 
     Raises SettingsError for what they name and cannot be used, such as an audit or a ledger that was changed.
@@ -59,7 +59,7 @@ def runner_of(client: Client, settings: Settings) -> TaskRunner:
     return with_rules(runner, settings)
 
 
-def with_rules(runner: TaskRunner, settings: Settings) -> TaskRunner:
+def with_rules(runner: TaskRunner, settings: WorkerSettings) -> TaskRunner:
     """Return the same runner, whose next task is judged by the policy and the budgets of these settings."""
     return replace(
         runner,

@@ -11,7 +11,7 @@ import torch
 from tessera.worker.data.partition.held_out import key_of_seed
 from tessera.worker.data.registry import DataError, Dataset, load
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
-from tessera.worker.settings import DataSource, DeviceName, Settings, SettingsError
+from tessera.worker.settings import DataSource, DeviceName, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import secret_key
 
 HELD_OUT_KEY_FILE = "held-out.key"
@@ -23,7 +23,7 @@ def load_source(source: DataSource, key: bytes = b"") -> Dataset:
     return load(source.kind, source.options, part=source.part, held_out=source.held_out, key=key)
 
 
-def held_out_key(settings: Settings, *, make: bool) -> bytes:
+def held_out_key(settings: WorkerSettings, *, make: bool) -> bytes:
     """Return the secret that decides which examples are held out; one that is no secret if there is none and it is
     not to be made, and none if nothing is held out. Raises SettingsError."""
     if not any(source.held_out for source in settings.datasets.values()):
@@ -37,7 +37,7 @@ def held_out_key(settings: Settings, *, make: bool) -> bytes:
         ) from fault
 
 
-def datasets_of(settings: Settings, *, make_key: bool = False) -> dict[str, Dataset]:
+def datasets_of(settings: WorkerSettings, *, make_key: bool = False) -> dict[str, Dataset]:
     """Return the data sets that the policy lets runs use, by name. Raises SettingsError naming the option that is
     wrong."""
     loaded: dict[str, Dataset] = {}

@@ -42,7 +42,7 @@ from tessera.shared.diagnostics.settings_origin import Setting, effective
 from tessera.shared.problems import Invalid, said_of
 from tessera.shared.schema import Label, Resources, TaskKind
 from tessera.shared.urls import require_private
-from tessera.worker.data.partition.schemes import Part
+from tessera.worker.data.partition.schemes import SitePartition
 from tessera.worker.governance.policy import GIB, Allowance, Policy
 
 # Not TESSERA_ alone: TESSERA_TOKEN is the command line's, and may well be an administrator's.
@@ -68,7 +68,7 @@ class DataSource(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     kind: str
-    part: Part | None = Field(default=None, description="which part of it this is; all of it if unset")
+    part: SitePartition | None = Field(default=None, description="which part of it this is; all of it if unset")
     held_out: float | None = Field(default=None, gt=0, lt=1, description="share of it that nothing trains on")
     use: Literal["train", "evaluate"] = Field(
         default="train", description="whether runs train on it, or measure versions on all of it"
@@ -115,7 +115,7 @@ class DataSettings(BaseSettings):
         return env_settings, init_settings
 
 
-class Settings(DataSettings):
+class WorkerSettings(DataSettings):
     """A worker's settings. Unknown keys are refused."""
 
     model_config = SettingsConfigDict(extra="forbid")
@@ -184,14 +184,14 @@ class Settings(DataSettings):
         return self
 
 
-def read_settings(path: Path) -> Settings:
+def read_settings(path: Path) -> WorkerSettings:
     """Return the settings of a TOML file and the environment. Raises SettingsError."""
     return parsed_settings(path, raw_settings(path))
 
 
-def parsed_settings(path: Path, raw: bytes) -> Settings:
+def parsed_settings(path: Path, raw: bytes) -> WorkerSettings:
     """Return the same of a file that holds `raw`. Raises SettingsError."""
-    settings = _parsed(path, raw, Settings)
+    settings = _parsed(path, raw, WorkerSettings)
     try:
         require_private(settings.url)
     except Invalid as refusal:
@@ -243,7 +243,7 @@ def _told(fault: ValidationError) -> str:
     )
 
 
-def token_of(settings: Settings) -> str:
+def token_of(settings: WorkerSettings) -> str:
     """Return the token, from where the settings say. Raises SettingsError if it cannot be read or sent, or is
     empty."""
     if settings.token is not None:
@@ -261,7 +261,7 @@ def token_of(settings: Settings) -> str:
     return token
 
 
-def credential_of(settings: Settings) -> Credential:
+def credential_of(settings: WorkerSettings) -> Credential:
     """Return the token, which is read anew should it be refused: `tessera worker rotate` may have put another in its
     place.
 
@@ -277,7 +277,7 @@ def credential_of(settings: Settings) -> Credential:
     return Credential(token_of(settings), reread)
 
 
-def tls_of(settings: Settings) -> ssl.SSLContext:
+def tls_of(settings: WorkerSettings) -> ssl.SSLContext:
     """Return whom this worker trusts, and what it is trusted by. Raises SettingsError."""
     try:
         return tls_context(settings.ca_bundle, settings.client_cert, settings.client_key)

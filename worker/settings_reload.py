@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tessera.worker.settings import Settings, parsed_settings, raw_settings
+from tessera.worker.settings import WorkerSettings, parsed_settings, raw_settings
 
 SETTLED_SECONDS = 1.0
 """Half of a file may allow more than the whole: one that changed is read once it has stayed the same for so long."""
@@ -19,7 +19,7 @@ class SettingsFile:
         self._read = raw_settings(path)
         self.settings = parsed_settings(path, self._read)
 
-    def reread(self, sleep: Callable[[float], None]) -> Settings | None:
+    def reread(self, sleep: Callable[[float], None]) -> WorkerSettings | None:
         """Return what the file says now, or None if nothing changed. Raises SettingsError while it is invalid."""
         raw = raw_settings(self._path)
         if raw == self._read:
@@ -34,7 +34,7 @@ class SettingsFile:
         return settings
 
 
-def reloaded(running: Settings, new: Settings) -> Settings:
+def reloaded(running: WorkerSettings, new: WorkerSettings) -> WorkerSettings:
     """Return the settings of a running worker with those of the new ones that need no restart."""
     datasets = {
         name: source.model_copy(update={"privacy": new.datasets[name].privacy}) if name in new.datasets else source
@@ -43,8 +43,10 @@ def reloaded(running: Settings, new: Settings) -> Settings:
     return running.model_copy(update={"policy": new.policy, "privacy": new.privacy, "datasets": datasets})
 
 
-def differing(one: Settings, other: Settings) -> set[str]:
+def differing(one: WorkerSettings, other: WorkerSettings) -> set[str]:
     """Return the names of the settings, and of the data sets, in which they differ."""
-    names = {name for name in Settings.model_fields if getattr(one, name) != getattr(other, name)} - {"datasets"}
+    names = {name for name in WorkerSettings.model_fields if getattr(one, name) != getattr(other, name)} - {
+        "datasets"
+    }
     sources = {*one.datasets, *other.datasets}
     return names | {f"datasets.{name}" for name in sources if one.datasets.get(name) != other.datasets.get(name)}

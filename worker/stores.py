@@ -10,39 +10,39 @@ from contextlib import suppress
 from tessera.worker.governance.airlock import AIRLOCK_FOLDER, Airlock
 from tessera.worker.governance.approvals import INBOX_FOLDER, Inbox
 from tessera.worker.governance.run_history import RUNS_FOLDER, RunHistory
-from tessera.worker.settings import ENVIRONMENT_PREFIX, Settings, SettingsError
+from tessera.worker.settings import ENVIRONMENT_PREFIX, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import KEY_BYTES, secret_key
 from tessera.worker.state.audit import AUDIT_FOLDER, Audit
 from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
 
 
-def ledger_of(settings: Settings) -> Ledger:
+def ledger_of(settings: WorkerSettings) -> Ledger:
     """Return where this worker writes down what runs spend of its data sets' privacy. Raises SettingsError."""
     shared = {name: source.ledger for name, source in settings.datasets.items() if source.ledger}
     return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER, audit_key_of(settings), shared)
 
 
-def run_history_of(settings: Settings) -> RunHistory:
+def run_history_of(settings: WorkerSettings) -> RunHistory:
     """Return where this worker writes down what runs have shown of themselves."""
     return RunHistory(settings.runs_dir or settings.state_dir / RUNS_FOLDER, settings.name)
 
 
-def inbox_of(settings: Settings) -> Inbox:
+def inbox_of(settings: WorkerSettings) -> Inbox:
     """Return where runs wait for a person's approval."""
     return Inbox(settings.inbox_dir or settings.state_dir / INBOX_FOLDER)
 
 
-def airlock_of(settings: Settings) -> Airlock:
+def airlock_of(settings: WorkerSettings) -> Airlock:
     """Return where updates wait for a person's release."""
     return Airlock(settings.state_dir / AIRLOCK_FOLDER)
 
 
-def audit_of(settings: Settings) -> Audit:
+def audit_of(settings: WorkerSettings) -> Audit:
     """Return where this worker writes down what it does. Raises SettingsError."""
     return Audit(settings.audit_dir or settings.state_dir / AUDIT_FOLDER, settings.name, audit_key_of(settings))
 
 
-def audit_key_of(settings: Settings) -> bytes:
+def audit_key_of(settings: WorkerSettings) -> bytes:
     """Return the key that protects audit and ledgers. Its file is made if there is none. Raises SettingsError."""
     if settings.audit_key is not None:
         with suppress(ValueError):

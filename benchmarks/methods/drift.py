@@ -12,15 +12,15 @@ import numpy as np
 
 from tessera.shared.methods.base import (
     CoordinatorHalf,
-    Harvest,
+    LocalResult,
     Method,
     MethodSettings,
     Participant,
     Phase,
     Plan,
     State,
+    TaskContext,
     TrainingStats,
-    Work,
     WorkerHalf,
 )
 from tessera.shared.model.selectors import EVERYTHING, Selector
@@ -41,14 +41,14 @@ class DriftCoordinator(CoordinatorHalf[DriftSettings]):
 
 
 class DriftWorker(WorkerHalf[DriftSettings]):
-    def phases(self, work: Work, selected: Selector) -> Sequence[Phase]:
+    def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:
         return ()
 
-    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
+    def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
         # The task's seed is in the global state, so that each worker moves elsewhere.
         steps = drawn(random.getrandbits(32))
-        blocks = work.plan.upload.resolve(work.blocks)
-        return Harvest({block.name: moved(work.read(block), steps) for block in blocks})
+        blocks = context.plan.upload.resolve(context.blocks)
+        return LocalResult({block.name: moved(context.read(block), steps) for block in blocks})
 
 
 def drawn(seed: int) -> Array:

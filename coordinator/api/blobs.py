@@ -45,7 +45,7 @@ def _in_digits(written: object) -> object:
 
 
 DIGITS = BeforeValidator(_in_digits)
-MOST_BYTES = 10**19 - 1
+MAX_BYTES = 10**19 - 1
 """What so many digits can say."""
 
 PARTIAL_UPLOAD = "application/partial-upload"
@@ -191,7 +191,7 @@ async def create_upload(
     request: Request,
     serving: Serving,
     caller: Holder,
-    length: Annotated[int, DIGITS, Header(alias="Upload-Length", ge=0, le=MOST_BYTES)],
+    length: Annotated[int, DIGITS, Header(alias="Upload-Length", ge=0, le=MAX_BYTES)],
     complete: Complete,
     repr_digest: ReprDigest,
 ) -> Response:
@@ -230,7 +230,7 @@ async def append_upload(
     request: Request,
     serving: Serving,
     caller: Holder,
-    offset: Annotated[int, DIGITS, Header(alias="Upload-Offset", ge=0, le=MOST_BYTES)],
+    offset: Annotated[int, DIGITS, Header(alias="Upload-Offset", ge=0, le=MAX_BYTES)],
 ) -> Response:
     """Add bytes to an upload, from where it stands."""
     if request.headers.get("Content-Type") != PARTIAL_UPLOAD:

@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.json_limits import check_document
 from tessera.shared.problems import TooLarge, TooSlow
 
@@ -25,7 +25,7 @@ class BoundedRequest(Request):
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
-            settings: Settings = self.app.state.services.settings
+            settings: CoordinatorSettings = self.app.state.services.settings
             limit = settings.max_body_bytes
             received = bytearray()
             async with in_time(settings.body_seconds, settings.head_seconds) as came:

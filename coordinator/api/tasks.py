@@ -12,7 +12,7 @@ from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.operations import tasks
 from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Lease, Submission, Task, TaskView
 from tessera.shared.problems import Fault, Invalid, TooLarge
-from tessera.shared.schema import MOST_CLAIM_BYTES, PROTOCOL, Page
+from tessera.shared.schema import MAX_CLAIM_BYTES, PROTOCOL, Page
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"], route_class=BoundedRoute)
 
@@ -28,9 +28,9 @@ async def claim(
     prefer: Annotated[str, Header(max_length=128, description="'wait=25' waits that long for a task")] = "",
 ) -> Response:
     """Lease the next task that is offered to this worker, waiting for one if asked to."""
-    if (length := len(await request.body())) > MOST_CLAIM_BYTES:
+    if (length := len(await request.body())) > MAX_CLAIM_BYTES:
         raise TooLarge(
-            f"the claim has {length} bytes; at most {MOST_CLAIM_BYTES} are taken",
+            f"the claim has {length} bytes; at most {MAX_CLAIM_BYTES} are taken",
             remedy="Shorten what the worker declares, such as the lists of its policy.",
         )
     _require_protocol(body)

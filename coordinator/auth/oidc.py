@@ -18,7 +18,7 @@ import jwt
 import structlog
 
 from tessera.coordinator.domain.principal import Principal
-from tessera.coordinator.settings import PersonRole, Settings
+from tessera.coordinator.settings import CoordinatorSettings, PersonRole
 from tessera.shared.problems import Forbidden, Unauthenticated, Unavailable
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
@@ -33,7 +33,7 @@ AGAIN_SECONDS = 30.0
 FETCH_SECONDS = 5.0
 MAX_ANSWER_BYTES = 1 << 20
 LEEWAY_SECONDS = 30.0
-LONGEST_SUBJECT = 255
+MAX_SUBJECT_LENGTH = 255
 
 REQUIRED = ("iss", "sub", "aud", "exp", "iat")
 
@@ -47,7 +47,7 @@ class ProviderFault(Exception):
 class OIDCVerifier:
     """Who the holders of a provider's tokens are. Safe to use from several threads."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: CoordinatorSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._issuer = settings.oidc_issuer or ""
         self._audience = settings.oidc_audience
         self._claim = settings.oidc_role_claim
@@ -68,7 +68,7 @@ class OIDCVerifier:
         """Return who verified claims are of. Raises Unauthenticated, and Forbidden for a person without a role
         here."""
         subject = str(claims["sub"])
-        if not (0 < len(subject) <= LONGEST_SUBJECT and subject.isprintable()):
+        if not (0 < len(subject) <= MAX_SUBJECT_LENGTH and subject.isprintable()):
             raise Unauthenticated("the subject of the token is none that can be written down")
         person = f"{self._issuer}#{subject}"
         named = _texts(_claim(claims, self._claim))

@@ -29,7 +29,7 @@ from tessera.coordinator.auth.oidc import (
     own_url,
 )
 from tessera.coordinator.domain.principal import Principal
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.problems import Unauthenticated, Unavailable
 from tessera.shared.urls import is_loopback
 
@@ -44,7 +44,9 @@ log = structlog.get_logger()
 class OIDCLogin:
     """The page as a client of the provider. Safe to use from several threads."""
 
-    def __init__(self, settings: Settings, people: OIDCVerifier, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: CoordinatorSettings, people: OIDCVerifier, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._issuer = settings.oidc_issuer or ""
         self._client_id = settings.oidc_client_id or ""
         self._secret_file = settings.oidc_client_secret_file

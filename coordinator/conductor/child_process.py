@@ -13,7 +13,7 @@ import structlog
 log = structlog.get_logger()
 
 FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 5.0
+MAX_PAUSE_SECONDS = 5.0
 GOODBYE_SECONDS = 3.0
 
 COMMAND = (sys.executable, "-m", "tessera.coordinator", "conduct", "--attached")
@@ -63,8 +63,8 @@ class ChildConductor:
             if self._stopping.is_set():
                 return
             # One that dies at once is not started again and again without a break.
-            pause = FIRST_PAUSE_SECONDS if time.monotonic() - began > LONGEST_PAUSE_SECONDS else 2 * pause
-            pause = min(pause, LONGEST_PAUSE_SECONDS)
+            pause = FIRST_PAUSE_SECONDS if time.monotonic() - began > MAX_PAUSE_SECONDS else 2 * pause
+            pause = min(pause, MAX_PAUSE_SECONDS)
             log.error("conductor.died", code=code, again_in_seconds=pause)
             self._stopping.wait(pause)
             if self._child.stdin:

@@ -25,12 +25,12 @@ from tessera.shared.problems import Fault, Invalid, faults_of
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
-MOST_WORKERS = 8
-MOST_PENDING = 100
+MAX_WORKERS = 8
+MAX_PENDING = 100
 
 
 @dataclass(frozen=True)
-class Withheld:
+class WithheldRun:
     """A run that some sites have not agreed to."""
 
     run: str
@@ -47,7 +47,7 @@ def list_approvals(request: Request, serving: Serving, who: Signed) -> Response:
     with serving.database.snapshot() as session:
         found = withheld(session, live_workers(session, now - serving.settings.live_seconds))
     # As in the API, administrators alone see who asks.
-    pending = enrolments.list_enrolments(serving, MOST_PENDING).items if who.administers else ()
+    pending = enrolments.list_enrolments(serving, MAX_PENDING).items if who.administers else ()
     return render(request, "approvals.html", who, now=views.instant(now), withheld=found, pending=pending)
 
 
@@ -74,7 +74,7 @@ def pending_count(session: Session, now: float) -> int:
     return session.scalar(select(func.count()).where(waits)) or 0
 
 
-def withheld(session: Session, live: Sequence[LiveWorker]) -> list[Withheld]:
+def withheld(session: Session, live: Sequence[LiveWorker]) -> list[WithheldRun]:
     """Live runs that live workers withhold themselves from until a person at their site has agreed."""
     by_run: dict[str, list[tuple[str, str]]] = {}
     for worker in live:
@@ -86,8 +86,8 @@ def withheld(session: Session, live: Sequence[LiveWorker]) -> list[Withheld]:
         .order_by(RunRow.created_at)
     )
     return [
-        Withheld(
-            row.id, row.name, row.state, by_run[row.id][:MOST_WORKERS], max(0, len(by_run[row.id]) - MOST_WORKERS)
+        WithheldRun(
+            row.id, row.name, row.state, by_run[row.id][:MAX_WORKERS], max(0, len(by_run[row.id]) - MAX_WORKERS)
         )
         for row in rows
     ]

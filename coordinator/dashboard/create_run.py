@@ -28,9 +28,8 @@ from tessera.coordinator.dashboard.session import (
     require_role,
 )
 from tessera.coordinator.dashboard.templating import render
-from tessera.coordinator.db.ids import new_id
 from tessera.coordinator.db.snapshots import live_workers
-from tessera.coordinator.db.tables import RunRow, UploadRow, VersionRow
+from tessera.coordinator.db.tables import RunRow, UploadRow, VersionRow, new_id
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
 from tessera.coordinator.services import Services
@@ -48,20 +47,20 @@ router = APIRouter(prefix=f"{PREFIX}/runs/new", include_in_schema=False, route_c
 START, METHOD, WISH, STEP = "start", "method", "wish", "step"
 FIRST = ("name", "dataset", "rounds", "seed")
 APART = ("cohort", "training", "privacy", "evaluation", "method", "model", "version")
-MOST_RUNS = 50
-MOST_UPLOADS = 50
-MOST_DATASETS = 100
+MAX_RUNS = 50
+MAX_UPLOADS = 50
+MAX_DATASETS = 100
 
 
 @dataclass(frozen=True)
-class Part:
+class FormSection:
     title: str
     fields: Sequence[Field]
     opened: bool = True
 
 
 @dataclass(frozen=True)
-class Start:
+class StartingPoint:
     """A model and a version to begin with."""
 
     model: str
@@ -115,20 +114,20 @@ def _method(name: str) -> Method[Any]:
     return found
 
 
-def _parts(method: Method[Any]) -> list[Part]:
+def _parts(method: Method[Any]) -> list[FormSection]:
     """Return the whole form, as it is divided."""
     run = fields_of(RunSpec, skip=(*APART,))
     first = [field for field in run if field.pointer[1:] in FIRST]
     more = [field for field in run if field.pointer[1:] not in FIRST]
     own = fields_of(method.settings, "/method/settings")
     return [
-        Part("Run", first),
-        *([Part(f"Method: {method.name}", own)] if own else []),
-        Part("Cohort", fields_of(Cohort, "/cohort")),
-        Part("Training", fields_of(Training, "/training")),
-        Part("Evaluation", fields_of(Evaluation, "/evaluation"), opened=False),
-        Part("Privacy", fields_of(Privacy, "/privacy"), opened=False),
-        Part("More", more, opened=False),
+        FormSection("Run", first),
+        *([FormSection(f"Method: {method.name}", own)] if own else []),
+        FormSection("Cohort", fields_of(Cohort, "/cohort")),
+        FormSection("Training", fields_of(Training, "/training")),
+        FormSection("Evaluation", fields_of(Evaluation, "/evaluation"), opened=False),
+        FormSection("Privacy", fields_of(Privacy, "/privacy"), opened=False),
+        FormSection("More", more, opened=False),
     ]
 
 
@@ -189,7 +188,7 @@ def _form(
         status=422 if faults else 200,
         method=method,
         parts=[
-            Part(
+            FormSection(
                 p.title, p.fields, p.opened or any(given.get(f.pointer) or by_field.get(f.pointer) for f in p.fields)
             )
             for p in parts
@@ -207,31 +206,31 @@ def _form(
 def _declared(session: Session, since: float) -> list[tuple[str, int]]:
     """Data sets that live workers have, with how many do."""
     counts = Counter(name for worker in live_workers(session, since) for name in worker.declared["datasets"])
-    return sorted(counts.most_common(MOST_DATASETS))
+    return sorted(counts.most_common(MAX_DATASETS))
 
 
-def _of_runs(session: Session) -> list[Start]:
+def _of_runs(session: Session) -> list[StartingPoint]:
     """Return the last version of each of the latest runs, whose blocks are still here."""
     rows = session.execute(
         select(RunRow, VersionRow.digest)
         .join(VersionRow, (VersionRow.run_id == RunRow.id) & (VersionRow.number == RunRow.version_number))
         .where(VersionRow.retired_at.is_(None))
         .order_by(RunRow.updated_at.desc())
-        .limit(MOST_RUNS)
+        .limit(MAX_RUNS)
     )
     return [
-        Start(run.spec["model"], digest, f"{run.name} ({run.id[:8]}), version {run.version_number}")
+        StartingPoint(run.spec["model"], digest, f"{run.name} ({run.id[:8]}), version {run.version_number}")
         for run, digest in rows
     ]
 
 
-def _uploaded(session: Session, serving: Services, caller: Principal) -> list[Start]:
+def _uploaded(session: Session, serving: Services, caller: Principal) -> list[StartingPoint]:
     """Models that this caller has uploaded lately, each with the versions that fit it."""
     rows = session.execute(
         select(UploadRow.digest)
         .where(UploadRow.owner == caller.owner, UploadRow.complete, UploadRow.length <= MAX_DOCUMENT_BYTES)
         .order_by(UploadRow.created_at.desc())
-        .limit(MOST_UPLOADS)
+        .limit(MAX_UPLOADS)
     )
     models: dict[str, Model] = {}
     manifests: dict[str, Manifest] = {}
@@ -247,7 +246,9 @@ def _uploaded(session: Session, serving: Services, caller: Principal) -> list[St
         except (ValueError, NotFound):
             continue
     return [
-        Start(model, version, f"{models[model].config['model_type']}, uploaded ({model[7:15]}, {version[7:15]})")
+        StartingPoint(
+            model, version, f"{models[model].config['model_type']}, uploaded ({model[7:15]}, {version[7:15]})"
+        )
         for model in models
         for version in manifests
         if manifests[version].blocks.keys() == models[model].by_name.keys()

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.dashboard.approvals import pending_count, withheld
-from tessera.coordinator.dashboard.queries import Moved, forecast, latest_scores, moved_by_run, together
+from tessera.coordinator.dashboard.queries import TrafficTotals, forecast, latest_scores, moved_by_run, together
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.templating import plural, render, size
@@ -28,9 +28,9 @@ from tessera.shared.metrics.site_spread import scores_by_version
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
-MOST_LIVE = 20
-MOST_ENDED = 5
-MOST_ROUNDS = 12
+MAX_LIVE = 20
+MAX_ENDED = 5
+MAX_ROUNDS = 12
 LATELY_SECONDS = 86_400.0
 
 
@@ -48,7 +48,7 @@ class Alert:
 @dataclass(frozen=True)
 class RunLine:
     run: Run
-    moved: Moved
+    moved: TrafficTotals
     scores: Mapping[str, float]
 
 
@@ -105,15 +105,17 @@ def _runs(session: Session) -> list[RunRow]:
     newest = select(RunRow).order_by(RunRow.updated_at.desc(), RunRow.id)
     live = RunRow.state.in_(("running", "paused"))
     return [
-        *session.scalars(newest.where(live).limit(MOST_LIVE)),
-        *session.scalars(newest.where(~live).limit(MOST_ENDED)),
+        *session.scalars(newest.where(live).limit(MAX_LIVE)),
+        *session.scalars(newest.where(~live).limit(MAX_ENDED)),
     ]
 
 
-def _line(session: Session, row: RunRow, moved: Mapping[str, Moved]) -> RunLine:
+def _line(session: Session, row: RunRow, moved: Mapping[str, TrafficTotals]) -> RunLine:
     scores = scores_by_version(latest_scores(session, row))
     return RunLine(
-        views.run_view(session, row), moved.get(row.id, Moved()), next(iter(scores.values())) if scores else {}
+        views.run_view(session, row),
+        moved.get(row.id, TrafficTotals()),
+        next(iter(scores.values())) if scores else {},
     )
 
 
@@ -123,7 +125,7 @@ def _open_rounds(session: Session, now: float) -> Iterator[OpenRound]:
         .join(RunRow, RunRow.id == RoundRow.run_id)
         .where(RoundRow.state.in_(("open", "merging")))
         .order_by(RoundRow.opened_at.desc())
-        .limit(MOST_ROUNDS)
+        .limit(MAX_ROUNDS)
     )
     for row, name, spec in rows.all():
         view = views.round_view(session, row)
@@ -141,7 +143,7 @@ def tasks_in_hand(session: Session, names: Mapping[str, str]) -> dict[str, TaskV
 
 
 def _concerns(session: Session, serving: Services, now: float) -> Iterator[Alert]:
-    newest = select(RunRow).order_by(RunRow.updated_at.desc()).limit(MOST_LIVE)
+    newest = select(RunRow).order_by(RunRow.updated_at.desc()).limit(MAX_LIVE)
     for run in session.scalars(newest.where(RunRow.state == "paused")):
         why = run.reason or "A person paused it."
         yield Alert(

@@ -21,16 +21,16 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.rounds.planning import dataset_of
 from tessera.shared.schema import ACCEPTED, EPSILON
 
-MOST_POINTS = 60
+MAX_POINTS = 60
 """Of a chart along versions: of longer runs every n-th version is shown."""
-MOST_BARS = 60
+MAX_BARS = 60
 PAST_ROUNDS = 5
 
 LIVE_TASKS = ("offered", "leased", "lapsed")
 
 
 @dataclass(frozen=True)
-class Moved:
+class TrafficTotals:
     """Bytes that updates and what they were made from took, and what whole models would have."""
 
     updates: int = 0
@@ -48,7 +48,7 @@ class Moved:
         return 1 - self.total / self.full if self.full else None
 
 
-def moved_by_run(session: Session, run_id: str | None = None) -> dict[str, Moved]:
+def moved_by_run(session: Session, run_id: str | None = None) -> dict[str, TrafficTotals]:
     """Of each run that has accepted updates, or of one."""
     of_these = TaskRow.run_id == run_id if run_id else true()
     rows = session.execute(
@@ -64,13 +64,14 @@ def moved_by_run(session: Session, run_id: str | None = None) -> dict[str, Moved
         .group_by(TaskRow.run_id, RunRow.model_bytes)
     )
     return {
-        row.run_id: Moved(row.updates, int(row.up), int(row.down), 2 * row.model_bytes * row.updates) for row in rows
+        row.run_id: TrafficTotals(row.updates, int(row.up), int(row.down), 2 * row.model_bytes * row.updates)
+        for row in rows
     }
 
 
-def together(moved: Mapping[str, Moved]) -> Moved:
+def together(moved: Mapping[str, TrafficTotals]) -> TrafficTotals:
     each = moved.values()
-    return Moved(
+    return TrafficTotals(
         sum(m.updates for m in each), sum(m.up for m in each), sum(m.down for m in each), sum(m.full for m in each)
     )
 
@@ -152,7 +153,7 @@ def stage_bands(session: Session, run_id: str) -> list[Band]:
     return bands
 
 
-def thinned(latest: int, most: int = MOST_POINTS) -> int:
+def thinned(latest: int, most: int = MAX_POINTS) -> int:
     """Return every how many versions one is shown."""
     return max(1, math.ceil(latest / most))
 
@@ -306,21 +307,21 @@ def pace(task: TaskView, began_at: float | None) -> Pace:
 
 
 @dataclass(frozen=True)
-class Moment:
+class AuditLine:
     at: datetime
     action: str
     subject: str
     actor: str
 
 
-def moments(session: Session, subjects: Sequence[str]) -> list[Moment]:
+def moments(session: Session, subjects: Sequence[str]) -> list[AuditLine]:
     """Return what the audit chain says of these, in order."""
     rows = session.execute(
         select(AuditRow.at, AuditRow.action, AuditRow.subject, AuditRow.actor)
         .where(AuditRow.subject.in_(subjects))
         .order_by(AuditRow.seq)
     )
-    return [Moment(views.instant(at), action, subject, actor) for at, action, subject, actor in rows]
+    return [AuditLine(views.instant(at), action, subject, actor) for at, action, subject, actor in rows]
 
 
 def latest_scores(session: Session, run: RunRow) -> list[Measurement]:

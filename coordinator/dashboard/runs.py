@@ -9,6 +9,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as PathParam
+from fastapi.responses import RedirectResponse
 from markupsafe import Markup
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -16,9 +17,9 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.dashboard import svg_charts
 from tessera.coordinator.dashboard.queries import (
-    MOST_BARS,
-    Moved,
+    MAX_BARS,
     RoundSum,
+    TrafficTotals,
     epsilon_by_worker,
     forecast,
     layers_by_site,
@@ -34,29 +35,39 @@ from tessera.coordinator.dashboard.queries import (
     version_numbers,
 )
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import PageRoute, Signed, Visitor
+from tessera.coordinator.dashboard.session import (
+    STEERING,
+    Fields,
+    PageRoute,
+    Sender,
+    Signed,
+    Visitor,
+    require_role,
+)
 from tessera.coordinator.dashboard.svg_charts import Series, Stretch
 from tessera.coordinator.dashboard.templating import NOTHING, first_up, number, percent, plural, render, size
 from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import candidates, invitation, live_workers
 from tessera.coordinator.db.tables import RoundRow, RunRow, VersionRow
 from tessera.coordinator.domain.workers import sites_of
+from tessera.coordinator.operations.runs import patch_run
 from tessera.coordinator.services import Services
-from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
+from tessera.shared.api.runs import Measurement, Round, Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.methods.base import Chart
 from tessera.shared.methods.registry import charts
 from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site, scores_by_version, spreads
-from tessera.shared.problems import NotFound
+from tessera.shared.problems import Fault, Invalid, NotFound
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
 from tessera.shared.run_settings.privacy import Privacy
 from tessera.shared.schema import RunState
 
 router = APIRouter(prefix=f"{PREFIX}/runs", include_in_schema=False, route_class=PageRoute)
 
+STATES = ("running", "paused", "cancelled")
 AT_A_TIME = 50
 SHOWN_ROUNDS = 10
-MOST_LINES = 8
+MAX_LINES = 8
 HEADLINE = ("accuracy", "macro_f1", "loss")
 ODD = 2.0
 """Times the round's median from which on a score is pointed to."""
@@ -123,8 +134,8 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
         latest = max(scores, default=None)
         at_sites = spreads(one for one in measurements if one.version == latest)
         shown = scores.get(latest, {}) if latest is not None else {}
-        sums = round_sums(session, run_id, MOST_BARS)
-        moved = moved_by_run(session, run_id).get(run_id, Moved())
+        sums = round_sums(session, run_id, MAX_BARS)
+        moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None
         made = [chart for chart in _charts(session, run, measurements, scores, sums) if chart.picture]
         return render(
@@ -324,10 +335,10 @@ def _declared(
         for name, points in sorted(numbers.items(), key=lambda pair: natural(pair[0]))
         if name.startswith(chart.numbers)
     ]
-    of_all = f"The first {MOST_LINES} of {len(lines)}." if len(lines) > MOST_LINES else ""
+    of_all = f"The first {MAX_LINES} of {len(lines)}." if len(lines) > MAX_LINES else ""
     note = " ".join(filter(None, (chart.description, of_all, every)))
     title = (chart.title or first_up(chart.name)) + (f" ({chart.unit})" if chart.unit else "")
-    return _along(_ident(chart), title, lines[:MOST_LINES], bands, note)
+    return _along(_ident(chart), title, lines[:MAX_LINES], bands, note)
 
 
 def _ident(chart: Chart) -> str:
@@ -346,7 +357,7 @@ def _metric(
     if own:
         lines.append(Series("sites' own models, mean", own, main=True))
     sites = scores_by_site(measurements, name)
-    room = MOST_LINES - len(lines)
+    room = MAX_LINES - len(lines)
     if len(sites) > room:
         note = f"{note} Of {len(sites)} sites, those that fared worst when they were last measured.".strip()
     worst = sorted(sites, key=lambda site: _last(sites[site]), reverse=name in BETTER_LOW)[:room]
@@ -357,7 +368,7 @@ def _metric(
 def _epsilon(session: Session, run: Run, privacy: Privacy, bands: Sequence[svg_charts.Band], every: str) -> Panel:
     """Return what the run has spent at each worker so far; of many, where it is the most."""
     spent = epsilon_by_worker(session, run)
-    most = sorted(spent, key=lambda worker: _last(spent[worker]), reverse=True)[:MOST_LINES]
+    most = sorted(spent, key=lambda worker: _last(spent[worker]), reverse=True)[:MAX_LINES]
     lines = [Series(worker, spent[worker]) for worker in sorted(most)]
     bound = f"At delta {privacy.delta:g}, and at most {privacy.epsilon:g} in the end."
     note = f"{bound} What all runs have told of a data set is in its site's ledger alone. {every}"
@@ -373,7 +384,7 @@ def _along(ident: str, title: str, lines: Sequence[Series], bands: Sequence[svg_
     places = sorted({at for line in lines for at in line.points}, reverse=True)
     exact = svg_charts.digits([value for line in lines for _, value in line.ordered])
     rows = [[str(at), *(number(line.points.get(at), exact) for line in lines)] for at in places]
-    return Panel(ident, title, picture, ("version", *(line.name for line in lines)), rows, lines[:MOST_LINES], note)
+    return Panel(ident, title, picture, ("version", *(line.name for line in lines)), rows, lines[:MAX_LINES], note)
 
 
 def _bytes_by_round(run: Run, sums: Sequence[RoundSum]) -> Panel:
@@ -390,8 +401,8 @@ def _bytes_by_round(run: Run, sums: Sequence[RoundSum]) -> Panel:
         for n in sorted(made, reverse=True)
     ]  # fmt: skip
     note = f"{told} The dashed line is what whole models would take."
-    if len(sums) == MOST_BARS:
-        note = f"The latest {MOST_BARS} rounds. {note}"
+    if len(sums) == MAX_BARS:
+        note = f"The latest {MAX_BARS} rounds. {note}"
     columns = ("round", "down", "up", "whole models", "of whole")
     return Panel("bytes", "Bytes by round", picture, columns, rows, (down, up), note)
 
@@ -457,4 +468,26 @@ def _stretches(task: TaskView, happened: Sequence[tuple[float, str]], most: floa
     return found
 
 
-__all__ = ["facts_of", "router"]
+# ---------------------------------------------------------------- pause, resume, cancel
+
+
+@router.get("/{run_id}/cancel")
+def confirm_cancel(run_id: str, request: Request, serving: Serving, who: Signed) -> Response:
+    require_role(who, *STEERING)
+    with serving.database.snapshot() as session:
+        run = views.run_view(session, views.find_run(session, run_id))
+    return render(request, "confirm.html", who, run=run)
+
+
+@router.post("/{run_id}/state")
+def set_state(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Response:
+    """Raise PreconditionFailed if the run is no longer what was shown to the person."""
+    require_role(who, *STEERING)
+    wanted, revision = fields.get("state", ""), fields.get("revision", "")
+    if wanted not in STATES:
+        raise Invalid(
+            "the form names no state", errors=[Fault(pointer="/state", detail=f"one of {', '.join(STATES)}")]
+        )
+    patch = RunPatch.model_validate({"state": wanted})
+    patch_run(serving, who.principal, run_id, patch, f'"{revision[:20]}"')
+    return RedirectResponse(f"{PREFIX}/runs/{run_id}", status_code=303)

@@ -34,7 +34,7 @@ SIGNING_SECONDS = 600
 THEME = "tessera_theme"
 FORM_TOKEN = "form_token"  # noqa: S105 (its name)
 
-MOST_FIELDS = 512
+MAX_FIELDS = 512
 
 Theme = Literal["light", "dark", "system"]
 STEERING: tuple[TokenRole, ...] = ("orchestrator", "admin")
@@ -140,7 +140,7 @@ async def form(request: Request) -> dict[str, str]:
     require_same_origin(request)
     body = await request.body()
     try:
-        return dict(parse_qsl(body.decode(), keep_blank_values=True, strict_parsing=True, max_num_fields=MOST_FIELDS))
+        return dict(parse_qsl(body.decode(), keep_blank_values=True, strict_parsing=True, max_num_fields=MAX_FIELDS))
     except ValueError:
         raise BadRequest("the form cannot be read") from None
 

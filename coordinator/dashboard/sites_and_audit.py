@@ -31,7 +31,7 @@ from tessera.coordinator.db.tables import (
     WorkerRow,
 )
 from tessera.coordinator.limits.memory import WATERMARK
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.admin import Site, WorkerView
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.rounds.outliers import ABSENT, DISTANCE, NORM
@@ -321,7 +321,7 @@ def _stores(session: Session) -> list[RunStore]:
     ]
 
 
-def _keeping(settings: Settings) -> list[tuple[str, str]]:
+def _keeping(settings: CoordinatorSettings) -> list[tuple[str, str]]:
     versions = settings.keep_versions
     return [
         ("Versions of a run", "all" if versions is None else f"the first and the latest {versions}"),

@@ -25,7 +25,7 @@ MAX_UNEVALUATED = 16
 DECLARATIONS = Declarations()
 """Of all databases: a digest is of one text."""
 
-MOST_UNAGREED = 100
+MAX_UNAGREED = 100
 """Rounds that may be abandoned because sites have not agreed to the run, without counting as tries."""
 
 
@@ -200,7 +200,7 @@ def _abandoned(session: Session, run: RunRow) -> int:
     if not ids:
         return 0
     cancelled = select(TaskRow.round_id, TaskRow.problem).where(
-        TaskRow.round_id.in_(ids[:MOST_UNAGREED]), TaskRow.state == "cancelled"
+        TaskRow.round_id.in_(ids[:MAX_UNAGREED]), TaskRow.state == "cancelled"
     )
     unagreed = {row.round_id for row in session.execute(cancelled) if row.problem}
     return len(ids) - len(unagreed)

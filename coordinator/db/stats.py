@@ -20,10 +20,10 @@ from tessera.shared.api.runs import RunSpec
 from tessera.shared.metrics.site_spread import PERSONAL, spreads
 from tessera.shared.schema import ACCEPTED
 
-MOST_RUNS = 100
+MAX_RUNS = 100
 """Live runs that are told of one by one, the latest first: what watches keeps a series of figures for each."""
 
-MOST_SITES = 1_000
+MAX_SITES = 1_000
 """The same of sites, those that were silent longest first."""
 
 MEASURED = frozenset(("loss", "accuracy", "macro_f1", "calibration_error"))
@@ -71,7 +71,7 @@ def silences(session: Session, now: float) -> list[tuple[str, float]]:
         .join(WorkerRow, WorkerRow.site_id == SiteRow.id)
         .group_by(SiteRow.name)
         .order_by(seen)
-        .limit(MOST_SITES)
+        .limit(MAX_SITES)
     )
     return [(name, max(0.0, now - last)) for name, last in rows]
 
@@ -79,7 +79,7 @@ def silences(session: Session, now: float) -> list[tuple[str, float]]:
 def run_figures(session: Session) -> list[RunFigures]:
     """Return the live runs that were created last."""
     runs = session.scalars(
-        select(RunRow).where(RunRow.state.in_(LIVE_RUN)).order_by(RunRow.created_at.desc()).limit(MOST_RUNS)
+        select(RunRow).where(RunRow.state.in_(LIVE_RUN)).order_by(RunRow.created_at.desc()).limit(MAX_RUNS)
     )
     return [_figures(session, run) for run in runs]
 
@@ -129,7 +129,7 @@ def _measured(session: Session, run_id: str, *, held_out: bool) -> dict[tuple[Pl
     }
 
 
-class Committed(NamedTuple):
+class RoundDurations(NamedTuple):
     """How long a round took."""
 
     round_seconds: float
@@ -142,7 +142,7 @@ class Commits:
     """Tells of every round's commit once. Of those before its time too: all that ever happened is in the audit
     chain."""
 
-    def __init__(self, tell: Callable[[Committed], None]) -> None:
+    def __init__(self, tell: Callable[[RoundDurations], None]) -> None:
         self._tell = tell
         self._lock = threading.Lock()
         self._seq = 0
@@ -165,4 +165,4 @@ class Commits:
         opened_at = self._began.pop(("round.open", round_id), at)
         closed_at = self._began.pop(("round.close", round_id), at)
         if action == "round.commit":
-            self._tell(Committed(max(0.0, at - opened_at), max(0.0, at - closed_at)))
+            self._tell(RoundDurations(max(0.0, at - opened_at), max(0.0, at - closed_at)))

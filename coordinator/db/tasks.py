@@ -20,7 +20,7 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, StaleVersion, Withheld
 from tessera.shared.rounds.planning import dataset_of, task_of
-from tessera.shared.schema import ACCEPTED, MOST_WITHHELD
+from tessera.shared.schema import ACCEPTED, MAX_WITHHELD
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def note_withheld(record: TaskRecord, reason: str) -> None:
     """Declare for a worker what its next claim will: until then, the next round could ask it again."""
     worker = record.worker
     withheld = {**worker.declared.get("withheld", {}), record.task.run_id: reason[:300]}
-    worker.declared = {**worker.declared, "withheld": dict(list(withheld.items())[-MOST_WITHHELD:])}
+    worker.declared = {**worker.declared, "withheld": dict(list(withheld.items())[-MAX_WITHHELD:])}
 
 
 def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None:

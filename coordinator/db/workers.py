@@ -8,11 +8,10 @@ from sqlalchemy import Float, String, Text, bindparam, cast, exists, func, or_, 
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.ids import new_id
-from tessera.coordinator.db.tables import SiteRow, WorkerRow, declared_text
+from tessera.coordinator.db.tables import SiteRow, WorkerRow, declared_text, new_id
 from tessera.shared.api.tasks import Claim
 from tessera.shared.problems import Conflict, NotFound, QuotaExceeded
-from tessera.shared.schema import MOST_CLAIM_BYTES
+from tessera.shared.schema import MAX_CLAIM_BYTES
 from tessera.shared.tensors.lazy import digest_of
 
 DECLARED = {"kinds", "datasets", "held_out", "methods", "device", "version", "resources", "mirror", "withheld"}
@@ -98,7 +97,7 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers
             retry_after_seconds=TOO_MANY_SECONDS,
         )
     # One may say more than its share, and all of them together not.
-    if declared + length > (most := max(most_workers * DECLARED_SHARE, MOST_CLAIM_BYTES)):
+    if declared + length > (most := max(most_workers * DECLARED_SHARE, MAX_CLAIM_BYTES)):
         raise QuotaExceeded(
             f"the workers of this site declare {declared} bytes, and {length} more would be over {most} "
             f"({DECLARED_SHARE} for each of max_workers_per_site)",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-LEAST_SHARE = 0.02
+MIN_SHARE = 0.02
 """What a worker must have done before its pace tells anything."""
 
 FETCHED, TRAINED = 0.1, 0.9
@@ -48,7 +48,7 @@ def expected_end(
     by_past = opened_at + median(before) if before else None
     share = min((pace.share for pace in paces), default=0.0)
     by_pace = None
-    if share >= LEAST_SHARE:
+    if share >= MIN_SHARE:
         by_pace = max((_end(pace, opened_at, now) for pace in paces if not pace.over), default=now)
     if by_past is None or by_pace is None:
         end = by_past if by_pace is None else by_pace

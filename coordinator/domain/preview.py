@@ -25,7 +25,7 @@ from tessera.shared.run_settings.schedule import is_open, minutes_until_open
 
 AWAITING = "awaiting-approval"
 
-MOST_NAMED = 5
+MAX_NAMED = 5
 
 
 def preview(
@@ -76,8 +76,8 @@ def _shared_data(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
     sites = sorted(site for site, count in holding.items() if count > 1)
     if not sites:
         return []
-    more = f" and {len(sites) - MOST_NAMED} more" if len(sites) > MOST_NAMED else ""
-    said = f"several workers of {', '.join(sites[:MOST_NAMED])}{more} hold a data set {spec.dataset!r}"
+    more = f" and {len(sites) - MAX_NAMED} more" if len(sites) > MAX_NAMED else ""
+    said = f"several workers of {', '.join(sites[:MAX_NAMED])}{more} hold a data set {spec.dataset!r}"
     return [f"{said}: if it is the same data, each keeps a privacy budget of its own for it; run one worker on it"]
 
 

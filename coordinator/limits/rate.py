@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tessera.shared.problems import QuotaExceeded, TooManyRequests
 from tessera.shared.urls import networks_of
 
-MOST_KEYS = 16_384
+MAX_KEYS = 16_384
 """Callers that are remembered, the latest of them; one who is forgotten begins with a whole burst."""
 
 
@@ -44,7 +44,7 @@ class Rate:
             full_at = max(self._full_at.pop(key, now), now)
             wait = full_at - now - self._slack
             self._full_at[key] = full_at if wait > 0 else full_at + self._interval
-            if len(self._full_at) > MOST_KEYS:
+            if len(self._full_at) > MAX_KEYS:
                 del self._full_at[next(iter(self._full_at))]
         return max(wait, 0.0)
 

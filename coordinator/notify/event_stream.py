@@ -28,7 +28,7 @@ log = structlog.get_logger()
 KEPT = 2_000
 """Events that are held for who comes to them late; older ones are read from the tables."""
 AT_A_TIME = 500
-SHORTEST_SECONDS = 0.1
+MIN_SECONDS = 0.1
 """Between two looks, whatever happens."""
 BEAT_SECONDS = 15.0
 """How often a listener is told that nothing happened, and is judged anew."""
@@ -162,7 +162,7 @@ class ChangeFeed:
                 listener.doubted |= ended
             if found or moved:
                 self._wake()
-            await asyncio.sleep(SHORTEST_SECONDS)
+            await asyncio.sleep(MIN_SECONDS)
 
     def _wake(self) -> None:
         for listener in self._listeners:

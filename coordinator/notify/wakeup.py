@@ -30,7 +30,7 @@ BATCH = 200
 SEND_SECONDS = 1
 """How long the conductor waits for a process that does not listen."""
 
-LONGEST_ADDRESS = 100
+MAX_ADDRESS_LENGTH = 100
 """Bytes; Linux takes 107, others less."""
 
 log = structlog.get_logger()
@@ -83,7 +83,7 @@ class FolderBells:
     def _addressed(self, name: str) -> Iterator[str]:
         """Yield a bell's address, which may not be as long as a path may."""
         direct = self._folder / name
-        if len(os.fsencode(direct)) < LONGEST_ADDRESS:
+        if len(os.fsencode(direct)) < MAX_ADDRESS_LENGTH:
             yield str(direct)
             return
         folder = os.open(self._folder, os.O_RDONLY)

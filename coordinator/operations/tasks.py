@@ -34,7 +34,7 @@ from tessera.shared.problems import (
     problem_from,
 )
 from tessera.shared.rounds.planning import check_report
-from tessera.shared.schema import GIVEN_BACK, MOST_ALONG, Page
+from tessera.shared.schema import GIVEN_BACK, MAX_INLINE_BLOBS, Page
 
 # ---------------------------------------------------------------- claim
 
@@ -135,7 +135,7 @@ def _inline_blobs(services: Services, task: Task, earlier: str | None) -> tuple[
     new = [block for block in task.plan.fetch.resolve(model.blocks) if blocks[block.name] != before.get(block.name)]
     digests = dict.fromkeys([task.version.digest, *(blocks[block.name] for block in new)])
     left = services.settings.submission_bytes - sum(block.nbytes for block in new)
-    if left < 0 or services.blobs.size(task.version.digest) > left or len(digests) > MOST_ALONG:
+    if left < 0 or services.blobs.size(task.version.digest) > left or len(digests) > MAX_INLINE_BLOBS:
         return ()
     services.blobs.expect(digests)
     inline = tuple(map(services.blobs.read, digests))

@@ -25,7 +25,7 @@ from tessera.coordinator.server.http_limits import (
     require_private,
 )
 from tessera.coordinator.services import Services
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.diagnostics.checks import Check, Finding, fail, ok, warn
 from tessera.shared.urls import is_loopback, without_password
 
@@ -141,7 +141,7 @@ def _address(services: Services) -> Iterator[Finding]:
         yield warn("tls", f"{listens} is said to be behind a proxy", "See to it that nobody else reaches it.")
 
 
-def _provider(settings: Settings) -> Iterator[Finding]:
+def _provider(settings: CoordinatorSettings) -> Iterator[Finding]:
     # Loaded for this alone: its libraries take long.
     oidc = importlib.import_module("tessera.coordinator.auth.oidc")
     try:
@@ -152,7 +152,7 @@ def _provider(settings: Settings) -> Iterator[Finding]:
         yield ok("provider", f"{settings.oidc_issuer} has {len(keys)} keys that sign")
 
 
-def _files(settings: Settings) -> Iterator[Finding]:
+def _files(settings: CoordinatorSettings) -> Iterator[Finding]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = settings.max_connections + SPARE_FILES
     if hard in (resource.RLIM_INFINITY, -1) or hard >= needed:
@@ -169,7 +169,7 @@ def _memory(memory: Memory) -> Iterator[Finding]:
     yield ok("memory", told) if share < WATERMARK else warn("memory", told, remedy)
 
 
-def _folders(settings: Settings) -> set[Path]:
+def _folders(settings: CoordinatorSettings) -> set[Path]:
     """Return where what belongs to sites lies on this machine."""
     url = make_url(settings.database_url)
     of_database = [Path(url.database).parent] if url.get_backend_name() == "sqlite" and url.database else []
@@ -181,10 +181,10 @@ def unknown(environment: Iterable[str]) -> Iterator[Finding]:
     """Variables that look like settings and are none: a misspelt one would leave its default in force."""
     for variable in sorted(environment):
         name = variable.removeprefix(PREFIX)
-        known = name.lower() in Settings.model_fields or name in OF_COMMANDS or name.startswith(OF_OTHERS)
+        known = name.lower() in CoordinatorSettings.model_fields or name in OF_COMMANDS or name.startswith(OF_OTHERS)
         if name == variable or known:
             continue
-        (near, *_) = (*get_close_matches(name.lower(), Settings.model_fields, n=1), "")
+        (near, *_) = (*get_close_matches(name.lower(), CoordinatorSettings.model_fields, n=1), "")
         remedy = (
             f"{PREFIX}{near.upper()} is one."
             if near
@@ -193,7 +193,7 @@ def unknown(environment: Iterable[str]) -> Iterator[Finding]:
         yield warn("settings", f"{variable} is no setting and does nothing here", remedy)
 
 
-def insecure(settings: Settings) -> Iterator[Finding]:
+def insecure(settings: CoordinatorSettings) -> Iterator[Finding]:
     """Yield what of the settings lets in more than it should."""
     found = 0
     path = settings.admin_token_file

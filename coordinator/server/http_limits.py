@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tessera.coordinator.api.errors import headers_of
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry.metrics import CONNECTIONS, PROBLEMS_TOTAL
 from tessera.shared.problems import MEDIA_TYPE, BadRequest, Busy, HeadersTooLarge, Problem, TooSlow, Unavailable
 from tessera.shared.urls import is_loopback
@@ -46,21 +46,21 @@ TURNED_AWAY = 256
 OTHER_FILES = 1_024
 """Descriptors for all but connections: databases, blobs, staging files."""
 
-MOST_AHEAD = 32
+MAX_PIPELINED = 32
 """Requests that may be sent before the first of them is answered: the server below holds any number of them."""
 
 LOOKS = 4
 """How often within `idle_seconds` it is looked whether a receiver has taken anything."""
 
 
-def configuration(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+def configuration(app: ASGIApp, settings: CoordinatorSettings) -> uvicorn.Config:
     """Return the server as `serve` runs it."""
     door = ConnectionLimiter(settings)
     return uvicorn.Config(
         ShutdownMiddleware(app),
         host=settings.host,
         port=settings.port,
-        http=partial(Connection, door),  # type: ignore[arg-type]  # it is called, whatever it is
+        http=partial(LimitedHTTPProtocol, door),  # type: ignore[arg-type]  # it is called, whatever it is
         # There is no route for it, and its protocol would know no limits.
         ws="none",
         log_config=None,
@@ -87,7 +87,7 @@ class BadCertificate(RuntimeError):
     """The files of the settings make no TLS server."""
 
 
-def require_private(settings: Settings) -> None:
+def require_private(settings: CoordinatorSettings) -> None:
     """Raise Exposed if other machines would be served in plain HTTP, and BadCertificate."""
     if settings.tls_cert is None:
         if not (settings.behind_proxy or is_loopback(settings.host)):
@@ -107,7 +107,7 @@ def require_private(settings: Settings) -> None:
         raise BadCertificate(f"TLS cannot be served with {named}: {fault}{hint}") from fault
 
 
-def require_free(settings: Settings) -> None:
+def require_free(settings: CoordinatorSettings) -> None:
     """Raise Taken if the server could not listen where the settings say: before anything is made or shown once."""
     try:
         (family, kind, *_, address), *_ = socket.getaddrinfo(
@@ -137,7 +137,7 @@ def make_room(connections: int) -> None:
 class ConnectionLimiter:
     """Who is connected: how many in all, and how many from each address."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CoordinatorSettings) -> None:
         self.settings = settings
         self._inside: Counter[str] = Counter()
         self.total = 0
@@ -166,7 +166,7 @@ class ConnectionLimiter:
             del self._inside[address]
 
 
-class Connection(HttpToolsProtocol):
+class LimitedHTTPProtocol(HttpToolsProtocol):
     """One connection with its limits: on the bytes and the time of a request's head, and on how long a receiver may
     take nothing of an answer."""
 
@@ -220,7 +220,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:
-        if len(self.pipeline) >= MOST_AHEAD:
+        if len(self.pipeline) >= MAX_PIPELINED:
             raise BadRequest("too many requests were sent ahead of their answers")
         super().on_message_begin()
         self._told = True

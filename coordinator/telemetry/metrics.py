@@ -20,10 +20,11 @@ from prometheus_client import (
 )
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.snapshots import live_workers
-from tessera.coordinator.db.stats import Commits, Committed, run_figures, silences, tasks_in_hand
+from tessera.coordinator.db.stats import Commits, RoundDurations, run_figures, silences, tasks_in_hand
 from tessera.coordinator.db.views import (
     blob_totals,
     counts_by_state,
@@ -32,7 +33,7 @@ from tessera.coordinator.db.views import (
     rounds_by_state,
 )
 from tessera.coordinator.services import Services
-from tessera.coordinator.telemetry.readiness import readiness
+from tessera.shared.api.admin import Readiness
 from tessera.shared.problems import PROBLEMS
 from tessera.shared.schema import RoundState, RunState
 from tessera.shared.version import VERSION
@@ -96,7 +97,7 @@ class Metrics:
             self._commits.follow(session)
         return generate_latest(REGISTRY) + generate_latest(self._tables)
 
-    def _count(self, committed: Committed) -> None:
+    def _count(self, committed: RoundDurations) -> None:
         self._round_seconds.observe(committed.round_seconds)
         self._merge_seconds.observe(committed.merge_seconds)
 
@@ -180,3 +181,18 @@ def _of_sites(session: Session, now: float) -> Iterator[Metric]:
     for site, seconds in silences(session, now):
         silent.add_metric([site], seconds)
     yield silent
+
+
+def readiness(services: Services) -> Readiness:
+    """Return whether the schema is this version's or a later one and the store takes bytes, with what is lacking."""
+    try:
+        schema = services.database.at_head_or_later()
+    except SQLAlchemyError:
+        schema = False
+    writable = services.blobs.writable()
+    return Readiness(
+        ready=schema and writable,
+        schema_at_head=schema,
+        store_writable=writable,
+        store_has_room=services.room.has(),
+    )

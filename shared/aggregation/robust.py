@@ -25,13 +25,22 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from tessera.shared.aggregation.mean import Divide
 from tessera.shared.schema import Frozen
-from tessera.shared.tensors.lazy import PIECE, Array, Derived, Moved, Summed, Tensor, lockstep, weighted_steps
+from tessera.shared.tensors.lazy import (
+    PIECE,
+    Array,
+    Derived,
+    SteppedTensor,
+    Tensor,
+    WeightedSum,
+    lockstep,
+    weighted_steps,
+)
 
 FEW_SENDERS = "blocks_with_few_senders"
 """The name of a version's number: how many blocks were sent, but by too few for the rule."""
 
 
-class Rule(Frozen):
+class RobustRule(Frozen):
     """One way to make a step of many."""
 
     @property
@@ -49,7 +58,7 @@ class Rule(Frozen):
         """Return what to take off `base`: the rule's step times `share`, with the sign turned."""
 
 
-class Mean(Rule):
+class Mean(RobustRule):
     """The mean by examples. Breakdown point 0: a single worker moves it anywhere."""
 
     rule: Literal["mean"] = "mean"
@@ -62,7 +71,7 @@ class Mean(Rule):
         return weighted_steps(base, [(-share / len(senders), sent) for sent in senders])
 
 
-class Guard(Rule):
+class Guard(RobustRule):
     """A rule that bears attackers."""
 
     attackers: PositiveInt = Field(default=1, le=1000, description="hostile workers that a round must bear")
@@ -270,7 +279,7 @@ def _distances(gram: Array, weights: Array) -> Array:
 
 @dataclass(frozen=True)
 class Weighed(Derived):
-    """As `Summed`, whose sources and weights it has, with each step weighed by a rule and all times `share`.
+    """As `WeightedSum`, whose sources and weights it has, with each step weighed by a rule and all times `share`.
 
     Reading it reads its sources twice: the rule wants to know all of them before the first is added.
     """
@@ -282,7 +291,7 @@ class Weighed(Derived):
     def fill(self, out: Array, parts: Sequence[Array]) -> None:
         weights, counted = self._judged
         sources = (self.sources[0], *(self.sources[place + 1] for place in counted))
-        summed = Summed(self.shape, self.dtype, sources, weights)
+        summed = WeightedSum(self.shape, self.dtype, sources, weights)
         summed.fill(out, [parts[0], *(parts[place + 1] for place in counted)])
 
     @cached_property
@@ -291,7 +300,7 @@ class Weighed(Derived):
         base, *sent = self.sources
         gram = gram_of(
             [
-                Summed(self.shape, self.dtype, (base, one), (-weight,))
+                WeightedSum(self.shape, self.dtype, (base, one), (-weight,))
                 for one, weight in zip(sent, self.weights, strict=True)
             ]
         )
@@ -332,7 +341,7 @@ Robust = Annotated[
 
 
 def guarded(
-    rule: Rule, model: Mapping[str, Tensor], senders: Sequence[Mapping[str, Tensor]], divide: Divide
+    rule: RobustRule, model: Mapping[str, Tensor], senders: Sequence[Mapping[str, Tensor]], divide: Divide
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the blocks that enough workers sent, stepped by the rule, and the names of those that only fewer did.
 
@@ -347,7 +356,7 @@ def guarded(
             raise ValueError(f"shapes differ from {base.shape}: {[tensor.shape for tensor in sent]}")
         if len(sent) >= rule.least:
             share = 1.0 if divide == "participants" else len(sent) / len(senders)
-            moved[name] = Moved(base.shape, base.dtype, (base, rule.step(base, sent, share)))
+            moved[name] = SteppedTensor(base.shape, base.dtype, (base, rule.step(base, sent, share)))
         elif sent:
             few.append(name)
     return moved, few

@@ -28,14 +28,14 @@ PREFIX = "server/"
 
 
 @dataclass(frozen=True)
-class Moment:
+class OptimizerMoment:
     """What is remembered of a block's gradients: where it starts, and the next value from the last and a gradient."""
 
     start: float
     next: Callable[[Array, Array], Array]
 
 
-class Rule(Frozen):
+class OptimizerRule(Frozen):
     """One kind of server optimizer. Its arithmetic is on flat float64 chunks."""
 
     @property
@@ -43,7 +43,7 @@ class Rule(Frozen):
         """Whether it leaves every merge as it is."""
         return False
 
-    def moments(self) -> dict[str, Moment]:
+    def moments(self) -> dict[str, OptimizerMoment]:
         """Return what it remembers, by letter."""
         return {}
 
@@ -52,7 +52,7 @@ class Rule(Frozen):
         """Return what to take off the base, given the gradient and the moments that it has already entered."""
 
 
-class Plain(Rule):
+class Plain(OptimizerRule):
     """The merged blocks are the next version."""
 
     kind: Literal["none"] = "none"
@@ -65,7 +65,7 @@ class Plain(Rule):
         return g
 
 
-class Momentum(Rule):
+class Momentum(OptimizerRule):
     """m = momentum m + g; w = w - learning_rate m. At its defaults it is `none`, bit for bit."""
 
     kind: Literal["sgd"] = "sgd"
@@ -76,15 +76,15 @@ class Momentum(Rule):
     def neutral(self) -> bool:
         return (self.learning_rate, self.momentum) == (1.0, 0.0)
 
-    def moments(self) -> dict[str, Moment]:
-        return {"m": Moment(0.0, lambda m, g: self.momentum * m + g)} if self.momentum else {}
+    def moments(self) -> dict[str, OptimizerMoment]:
+        return {"m": OptimizerMoment(0.0, lambda m, g: self.momentum * m + g)} if self.momentum else {}
 
     def step(self, g: Array, moments: Mapping[str, Array]) -> Array:
         step: Array = self.learning_rate * moments.get("m", g)
         return step
 
 
-class Adaptive(Rule):
+class Adaptive(OptimizerRule):
     """m = beta1 m + (1 - beta1) g; w = w - learning_rate m / (sqrt(v) + tau), with v as the kind says.
 
     An entry that moves by much more than `tau` a round moves by about `learning_rate` instead. The paper tunes that
@@ -95,9 +95,9 @@ class Adaptive(Rule):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     tau: float = Field(default=1e-3, gt=0, le=1)
 
-    def moments(self) -> dict[str, Moment]:
-        first = {"m": Moment(0.0, lambda m, g: self.beta1 * m + (1 - self.beta1) * g)} if self.beta1 else {}
-        return {**first, "v": Moment(self.tau**2, self.second)}
+    def moments(self) -> dict[str, OptimizerMoment]:
+        first = {"m": OptimizerMoment(0.0, lambda m, g: self.beta1 * m + (1 - self.beta1) * g)} if self.beta1 else {}
+        return {**first, "v": OptimizerMoment(self.tau**2, self.second)}
 
     @abstractmethod
     def second(self, v: Array, g: Array) -> Array:

@@ -30,10 +30,10 @@ from tessera.shared.run_settings.schedule import Span
 from tessera.shared.run_settings.training import Training
 from tessera.shared.schema import (
     ACCEPTED,
-    MOST_ALONG,
-    MOST_CLAIM_BYTES,
-    MOST_PATTERNS,
-    MOST_WITHHELD,
+    MAX_CLAIM_BYTES,
+    MAX_INLINE_BLOBS,
+    MAX_PATTERNS,
+    MAX_WITHHELD,
     PROTOCOL,
     AuditHead,
     Counted,
@@ -136,7 +136,7 @@ class AdvertisedPolicy(Message):
     orchestrators: tuple[Short, ...] | None = Field(default=None, max_length=256)
     models: tuple[Short, ...] | None = Field(default=None, max_length=256)
     may_send: Selector = EVERYTHING
-    never_send: tuple[Annotated[str, Field(max_length=512)], ...] = Field(default=(), max_length=MOST_PATTERNS)
+    never_send: tuple[Annotated[str, Field(max_length=512)], ...] = Field(default=(), max_length=MAX_PATTERNS)
     max_epochs: PositiveInt = 1 << 53
     max_batch: PositiveInt = 1 << 53
     max_model_bytes: PositiveInt = 1 << 53
@@ -159,8 +159,8 @@ class AdvertisedPolicy(Message):
     @field_validator("may_send")
     @classmethod
     def _soon_judged(cls, selector: Selector) -> Selector:
-        if sum(1 + len(match.names or ()) for match in (*selector.include, *selector.exclude)) > MOST_PATTERNS:
-            raise ValueError(f"at most {MOST_PATTERNS} conditions and names are taken")
+        if sum(1 + len(match.names or ()) for match in (*selector.include, *selector.exclude)) > MAX_PATTERNS:
+            raise ValueError(f"at most {MAX_PATTERNS} conditions and names are taken")
         return selector
 
     def withholds(self, block: Block) -> bool:
@@ -188,7 +188,7 @@ class Claim(Message):
     """Of the worker's own code; none of a worker that does not say."""
     resources: Resources = {}
     mirror: AdvertisedPolicy | None = None
-    withheld: dict[Identifier, Annotated[str, Field(max_length=300)]] = Field(default={}, max_length=MOST_WITHHELD)
+    withheld: dict[Identifier, Annotated[str, Field(max_length=300)]] = Field(default={}, max_length=MAX_WITHHELD)
     """Runs that it is to be offered no task of, and why."""
 
     def shortened(self) -> Claim:
@@ -200,7 +200,7 @@ class Claim(Message):
         )
         claim = self
         for change in changes:
-            if len(claim.model_dump_json().encode()) <= MOST_CLAIM_BYTES:
+            if len(claim.model_dump_json().encode()) <= MAX_CLAIM_BYTES:
                 break
             claim = claim.model_copy(update=change)
         return claim
@@ -239,7 +239,7 @@ class Task(Message):
     lease_seconds: LeaseSeconds
     receipt: Receipt | None = None
     """Of the last update that was accepted from this worker in this run."""
-    along: Annotated[tuple[bytes, ...], Field(max_length=MOST_ALONG)] = ()
+    along: Annotated[tuple[bytes, ...], Field(max_length=MAX_INLINE_BLOBS)] = ()
     """Blobs that need not be fetched any more: what is new in the version, where that is little. A worker goes by the
     digests of what is here, and by nothing else."""
 

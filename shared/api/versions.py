@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from tessera.shared.model.blocks import Name
-from tessera.shared.schema import MOST_WANTED, Digest, Frozen, Message, canonical
+from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, Digest, Frozen, Message, canonical
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 
 # ---------------------------------------------------------------- versions
@@ -80,7 +80,9 @@ class VersionRef(Message):
 class BlobRequest(Message):
     """Blobs to be read one behind the other, each once, from byte `start` of them all on."""
 
-    digests: tuple[Digest, ...] = Field(min_length=1, max_length=MOST_WANTED, json_schema_extra={"uniqueItems": True})
+    digests: tuple[Digest, ...] = Field(
+        min_length=1, max_length=MAX_BLOBS_PER_REQUEST, json_schema_extra={"uniqueItems": True}
+    )
     start: NonNegativeInt = Field(default=0, lt=1 << 53)
 
     @field_validator("digests")

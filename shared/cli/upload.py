@@ -13,7 +13,7 @@ from tessera.shared.schema import Digest, canonical
 from tessera.shared.tensors.lazy import digest_of
 
 
-class Start(Protocol):
+class InitialModel(Protocol):
     """What a run starts from: a `ModelFolder`, or weights in memory."""
 
     @property
@@ -37,7 +37,7 @@ class Uploaded:
     sent_bytes: int
 
 
-def upload_model(taker: Taker, start: Start, progress: Callable[[int], None] = lambda _: None) -> Uploaded:
+def upload_model(taker: Taker, start: InitialModel, progress: Callable[[int], None] = lambda _: None) -> Uploaded:
     """Upload a model's blocks, its document and its first version.
 
     `progress` is told of each block's bytes once they are there, whether or not they had to be sent.

@@ -49,7 +49,7 @@ from tessera.shared.client.transport import Answer, Credential, NotUnderstood, T
 from tessera.shared.hashing import Hashing, Sink, digest_at
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Invalid, NotFound, OffsetMismatch, faults_of
-from tessera.shared.schema import MOST_WANTED, Page, RunState
+from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, Page, RunState
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.urls import require_private
 
@@ -248,8 +248,8 @@ class Client:
 
     def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None:
         """Write several blobs one behind the other, in one request if all goes well, for who checks the bytes."""
-        for first in range(0, len(digests), MOST_WANTED):
-            some, before = tuple(digests[first : first + MOST_WANTED]), file.tell()
+        for first in range(0, len(digests), MAX_BLOBS_PER_REQUEST):
+            some, before = tuple(digests[first : first + MAX_BLOBS_PER_REQUEST]), file.tell()
 
             def attempt(some: tuple[str, ...] = some, before: int = before) -> None:
                 wanted = BlobRequest(digests=some, start=file.tell() - before).model_dump_json()

@@ -34,7 +34,7 @@ from tessera.shared.urls import proxy_of
 
 T = TypeVar("T")
 
-LONGEST_PAUSE_SECONDS = 15.0
+MAX_PAUSE_SECONDS = 15.0
 MAX_ANSWER_BYTES = 64 << 20
 
 ANSWER_SECONDS = 60.0
@@ -226,7 +226,7 @@ class Transport:
                 if not problem.retryable or time.monotonic() + wait > give_up_at:
                     raise
             self._sleep(wait)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 from pydantic import Field
 
 from tessera.shared.aggregation.mean import Divide, average
-from tessera.shared.aggregation.robust import FEW_SENDERS, Mean, Rule, guarded
+from tessera.shared.aggregation.robust import FEW_SENDERS, Mean, RobustRule, guarded
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector
@@ -122,7 +122,7 @@ class RunInfo:
     """The most bytes of an update. Coarser codecs are taken to keep to it, so a method need not look at it."""
     upload_seconds: float | None = None
     """The most that an update may take on the line that its worker declares. The same holds."""
-    robust: Rule = field(default_factory=Mean)
+    robust: RobustRule = field(default_factory=Mean)
     workers_per_site: int = 1
     """Workers of a site that take part in a round. Their updates reach a method as one."""
     max_update_norm: float | None = None
@@ -157,7 +157,7 @@ class CoordinatorHalf(Generic[C]):
     def check(self, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
         """Judge what a worker reports beside its blocks. Raises ValueError, which refuses the update."""
 
-    def stretch(self, numbers: Mapping[str, float]) -> float:
+    def step_scale(self, numbers: Mapping[str, float]) -> float:
         """Return by how much `merge` lengthens the step of an update with these numbers, but for a factor that all
         updates of a round have in common. Norms are compared after it (`max_norm_of_median`), within a round and over
         rounds, so it depends on nothing but these numbers."""
@@ -172,7 +172,7 @@ class CoordinatorHalf(Generic[C]):
         senders = [(float(update.examples), update.blocks) for update in updates]
         by_name = {block.name: block for block in self.run.blocks}
         return state.advanced(
-            average(state.model, senders, self.run.divide, lambda name: self.inclusion(by_name[name]))
+            average(state.model, senders, self.run.divide, lambda name: self.inclusion_probability(by_name[name]))
         )
 
     def check_robust(self) -> None:
@@ -187,7 +187,7 @@ class CoordinatorHalf(Generic[C]):
                 "another method"
             )
 
-    def inclusion(self, block: Block) -> float:
+    def inclusion_probability(self, block: Block) -> float:
         """Return the probability with which a worker sends the block, for the `inverse-probability` average.
 
         Raises UnsupportedRun where nobody can know it, such as when the choice follows the data.
@@ -204,7 +204,7 @@ def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
     """Return a run's state before its first round. Raises UnsupportedRun for a run that its method cannot do."""
     if half.run.divide == "inverse-probability":
         for block in half.run.blocks:
-            half.inclusion(block)
+            half.inclusion_probability(block)
     if not half.run.robust.neutral:
         half.check_robust()
     return half.start(first)
@@ -220,7 +220,7 @@ class Output:
     """[examples, classes] or [examples, positions, classes]; None where there are no classes to tell apart."""
 
 
-class Work(Protocol):
+class TaskContext(Protocol):
     """One task at a worker, as the worker's half sees it."""
 
     plan: Plan
@@ -289,7 +289,7 @@ class Work(Protocol):
         """Return the mean over examples of the squared norm of such a gradient of the example's own loss."""
         ...
 
-    def choose(self, scores: Array, count: int, picks: int | None = None) -> Sequence[int]:
+    def top_k(self, scores: Array, count: int, picks: int | None = None) -> Sequence[int]:
         """Return the places of the `count` candidates with the largest sums of scores [examples, candidates], of
         equals the first. Scores are in [0, 1], so that where the run is private the sums are made noisy as it says.
 
@@ -341,7 +341,7 @@ class TrainingStats:
 
 
 @dataclass(frozen=True)
-class Harvest:
+class LocalResult:
     """What training leaves: `upload` goes out, `keep` goes into the vault and has no way onto the wire."""
 
     upload: Mapping[str, Array]
@@ -359,46 +359,46 @@ class WorkerHalf(Generic[C]):
     def private(self) -> Selector:
         """Return which of the run's blocks never leave the site. A plan that asks for one of them is refused.
 
-        They are kept in the vault and restored from it, as is what `Work.add_private` added.
+        They are kept in the vault and restored from it, as is what `TaskContext.add_private` added.
         """
         return NOTHING
 
-    def prepare(self, work: Work) -> None:
+    def setup(self, context: TaskContext) -> None:
         """Before training or evaluating: the version is loaded, and the vault's values are in place.
 
-        Hooks that it registers it must take off again in `harvest`: the model may serve the next round as it is.
+        Hooks that it registers it must take off again in `collect`: the model may serve the next round as it is.
         """
 
-    def select(self, work: Work, batches: Iterable[Mapping[str, torch.Tensor]]) -> Selector:
+    def select(self, context: TaskContext, batches: Iterable[Mapping[str, torch.Tensor]]) -> Selector:
         """Return the blocks to train and send, out of those the plan trains."""
-        return work.plan.train
+        return context.plan.train
 
-    def phases(self, work: Work, selected: Selector) -> Sequence[Phase]:
+    def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:
         """Return the stretches of training, each with an optimizer of its own. None at all trains nothing."""
         return [Phase(selected)]
 
-    def personal(self, work: Work) -> Sequence[Phase]:
+    def personalization_phases(self, context: TaskContext) -> Sequence[Phase]:
         """Return the local training that comes before a version is evaluated as this site's own model."""
         return ()
 
-    def on_phase_start(self, work: Work, phase: Phase) -> None:
+    def on_phase_start(self, context: TaskContext, phase: Phase) -> None:
         """Before a phase begins."""
 
-    def loss(self, work: Work, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss of one batch, a scalar: by default the one that the transformers model computes."""
-        return work.forward(batch).loss
+        return context.forward(batch).loss
 
-    def after_backward(self, work: Work) -> None:
+    def after_backward(self, context: TaskContext) -> None:
         """Between the backward pass and the optimizer's step, when gradients may be corrected."""
 
-    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
+    def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
         """Return what to send and what to keep: by default the blocks that were both selected and asked for, and what
         is private."""
-        sent = [block for block in work.plan.upload.resolve(work.blocks) if selected.holds(block)]
-        kept = [*self.private().resolve(work.blocks), *work.private]
-        return Harvest(
-            upload={block.name: work.read(block) for block in sent},
-            keep={block.name: work.read(block) for block in kept},
+        sent = [block for block in context.plan.upload.resolve(context.blocks) if selected.holds(block)]
+        kept = [*self.private().resolve(context.blocks), *context.private]
+        return LocalResult(
+            upload={block.name: context.read(block) for block in sent},
+            keep={block.name: context.read(block) for block in kept},
         )
 
 

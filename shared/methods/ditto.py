@@ -16,12 +16,12 @@ from pydantic import Field, PositiveInt
 
 from tessera.shared.methods.base import (
     CoordinatorHalf,
-    Harvest,
+    LocalResult,
     Method,
     MethodSettings,
     Phase,
+    TaskContext,
     TrainingStats,
-    Work,
     WorkerHalf,
 )
 from tessera.shared.model.selectors import Selector
@@ -42,42 +42,42 @@ class DittoSettings(MethodSettings):
 
 
 class DittoWorker(WorkerHalf[DittoSettings]):
-    def phases(self, work: Work, selected: Selector) -> Sequence[Phase]:
+    def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:
         return [Phase(selected), Phase(selected, epochs=self.settings.own_epochs, name="own")]
 
-    def prepare(self, work: Work) -> None:
-        self._version = {block.name: work.read(block) for block in work.blocks}
-        self._near = work.tensors(self._version)
+    def setup(self, context: TaskContext) -> None:
+        self._version = {block.name: context.read(block) for block in context.blocks}
+        self._near = context.tensors(self._version)
         self._trained: dict[str, Array] = {}
         self._held = False
 
-    def on_phase_start(self, work: Work, phase: Phase) -> None:
+    def on_phase_start(self, context: TaskContext, phase: Phase) -> None:
         self._held = phase.name == "own"
         if self._held:
-            self._trained = {block.name: work.read(block) for block in work.blocks}
-            self._take_own(work)
+            self._trained = {block.name: context.read(block) for block in context.blocks}
+            self._take_own(context)
 
-    def personal(self, work: Work) -> Sequence[Phase]:
-        self._take_own(work)
+    def personalization_phases(self, context: TaskContext) -> Sequence[Phase]:
+        self._take_own(context)
         return ()
 
-    def _take_own(self, work: Work) -> None:
-        for block in work.blocks:
-            work.write(block, work.vault.get(OWN + block.name, self._version[block.name]))
+    def _take_own(self, context: TaskContext) -> None:
+        for block in context.blocks:
+            context.write(block, context.vault.get(OWN + block.name, self._version[block.name]))
 
-    def loss(self, work: Work, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        loss = super().loss(work, batch)
+    def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        loss = super().loss(context, batch)
         if self._held and self.settings.lam:
-            for name, tensor in work.model.named_parameters():
+            for name, tensor in context.model.named_parameters():
                 if tensor.requires_grad:
                     loss = loss + self.settings.lam / 2 * (tensor - self._near[name]).square().sum()
         return loss
 
-    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
-        harvest = super().harvest(work, selected, tally)
-        own = {OWN + block.name: work.read(block) for block in work.blocks}
-        sent = {name: self._trained[name] for name in harvest.upload}
-        return replace(harvest, upload=sent, keep={**harvest.keep, **own})
+    def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
+        result = super().collect(context, selected, stats)
+        own = {OWN + block.name: context.read(block) for block in context.blocks}
+        sent = {name: self._trained[name] for name in result.upload}
+        return replace(result, upload=sent, keep={**result.keep, **own})
 
 
 METHOD = Method(

@@ -20,7 +20,7 @@ from tessera.shared.methods.base import (
     Phase,
     Plan,
     State,
-    Work,
+    TaskContext,
     WorkerHalf,
 )
 from tessera.shared.model.selectors import EVERYTHING, Match, Selector, roles
@@ -44,7 +44,7 @@ class FedBabuCoordinator(CoordinatorHalf[FedBabuSettings]):
 
 
 class FedBabuWorker(WorkerHalf[FedBabuSettings]):
-    def personal(self, work: Work) -> Sequence[Phase]:
+    def personalization_phases(self, context: TaskContext) -> Sequence[Phase]:
         parts = {"full": EVERYTHING, "body": self.settings.body, "head": Selector(include=self.settings.head)}
         return [Phase(parts[self.settings.tune], epochs=self.settings.tune_epochs, name="fine-tuning")]
 

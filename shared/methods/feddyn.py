@@ -24,26 +24,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from statistics import median
-from typing import Literal
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from tessera.shared.methods.base import (
-    CoordinatorHalf,
-    Harvest,
+    LocalResult,
     Method,
-    MethodSettings,
     Participant,
     Plan,
     State,
+    TaskContext,
     TrainingStats,
-    UnsupportedRun,
     Update,
-    Work,
     WorkerHalf,
 )
-from tessera.shared.methods.population import Population
+from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings, SitePopulation
 from tessera.shared.model.selectors import Selector
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array, Computed, Derived, Tensor, weighted_steps
@@ -53,50 +49,29 @@ GRADIENT = "gradient/"
 ALPHA = "alpha"
 
 
-class FedDynSettings(MethodSettings):
+class FedDynSettings(PopulationSettings):
     alpha: float = Field(default=0.01, ge=0, le=1000, description="how strongly sites are held to one another")
-    weigh: Literal["equal", "examples"] = Field(
-        default="equal", description="what a site counts in the mean of what came back"
-    )
-    population: PositiveInt | None = Field(
-        default=None, description="sites that there are, if known; as many as ever took part if left out"
-    )
 
 
-class FedDynCoordinator(CoordinatorHalf[FedDynSettings]):
-    sticky = True
-
-    def start(self, state: State) -> State:
-        if self.run.workers_per_site > 1:
-            raise UnsupportedRun(
-                "feddyn keeps a gradient for each site, at the one worker that takes part for it: set "
-                "cohort.workers_per_site to 1"
-            )
-        return state
+class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
+    keeps = "a gradient"
 
     def plan(self, state: State, cohort: Sequence[Participant], rng: Random) -> Mapping[str, Plan]:
         if self.settings.weigh == "examples":
             return super().plan(state, cohort, rng)
-        population = Population.of(state)
+        population = SitePopulation.of(state)
         sizes = {worker.name: population.weight(worker.site) or max(1, worker.examples) for worker in cohort}
         # Of sites that were never heard of, no single one decides how strongly all are held.
         usual = population.mean or median(sizes.values())
         return {name: Plan(numbers={ALPHA: self.settings.alpha * usual / size}) for name, size in sizes.items()}
 
-    def check_robust(self) -> None:
-        raise UnsupportedRun(
-            "feddyn's drift is a sum of steps, which no robust rule guards: leave out robust, or choose "
-            "another method"
-        )
-
     def merge(self, state: State, updates: Sequence[Update]) -> State:
-        equal = self.settings.weigh == "equal"
         if not self.settings.alpha:
-            return super().merge(state, [replace(update, examples=1) for update in updates] if equal else updates)
-        before = Population.of(state, self.settings.population)
+            return super().merge(state, self.counted(updates))
+        before = SitePopulation.of(state, self.settings.population)
         population = before.joined(updates)
         updates = population.weighed(updates)
-        merged = super().merge(state, [replace(update, examples=1) for update in updates] if equal else updates)
+        merged = super().merge(state, self.counted(updates))
         kept = before.total / population.total or 1.0
         model, memory = dict(merged.model), dict(merged.memory)
         for name, base in state.model.items():
@@ -137,39 +112,39 @@ def _added(base: Tensor, mean: Tensor, gradient: Tensor, factor: float) -> Tenso
 
 
 class FedDynWorker(WorkerHalf[FedDynSettings]):
-    def prepare(self, work: Work) -> None:
-        self._alpha = work.plan.numbers.get(ALPHA, self.settings.alpha)
+    def setup(self, context: TaskContext) -> None:
+        self._alpha = context.plan.numbers.get(ALPHA, self.settings.alpha)
         if not self._alpha:
             return
-        trained = work.plan.train.resolve(work.blocks)
-        self._start = {block.name: work.read(block) for block in trained}
+        trained = context.plan.train.resolve(context.blocks)
+        self._start = {block.name: context.read(block) for block in trained}
         # Where the bent part alone would have this site: w_t - g_k / alpha_k.
         centre = {
-            name: _wide(start) - self._gradient(work, name) / self._alpha for name, start in self._start.items()
+            name: _wide(start) - self._gradient(context, name) / self._alpha for name, start in self._start.items()
         }
         kinds = {block.name: NUMPY_DTYPES[block.dtype] for block in trained}
-        self._centre = work.tensors({name: values.astype(kinds[name]) for name, values in centre.items()})
+        self._centre = context.tensors({name: values.astype(kinds[name]) for name, values in centre.items()})
 
-    def _gradient(self, work: Work, name: str) -> Array:
+    def _gradient(self, context: TaskContext, name: str) -> Array:
         """g_k of a block, float64; zero for a site that is new to it."""
-        return _wide(work.vault.get(GRADIENT + name, np.zeros_like(self._start[name])))
+        return _wide(context.vault.get(GRADIENT + name, np.zeros_like(self._start[name])))
 
-    def after_backward(self, work: Work) -> None:
+    def after_backward(self, context: TaskContext) -> None:
         if self._alpha:
-            for name, parameter in work.model.named_parameters():
+            for name, parameter in context.model.named_parameters():
                 if parameter.grad is not None and name in self._centre:
                     parameter.grad.add_(parameter.detach() - self._centre[name], alpha=self._alpha)
 
-    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
-        harvest = super().harvest(work, selected, tally)
+    def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
+        result = super().collect(context, selected, stats)
         if not self._alpha:
-            return harvest
-        kept = {name: values for name, values in work.vault.items() if name.startswith(GRADIENT)}
-        for name, values in harvest.upload.items():
+            return result
+        kept = {name: values for name, values in context.vault.items() if name.startswith(GRADIENT)}
+        for name, values in result.upload.items():
             moved = _wide(values) - _wide(self._start[name])
-            gradient = self._gradient(work, name) + self._alpha * moved
+            gradient = self._gradient(context, name) + self._alpha * moved
             kept[GRADIENT + name] = gradient.astype(np.float64 if values.dtype == np.float64 else np.float32)
-        return replace(harvest, keep={**harvest.keep, **kept})
+        return replace(result, keep={**result.keep, **kept})
 
 
 def _wide(values: Array) -> Array:

@@ -22,14 +22,14 @@ from statistics import median
 from tessera.shared.methods.base import (
     UPDATE_NORM,
     CoordinatorHalf,
-    Harvest,
+    LocalResult,
     Method,
     MethodSettings,
     Plan,
     State,
+    TaskContext,
     TrainingStats,
     Update,
-    Work,
     WorkerHalf,
 )
 from tessera.shared.model.selectors import Selector
@@ -68,7 +68,7 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
                 f"{EFFECTIVE_STEPS} is {numbers.get(EFFECTIVE_STEPS)}; {examples} examples make it {made:g}"
             )
 
-    def stretch(self, numbers: Mapping[str, float]) -> float:
+    def step_scale(self, numbers: Mapping[str, float]) -> float:
         # tau_eff is common to a round and follows from who is in it: without it, rounds can be compared.
         return 1 / numbers[EFFECTIVE_STEPS]
 
@@ -109,9 +109,9 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
 
 
 class FedNovaWorker(WorkerHalf[MethodSettings]):
-    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
-        numbers = {EFFECTIVE_STEPS: effective_steps(tally.steps, self.run.training)}
-        return replace(super().harvest(work, selected, tally), numbers=numbers)
+    def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
+        numbers = {EFFECTIVE_STEPS: effective_steps(stats.steps, self.run.training)}
+        return replace(super().collect(context, selected, stats), numbers=numbers)
 
 
 METHOD = Method(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, Work, WorkerHalf
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, TaskContext, WorkerHalf
 
 if TYPE_CHECKING:
     import torch
@@ -22,13 +22,13 @@ class FedProxSettings(MethodSettings):
 
 
 class FedProxWorker(WorkerHalf[FedProxSettings]):
-    def prepare(self, work: Work) -> None:
-        self._start = {name: tensor.detach().clone() for name, tensor in work.model.named_parameters()}
+    def setup(self, context: TaskContext) -> None:
+        self._start = {name: tensor.detach().clone() for name, tensor in context.model.named_parameters()}
 
-    def loss(self, work: Work, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        loss = super().loss(work, batch)
+    def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        loss = super().loss(context, batch)
         if self.settings.mu:
-            for name, tensor in work.model.named_parameters():
+            for name, tensor in context.model.named_parameters():
                 # What is frozen has not moved, and its distance would only cost time.
                 if tensor.requires_grad:
                     loss = loss + self.settings.mu / 2 * (tensor - self._start[name]).square().sum()

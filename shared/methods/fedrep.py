@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from tessera.shared.methods.base import Method, Phase, Work
+from tessera.shared.methods.base import Method, Phase, TaskContext
 from tessera.shared.methods.fedper import FedPerCoordinator, FedPerSettings, FedPerWorker
 from tessera.shared.model.selectors import Selector
 
@@ -21,7 +21,7 @@ class FedRepSettings(FedPerSettings):
 class FedRepWorker(FedPerWorker):
     settings: FedRepSettings
 
-    def phases(self, work: Work, selected: Selector) -> Sequence[Phase]:
+    def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:
         return [Phase(self.settings.kept, epochs=self.settings.head_epochs), Phase(self.settings.shared)]
 
 

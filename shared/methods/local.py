@@ -10,7 +10,7 @@ from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings,
 from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector
 
 
-class LocalCoordinator(CoordinatorHalf[MethodSettings]):
+class LocalMethodCoordinator(CoordinatorHalf[MethodSettings]):
     def plan_for(self, state: State, worker: Participant) -> Plan:
         return Plan(stage="local", upload=NOTHING)
 
@@ -23,7 +23,7 @@ class LocalWorker(WorkerHalf[MethodSettings]):
 METHOD = Method(
     name="local",
     settings=MethodSettings,
-    coordinator=LocalCoordinator,
+    coordinator=LocalMethodCoordinator,
     worker=LocalWorker,
     source="no averaging: the control in McMahan et al., arXiv 1602.05629",
 )

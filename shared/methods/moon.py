@@ -21,13 +21,13 @@ from pydantic import Field
 
 from tessera.shared.methods.base import (
     CoordinatorHalf,
-    Harvest,
+    LocalResult,
     Method,
     MethodSettings,
     State,
+    TaskContext,
     TrainingStats,
     UnsupportedRun,
-    Work,
     WorkerHalf,
 )
 from tessera.shared.model.selectors import Selector
@@ -54,31 +54,33 @@ class MoonCoordinator(CoordinatorHalf[MoonSettings]):
 
 
 class MoonWorker(WorkerHalf[MoonSettings]):
-    def prepare(self, work: Work) -> None:
+    def setup(self, context: TaskContext) -> None:
         previous = {
-            block.name: work.vault[PREVIOUS + block.name]
-            for block in work.blocks
-            if self.settings.mu and PREVIOUS + block.name in work.vault
+            block.name: context.vault[PREVIOUS + block.name]
+            for block in context.blocks
+            if self.settings.mu and PREVIOUS + block.name in context.vault
         }
-        self._previous = work.tensors(previous)
-        self._version = work.tensors({block.name: work.read(block) for block in work.blocks} if previous else {})
+        self._previous = context.tensors(previous)
+        self._version = context.tensors(
+            {block.name: context.read(block) for block in context.blocks} if previous else {}
+        )
 
-    def loss(self, work: Work, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if not self._previous:
-            return super().loss(work, batch)
-        output, features = work.forward_with_features(batch)  # features: [examples, width]
-        near = _cosine(features, work.features(batch, self._version))
-        far = _cosine(features, work.features(batch, self._previous))
+            return super().loss(context, batch)
+        output, features = context.forward_with_features(batch)  # features: [examples, width]
+        near = _cosine(features, context.features(batch, self._version))
+        far = _cosine(features, context.features(batch, self._previous))
         # -log(exp(near/T) / (exp(near/T) + exp(far/T))), which is softplus of the difference.
         difference = (far - near) / self.settings.temperature  # [examples]
         return output.loss + self.settings.mu * difference.logaddexp(difference.new_zeros(())).mean()
 
-    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
-        harvest = super().harvest(work, selected, tally)
+    def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
+        result = super().collect(context, selected, stats)
         if not self.settings.mu:
-            return harvest
-        previous = {PREVIOUS + block.name: work.read(block) for block in work.blocks}
-        return replace(harvest, keep={**harvest.keep, **previous})
+            return result
+        previous = {PREVIOUS + block.name: context.read(block) for block in context.blocks}
+        return replace(result, keep={**result.keep, **previous})
 
 
 def _cosine(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,8 @@ from tessera.shared.methods.base import (
     Plan,
     RunInfo,
     State,
+    TaskContext,
     UnsupportedRun,
-    Work,
     WorkerHalf,
 )
 from tessera.shared.methods.promptfl import prompt_blocks
@@ -108,11 +108,11 @@ class PFedDCWorker(WorkerHalf[PFedDCSettings]):
             return NOTHING
         return named(prompt_blocks(self.run.blocks, trained_modalities(self.settings, self.run)))
 
-    def phases(self, work: Work, selected: Selector) -> Sequence[Phase]:
+    def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:
         return [Phase(selected, private_learning_rate=self.settings.private_learning_rate)]
 
-    def prepare(self, work: Work) -> None:
-        work.fuse_prompts(
+    def setup(self, context: TaskContext) -> None:
+        context.fuse_prompts(
             trained_modalities(self.settings, self.run),
             self.settings.fusion,
             self.settings.local_start,

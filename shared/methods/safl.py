@@ -28,7 +28,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from tessera.shared.methods.base import (
     Chart,
     CoordinatorHalf,
-    Harvest,
+    LocalResult,
     Method,
     MethodSettings,
     Participant,
@@ -36,10 +36,10 @@ from tessera.shared.methods.base import (
     Plan,
     RunInfo,
     State,
+    TaskContext,
     TrainingStats,
     UnsupportedRun,
     Update,
-    Work,
     WorkerHalf,
 )
 from tessera.shared.model.attention_stats import ByHead, LayerAttention, TaskTokens
@@ -358,7 +358,7 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
     def check_robust(self) -> None:
         """None that moves a block; which layers a consensus chooses, a hostile worker has a say in."""
 
-    def inclusion(self, block: Block) -> float:
+    def inclusion_probability(self, block: Block) -> float:
         settings = self.settings
         if settings.looks_at_data:
             raise UnsupportedRun(
@@ -442,21 +442,21 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         self._numbers: dict[str, float] = {}
         self._before: dict[str, Array] = {}
 
-    def select(self, work: Work, batches: Iterable[Mapping[str, torch.Tensor]]) -> Selector:
+    def select(self, context: TaskContext, batches: Iterable[Mapping[str, torch.Tensor]]) -> Selector:
         # Here too: what leaves a site is not for the coordinator to say.
         check_privacy(self.settings, self.run.privacy)
-        self._recall(work.vault)
-        if self._is_to_look(work.plan):
-            self._look(work, First(batches, self._batches_to_measure))
-        selected = work.plan.train
-        if LAYERS in work.plan.numbers:
+        self._recall(context.vault)
+        if self._is_to_look(context.plan):
+            self._look(context, First(batches, self._batches_to_measure))
+        selected = context.plan.train
+        if LAYERS in context.plan.numbers:
             layers = self._candidates.layers
             # What was chosen before stays in the vault for when there is room again.
-            chosen = self._chosen if work.plan.numbers[LAYERS] else ()
+            chosen = self._chosen if context.plan.numbers[LAYERS] else ()
             selected = self._candidates.selector([layers[place] for place in chosen])
         if self.settings.prune:
             matrices = (block for layer in self._candidates.layers for block in layer.blocks if len(block.shape) > 1)
-            self._before = {block.name: work.read(block) for block in matrices if selected.holds(block)}
+            self._before = {block.name: context.read(block) for block in matrices if selected.holds(block)}
         return selected
 
     @property
@@ -468,7 +468,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         # If an example more or less shifted which are the first ones, sums would not all move one way by at most 1.
         return None if self._is_noisy else self.settings.profile_batches
 
-    def phases(self, work: Work, selected: Selector) -> Sequence[Phase]:
+    def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:
         return [Phase(selected)] if selected else []
 
     def _is_to_look(self, plan: Plan) -> bool:
@@ -481,20 +481,22 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         lacks_heads = self.settings.needs_heads and sends and not self._rows
         return (asked and bool(plan.numbers.get(PROFILE))) or lacks_choice or lacks_heads
 
-    def _look(self, work: Work, batches: First) -> None:
+    def _look(self, context: TaskContext, batches: First) -> None:
         settings = self.settings
         attention: Mapping[str, LayerAttention] = {}
         if settings.score in OF_ATTENTION or settings.needs_heads:
-            attention = work.attention(batches, settings.tokens)
+            attention = context.attention(batches, settings.tokens)
             self._rows = {name: rows for layer in attention.values() for name, rows in layer.rows.items()}
             self._tell("entropy", {name: layer.entropy for name, layer in attention.items()})
-        scores = self._scores(work, batches, attention)
-        if LAYERS in work.plan.numbers:
-            self._chosen = self._choice(work, scores, attention, int(work.plan.numbers[LAYERS]))
+        scores = self._scores(context, batches, attention)
+        if LAYERS in context.plan.numbers:
+            self._chosen = self._choice(context, scores, attention, int(context.plan.numbers[LAYERS]))
         else:
             self._tell("score", {name: float(each.mean()) for name, each in scores.items()})
 
-    def _scores(self, work: Work, batches: First, attention: Mapping[str, LayerAttention]) -> dict[str, Array]:
+    def _scores(
+        self, context: TaskContext, batches: First, attention: Mapping[str, LayerAttention]
+    ) -> dict[str, Array]:
         """Of each layer, by name: of each example if attention is what counts, else one for all of them."""
         blocks = [block for layer in self._candidates.layers for block in layer.blocks]
         match self.settings.score:
@@ -503,13 +505,13 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
             case "sink-corrected":
                 return {name: beyond_the_sink(layer) for name, layer in attention.items()}
             case "gradient-norm":
-                return {name: np.array([norm]) for name, norm in work.gradient_norms(batches, blocks).items()}
+                return {name: np.array([norm]) for name, norm in context.gradient_norms(batches, blocks).items()}
             case "fisher":
-                return {name: np.array([trace]) for name, trace in work.fisher(batches, blocks).items()}
+                return {name: np.array([trace]) for name, trace in context.fisher(batches, blocks).items()}
         return {}
 
     def _choice(
-        self, work: Work, scores: Mapping[str, Array], attention: Mapping[str, LayerAttention], count: int
+        self, context: TaskContext, scores: Mapping[str, Array], attention: Mapping[str, LayerAttention], count: int
     ) -> list[int]:
         places = {layer.name: place for place, layer in enumerate(self._candidates.layers)}
         means = {name: float(score.mean()) for name, score in scores.items()}
@@ -531,7 +533,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
             quotas = [n if each else 0 for n, each in zip(self._candidates.quotas(count), noisy, strict=True)]
             for names, quota in compress(zip(stacks, quotas, strict=True), noisy):
                 table = np.stack([scores[name] for name in names], axis=1)  # [examples, layers]
-                best = {names[place] for place in work.choose(table, quota, picks=sum(quotas))}
+                best = {names[place] for place in context.top_k(table, quota, picks=sum(quotas))}
                 chosen = (chosen - {*names}) | best
         return sorted(places[name] for name in chosen)
 
@@ -541,11 +543,11 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
 
     # ------------------------------------------------------------ sending
 
-    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
-        whole = super().harvest(work, selected, tally)
+    def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
+        whole = super().collect(context, selected, stats)
         sent = {name: self._pruned(name, values) for name, values in whole.upload.items()}
         keep = {**whole.keep, **self._memory()} if self.settings.profile_every > 1 else whole.keep
-        return Harvest(sent, keep, {**whole.numbers, **self._numbers})
+        return LocalResult(sent, keep, {**whole.numbers, **self._numbers})
 
     def _pruned(self, name: str, values: Array) -> Array:
         if name not in self._before:

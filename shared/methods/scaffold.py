@@ -19,26 +19,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import fsum
-from typing import Literal
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from tessera.shared.methods.base import (
-    CoordinatorHalf,
-    Harvest,
+    LocalResult,
     Method,
-    MethodSettings,
     Participant,
     Plan,
     State,
+    TaskContext,
     TrainingStats,
     UnsupportedRun,
     Update,
-    Work,
     WorkerHalf,
 )
-from tessera.shared.methods.population import Population
+from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings, SitePopulation
 from tessera.shared.model.selectors import Selector
 from tessera.shared.run_settings.training import local_steps
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
@@ -49,16 +46,12 @@ CONTROL = "control/"
 STEPS = "steps"
 
 
-class ScaffoldSettings(MethodSettings):
+class ScaffoldSettings(PopulationSettings):
     strength: float = Field(default=1.0, ge=0, le=1, description="how much of the difference is corrected for")
-    weigh: Literal["equal", "examples"] = Field(default="equal", description="what a site counts in the means")
-    population: PositiveInt | None = Field(
-        default=None, description="sites that there are, if known; as many as ever took part if left out"
-    )
 
 
-class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
-    sticky = True
+class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
+    keeps = "a control"
 
     def start(self, state: State) -> State:
         training = self.run.training
@@ -67,12 +60,7 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
                 f"scaffold reads gradients off plain SGD's steps, and the run trains with {training.optimizer} and "
                 f"momentum {training.momentum:g}: set training.optimizer to 'sgd' and training.momentum to 0"
             )
-        if self.run.workers_per_site > 1:
-            raise UnsupportedRun(
-                "scaffold keeps a control for each site, at the one worker that takes part for it: set "
-                "cohort.workers_per_site to 1"
-            )
-        return state
+        return super().start(state)
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
         # Before the first merge there is no c, which then counts as zero.
@@ -84,18 +72,11 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
         if numbers.get(STEPS) != (made := local_steps(self.run.training, examples)):
             raise ValueError(f"{STEPS} is {numbers.get(STEPS)}; {examples} examples make it {made}")
 
-    def check_robust(self) -> None:
-        raise UnsupportedRun(
-            "scaffold's controls are means of steps, which no robust rule guards: leave out robust, or choose "
-            "another method"
-        )
-
     def merge(self, state: State, updates: Sequence[Update]) -> State:
-        if self.settings.weigh == "equal":
-            updates = [replace(update, examples=1) for update in updates]
+        updates = self.counted(updates)
         if not self.settings.strength:
             return super().merge(state, updates)
-        before = Population.of(state, self.settings.population)
+        before = SitePopulation.of(state, self.settings.population)
         population = before.joined(updates)
         updates = population.weighed(updates)
         merged = super().merge(state, updates)
@@ -124,39 +105,39 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
 
 
 class ScaffoldWorker(WorkerHalf[ScaffoldSettings]):
-    def prepare(self, work: Work) -> None:
+    def setup(self, context: TaskContext) -> None:
         if not self.settings.strength:
             return
-        self._start = {block.name: work.read(block) for block in work.plan.train.resolve(work.blocks)}
+        self._start = {block.name: context.read(block) for block in context.plan.train.resolve(context.blocks)}
         differences: dict[str, Array] = {}
-        for block in work.blocks:
-            server, own = work.memory.get(CONTROL + block.name), work.vault.get(CONTROL + block.name)
+        for block in context.blocks:
+            server, own = context.memory.get(CONTROL + block.name), context.vault.get(CONTROL + block.name)
             if server is not None or own is not None:
                 zero = np.zeros(block.shape, np.float32)
                 difference = (zero if server is None else server) - (zero if own is None else own)
                 differences[block.name] = (self.settings.strength * difference).astype(NUMPY_DTYPES[block.dtype])
-        self._correction = work.tensors(differences)
+        self._correction = context.tensors(differences)
 
-    def after_backward(self, work: Work) -> None:
+    def after_backward(self, context: TaskContext) -> None:
         if self.settings.strength:
-            for name, parameter in work.model.named_parameters():
+            for name, parameter in context.model.named_parameters():
                 if parameter.grad is not None and name in self._correction:
                     parameter.grad.add_(self._correction[name])
 
-    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
-        harvest = replace(super().harvest(work, selected, tally), numbers={STEPS: float(tally.steps)})
+    def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
+        result = replace(super().collect(context, selected, stats), numbers={STEPS: float(stats.steps)})
         if not self.settings.strength:
-            return harvest
-        kept = {name: values for name, values in work.vault.items() if name.startswith(CONTROL)}
-        for name, values in harvest.upload.items():
-            kept[CONTROL + name] = self._control(work, name, values, tally.steps)
-        return replace(harvest, keep={**harvest.keep, **kept})
+            return result
+        kept = {name: values for name, values in context.vault.items() if name.startswith(CONTROL)}
+        for name, values in result.upload.items():
+            kept[CONTROL + name] = self._control(context, name, values, stats.steps)
+        return replace(result, keep={**result.keep, **kept})
 
-    def _control(self, work: Work, name: str, values: Array, steps: int) -> Array:
+    def _control(self, context: TaskContext, name: str, values: Array, steps: int) -> Array:
         """Return the block's next c_k, option II."""
         step = self._start[name].astype(np.float64) - values.astype(np.float64)
         gradient = step / (steps * self.run.training.learning_rate)
-        own, server = (kept.get(CONTROL + name, np.zeros(())) for kept in (work.vault, work.memory))
+        own, server = (kept.get(CONTROL + name, np.zeros(())) for kept in (context.vault, context.memory))
         control: Array = own.astype(np.float64) - server.astype(np.float64) + gradient
         return control.astype(np.float64 if values.dtype == np.float64 else np.float32)
 

@@ -20,7 +20,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 from tessera.shared.api.runs import Run
-from tessera.shared.metrics.rows import Row
+from tessera.shared.metrics.rows import MetricRow
 from tessera.shared.problems import Invalid
 
 TAG = "tessera.run"
@@ -28,15 +28,15 @@ STATUS = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 
 # What one request to a tracking server may hold.
 BATCH = 1000
-LONGEST_NAME = 250
-LONGEST_PARAM = 500
+MAX_NAME_LENGTH = 250
+MAX_PARAM_LENGTH = 500
 
-LONGEST_COMPLAINT = 300
+MAX_MESSAGE_LENGTH = 300
 
 _FORBIDDEN = re.compile(r"[^\w.\- /]")
 
 
-def write(rows: Sequence[Row], run: Run, uri: str, experiment: str) -> str:
+def write(rows: Sequence[MetricRow], run: Run, uri: str, experiment: str) -> str:
     """Return the id of the MLflow run. A metric's step is its version; what made none is left out.
 
     Raises Invalid for a store that MLflow cannot use.
@@ -44,12 +44,12 @@ def write(rows: Sequence[Row], run: Run, uri: str, experiment: str) -> str:
     try:
         return _write(rows, run, uri, experiment)
     except (MlflowException, SQLAlchemyError) as fault:
-        told = " ".join(str(fault).split())[:LONGEST_COMPLAINT]
+        told = " ".join(str(fault).split())[:MAX_MESSAGE_LENGTH]
         remedy = "Name one such as sqlite:///mlflow.db, or a tracking server's URL, and see that it is there."
         raise Invalid(f"MLflow cannot use this store: {told}", remedy=remedy) from fault
 
 
-def _write(rows: Sequence[Row], run: Run, uri: str, experiment: str) -> str:
+def _write(rows: Sequence[MetricRow], run: Run, uri: str, experiment: str) -> str:
     client = MlflowClient(tracking_uri=uri)
     made = _run(client, run, experiment)
     made_id: str = made.info.run_id
@@ -71,7 +71,9 @@ def _run(client: MlflowClient, run: Run, experiment: str) -> MlflowRun:
         return before[0]
     made = client.create_run(experiment_id, run_name=run.spec.name, tags={TAG: run.id})
     client.log_batch(
-        made.info.run_id, params=[Param(name, value[:LONGEST_PARAM]) for name, value in _facts(run)], tags=_tags(run)
+        made.info.run_id,
+        params=[Param(name, value[:MAX_PARAM_LENGTH]) for name, value in _facts(run)],
+        tags=_tags(run),
     )
     return made
 
@@ -95,8 +97,8 @@ def _history(client: MlflowClient, made: MlflowRun, name: str) -> dict[int, floa
     return {metric.step: metric.value for metric in history}
 
 
-def _name(row: Row) -> str:
+def _name(row: MetricRow) -> str:
     """`accuracy` of the central data set is `central/accuracy`, that of a site `sites/accuracy/north/w1`."""
     kind = row.stage if row.round is None else "round" if row.worker is None else "train"
     whose = [row.site or "", row.worker or ""] if kind in ("sites", "train") else []
-    return _FORBIDDEN.sub("_", "/".join([kind, row.metric, *whose]))[:LONGEST_NAME]
+    return _FORBIDDEN.sub("_", "/".join([kind, row.metric, *whose]))[:MAX_NAME_LENGTH]

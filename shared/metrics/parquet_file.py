@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tessera.shared.metrics.rows import Row
+from tessera.shared.metrics.rows import MetricRow
 
 TYPES = {
     "run": pa.string(),
@@ -24,6 +24,6 @@ TYPES = {
 }
 
 
-def write(rows: Sequence[Row], path: Path) -> None:
+def write(rows: Sequence[MetricRow], path: Path) -> None:
     columns = {name: pa.array([getattr(row, name) for row in rows], kind) for name, kind in TYPES.items()}
     pq.write_table(pa.table(columns), path)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from tessera.shared.api.runs import Measurement, Round, Run
 from tessera.shared.api.tasks import TaskView
@@ -12,7 +13,7 @@ from tessera.shared.api.versions import Version
 from tessera.shared.metrics.site_spread import Spread, spreads
 
 
-class Row(NamedTuple):
+class MetricRow(NamedTuple):
     """One number. What does not apply to it is None.
 
     `stage` says what kind of row it is: the plan's stage for what workers and rounds came to, `central` and `sites`
@@ -34,7 +35,7 @@ class Row(NamedTuple):
 
 def rows_of(
     run: Run, rounds: Iterable[Round], versions: Iterable[Version], measurements: Iterable[Measurement]
-) -> Iterator[Row]:
+) -> Iterator[MetricRow]:
     """Yield the rows of a run: its rounds in order, then what was measured and told of each version.
 
     An attempt at a round that was abandoned has rows too, with no version: what it cost was spent.
@@ -48,15 +49,15 @@ def rows_of(
         yield from _fairness(run, number, by_name)
     for version in versions:
         for name, value in sorted(version.numbers.items()):
-            yield Row(run.id, version.number, None, None, "version", None, None, None, name, value)
+            yield MetricRow(run.id, version.number, None, None, "version", None, None, None, name, value)
 
 
-def _round(run: Run, round_: Round) -> Iterator[Row]:
+def _round(run: Run, round_: Round) -> Iterator[MetricRow]:
     where = (run.id, round_.version, round_.number, round_.attempt, round_.stage, run.spec.dataset)
     for task in round_.tasks:
         site, _, worker = task.worker.partition("/")
         for name, value in _task(task).items():
-            yield Row(*where, site, worker, name, value)
+            yield MetricRow(*where, site, worker, name, value)
     totals = {
         "asked": float(len(round_.tasks)),
         "accepted": float(sum(task.is_accepted for task in round_.tasks)),
@@ -66,7 +67,7 @@ def _round(run: Run, round_: Round) -> Iterator[Row]:
     if round_.closed_at:
         totals["seconds"] = (round_.closed_at - round_.opened_at).total_seconds()
     for name, value in totals.items():
-        yield Row(*where, None, None, name, value)
+        yield MetricRow(*where, None, None, name, value)
 
 
 def _task(task: TaskView) -> dict[str, float]:
@@ -77,17 +78,28 @@ def _task(task: TaskView) -> dict[str, float]:
     return {**task.numbers, "examples": float(task.examples or 0), **cost}
 
 
-def _measured(run: Run, one: Measurement) -> Iterator[Row]:
+def _measured(run: Run, one: Measurement) -> Iterator[MetricRow]:
     site, _, worker = one.worker.partition("/")
     stage = "sites" if one.held_out else "central"
     for name, value in {**one.numbers, "examples": float(one.examples)}.items():
-        yield Row(run.id, one.version, None, None, stage, one.dataset, site, worker, name, value)
+        yield MetricRow(run.id, one.version, None, None, stage, one.dataset, site, worker, name, value)
 
 
-def _fairness(run: Run, version: int, by_name: Mapping[str, Spread]) -> Iterator[Row]:
+def _fairness(run: Run, version: int, by_name: Mapping[str, Spread]) -> Iterator[MetricRow]:
     for name, spread in by_name.items():
         for figure, value in asdict(spread).items():
             if isinstance(value, int | float):
                 site = spread.worst_site if figure == "worst" else None
                 where = (run.id, version, None, None, "fairness", run.spec.dataset, site, None)
-                yield Row(*where, f"{name}.{figure}", float(value))
+                yield MetricRow(*where, f"{name}.{figure}", float(value))
+
+
+def write_csv(rows: Iterable[MetricRow], file: TextIO) -> None:
+    """Write comma-separated values with a header; what does not apply is empty.
+
+    `file` is to be opened with newline="". Floats are written so that they read back as the same
+    bits.
+    """
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(MetricRow._fields)
+    writer.writerows(rows)

@@ -34,7 +34,7 @@ Name = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_check
 """A block's or tensor's name. It is a label only: no name is ever used as a path."""
 
 
-class Part(Frozen):
+class TensorSlice(Frozen):
     """Which rows of `axis` of a tensor a block covers, as half-open spans in ascending order.
 
     Spans, rather than one range, because some families interleave queries, keys and values head by head.
@@ -66,7 +66,7 @@ class Block(Frozen):
     """One tensor, or one part of it. `shape` is the block's own: a part's axis counts only its rows."""
 
     tensor: Name
-    part: Part | None = None
+    part: TensorSlice | None = None
     role: Role
     adapts: tuple[Role, ...] = Field(default=(), exclude_if=operator.not_)
     """An adapter's: the roles of what it adds to. Several for a factor that a fused matrix's parts share."""

@@ -186,7 +186,7 @@ def stretched_norm(half: CoordinatorHalf[Any], numbers: Mapping[str, float]) -> 
 
     None for an update that was not measured.
     """
-    return numbers[UPDATE_NORM] * half.stretch(numbers) if UPDATE_NORM in numbers else None
+    return numbers[UPDATE_NORM] * half.step_scale(numbers) if UPDATE_NORM in numbers else None
 
 
 def _norms(half: CoordinatorHalf[Any], accepted: Sequence[Accepted]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 
 from tessera.shared.methods.base import Update
-from tessera.shared.tensors.lazy import PIECE, Moved, Tensor, lockstep, weighted_steps
+from tessera.shared.tensors.lazy import PIECE, SteppedTensor, Tensor, lockstep, weighted_steps
 
 PREFIX = "anomaly."
 """What the names of scores among an update's numbers begin with, and none that a worker reports."""
@@ -56,7 +56,7 @@ def scores(
     for name, tensor in merged.items():
         base = model[name]
         sent = {update.worker: update.blocks[name] for update in updates if name in update.blocks}
-        if not isinstance(tensor, Moved) or tensor.sources[0] is not base or not sent:
+        if not isinstance(tensor, SteppedTensor) or tensor.sources[0] is not base or not sent:
             continue
         of_all, of_each, with_all = _products(
             tensor.step, [weighted_steps(base, [(-1.0, one)]) for one in sent.values()]

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from tessera.shared.aggregation.server_optimizer import PREFIX, Moment, Rule
+from tessera.shared.aggregation.server_optimizer import PREFIX, OptimizerMoment, OptimizerRule
 from tessera.shared.methods.base import CoordinatorHalf, State, Update
 from tessera.shared.tensors.dtypes import DType
-from tessera.shared.tensors.lazy import Array, Computed, Derived, Moved, Tensor
+from tessera.shared.tensors.lazy import Array, Computed, Derived, SteppedTensor, Tensor
 
 
-def merge(half: CoordinatorHalf[Any], optimizer: Rule, state: State, updates: Sequence[Update]) -> State:
+def merge(half: CoordinatorHalf[Any], optimizer: OptimizerRule, state: State, updates: Sequence[Update]) -> State:
     """Return a method's next state, with each block that its merge changed stepped by the optimizer instead.
 
     The method sees nothing of the optimizer's memory. Raises ValueError if its own has names like that.
@@ -34,7 +34,7 @@ def merge(half: CoordinatorHalf[Any], optimizer: Rule, state: State, updates: Se
 
 
 def _step(
-    optimizer: Rule, name: str, base: Tensor, merged: Tensor, moments: Mapping[str, Tensor]
+    optimizer: OptimizerRule, name: str, base: Tensor, merged: Tensor, moments: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a block's next value, and its moments by their names in memory."""
     gradient = _gradient(base, merged)
@@ -55,13 +55,13 @@ def _step(
 
 def _gradient(base: Tensor, merged: Tensor) -> Tensor:
     """base - merged, taken before `merged` is rounded: in sixteen bits that can be as much as the step."""
-    if isinstance(merged, Moved) and merged.sources[0] is base:
+    if isinstance(merged, SteppedTensor) and merged.sources[0] is base:
         return merged.step
     exact = replace(merged, dtype="F64") if isinstance(merged, Derived) else merged
     return Computed(base.shape, "F64", (base, exact), lambda parts: _wide(parts[0]) - _wide(parts[1]))
 
 
-def _entered(moment: Moment, last: Tensor | None, gradient: Tensor, kind: DType) -> Tensor:
+def _entered(moment: OptimizerMoment, last: Tensor | None, gradient: Tensor, kind: DType) -> Tensor:
     """Return the moment with one more gradient in it: in float32, or in float64 for blocks of that."""
 
     def enter(parts: Sequence[Array]) -> Array:

@@ -20,7 +20,7 @@ from tessera.shared.updates.codecs.delta import difference
 from tessera.shared.updates.errors import Malformed
 from tessera.shared.updates.update_file import EncodedTensor, of_whole, read_update
 
-MOST_TIMES = 2.0**23
+MAX_TIMES = 2.0**23
 """How many times as far from its version a block may be as the version is from zero, with 1 added to each of its mean
 squares for blocks that begin at zero. In float32, nothing of a version is left when so much is added to it: an update
 beyond this does not train the version, it replaces it."""
@@ -100,7 +100,7 @@ def step_squares(tensor: Tensor, base: Tensor) -> float:
                     found = _wide_squares(values, start[at : at + PIECE])
                 total += found
                 before += squares(start[at : at + PIECE].astype(np.float32, copy=False))
-    if total > MOST_TIMES**2 * (before + numel(tensor)):
+    if total > MAX_TIMES**2 * (before + numel(tensor)):
         moved, was = sqrt(total / numel(tensor)), sqrt(before / numel(tensor))
         detail = f"its values moved by {moved:.3g} and were {was:.3g} (root mean squares): nothing of them is left"
         raise TooFar("too-far", detail)

@@ -139,7 +139,7 @@ class _StepsOf:
     dtype: DType
 
     def chunks(self) -> Iterator[Array]:
-        # Only a `Summed` has such a source, and it knows.
+        # Only a `WeightedSum` has such a source, and it knows.
         return cast("Iterator[Array]", self.tensor.steps())
 
 
@@ -177,7 +177,7 @@ class Computed(Derived):
 
 
 @dataclass(frozen=True)
-class Summed(Derived):
+class WeightedSum(Derived):
     """The sum of each sender's difference from a base, times its weight: see `weighted_steps`.
 
     The first source is the base; each weight belongs to one of the others.
@@ -203,7 +203,7 @@ class Summed(Derived):
 
 
 @dataclass(frozen=True)
-class Moved(Derived):
+class SteppedTensor(Derived):
     """Its first source less its second, which says by how much: rounded once, to `dtype`."""
 
     @property
@@ -221,7 +221,7 @@ class Moved(Derived):
 
 
 @dataclass(frozen=True)
-class Replaced(Moved):
+class OverwrittenTensor(SteppedTensor):
     """Moved all the way to its third source, whose bits it takes: what a single sender sent is not rounded again."""
 
     def fill(self, out: Array, parts: Sequence[Array]) -> None:
@@ -313,7 +313,7 @@ class Stretched:
         return _moved(self.base, weighted_steps(self.base, [(-self.factor, self.tensor)])).chunks()
 
 
-def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> Summed:
+def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> WeightedSum:
     """Return the sum of each sender's difference from `base` times its weight, which may be of any sign.
 
     It runs in the order given, in float32, or in float64 for a base of that (docs/decisions/0019): the same senders
@@ -330,10 +330,10 @@ def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> Sum
             sources.append(_StepsOf(cast("Stepped", tensor), sent.shape, sent.dtype))
         else:
             sources.append(tensor)
-    return Summed(base.shape, "F64" if base.dtype == "F64" else "F32", tuple(sources), tuple(weights))
+    return WeightedSum(base.shape, "F64" if base.dtype == "F64" else "F32", tuple(sources), tuple(weights))
 
 
-def mean_step(base: Tensor, senders: Sequence[tuple[float, Tensor]], whole: float | None = None) -> Moved:
+def mean_step(base: Tensor, senders: Sequence[tuple[float, Tensor]], whole: float | None = None) -> SteppedTensor:
     """`base` plus the weighted sum of each sender's difference from it, over `whole` (default: the weights' sum).
 
     With the default this is the senders' weighted mean; with the weight of a whole cohort it is a step damped by
@@ -349,12 +349,12 @@ def mean_step(base: Tensor, senders: Sequence[tuple[float, Tensor]], whole: floa
     # Summed with the sign turned and then subtracted, because x - 0.0 is x for every x, while -0.0 + 0.0 is 0.0.
     moved = _moved(base, weighted_steps(base, [(-weight / total, tensor) for weight, tensor in senders]))
     if len(senders) == 1 and senders[0][0] == total and moved.step.sources[1:] == (senders[0][1],):
-        return Replaced(base.shape, base.dtype, (*moved.sources, senders[0][1]))
+        return OverwrittenTensor(base.shape, base.dtype, (*moved.sources, senders[0][1]))
     return moved
 
 
-def _moved(base: Tensor, step: Tensor) -> Moved:
-    return Moved(base.shape, base.dtype, (base, step))
+def _moved(base: Tensor, step: Tensor) -> SteppedTensor:
+    return SteppedTensor(base.shape, base.dtype, (base, step))
 
 
 def to_array(tensor: Tensor) -> Array:

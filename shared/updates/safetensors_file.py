@@ -45,7 +45,7 @@ class ContainerError(Malformed):
 _Offset = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 
 
-class Entry(Frozen):
+class TensorEntry(Frozen):
     """One tensor: where its bytes lie, counted from the end of the header."""
 
     dtype: str
@@ -63,13 +63,13 @@ class Entry(Frozen):
 
 T = TypeVar("T")
 
-_ENTRY = TypeAdapter(Entry)
+_ENTRY = TypeAdapter(TensorEntry)
 _METADATA = TypeAdapter(dict[str, str])
 
 
 @dataclass(frozen=True)
 class Header:
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
     data_start: int
     """Where the data begins in the file, in bytes."""
@@ -171,7 +171,7 @@ def _kind_of(name: str, fault: ErrorDetails) -> HeaderKind:
     return of_types.get(fault["type"], of_field) if whole else of_field
 
 
-def _check_spans(entries: Mapping[str, Entry], data_bytes: int) -> None:
+def _check_spans(entries: Mapping[str, TensorEntry], data_bytes: int) -> None:
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         width = DTYPE_BYTES.get(entry.dtype)
@@ -201,7 +201,7 @@ _MISPLACED: dict[HeaderKind, str] = {
 }
 
 
-def _misplaced(entry: Entry, end: int, data_bytes: int) -> HeaderKind | None:
+def _misplaced(entry: TensorEntry, end: int, data_bytes: int) -> HeaderKind | None:
     """Return what is wrong with a span behind one that ended at `end`, if anything is."""
     if entry.nbytes < 0:
         return "offsets-reversed"

@@ -14,8 +14,9 @@ from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import CHUNK, Array, Steps, Tensor, chunk_counts
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.codecs.delta import difference
+from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.errors import Kind
-from tessera.shared.updates.safetensors_file import ContainerError, Entry, Header, read_header, write_streams
+from tessera.shared.updates.safetensors_file import ContainerError, Header, TensorEntry, read_header, write_streams
 
 FORMAT = "tessera-update/1"
 WHOLE = "/update"
@@ -29,7 +30,7 @@ SPARE_TENSORS = 64
 
 
 @dataclass(frozen=True)
-class Change:
+class TrainedBlock:
     """A block as the worker leaves it, beside the version's value that it started from."""
 
     block: Block
@@ -54,12 +55,14 @@ class Change:
         return (None if self.rest is None else self.rest[CHUNK * n :][:count] for n, count in enumerate(counts))
 
 
-def codec_for(codec: str, change: Change) -> str:
+def codec_for(codec: str, change: TrainedBlock) -> str:
     """Return what of `codec` is of use to this block."""
     return pipeline.worthwhile(pipeline.suited(codec, change.block), change)
 
 
-def write_update(file: BinaryIO, chosen: str | Mapping[str, str], changes: Sequence[Change], seed: int = 0) -> None:
+def write_update(
+    file: BinaryIO, chosen: str | Mapping[str, str], changes: Sequence[TrainedBlock], seed: int = 0
+) -> None:
     """Write an update: each block by its chosen codec, or all by one, as far as it is of use to them. `file` must be
     seekable. Where a codec rounds by chance, the same seed gives the same bytes."""
     if isinstance(chosen, str):
@@ -167,7 +170,7 @@ def _form_faults(name: str, block: Block, codec: str, header: Header) -> list[Fa
     return [Fault(pointer=name, detail=wrong[1][:300], code=wrong[0])] if wrong else []
 
 
-def _form_fault(block: Block, codec: str, entry: Entry) -> tuple[Kind, str] | None:
+def _form_fault(block: Block, codec: str, entry: TensorEntry) -> tuple[Kind, str] | None:
     if entry.dtype != "U8" or len(entry.shape) != 1:
         return "not-bytes", f"an encoded block is a U8 vector, not {entry.dtype} {list(entry.shape)}"
     if not codec:
@@ -176,7 +179,7 @@ def _form_fault(block: Block, codec: str, entry: Entry) -> tuple[Kind, str] | No
         line = pipeline.parse(codec).line
         suited = pipeline.suited(codec, block)
         most = pipeline.longest(codec, block)
-    except pipeline.CodecError as fault:
+    except CodecError as fault:
         return fault.code, str(fault)
     if suited != codec:
         return "codec-unsuited", f"{codec[:64]} is of no use to a block of shape {list(block.shape)}"

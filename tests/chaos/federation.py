@@ -17,7 +17,7 @@ from typing import Any
 
 from sqlalchemy import make_url
 
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.runs import Cohort, Run
 from tessera.shared.client.client import Client
 from tests.chaos.network import Line
@@ -83,8 +83,8 @@ class Federation:
     def history(self) -> Path:
         return self.folder / "history"
 
-    def services_settings(self) -> Settings:
-        return Settings(**self.settings)
+    def services_settings(self) -> CoordinatorSettings:
+        return CoordinatorSettings(**self.settings)
 
     def start_conductor(self, number: int) -> Process:
         return self.servers[0].beside(f"conductor-{number}", "tessera.coordinator", "conduct")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 
 helm = pytest.importorskip("helm_python", reason="needs the extra `deploy`")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs the extra `deploy`")
@@ -115,7 +115,7 @@ def test_secrets_are_named_and_never_written(chart: Any) -> None:
         for name in ("TESSERA_DATABASE_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             assert "secretKeyRef" in given[name]["valueFrom"], name
         ours = {name[8:].lower() for name in given if name.startswith("TESSERA_")}
-        assert ours <= set(Settings.model_fields)
+        assert ours <= set(CoordinatorSettings.model_fields)
 
 
 def test_nobody_but_the_coordinator_is_called(chart: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.worker.settings import read_settings
 from tests.support.processes import CoordinatorProcess
 
@@ -70,7 +70,7 @@ def test_nothing_secret_is_written_down(deploy: Path, services: dict[str, Any]) 
 def test_the_settings_of_all_are_settings(deploy: Path, services: dict[str, Any]) -> None:
     for name in ("coordinator", "conductor", "migrate"):
         ours = {key[8:].lower() for key in services[name]["environment"] if key.startswith("TESSERA_")}
-        assert ours <= set(Settings.model_fields), name
+        assert ours <= set(CoordinatorSettings.model_fields), name
     indices = set()
     for name in ("north", "south", "west"):
         with pytest.MonkeyPatch.context() as patch:

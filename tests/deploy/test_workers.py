@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tessera.worker.settings import Settings
+from tessera.worker.settings import WorkerSettings
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_kubernetes_takes_every_document(documents: list[dict[str, Any]], versio
 
 
 def test_the_settings_of_a_worker_in_a_cluster_are_read(documents: list[dict[str, Any]]) -> None:
-    settings = Settings(**tomllib.loads(documents[0]["data"]["worker.toml"]))
+    settings = WorkerSettings(**tomllib.loads(documents[0]["data"]["worker.toml"]))
     (container,) = documents[2]["spec"]["template"]["spec"]["containers"]
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert str(settings.state_dir) in mounted

@@ -26,7 +26,7 @@ from tessera.shared.client.transport import Unreachable
 from tessera.shared.problems import Conflict, DigestMismatch, NotFound, OffsetMismatch, Problem
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, digest_of, to_array
-from tessera.shared.updates.update_file import Change, write_update
+from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.worker.state.vault import Vault
 from tests.model_checking.replicas import World, driven
 from tests.model_checking.schedule import Process
@@ -332,7 +332,7 @@ def written(task: Task, base: dict[str, np.ndarray], *, spoilt: bool = False) ->
         moved = base[block.name] + step_of(task.seed + number, block.shape)
         if spoilt:
             moved.flat[0] = np.nan
-        changes.append(Change(block, ArrayTensor(moved, block.dtype), ArrayTensor(base[block.name])))
+        changes.append(TrainedBlock(block, ArrayTensor(moved, block.dtype), ArrayTensor(base[block.name])))
     file = io.BytesIO()
     write_update(file, task.codec, changes)
     return file.getvalue()

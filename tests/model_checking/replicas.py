@@ -28,7 +28,7 @@ from tessera.coordinator.blobs import store as blobs_module
 from tessera.coordinator.blobs import uploads as uploads_module
 from tessera.coordinator.conductor import conductor
 from tessera.coordinator.services import Services, assemble
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.client.transport import Unreachable
 from tessera.shared.problems import Problem
 from tessera.worker.state import atomic_files
@@ -178,7 +178,7 @@ class World:
     def _start(self, replica: Replica) -> None:
         replica.process = Process(replica.name)
         replica.starts += 1
-        settings = Settings(
+        settings = CoordinatorSettings(
             database_url=f"sqlite:///{self.folder}/tessera.db",
             blob_url=str(self.folder / "blobs"),
             # As on machines of their own: what starts sweeps its staging folder.

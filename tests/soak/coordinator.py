@@ -8,15 +8,15 @@ from pydantic import Field, PositiveFloat
 
 from tessera.coordinator import cli
 from tessera.coordinator.blobs import store
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 
 
-class Brief(Settings):
+class Brief(CoordinatorSettings):
     keep_updates_seconds: PositiveFloat = Field(default=1.0)
     keep_unused_seconds: PositiveFloat = Field(default=1.0)
 
 
 if __name__ == "__main__":
-    cli.Settings = Brief  # type: ignore[misc]  # the one name that its commands read settings by
+    cli.CoordinatorSettings = Brief  # type: ignore[misc]  # the one name that its commands read settings by
     store.ROWS_KEPT = store.SOUND_KEPT = 64
     cli.app()

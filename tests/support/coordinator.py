@@ -22,7 +22,7 @@ from tessera.coordinator.auth.tokens import issue_token
 from tessera.coordinator.db.workers import create_site
 from tessera.coordinator.server.http_limits import configuration
 from tessera.coordinator.services import Services, assemble
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.client.client import Client
 from tessera.shared.problems import MEDIA_TYPE, Problem, ProblemDocument
@@ -86,7 +86,7 @@ class LiveCoordinator:
             "staging_dir": folder / "staging",
         }
         quick = {"tick_seconds": 0.05, "gather_seconds": 0, "longest_wait_seconds": 5.0, **ROOMY}
-        self.settings = Settings(**{**places, **quick, **settings})
+        self.settings = CoordinatorSettings(**{**places, **quick, **settings})
         self._port = settings.get("port", 0)
         self._clock = clock
         self._clients: list[Client | httpx.Client] = []

@@ -15,12 +15,12 @@ from tessera.shared.api.tasks import AdvertisedPolicy, Claim, EvaluationResult, 
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.model.blocks import Block, Part
+from tessera.shared.model.blocks import Block, TensorSlice
 from tessera.shared.model.spec import Model
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, from_bytes
-from tessera.shared.updates.update_file import Change, write_update
+from tessera.shared.updates.update_file import TrainedBlock, write_update
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -30,7 +30,7 @@ def small_model(width: int = 4) -> Model:
     fused = [
         Block(
             tensor="layer.0.qkv.weight",
-            part=Part(label=role, axis=0, spans=((i * width, (i + 1) * width),)),
+            part=TensorSlice(label=role, axis=0, spans=((i * width, (i + 1) * width),)),
             role=role,
             layer=0,
             shape=(width, width),
@@ -109,7 +109,7 @@ class ScriptedWorker:
         """Writes these blocks as an update, asked for or not, uploads it and returns its digest."""
         model, base = self.client.model(task.model), self.fetch(task)
         changes = [
-            Change(model.by_name[name], ArrayTensor(array, model.by_name[name].dtype), ArrayTensor(base[name]))
+            TrainedBlock(model.by_name[name], ArrayTensor(array, model.by_name[name].dtype), ArrayTensor(base[name]))
             for name, array in changed.items()
         ]
         file = io.BytesIO()

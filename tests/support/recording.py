@@ -33,7 +33,7 @@ from tessera.shared.client import client as client_module
 from tessera.shared.client.client import Client
 from tessera.shared.schema import PROTOCOL
 from tessera.shared.tensors.lazy import ArrayTensor
-from tessera.shared.updates.update_file import Change, write_update
+from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.shared.version import VERSION
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -113,7 +113,9 @@ class _Unhashed(io.BytesIO):
 
 def _update(task: Task, base: dict[str, np.ndarray]) -> bytes:
     changes = [
-        Change(block, ArrayTensor(base[block.name] * np.float32(1.5), block.dtype), ArrayTensor(base[block.name]))
+        TrainedBlock(
+            block, ArrayTensor(base[block.name] * np.float32(1.5), block.dtype), ArrayTensor(base[block.name])
+        )
         for block in task.plan.upload.resolve(MODEL.blocks)
     ]
     file = io.BytesIO()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tessera.shared.methods.base import Harvest, MethodSpec, Participant, RunInfo, State, Update, initial_state
+from tessera.shared.methods.base import LocalResult, MethodSpec, Participant, RunInfo, State, Update, initial_state
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.selectors import Selector
 from tessera.shared.run_settings.training import Training
@@ -17,7 +17,7 @@ from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, to_array
 from tessera.worker.data.registry import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tessera.worker.training.context import LocalWork
+from tessera.worker.training.context import LocalTaskContext
 from tests.support.tasks import VIT, one_task
 
 SGD = {"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.0}
@@ -48,12 +48,12 @@ class Rounds:
         model = instantiate(VIT, "image-classification", seed=1)
         trained = {"batch_size": 8, **self.training}  # as `one_task` does
         self.facts = RunInfo(block_table(model), rounds=10, training=Training.model_validate(trained))
-        work = LocalWork(model, "image-classification", None, self.facts.blocks)  # type: ignore[arg-type]
-        first = State(0, {block.name: ArrayTensor(work.read(block)) for block in self.facts.blocks})
+        context = LocalTaskContext(model, "image-classification", None, self.facts.blocks)  # type: ignore[arg-type]
+        first = State(0, {block.name: ArrayTensor(context.read(block)) for block in self.facts.blocks})
         self.half = coordinator_half(MethodSpec(name=self.method, settings=dict(self.settings)), self.facts)
         self.state = initial_state(self.half, first)
         self.vaults: dict[str, dict[str, Array]] = {name: {} for name in self.sites}
-        self.harvests: dict[str, Harvest] = {}
+        self.harvests: dict[str, LocalResult] = {}
 
     def play(self, *cohort: str) -> State:
         """One round of these workers, or of all."""
@@ -63,7 +63,7 @@ class Rounds:
         for name, planned in self.half.plan(self.state, asked, Random(0)).items():
             plan = planned.model_copy(update={"train": self.only, "upload": self.only}) if self.only else planned
             model, memory = _arrays(self.state.model), _arrays(self.state.memory)
-            _, harvest = one_task(
+            _, result = one_task(
                 self.method,
                 self.settings,
                 start=model,
@@ -73,10 +73,10 @@ class Rounds:
                 dataset=self.sites[name],
                 **self.training,
             )
-            self.half.check(plan, self.sites[name].examples, harvest.numbers)
-            sent: dict[str, Tensor] = {block: ArrayTensor(values) for block, values in harvest.upload.items()}
-            updates.append(Update(name, self.sites[name].examples, sent, harvest.numbers, plan=plan))
-            self.vaults[name], self.harvests[name] = dict(harvest.keep), harvest
+            self.half.check(plan, self.sites[name].examples, result.numbers)
+            sent: dict[str, Tensor] = {block: ArrayTensor(values) for block, values in result.upload.items()}
+            updates.append(Update(name, self.sites[name].examples, sent, result.numbers, plan=plan))
+            self.vaults[name], self.harvests[name] = dict(result.keep), result
         merged = self.half.merge(self.state, updates)
         self.state = replace(merged, model=_held(merged.model), memory=_held(merged.memory))
         return self.state

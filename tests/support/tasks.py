@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tessera.shared.api.runs import Training
 from tessera.shared.methods.base import (
-    Harvest,
+    LocalResult,
     MethodSpec,
     Participant,
     Plan,
@@ -27,7 +27,7 @@ from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.worker.data.registry import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tessera.worker.training.context import LocalWork
+from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.trainer import Batches, Trainer, seed_everything
 from tests.support.duals import dual, pairs
 
@@ -94,7 +94,7 @@ def one_task(
     dataset: Dataset | None = None,
     subject: Subject = PLAIN,
     **training: Any,
-) -> tuple[LocalWork, Harvest]:
+) -> tuple[LocalTaskContext, LocalResult]:
     """Trains a small model, on its own data and as the method asks in this round unless told otherwise; what is left
     of it, and its harvest."""
     model = subject.model()
@@ -103,15 +103,15 @@ def one_task(
     chosen = MethodSpec(name=method, settings=dict(settings or {}))
     worker = Participant("a/w", 24)
     plan = plan or coordinator_half(chosen, facts).plan_for(State(round_number, {}), worker)
-    work = LocalWork(model, subject.head, plan, facts.blocks, dict(vault or {}), dict(memory or {}))
+    context = LocalTaskContext(model, subject.head, plan, facts.blocks, dict(vault or {}), dict(memory or {}))
     half = worker_half(chosen, facts)
     for block in facts.blocks:
         if start:
-            work.write(block, start[block.name])
+            context.write(block, start[block.name])
     seed_everything(0)
-    work.restore(half.private())
-    half.prepare(work)
+    context.restore(half.private())
+    half.setup(context)
     data = dataset or subject.data()
-    selected = half.select(work, Batches(data, wanted.batch_size, CPU))
-    tally = Trainer(half, work, wanted, CPU, lambda: None).train(half.phases(work, selected), data, 0)
-    return work, half.harvest(work, selected, tally)
+    selected = half.select(context, Batches(data, wanted.batch_size, CPU))
+    stats = Trainer(half, context, wanted, CPU, lambda: None).train(half.phases(context, selected), data, 0)
+    return context, half.collect(context, selected, stats)

@@ -13,14 +13,13 @@ import pytest
 
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import BlobRow, RunBlobRow
-from tessera.shared.aggregation.robust import Mean, Median
-from tessera.shared.aggregation.robust import Rule as RobustRule
-from tessera.shared.aggregation.server_optimizer import Adam, Plain, Rule
+from tessera.shared.aggregation.robust import Mean, Median, RobustRule
+from tessera.shared.aggregation.server_optimizer import Adam, OptimizerRule, Plain
 from tessera.shared.api.runs import Cohort
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import ArrayTensor, digest_of
-from tessera.shared.updates.update_file import Change, write_update
+from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tests.support.coordinator import until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.processes import CoordinatorProcess, peak_bytes
@@ -44,7 +43,7 @@ UPDATE_BYTES = 100_000_000
     ids=["mean", "adam", "median"],
 )
 def test_merging_eight_updates_of_100_mb_takes_under_300_mib(
-    live: CoordinatorProcess, optimizer: Rule, robust: RobustRule, moved: float
+    live: CoordinatorProcess, optimizer: OptimizerRule, robust: RobustRule, moved: float
 ) -> None:
     # One block of the whole size, which is the worst case.
     block = Block(tensor="weight", role="mlp", layer=0, shape=(UPDATE_BYTES // 4,), dtype="F32")
@@ -63,7 +62,7 @@ def test_merging_eight_updates_of_100_mb_takes_under_300_mib(
         task = worker.take()
         file = io.BytesIO()
         value = ArrayTensor(np.full(block.shape, index, np.float32))
-        write_update(file, "raw", [Change(block, value, ArrayTensor(start))])
+        write_update(file, "raw", [TrainedBlock(block, value, ArrayTensor(start))])
         assert file.getbuffer().nbytes >= UPDATE_BYTES
         worker.submit(task, worker.client.put_bytes(file.getvalue()))
 

@@ -27,16 +27,16 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import (
     CoordinatorHalf,
-    Harvest,
+    LocalResult,
     Method,
     MethodSettings,
     MethodSpec,
     Participant,
     Plan,
     State,
+    TaskContext,
     TrainingStats,
     UnsupportedRun,
-    Work,
     WorkerHalf,
 )
 from tessera.shared.methods.registry import methods
@@ -52,7 +52,7 @@ from tessera.worker.governance.opening_hours import local_time
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.worker.settings import Settings
+from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.privacy_ledger import Exact
 from tessera.worker.stores import audit_of, ledger_of
 from tessera.worker.task.heartbeat import Stop
@@ -73,26 +73,26 @@ SECRET = "patient 4711"
 class Personal(WorkerHalf[MethodSettings]):
     """Keeps the head at the site and sends the rest."""
 
-    def harvest(self, work: Work, selected: Any, tally: TrainingStats) -> Harvest:
-        whole = super().harvest(work, selected, tally).upload
-        rounds_before = float(work.vault["rounds"][0]) if work.vault else 0.0
+    def collect(self, context: TaskContext, selected: Any, stats: TrainingStats) -> LocalResult:
+        whole = super().collect(context, selected, stats).upload
+        rounds_before = float(context.vault["rounds"][0]) if context.vault else 0.0
         keep = {name: array for name, array in whole.items() if name == HEAD}
         count = torch.tensor([rounds_before + 1]).numpy()
         sent = {name: array for name, array in whole.items() if name != HEAD}
-        return Harvest(sent, {**keep, "rounds": count}, {"rounds_before": rounds_before})
+        return LocalResult(sent, {**keep, "rounds": count}, {"rounds_before": rounds_before})
 
 
 class Leaky(WorkerHalf[MethodSettings]):
     """Sends more than the plan asks for."""
 
-    def harvest(self, work: Work, selected: Any, tally: TrainingStats) -> Harvest:
-        return Harvest({block.name: work.read(block) for block in work.blocks})
+    def collect(self, context: TaskContext, selected: Any, stats: TrainingStats) -> LocalResult:
+        return LocalResult({block.name: context.read(block) for block in context.blocks})
 
 
 class Talkative(WorkerHalf[MethodSettings]):
     """Fails with data in its message."""
 
-    def select(self, work: Work, batches: Any) -> Any:
+    def select(self, context: TaskContext, batches: Any) -> Any:
         raise KeyError(SECRET)
 
 
@@ -134,7 +134,7 @@ def begin(client: Client, **spec: Any) -> Run:
     return start_run(client, document, start, **wanted)
 
 
-def settings_of(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> Settings:
+def settings_of(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> WorkerSettings:
     """Those of a worker of site a."""
     digits = {"kind": "digits", "part": {"scheme": "iid", "count": 8, "index": 0}}
     given = {
@@ -142,7 +142,7 @@ def settings_of(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> 
         "datasets": {"digits": digits, "held-out": {"kind": "digits", "split": "test", "use": "evaluate"}},
         "threads": 1,
     }  # fmt: skip
-    return Settings(**{**given, **settings})
+    return WorkerSettings(**{**given, **settings})
 
 
 @contextmanager
@@ -152,11 +152,11 @@ def working(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> Iter
     agent = Agent(settings_of(coordinator, folder, **settings), stop)
     ended: list[str] = []
 
-    def work() -> None:
+    def context() -> None:
         agent.run()
         ended.append("as asked")
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=context)
     thread.start()
     try:
         yield stop
@@ -388,7 +388,7 @@ def test_a_second_round_fetches_only_what_the_first_one_changed(coordinator: Liv
 
 def test_a_worker_that_is_not_admitted_ends_with_the_reason(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     datasets: Any = {"digits": {"kind": "digits"}}
-    settings = Settings(url=coordinator.url, token="no such", name="w", state_dir=tmp_path, datasets=datasets)
+    settings = WorkerSettings(url=coordinator.url, token="no such", name="w", state_dir=tmp_path, datasets=datasets)
     with capture_logs() as logged, pytest.raises(Unauthenticated):
         Agent(settings, Stop()).run()
     # What comes after it is for people; the log has it for programs.
@@ -403,7 +403,7 @@ def test_a_worker_that_is_revoked_at_work_enters_how_its_task_and_it_ended(tmp_p
         client = coordinator.client()
         run = begin(client, training=Training(epochs=1000, batch_size=4))
         datasets: Any = {"digits": {"kind": "digits"}}
-        settings = Settings(
+        settings = WorkerSettings(
             url=coordinator.url, token=coordinator.token("site", "a"), name="w", state_dir=tmp_path / "state",
             datasets=datasets, policy=Policy(max_epochs=1000), threads=1,
         )  # fmt: skip
@@ -453,10 +453,10 @@ def page(status: int) -> Answer:
     return Answer(status, b"<html>an odd page</html>", {"Content-Type": "text/html"})
 
 
-def nowhere(url: str, folder: Path) -> Settings:
+def nowhere(url: str, folder: Path) -> WorkerSettings:
     """Settings for a coordinator of which only the URL is known."""
     datasets: Any = {"digits": {"kind": "digits"}}
-    return Settings(url=url, token="any", name="w", state_dir=folder / "elsewhere", datasets=datasets)
+    return WorkerSettings(url=url, token="any", name="w", state_dir=folder / "elsewhere", datasets=datasets)
 
 
 @pytest.mark.parametrize(

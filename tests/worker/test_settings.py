@@ -14,7 +14,7 @@ from tessera.shared.schema import TokenRole
 from tessera.worker.cli.worker import app
 from tessera.worker.governance.policy import Allowance
 from tessera.worker.inventory import datasets_of, device_of, mappings_of
-from tessera.worker.settings import Settings, SettingsError, read_settings, token_of
+from tessera.worker.settings import SettingsError, WorkerSettings, read_settings, token_of
 from tests.support.cli import process
 from tests.support.coordinator import LiveCoordinator
 
@@ -159,7 +159,7 @@ def test_a_mapping_file_is_read_by_the_model_type_that_it_describes(tmp_path: Pa
 
 
 def test_a_gpu_that_is_not_there_is_refused_and_auto_does_without(tmp_path: Path) -> None:
-    settings: Settings = read_settings(written(tmp_path, GOOD))
+    settings: WorkerSettings = read_settings(written(tmp_path, GOOD))
     assert device_of(settings.device) == torch.device("cpu")
     with pytest.raises(SettingsError, match="device: there is no cuda:1 here, of 0"):
         device_of("cuda:1")

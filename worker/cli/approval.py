@@ -13,7 +13,7 @@ import typer
 
 from tessera.shared.cli.render.output import AsJson, ago, complain, note, out, print_json, size, table
 from tessera.worker.governance.airlock import AirlockError, Summary
-from tessera.worker.governance.approvals import Decision, InboxError, Request
+from tessera.worker.governance.approvals import ApprovalDecision, InboxError, Request
 from tessera.worker.settings import SettingsError, read_settings
 from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.stores import airlock_of, audit_of, inbox_of
@@ -77,7 +77,9 @@ def approve(
     """Let a run use this site's data, on the terms that it has now. Other terms need another approval."""
     # The whole of that day.
     ends = until.replace(hour=23, minute=59, second=59, tzinfo=UTC) if until else None
-    _decide(config, run, Decision(approved=True, by=_who(), at=datetime.now(UTC), until=ends), as_json=as_json)
+    _decide(
+        config, run, ApprovalDecision(approved=True, by=_who(), at=datetime.now(UTC), until=ends), as_json=as_json
+    )
 
 
 def decline(
@@ -87,10 +89,12 @@ def decline(
     as_json: AsJson = False,
 ) -> None:
     """Take no task of a run, and have the coordinator told why."""
-    _decide(config, run, Decision(approved=False, by=_who(), at=datetime.now(UTC), reason=reason), as_json=as_json)
+    _decide(
+        config, run, ApprovalDecision(approved=False, by=_who(), at=datetime.now(UTC), reason=reason), as_json=as_json
+    )
 
 
-def _decide(config: Path, run: str, decision: Decision, *, as_json: bool) -> None:
+def _decide(config: Path, run: str, decision: ApprovalDecision, *, as_json: bool) -> None:
     action: Literal["run.approve", "run.decline"] = "run.approve" if decision.approved else "run.decline"
     with _told():
         settings = read_settings(config)

@@ -20,8 +20,8 @@ from tessera.shared.api.admin import AuditEntry
 from tessera.shared.api.audit_chain import first_broken
 from tessera.shared.cli.connection import client_of, connect
 from tessera.shared.cli.render.output import AsJson, complain, note, out, print_json, table
-from tessera.worker.governance.audit_compare import Comparison, Difference, compare
-from tessera.worker.state.audit import Entry
+from tessera.worker.governance.audit_compare import Comparison, Discrepancy, compare
+from tessera.worker.state.audit import SiteAuditEntry
 from tessera.worker.state.hash_chain import ChainError
 
 app = typer.Typer(
@@ -72,7 +72,7 @@ def _followed(ctx: typer.Context, config: Path | None) -> tuple[str | None, Sequ
     if config is not None:
         site = _site(config)
         try:
-            chain: tuple[Entry, ...] = site.checked()
+            chain: tuple[SiteAuditEntry, ...] = site.checked()
         except ChainError as broken_chain:
             return str(broken_chain), []
         return "; ".join(site.ledger_faults(chain)) or None, [entry.digest for entry in chain]
@@ -97,18 +97,18 @@ def export(ctx: typer.Context, config: ConfigFile = None, as_json: AsJson = Fals
 _COLUMNS = ("seq", "at", "actor", "action", "run", "round", "subject", "token", "detail", "previous", "digest")
 
 
-def _entries(ctx: typer.Context, config: Path | None) -> Iterable[Entry | AuditEntry]:
+def _entries(ctx: typer.Context, config: Path | None) -> Iterable[SiteAuditEntry | AuditEntry]:
     if config is None:
         return client_of(ctx).audit()
     try:
-        found: tuple[Entry, ...] = _site(config).entries()
+        found: tuple[SiteAuditEntry, ...] = _site(config).entries()
     except ChainError as fault:
         complain(str(fault))
         raise typer.Exit(1) from fault
     return found
 
 
-def _row(entry: Entry | AuditEntry) -> dict[str, Any]:
+def _row(entry: SiteAuditEntry | AuditEntry) -> dict[str, Any]:
     of: dict[str, object]
     if isinstance(entry, AuditEntry):
         who, of = entry.actor, {"subject": entry.subject, "round": None, "token": None}
@@ -142,7 +142,7 @@ def compare_chains(
     except ChainError as fault:
         complain(str(fault))
         raise typer.Exit(1) from fault
-    lost = [Difference("ledger-rolled-back", "", "", 0, fault) for fault in site.ledger_faults(entries)]
+    lost = [Discrepancy("ledger-rolled-back", "", "", 0, fault) for fault in site.ledger_faults(entries)]
     found = replace(found, differences=(*found.differences, *lost))
     if as_json:
         print_json(asdict(found))

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tessera.shared.cli.render.output import AsJson, complain, note, out, print_json, table
 from tessera.shared.problems import said_of
-from tessera.worker.data.partition.class_counts import TrainingStats, tallies
+from tessera.worker.data.partition.class_counts import ClassCounts, tallies
 from tessera.worker.data.partition.division import divide
 from tessera.worker.data.partition.held_out import key_of_seed
 from tessera.worker.data.partition.schemes import Partition, Scheme
@@ -192,7 +192,7 @@ def _sentence(partition: Scheme) -> str:
     return f"{partition.scheme} among {partition.count} sites, " + ", ".join(f"{k} {v:g}" for k, v in said.items())
 
 
-def _table(tally: TrainingStats, told: Sequence[str | None]) -> Any:
+def _table(tally: ClassCounts, told: Sequence[str | None]) -> Any:
     """Return a row for each site: its examples of each class, or of how many classes they are."""
     cells: list[list[object]]
     if len(tally.names) <= WIDEST:
@@ -210,7 +210,7 @@ def _table(tally: TrainingStats, told: Sequence[str | None]) -> Any:
 
 
 def _document(
-    name: str, partition: Scheme, parts: Sequence[Dataset], counted: Sequence[TrainingStats]
+    name: str, partition: Scheme, parts: Sequence[Dataset], counted: Sequence[ClassCounts]
 ) -> dict[str, Any]:
     sites = [
         {

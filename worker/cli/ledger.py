@@ -12,10 +12,10 @@ from pydantic import JsonValue
 from tessera.shared.cli.render.output import AsJson, complain, note, out, print_json, table
 from tessera.worker.governance.policy import Allowance
 from tessera.worker.privacy.cost import epsilon_of, least_budget_of
-from tessera.worker.settings import Settings, SettingsError, read_settings
+from tessera.worker.settings import SettingsError, WorkerSettings, read_settings
 from tessera.worker.state.audit import LEDGER_HEAD
 from tessera.worker.state.hash_chain import ChainError
-from tessera.worker.state.privacy_ledger import Entry, LedgerError, exact_in, noisy_in
+from tessera.worker.state.privacy_ledger import LedgerEntry, LedgerError, exact_in, noisy_in
 from tessera.worker.stores import audit_of, ledger_of
 
 BAD_SETTINGS = 2
@@ -85,12 +85,12 @@ def adopt(
     note(f"taken as they are: {', '.join(taken)}" if taken else "all were in order, and nothing was changed")
 
 
-def _spending(settings: Settings, dataset: str) -> dict[str, Any]:
+def _spending(settings: WorkerSettings, dataset: str) -> dict[str, Any]:
     """Return what a data set's ledger comes to: as a whole the least budget that admits it, and run by run their
     epsilon."""
     entries = ledger_of(settings).read(dataset)
     allowance: Allowance | None = settings.allowances.get(dataset)
-    runs: dict[str, list[Entry]] = {}
+    runs: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
         runs.setdefault(entry.run, []).append(entry)
     # Without a budget there is no delta of its own: the runs' strictest.
@@ -106,7 +106,7 @@ def _spending(settings: Settings, dataset: str) -> dict[str, Any]:
     }
 
 
-def _exact(entries: Iterable[Entry]) -> dict[str, str]:
+def _exact(entries: Iterable[LedgerEntry]) -> dict[str, str]:
     """Since when each exact use goes on, of which epsilon says nothing."""
     since: dict[str, str] = {}
     for entry, use in exact_in(entries):
@@ -114,7 +114,7 @@ def _exact(entries: Iterable[Entry]) -> dict[str, str]:
     return since
 
 
-def _of_run(entries: list[Entry]) -> dict[str, Any]:
+def _of_run(entries: list[LedgerEntry]) -> dict[str, Any]:
     first = entries[0]
     target = next((entry.target for entry in entries if entry.target), None)
     noisy = [entry for entry in entries if entry.target]

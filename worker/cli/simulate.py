@@ -24,7 +24,7 @@ from tessera.shared.problems import Invalid
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.settings import SettingsError
 from tessera.worker.simulation import Result, Stalled, simulate
-from tessera.worker.simulation.config import BlobRequest, read_file
+from tessera.worker.simulation.config import SimulationFile, read_file
 
 BAD_SETTINGS = 2
 STALLED = 3
@@ -112,7 +112,7 @@ def _told() -> Iterator[None]:
 
 
 def _run(
-    wanted: BlobRequest, start: ModelFolder, folder: Path, changed: Mapping[str, Any], *, as_json: bool
+    wanted: SimulationFile, start: ModelFolder, folder: Path, changed: Mapping[str, Any], *, as_json: bool
 ) -> Result:
     """Return one simulation from its beginning, or from where it was stopped, and what is written of it."""
     spec = {**wanted.spec, **changed}

@@ -11,17 +11,17 @@ import typer
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.cli.render.output import complain
 from tessera.shared.client.client import Client
-from tessera.worker.settings import Settings, SettingsError, read_settings, tls_of, token_of
-from tessera.worker.state.audit import Entry
+from tessera.worker.settings import SettingsError, WorkerSettings, read_settings, tls_of, token_of
+from tessera.worker.state.audit import SiteAuditEntry
 from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.stores import audit_key_of, audit_of, ledger_of
 
 
 @dataclass(frozen=True)
-class Site:
-    settings: Settings
+class SiteRecords:
+    settings: WorkerSettings
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[SiteAuditEntry, ...]:
         """Return the site's own chain. Raises ChainError."""
         return audit_of(self.settings).read()
 
@@ -29,11 +29,11 @@ class Site:
     def worker(self) -> str:
         return self.settings.name
 
-    def checked(self) -> tuple[Entry, ...]:
+    def checked(self) -> tuple[SiteAuditEntry, ...]:
         """Return the same, if it is under the site's key. Raises ChainError."""
         return audit_of(self.settings).check()
 
-    def ledger_faults(self, entries: Iterable[Entry]) -> list[str]:
+    def ledger_faults(self, entries: Iterable[SiteAuditEntry]) -> list[str]:
         """Return what is wrong with the ledgers, beside what the chain says of how far they had come."""
         ledger = ledger_of(self.settings)
         ledger.expect(audit_of(self.settings).ledger_heads(entries))
@@ -53,11 +53,11 @@ class Site:
             yield from client.tasks()
 
 
-def site_of(config: Path) -> Site:
+def site_of(config: Path) -> SiteRecords:
     try:
         settings = read_settings(config)
         audit_key_of(settings)
-        return Site(settings)
+        return SiteRecords(settings)
     except SettingsError as fault:
         complain(str(fault))
         raise typer.Exit(2) from fault

@@ -10,19 +10,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
-import structlog
 import typer
 
 from tessera.shared.cli.lazy_import import load
-from tessera.shared.cli.render.effective import tell_settings
-from tessera.shared.cli.render.findings import tell
-from tessera.shared.cli.render.output import AsJson, print_json
+from tessera.shared.cli.render.output import AsJson, print_json, tell_findings, tell_settings
 from tessera.shared.client.client import Client
 from tessera.shared.diagnostics.checks import examined
 from tessera.shared.methods.registry import MethodsUnusable, methods
 from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticated
-from tessera.shared.telemetry import spans
-from tessera.shared.telemetry.log_lines import Lines
+from tessera.shared.telemetry import logging, spans
 from tessera.shared.urls import without_password
 from tessera.worker.cli.approval import COMMANDS
 from tessera.worker.cli.join import join, rotate
@@ -30,7 +26,7 @@ from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.diagnostics.doctor import checks
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.inventory import datasets_of, describe, device_of
-from tessera.worker.settings import Settings, SettingsError, effective_settings, read_settings, tls_of, token_of
+from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, tls_of, token_of
 from tessera.worker.settings_reload import SettingsFile
 from tessera.worker.state.atomic_files import alone
 from tessera.worker.stores import run_history_of
@@ -78,7 +74,7 @@ def run(config: ConfigFile) -> None:
             _run(load("tessera.worker.agent").Agent(settings, stop, file), settings)
 
 
-def _run(agent: Agent, settings: Settings) -> None:
+def _run(agent: Agent, settings: WorkerSettings) -> None:
     spans.begin("tessera-worker")
     try:
         agent.run()
@@ -151,7 +147,7 @@ def doctor(
     """
     with _bad_settings_in_one_line():
         settings = read_settings(config)
-    tell(examined(checks(settings, probe=probe)), as_json=as_json)
+    tell_findings(examined(checks(settings, probe=probe)), as_json=as_json)
 
 
 config_app = typer.Typer(no_args_is_help=True, help="The settings, as the file and the environment have them.")
@@ -173,7 +169,7 @@ for command in (join, rotate, ledger, adopt, *COMMANDS):
     app.command()(command)
 
 
-def _place(settings: Settings) -> str:
+def _place(settings: WorkerSettings) -> str:
     """Return the coordinator's URL as it may be shown."""
     return without_password(settings.url)
 
@@ -209,20 +205,6 @@ def _alone(state_dir: Path) -> Iterator[None]:
         yield
 
 
-def _log_as(settings: Settings) -> None:
-    """Lines for people on a terminal, JSON for everything else."""
+def _log_as(settings: WorkerSettings) -> None:
     console = sys.stdout.isatty() if settings.log == "auto" else settings.log == "console"
-    render: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer()]
-        if console
-        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    )
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *render,
-        ],
-        logger_factory=lambda *_: Lines(sys.stdout),
-    )
+    logging.configure(sys.stdout, console=console)

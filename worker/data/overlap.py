@@ -19,7 +19,7 @@ from tessera.worker.data.registry import Dataset
 KEPT = 1024
 """Hashes of a sketch. Of a data set with no more examples they are all there is."""
 
-MOST_SHARED = 0.01
+MAX_SHARED = 0.01
 """The share of either data set that may be in the other."""
 
 HASH_BYTES = 6

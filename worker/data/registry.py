@@ -18,9 +18,9 @@ from tessera.shared.problems import said_of
 from tessera.worker.data.dataset import Adapter, DataError, Dataset
 from tessera.worker.data.partition.division import part_of
 from tessera.worker.data.partition.held_out import hold_out
-from tessera.worker.data.partition.schemes import Part
+from tessera.worker.data.partition.schemes import SitePartition
 
-__all__ = ["DataError", "Dataset", "Part", "adapters", "load"]
+__all__ = ["DataError", "Dataset", "SitePartition", "adapters", "load"]
 
 KINDS = "tessera.worker.data.kinds"
 GROUP = "tessera.datasets"
@@ -30,7 +30,7 @@ def load(
     kind: str,
     options: Mapping[str, object],
     *,
-    part: Part | None = None,
+    part: SitePartition | None = None,
     held_out: float | None = None,
     key: bytes = b"",
 ) -> Dataset:

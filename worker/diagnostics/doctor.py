@@ -22,17 +22,17 @@ from tessera.worker.data.registry import DataError, Dataset
 from tessera.worker.diagnostics.network import way_to
 from tessera.worker.governance.descriptions import policy_in_words, size
 from tessera.worker.inventory import device_of, held_out_key, load_source
-from tessera.worker.settings import DataSource, Settings, SettingsError, tls_of, token_of
+from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
 
 WRITTEN_BYTES = 32 << 20
 SLOW_BYTES_PER_SECOND = 20e6
-LEAST_FREE_BYTES = 1 << 30
+MIN_FREE_BYTES = 1 << 30
 PROBE_BYTES = 1 << 18
 MATMUL_ROWS = 1024
 
 
-def checks(settings: Settings, *, probe: bool) -> Iterator[tuple[str, Check]]:
+def checks(settings: WorkerSettings, *, probe: bool) -> Iterator[tuple[str, Check]]:
     """Yield what is looked at, in order. With `probe`, 256 KiB of noise are uploaded, which the coordinator
     removes."""
     verify = tls_of(settings)
@@ -47,7 +47,7 @@ def checks(settings: Settings, *, probe: bool) -> Iterator[tuple[str, Check]]:
     yield "line", lambda: _line(settings, connect, probe=probe)
 
 
-def _token(settings: Settings, connect: Callable[..., Client]) -> Iterator[Finding]:
+def _token(settings: WorkerSettings, connect: Callable[..., Client]) -> Iterator[Finding]:
     try:
         token = token_of(settings)
     except SettingsError as fault:
@@ -73,12 +73,12 @@ def _token(settings: Settings, connect: Callable[..., Client]) -> Iterator[Findi
         yield fail("token", f"it could not be tried: {problem.detail}", problem.advice)
 
 
-def _disk(settings: Settings) -> Iterator[Finding]:
+def _disk(settings: WorkerSettings) -> Iterator[Finding]:
     folder = settings.state_dir
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     free = shutil.disk_usage(folder).free
     told = f"{size(free)} free at {folder}"
-    if free < LEAST_FREE_BYTES:
+    if free < MIN_FREE_BYTES:
         yield fail("disk", told, "Free some: a model, its updates and the cache lie there.")
     elif free < settings.cache_bytes:
         yield warn("disk", f"{told}, less than cache_bytes ({size(settings.cache_bytes)})", "Lower cache_bytes.")
@@ -98,7 +98,7 @@ def _disk(settings: Settings) -> Iterator[Finding]:
     )
 
 
-def _device(settings: Settings) -> Iterator[Finding]:
+def _device(settings: WorkerSettings) -> Iterator[Finding]:
     try:
         device = device_of(settings.device)
     except SettingsError as fault:
@@ -140,7 +140,7 @@ def _matmul_seconds(device: torch.device, dtype: torch.dtype) -> float:
     return max(seconds, 1e-9)
 
 
-def _dataset(settings: Settings, name: str, source: DataSource) -> Iterator[Finding]:
+def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterator[Finding]:
     if not settings.policy.allows_dataset(name):
         yield ok(f"data {name}", "kept from runs by the policy, and not loaded")
         return
@@ -157,7 +157,7 @@ def _dataset(settings: Settings, name: str, source: DataSource) -> Iterator[Find
         yield warn(f"data {name}", "no version is measured on it, and this worker does nothing else", remedy)
 
 
-def _policy(settings: Settings) -> Iterator[Finding]:
+def _policy(settings: WorkerSettings) -> Iterator[Finding]:
     policy = settings.policy
     yield from (ok("policy", sentence) for sentence in policy_in_words(policy))
     for rule in ("orchestrators", "methods", "datasets", "models"):
@@ -184,7 +184,7 @@ def _told(loaded: Dataset) -> str:
     return f"{loaded.examples} examples{known}{held_out}"
 
 
-def _line(settings: Settings, connect: Callable[..., Client], *, probe: bool) -> Iterator[Finding]:
+def _line(settings: WorkerSettings, connect: Callable[..., Client], *, probe: bool) -> Iterator[Finding]:
     """Yield how fast bytes go and come, and what that is for the runs that this worker takes part in."""
     with connect(token_of(settings)) as client:
         rate = None

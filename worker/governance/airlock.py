@@ -69,7 +69,7 @@ class Summary(Frozen):
     """What all of the run's updates tell of one example with this one; None without differential privacy."""
 
 
-class Decision(Frozen):
+class ReleaseDecision(Frozen):
     update: Digest
     verdict: Literal["release", "withhold"]
     by: str
@@ -93,7 +93,7 @@ class Airlock:
         """Remove what a process that was killed held: its lease is lost, and nobody would send it."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def hold(self, path: Path, summary: Summary, check: Callable[[], None]) -> Decision:
+    def hold(self, path: Path, summary: Summary, check: Callable[[], None]) -> ReleaseDecision:
         """Wait until a person has released the file. Raises UpdateWithheld, and whatever `check` raises."""
         place = self._folder / summary.id
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -109,7 +109,7 @@ class Airlock:
             raise UpdateWithheld(decision.reason or "a person at the site withheld the update")
         return decision
 
-    def _awaited(self, place: Path, summary: Summary, check: Callable[[], None]) -> Decision:
+    def _awaited(self, place: Path, summary: Summary, check: Callable[[], None]) -> ReleaseDecision:
         while True:
             check()
             decision = _decision(place)
@@ -141,7 +141,7 @@ class Airlock:
         held = found[0]
         if _decision(self._folder / held.id):
             raise AirlockError(f"the update {held.id} was decided already")
-        decision = Decision(update=held.update, verdict=verdict, by=by, at=self._clock(), reason=reason[:200])
+        decision = ReleaseDecision(update=held.update, verdict=verdict, by=by, at=self._clock(), reason=reason[:200])
         with written_whole(self._folder / held.id / DECISION_FILE) as file:
             file.write(canonical(decision))
         return held
@@ -180,8 +180,8 @@ def summary_of(
     )
 
 
-def _decision(place: Path) -> Decision | None:
+def _decision(place: Path) -> ReleaseDecision | None:
     try:
-        return Decision.model_validate_json((place / DECISION_FILE).read_bytes())
+        return ReleaseDecision.model_validate_json((place / DECISION_FILE).read_bytes())
     except (FileNotFoundError, ValidationError):
         return None

@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from tessera.shared.schema import MOST_WITHHELD, Frozen, TaskKind, canonical
+from tessera.shared.schema import MAX_WITHHELD, Frozen, TaskKind, canonical
 from tessera.worker.governance.run_history import RunSnapshot
 from tessera.worker.state.atomic_files import alone, written_whole
 
@@ -39,7 +39,7 @@ class Unapproved(Exception):
         self.code = code
 
 
-class Decision(Frozen):
+class ApprovalDecision(Frozen):
     """What a person decided."""
 
     approved: bool
@@ -62,7 +62,7 @@ class Request(Frozen):
     worker: str
     asked_at: datetime
     summary: str
-    decision: Decision | None = None
+    decision: ApprovalDecision | None = None
 
     def standing(self, now: datetime) -> Standing:
         if self.decision is None:
@@ -115,7 +115,7 @@ class Inbox:
             self._write(request)
         return request
 
-    def decide(self, named: str, decision: Decision) -> list[Request]:
+    def decide(self, named: str, decision: ApprovalDecision) -> list[Request]:
         """Enter what was decided of all that a run asks, by its id, the beginning of it, or its name.
 
         Raises InboxError if there is no such run, or more than one.
@@ -147,7 +147,7 @@ class Inbox:
         now = self._now()
         unapproved = [request for request in self.requests() if request.standing(now) != "approved"]
         withheld = {request.run: request.reason(now) for request in unapproved}
-        return dict(list(withheld.items())[-MOST_WITHHELD:])
+        return dict(list(withheld.items())[-MAX_WITHHELD:])
 
     def _find(self, run: str, terms: str) -> Request | None:
         path = self._path(run, terms)

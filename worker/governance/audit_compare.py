@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tessera.shared.api.tasks import TaskView
-from tessera.worker.state.audit import Entry
+from tessera.worker.state.audit import SiteAuditEntry
 
 Kind = Literal[
     "counted-never-sent", "sent-not-counted", "other-digest", "other-bytes", "other-examples", "chain-rolled-back",
@@ -16,7 +16,7 @@ Kind = Literal[
 
 
 @dataclass(frozen=True)
-class Difference:
+class Discrepancy:
     """Something that the two do not agree on."""
 
     kind: Kind
@@ -32,10 +32,10 @@ class Comparison:
     """Results that both sides have, as the same."""
     earlier: int
     """Tasks from before the chain began, or of workers who do not write to it: nothing can be said of them."""
-    differences: tuple[Difference, ...]
+    differences: tuple[Discrepancy, ...]
 
 
-def compare(entries: Sequence[Entry], tasks: Iterable[TaskView], worker: str | None = None) -> Comparison:
+def compare(entries: Sequence[SiteAuditEntry], tasks: Iterable[TaskView], worker: str | None = None) -> Comparison:
     """`entries` are the chain's, `tasks` what the coordinator says of all of the site's tasks. `worker` writes to the
     chain, even if there is nothing in it."""
     workers = {entry.worker for entry in entries} | {worker}
@@ -46,7 +46,7 @@ def compare(entries: Sequence[Entry], tasks: Iterable[TaskView], worker: str | N
     known = {entry.task for entry in entries}
     shown: dict[tuple[str | None, int | None], TaskView] = {}
     earlier = agreed = 0
-    found: list[Difference] = []
+    found: list[Discrepancy] = []
     for task in tasks:
         shown[task.id, task.token] = task
         if task.audit_head and task.audit_head not in digests and task.worker.partition("/")[2] in workers:
@@ -54,7 +54,7 @@ def compare(entries: Sequence[Entry], tasks: Iterable[TaskView], worker: str | N
                 f"{task.worker} sent it with the digest {task.audit_head} of this chain, which has no such entry: "
                 "it was cut off, written anew, or is an older copy"
             )
-            found.append(Difference("chain-rolled-back", task.id, task.run, task.round, detail))
+            found.append(Discrepancy("chain-rolled-back", task.id, task.run, task.round, detail))
             continue
         if not task.is_accepted:
             continue
@@ -64,7 +64,7 @@ def compare(entries: Sequence[Entry], tasks: Iterable[TaskView], worker: str | N
             earlier += 1
         elif sent is None:
             detail = f"the coordinator counts a result of {task.worker}; none is written down here"
-            found.append(Difference("counted-never-sent", task.id, task.run, task.round, detail))
+            found.append(Discrepancy("counted-never-sent", task.id, task.run, task.round, detail))
         elif other := list(_others(sent, task)):
             found += other
         else:
@@ -73,7 +73,7 @@ def compare(entries: Sequence[Entry], tasks: Iterable[TaskView], worker: str | N
     return Comparison(agreed, earlier, tuple(found))
 
 
-def _others(sent: Entry, task: TaskView) -> Iterator[Difference]:
+def _others(sent: SiteAuditEntry, task: TaskView) -> Iterator[Discrepancy]:
     """In what the two sides have other things of one result."""
     pairs: list[tuple[Kind, object, object]] = [("other-examples", sent.detail.get("examples"), task.examples)]
     if sent.action == "update.leave":
@@ -82,14 +82,14 @@ def _others(sent: Entry, task: TaskView) -> Iterator[Difference]:
     for kind, here, there in pairs:
         if here != there:
             detail = f"here it is {here}, at the coordinator {there}"
-            yield Difference(kind, task.id, task.run, task.round, detail)
+            yield Discrepancy(kind, task.id, task.run, task.round, detail)
 
 
 def _uncounted(
-    entries: Sequence[Entry],
-    left: dict[tuple[str | None, int | None], Entry],
+    entries: Sequence[SiteAuditEntry],
+    left: dict[tuple[str | None, int | None], SiteAuditEntry],
     shown: dict[tuple[str | None, int | None], TaskView],
-) -> Iterator[Difference]:
+) -> Iterator[Discrepancy]:
     """Yield what was sent and does not count, unless this side knows so."""
     over = {
         (entry.task, entry.token) for entry in entries if entry.action in ("task.drop", "task.fail", "task.refuse")
@@ -101,4 +101,4 @@ def _uncounted(
             continue
         state = f"says that its task is {task.state}" if task else "knows of no such task under this token"
         detail = f"it left here on {sent.at:%Y-%m-%d %H:%M:%S} UTC; the coordinator {state}"
-        yield Difference("sent-not-counted", sent.task or "", sent.run or "", sent.round or 0, detail)
+        yield Discrepancy("sent-not-counted", sent.task or "", sent.run or "", sent.round or 0, detail)

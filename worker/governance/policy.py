@@ -13,8 +13,8 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.run_settings.privacy import Budget
 from tessera.shared.run_settings.schedule import Span
-from tessera.shared.schema import LARGEST_NUMBER, Frozen, Label, TaskKind
-from tessera.worker.state.privacy_ledger import Entry, Use, exact_in
+from tessera.shared.schema import MAX_NUMBER, Frozen, Label, TaskKind
+from tessera.worker.state.privacy_ledger import LedgerEntry, Use, exact_in
 
 GIB = 1 << 30
 SHOWN = 8
@@ -120,7 +120,7 @@ class Allowance(Budget):
         description="whether it bounds what comes after, although the data set was used without privacy before",
     )
 
-    def uncovered(self, entries: Iterable[Entry]) -> list[tuple[Entry, Use]]:
+    def uncovered(self, entries: Iterable[LedgerEntry]) -> list[tuple[LedgerEntry, Use]]:
         """Return what of a data set's ledger no noise covers and the site does not answer for, oldest first."""
         # What nothing trains on is measured by the budget's own leave.
         allowed = ("evaluation",) if self.evaluations else ()
@@ -128,7 +128,7 @@ class Allowance(Budget):
             [] if self.acknowledge_exact else [(entry, use) for entry, use in exact_in(entries) if use not in allowed]
         )
 
-    def check_exact(self, dataset: str, entries: Iterable[Entry]) -> None:
+    def check_exact(self, dataset: str, entries: Iterable[LedgerEntry]) -> None:
         """Judge what a data set's ledger has of exact uses. Raises PolicyViolation."""
         if uncovered := self.uncovered(entries):
             entry, use = uncovered[0]
@@ -226,7 +226,7 @@ class Policy(Frozen):
                 "require_privacy": Budget(epsilon=floor.epsilon, delta=floor.delta) if floor else None,
                 "budgets": {name: Budget(epsilon=most.epsilon, delta=most.delta) for name, most in budgets.items()},
                 # At a delta that nothing was planned for, there may be no bound at all.
-                "spent": {name: min(epsilon, LARGEST_NUMBER) for name, epsilon in (spent or {}).items() if epsilon},
+                "spent": {name: min(epsilon, MAX_NUMBER) for name, epsilon in (spent or {}).items() if epsilon},
             }
         )
 

@@ -55,7 +55,7 @@ class Record(Frozen):
     """What all updates together had, whatever became of them."""
 
 
-class Measured(Frozen):
+class EvaluationCount(Frozen):
     """How many versions were measured on a data set, for all runs."""
 
     times: NonNegativeInt = 0
@@ -112,7 +112,7 @@ class RunHistory:
         """Return how many versions were measured on a data set, for all runs. Raises PolicyViolation."""
         path = self._measured_path(dataset)
         try:
-            return Measured.model_validate_json(path.read_bytes()).times if path.exists() else 0
+            return EvaluationCount.model_validate_json(path.read_bytes()).times if path.exists() else 0
         except ValidationError as fault:
             raise PolicyViolation("max_measurements", f"{path} cannot be read as a count") from fault
 
@@ -126,7 +126,7 @@ class RunHistory:
             times = self.measured(dataset) + 1
             policy.check_measurements(dataset, times)
             with written_whole(self._measured_path(dataset)) as file:
-                file.write(canonical(Measured(times=times)))
+                file.write(canonical(EvaluationCount(times=times)))
 
     def _measured_path(self, dataset: str) -> Path:
         # A data set's name is a label, which cannot be a path.

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tessera.shared.model.blocks import Block, Part, Role, check_table
+from tessera.shared.model.blocks import Block, Role, TensorSlice, check_table
 from tessera.shared.model.spec import stored_name
 from tessera.shared.tensors.dtypes import DType
 from tessera.worker.model.layouts import (
@@ -46,15 +46,15 @@ from tessera.worker.model.layouts import (
     OWN_HEADS,
     SCORES,
     Division,
-    Layout,
     MappingError,
     MappingFile,
-    Row,
+    ModelLayout,
     Spans,
+    TensorPattern,
     divided,
 )
 
-Claim = Role | Mapping[Role, Part]
+Claim = Role | Mapping[Role, TensorSlice]
 """What a tensor is: of one role, or fused of several parts."""
 
 ADAPTER = re.compile(r"(?P<matrix>.+)\.lora_(?P<factor>[AB])\..+")
@@ -87,7 +87,7 @@ class _Attention:
 
     path: str
     module: nn.Module
-    layout: Layout
+    layout: ModelLayout
 
 
 @dataclass(frozen=True)
@@ -221,8 +221,8 @@ def _parts(attention: _Attention, name: str, tensor: Tensor, division: Division)
         raise UnknownArchitecture(f"a fused projection does not divide ({error})", [name]) from error
 
 
-def _labelled(spans: Mapping[Role, Spans], axis: int) -> Mapping[Role, Part]:
-    return {role: Part(label=role, axis=axis, spans=each) for role, each in spans.items()}
+def _labelled(spans: Mapping[Role, Spans], axis: int) -> Mapping[Role, TensorSlice]:
+    return {role: TensorSlice(label=role, axis=axis, spans=each) for role, each in spans.items()}
 
 
 def _inserted(tensors: Iterable[str]) -> dict[str, _Told]:
@@ -253,7 +253,7 @@ def _told(model: nn.Module, tensors: Mapping[str, Tensor], mapping: MappingFile)
     return told
 
 
-def _claim_of(row: Row, tensor: Tensor) -> Claim:
+def _claim_of(row: TensorPattern, tensor: Tensor) -> Claim:
     if row.role is not None:
         return row.role
     if not -tensor.ndim <= row.axis < tensor.ndim:

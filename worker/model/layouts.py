@@ -111,7 +111,7 @@ def latent(attention: Any, _: int) -> Sequence[Run]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModelLayout:
     """One arrangement of an attention's projections, by the names of the attention's children.
 
     `whole` and `fused` are all there in an attention that the row explains, `optional` may be. `beside` are paths
@@ -148,25 +148,25 @@ _LATENTS = frozenset(
 )
 _LATENT: Mapping[str, Role] = {"kv_a_proj_with_mqa": "key", "kv_a_layernorm": "key", "o_proj": "output"}
 
-LAYOUTS: tuple[Layout, ...] = (
+LAYOUTS: tuple[ModelLayout, ...] = (
     # BERT and those built like it. data2vec has a table of relative positions.
-    Layout(
+    ModelLayout(
         whole={"query": "query", "key": "key", "value": "value"},
         optional={"relative_position_bias": "key"},
         beside={"output.dense": "output"},
     ),
     # ALBERT.
-    Layout(
+    ModelLayout(
         whole={"query": "query", "key": "key", "value": "value", "dense": "output"}, optional={"LayerNorm": "norm"}
     ),
     # DeBERTa, the second.
-    Layout(
+    ModelLayout(
         whole={"query_proj": "query", "key_proj": "key", "value_proj": "value"},
         optional={"pos_query_proj": "query", "pos_key_proj": "key"},
         beside={"output.dense": "output"},
     ),
     # DeBERTa, the first.
-    Layout(
+    ModelLayout(
         whole={"q_bias": "query", "v_bias": "value"},
         fused={"in_proj": by_head("attention_head_size")},
         optional={"pos_q_proj": "query", "pos_proj": "key"},
@@ -175,12 +175,12 @@ LAYOUTS: tuple[Layout, ...] = (
     ),
     # Llama, Qwen, Gemma, ViT. Grouped queries only make the key and value projections narrower. GPT-OSS has sinks,
     # one more key for each head, and Swin a table of relative positions.
-    Layout(
+    ModelLayout(
         whole={**_PROJECTIONS, "o_proj": "output"},
         optional={**_NORMS, "sinks": "key", "relative_position_bias": "key"},
     ),
     # CLIP, BART, OPT, Whisper, wav2vec 2. WavLM has a table of relative positions, gated by what asks.
-    Layout(
+    ModelLayout(
         whole={**_PROJECTIONS, "out_proj": "output"},
         optional={
             **_NORMS,
@@ -190,92 +190,92 @@ LAYOUTS: tuple[Layout, ...] = (
         },
     ),
     # What AIMv2 pools with: the class token asks as it is.
-    Layout(
+    ModelLayout(
         whole={"k_proj": "key", "v_proj": "value", "output_proj": "output", "cls_token": "query"},
         classes=frozenset({"Aimv2AttentionPoolingHead"}),
     ),
     # Phi.
-    Layout(whole={**_PROJECTIONS, "dense": "output"}, optional=_NORMS),
+    ModelLayout(whole={**_PROJECTIONS, "dense": "output"}, optional=_NORMS),
     # T5 and MPNet.
-    Layout(
+    ModelLayout(
         whole={"q": "query", "k": "key", "v": "value", "o": "output"}, optional={"relative_attention_bias": "key"}
     ),
     # XLNet.
-    Layout(
+    ModelLayout(
         whole={"q": "query", "k": "key", "v": "value", "o": "output", "r": "key", "seg_embed": "key"},
         optional={"r_r_bias": "query", "r_s_bias": "query", "r_w_bias": "query", "layer_norm": "norm"},
     ),
     # DistilBERT and XLM.
-    Layout(whole={"q_lin": "query", "k_lin": "key", "v_lin": "value", "out_lin": "output"}),
+    ModelLayout(whole={"q_lin": "query", "k_lin": "key", "v_lin": "value", "out_lin": "output"}),
     # Wav2Vec2-BERT.
-    Layout(
+    ModelLayout(
         whole={"linear_q": "query", "linear_k": "key", "linear_v": "value", "linear_out": "output"},
         optional={"distance_embedding": "key", "linear_pos": "key", "pos_bias_u": "query", "pos_bias_v": "query"},
     ),
     # torch's own, as in the pooling head of SigLIP.
-    Layout(
+    ModelLayout(
         whole={"out_proj": "output"},
         fused={"in_proj_weight": in_turn("query", "key", "value"), "in_proj_bias": in_turn("query", "key", "value")},
         classes=frozenset({"MultiheadAttention"}),
     ),
     # GPT-2, and its cross-attention.
-    Layout(
+    ModelLayout(
         whole={"c_proj": "output"},
         fused={"c_attn": in_turn("query", "key", "value")},
         classes=frozenset({"GPT2Attention", "ImageGPTAttention"}),
     ),
-    Layout(
+    ModelLayout(
         whole={"q_attn": "query", "c_proj": "output"},
         fused={"c_attn": in_turn("key", "value")},
         classes=frozenset({"GPT2Attention"}),
     ),
     # StarCoder.
-    Layout(whole={"c_proj": "output"}, fused={"c_attn": bigcode}, classes=frozenset({"GPTBigCodeAttention"})),
+    ModelLayout(whole={"c_proj": "output"}, fused={"c_attn": bigcode}, classes=frozenset({"GPTBigCodeAttention"})),
     # GPT-NeoX.
-    Layout(
+    ModelLayout(
         whole={"dense": "output"},
         fused={"query_key_value": by_head("head_size")},
         optional={"dense_bias": "output"},
         classes=frozenset({"GPTNeoXAttention", "GPTNeoXJapaneseAttention"}),
     ),
     # BLOOM and Persimmon.
-    Layout(
+    ModelLayout(
         whole={"dense": "output"},
         fused={"query_key_value": by_head("head_dim")},
         optional=_NORMS,
         classes=frozenset({"BloomAttention", "PersimmonAttention"}),
     ),
     # Falcon.
-    Layout(whole={"dense": "output"}, fused={"query_key_value": falcon}, classes=frozenset({"FalconAttention"})),
+    ModelLayout(whole={"dense": "output"}, fused={"query_key_value": falcon}, classes=frozenset({"FalconAttention"})),
     # MPT.
-    Layout(
+    ModelLayout(
         whole={"out_proj": "output"},
         fused={"Wqkv": in_turn("query", "key", "value")},
         classes=frozenset({"MptAttention"}),
     ),
     # ModernBERT.
-    Layout(
+    ModelLayout(
         whole={"Wo": "output"},
         fused={"Wqkv": in_turn("query", "key", "value")},
         classes=frozenset({"ModernBertAttention"}),
     ),
     # Phi-3.
-    Layout(whole={"o_proj": "output"}, fused={"qkv_proj": phi3}, classes=frozenset({"Phi3Attention"})),
+    ModelLayout(whole={"o_proj": "output"}, fused={"qkv_proj": phi3}, classes=frozenset({"Phi3Attention"})),
     # CodeGen.
-    Layout(whole={"out_proj": "output"}, fused={"qkv_proj": codegen}, classes=frozenset({"CodeGenAttention"})),
+    ModelLayout(whole={"out_proj": "output"}, fused={"qkv_proj": codegen}, classes=frozenset({"CodeGenAttention"})),
     # TimeSformer.
-    Layout(
+    ModelLayout(
         fused={"qkv": in_turn("query", "key", "value")},
         beside={"output.dense": "output"},
         classes=frozenset({"TimesformerSelfAttention"}),
     ),
     # DeepSeek's latent attention. The latent feeds keys and values alike; it moves the scores, so it is a key.
-    Layout(
+    ModelLayout(
         whole={"q_a_proj": "query", "q_a_layernorm": "query", "q_b_proj": "query", **_LATENT},
         fused={"kv_b_proj": latent},
         classes=_LATENTS,
     ),
-    Layout(whole={"q_proj": "query", **_LATENT}, fused={"kv_b_proj": latent}, classes=_LATENTS),
+    ModelLayout(whole={"q_proj": "query", **_LATENT}, fused={"kv_b_proj": latent}, classes=_LATENTS),
 )
 
 SCORES: Mapping[str, Mapping[str, Role]] = {
@@ -314,7 +314,7 @@ class Piece(Frozen):
     rows: PositiveInt
 
 
-class Row(Frozen):
+class TensorPattern(Frozen):
     """What the tensors are whose whole name the pattern matches: of one role, or fused.
 
     In the pattern `*` stands for anything and `{layer}` for a number, which becomes the block's layer.
@@ -346,7 +346,7 @@ class MappingFile(Frozen):
     """The mapping of one architecture, as docs/blockmap.md describes the file."""
 
     model_type: Annotated[str, Field(min_length=1, max_length=128)]
-    tensors: tuple[Row, ...] = Field(min_length=1)
+    tensors: tuple[TensorPattern, ...] = Field(min_length=1)
 
 
 def read_mapping(path: Path) -> MappingFile:

@@ -24,9 +24,9 @@ from scipy.optimize import brentq
 from tessera.shared.run_settings.privacy import Budget
 from tessera.worker.state.privacy_ledger import Event, NoisyChoice, NoisySteps
 
-LEAST_NOISE = 0.3125
+MIN_NOISE = 0.3125
 """No target is met with a smaller noise multiplier: what it would promise is not worth the name."""
-MOST_NOISE = 1e4
+MAX_NOISE = 1e4
 
 # Fractional orders are dropped, with a warning, wherever their series does not converge.
 ORDERS: tuple[int, ...] = (*range(2, 33), *range(36, 65, 4), 80, 96, 128, 192, 256, 512)
@@ -40,7 +40,7 @@ by less than one in a thousand, and takes ten times as long."""
 GRID_BITS = 10
 """Of the mantissas of noise and rate. They are rounded towards more epsilon, by less than 0.2 %, so that runs which
 are nearly alike are composed once; the noise that is chosen here is on this grid."""
-MOST_COMPOSED = 64
+MAX_COMPOSED = 64
 """Of more different mechanisms together, only the bound in Renyi differential privacy is worked out: it is never
 below the truth, and quick."""
 
@@ -118,8 +118,8 @@ def _noise_multiplier(target: Budget, spent: _Steps, rho: float, rate: float, st
         return _epsilon((*spent, (noise, rate, steps)), rho, target.delta)
 
     # The quick bound first: it is never below the truth, so most of the search can be left to it.
-    high = _least(renyi, target.epsilon, LEAST_NOISE, MOST_NOISE)
-    low = LEAST_NOISE if high == MOST_NOISE else max(LEAST_NOISE, high / 2)
+    high = _least(renyi, target.epsilon, MIN_NOISE, MAX_NOISE)
+    low = MIN_NOISE if high == MAX_NOISE else max(MIN_NOISE, high / 2)
     noise = _least(exact, target.epsilon, low, high)
     if exact(noise) > target.epsilon:
         raise Overspent(f"nothing is left of epsilon {target.epsilon:g} at delta {target.delta:g}")
@@ -186,7 +186,7 @@ def _least_budget(steps: _Steps, rho: float, delta: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _epsilon(steps: _Steps, rho: float, delta: float) -> float:
-    if not steps or len(steps) > MOST_COMPOSED:
+    if not steps or len(steps) > MAX_COMPOSED:
         return _renyi(steps, rho, delta)
     if not rho:
         return _loss(steps, delta)
@@ -203,14 +203,14 @@ def _loss(steps: _Steps, delta: float) -> float:
     return float(_composed(steps, grid).get_epsilon_for_delta(delta))
 
 
-@lru_cache(maxsize=MOST_COMPOSED + 8)
+@lru_cache(maxsize=MAX_COMPOSED + 8)
 def _composed(steps: _Steps, grid: float) -> PrivacyLossDistribution:
     *before, last = steps
     alone = _distribution(*last, grid)
     return _composed(tuple(before), grid).compose(alone) if before else alone
 
 
-@lru_cache(maxsize=MOST_COMPOSED + 8)
+@lru_cache(maxsize=MAX_COMPOSED + 8)
 def _distribution(noise: float, rate: float, count: int, grid: float) -> PrivacyLossDistribution:
     """Of so many steps, rounded upwards to the grid."""
     if rate < 1:

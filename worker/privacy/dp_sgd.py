@@ -21,8 +21,7 @@ from torch import Tensor
 
 from tessera.shared.methods.base import WorkerHalf
 from tessera.worker.data.registry import Dataset
-from tessera.worker.model.forward import IGNORED, losses
-from tessera.worker.model.measuring import measuring
+from tessera.worker.model.forward import IGNORED, losses, measuring
 from tessera.worker.privacy.noise import NoiseSource
 from tessera.worker.privacy.per_example_grads import (
     EXACT,
@@ -35,7 +34,7 @@ from tessera.worker.privacy.per_example_grads import (
     isolate_examples,
     norms,
 )
-from tessera.worker.training.context import LocalWork
+from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.trainer import Trainer, autocast
 
@@ -124,12 +123,12 @@ def release(total: Tensor, mechanism: Mechanism, dice: NoiseSource) -> None:
         values.add_(noise, alpha=mechanism.deviation).div_(mechanism.grid).round_().mul_(mechanism.grid)
 
 
-def known_examples(work: LocalWork, dataset: Dataset, sample: Batch) -> Tensor:
+def known_examples(context: LocalTaskContext, dataset: Dataset, sample: Batch) -> Tensor:
     """Return of which examples the model has all words and classes, bool [examples]: on a GPU any other would end the
     process, and on a CPU the batch. `sample` is a batch that the model takes."""
-    with measuring(work.model), torch.no_grad():
-        logits = work.forward(sample).logits
-    config, classes = work.model.config, None if logits is None else logits.shape[-1]
+    with measuring(context.model), torch.no_grad():
+        logits = context.forward(sample).logits
+    config, classes = context.model.config, None if logits is None else logits.shape[-1]
     bounds = {
         "input_ids": getattr(config, "vocab_size", None),
         "token_type_ids": getattr(config, "type_vocab_size", None),
@@ -164,25 +163,25 @@ class NoisyGradients:
         self._without = 0
         self._log = structlog.get_logger("worker")
         common = {name: tensor.to(trainer.device) for name, tensor in dataset.common.items()}
-        model = trainer.work.model
+        model = trainer.context.model
         isolate_examples(model, freeze.parameters)
-        half, work = trainer.half, trainer.work
+        half, context = trainer.half, trainer.context
 
         def loss(batch: Batch) -> Tensor:
             with autocast(trainer.training, trainer.device):
-                return half.loss(work, batch)
+                return half.loss(context, batch)
 
         def each(batch: Batch) -> Tensor:
             with autocast(trainer.training, trainer.device):
-                return losses(work.forward(batch), work.head, batch["labels"])
+                return losses(context.forward(batch), context.head, batch["labels"])
 
         plain = type(half).loss is WorkerHalf.loss
-        sample = {name: tensor.to(trainer.device) for name, tensor in trainer.work.made_up(dataset, 2).items()}
+        sample = {name: tensor.to(trainer.device) for name, tensor in trainer.context.made_up(dataset, 2).items()}
         exact = trainer.training.precision == "float32" and all(p.dtype.itemsize >= 4 for p in freeze.parameters)
         tolerance = EXACT if exact else ROUGH
         self._clip_norm = mechanism.clip_norm * (1 - ROUNDING[tolerance])
         self._way = fastest(model, loss, each if plain else None, freeze.parameters, common, sample, tolerance)
-        self._known = known_examples(work, dataset, {name: tensor[:1] for name, tensor in sample.items()} | common)
+        self._known = known_examples(context, dataset, {name: tensor[:1] for name, tensor in sample.items()} | common)
         self._alone = OneByOne(loss, freeze.parameters, common)
         self._at_once = at_once(self._way, freeze.parameters)
 

@@ -24,13 +24,13 @@ from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
 from tessera.worker.privacy.noise import NoiseSource, secret_key
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import (
-    Entry,
     Event,
     Ledger,
+    LedgerEntry,
     LedgerError,
+    LedgerPage,
     NoisyChoice,
     NoisySteps,
-    Page,
     noisy_in,
 )
 from tessera.worker.training.context import largest
@@ -118,8 +118,8 @@ class PrivateTask:
                 page.exact(self._task, self._sampling.examples, "choice")
         self._looked = True
 
-    def choose(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
-        """As `Work.choose`, by noisy sums if the run says so: each choice after the first is paid for here."""
+    def top_k(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
+        """As `Work.top_k`, by noisy sums if the run says so: each choice after the first is paid for here."""
         if self._privacy.selection != "noisy":
             return largest(scores, count)
         if not self._looked:
@@ -186,14 +186,14 @@ class PrivateTask:
 
     # ------------------------------------------------------------ spending
 
-    def _noisy_steps(self, entries: Sequence[Entry], epochs: int) -> NoisySteps:
+    def _noisy_steps(self, entries: Sequence[LedgerEntry], epochs: int) -> NoisySteps:
         """This task's steps, with the noise that they need. Raises PolicyViolation if the site requires more."""
         event = self._needed_steps(entries, epochs)
         if self._floor:
             self._floor.check_noise(event.noise_multiplier)
         return event
 
-    def _needed_steps(self, entries: Sequence[Entry], epochs: int) -> NoisySteps:
+    def _needed_steps(self, entries: Sequence[LedgerEntry], epochs: int) -> NoisySteps:
         """This task's steps, with noise that lets the run keep its target if the rounds to come are like this one.
 
         The same in every round, unless tasks were tried more than once, which costs anew, or rounds differ.
@@ -220,7 +220,7 @@ class PrivateTask:
         with self._ledger.page(self._dataset) as page:
             self._write(page, events)
 
-    def _write(self, page: Page, events: Sequence[Event]) -> None:
+    def _write(self, page: LedgerPage, events: Sequence[Event]) -> None:
         self._judge(page.entries, events)
         entry = page.spend(self._task, self._sampling.examples, self._target, events)
         self._reserved.append(entry.seq)
@@ -228,7 +228,7 @@ class PrivateTask:
             "privacy-spent", dataset=self._dataset, events=[event.model_dump() for event in events]
         )
 
-    def _judge(self, entries: Sequence[Entry], events: Sequence[Event]) -> None:
+    def _judge(self, entries: Sequence[LedgerEntry], events: Sequence[Event]) -> None:
         """Raise PolicyViolation if the events would take the data set beyond the site's budget, or what it allows in
         a week."""
         name = self._dataset
@@ -249,12 +249,12 @@ class PrivateTask:
                     + (self._to_the_end(allowed, counted, needed) if rule == "privacy" else ""),
                 )
 
-    def _to_the_end(self, budget: Budget, entries: Sequence[Entry], least: float = 0.0) -> str:
+    def _to_the_end(self, budget: Budget, entries: Sequence[LedgerEntry], least: float = 0.0) -> str:
         """Return what budget would hold the run to its end, if the rounds to come are as this one."""
         needed = max(least, least_budget([*noisy_in(entries), *self._ahead], budget.delta))
         return f"; all rounds of the run need a budget of {_up(needed)}"
 
-    def _warn_of_budget(self, entries: Sequence[Entry]) -> None:
+    def _warn_of_budget(self, entries: Sequence[LedgerEntry]) -> None:
         """Say at the first task of a run if the budget does not hold all of its rounds. The site may not take part in
         each, so this is no reason to refuse."""
         if self._budget and not admits([*noisy_in(entries), *self._ahead], self._budget):
@@ -266,7 +266,7 @@ class PrivateTask:
                 remedy="raise the budget, or have the run spend less: its last rounds are refused otherwise",
             )
 
-    def _of_run(self, entries: Iterable[Entry]) -> list[Event]:
+    def _of_run(self, entries: Iterable[LedgerEntry]) -> list[Event]:
         return noisy_in(entry for entry in entries if entry.run == self._task.run)
 
 
@@ -275,7 +275,7 @@ def _up(value: float) -> str:
     return f"{math.ceil(value * 100) / 100:g}" if math.isfinite(value) else "more than 1000"
 
 
-def _since(entries: Iterable[Entry], at: datetime) -> list[Entry]:
+def _since(entries: Iterable[LedgerEntry], at: datetime) -> list[LedgerEntry]:
     return [entry for entry in entries if entry.at > at]
 
 

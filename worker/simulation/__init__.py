@@ -12,6 +12,6 @@ from tessera.worker.simulation.conditions import Conditions
 from tessera.worker.simulation.result import Result
 from tessera.worker.simulation.round_loop import Stalled
 from tessera.worker.simulation.simulate import Weights, simulate
-from tessera.worker.simulation.virtual_sites import Site
+from tessera.worker.simulation.virtual_sites import VirtualSite
 
-__all__ = ["Conditions", "Result", "Site", "Stalled", "Weights", "simulate"]
+__all__ = ["Conditions", "Result", "Stalled", "VirtualSite", "Weights", "simulate"]

@@ -22,7 +22,7 @@ from tessera.worker.state.atomic_files import sweep, written_whole
 M = TypeVar("M", bound=BaseModel)
 
 
-class Committed(Message):
+class CommittedVersion(Message):
     """A version, and every attempt at the round that made it; the first version has none."""
 
     version: Version
@@ -41,7 +41,7 @@ class Reported(Message):
         return Accepted(site, view.worker, self.update, view.examples or 0, view.numbers, self.plan)
 
 
-class Measured(Message):
+class MeasuredVersion(Message):
     """What was measured of a version."""
 
     measurements: tuple[Measurement, ...]
@@ -75,11 +75,11 @@ class Records:
                 remedy="Choose another folder, or remove this one to begin anew.",
             )
 
-    def committed(self) -> list[Committed]:
+    def committed(self) -> list[CommittedVersion]:
         """Return every version so far, in order."""
-        return [_read(Committed, file) for file in sorted((self._folder / "versions").glob("*.json"))]
+        return [_read(CommittedVersion, file) for file in sorted((self._folder / "versions").glob("*.json"))]
 
-    def commit(self, entry: Committed) -> None:
+    def commit(self, entry: CommittedVersion) -> None:
         """Enter a version; from here on a simulation goes on from it."""
         _write(self._folder / "versions" / f"{entry.version.number:07}.json", entry.model_dump_json())
 
@@ -102,10 +102,10 @@ class Records:
     def measured(self, version: int) -> tuple[Measurement, ...] | None:
         """Return what a version was measured at; None if it was not."""
         file = self._measurements(version)
-        return _read(Measured, file).measurements if file.exists() else None
+        return _read(MeasuredVersion, file).measurements if file.exists() else None
 
     def measure(self, version: int, measurements: Sequence[Measurement]) -> None:
-        _write(self._measurements(version), Measured(measurements=tuple(measurements)).model_dump_json())
+        _write(self._measurements(version), MeasuredVersion(measurements=tuple(measurements)).model_dump_json())
 
     def _measurements(self, version: int) -> Path:
         return self._folder / "measurements" / f"{version:07}.json"

@@ -36,7 +36,7 @@ from tessera.worker.data.registry import DataError, Dataset, load
 from tessera.worker.inventory import load_source
 from tessera.worker.settings import DataSource, check_no_seed
 from tessera.worker.simulation.conditions import Conditions
-from tessera.worker.simulation.virtual_sites import Site
+from tessera.worker.simulation.virtual_sites import VirtualSite
 
 REMEDY = "Mend what is named and try again."
 
@@ -67,7 +67,7 @@ class Pool(BaseModel):
         return part if self.held_out is None else hold_out(part, self.held_out, key)
 
 
-class Table(Conditions):
+class SimulationTable(Conditions):
     """The file's `[simulation]`."""
 
     sites: Annotated[int, Field(ge=1, le=MAX_SITES)] | tuple[Label, ...] | dict[Label, DataSource] = Field(
@@ -109,10 +109,10 @@ class Table(Conditions):
             return [f"site-{number:0{width}}" for number in range(1, self.sites + 1)]
         return list(self.sites)
 
-    def population(self, seed: int) -> dict[str, Site]:
+    def population(self, seed: int) -> dict[str, VirtualSite]:
         """Return every site, its data not loaded yet; `seed` decides which examples are held out."""
         key = key_of_seed(seed)
-        return {name: Site(make, self._resources(name)) for name, make in self._makers(key).items()}
+        return {name: VirtualSite(make, self._resources(name)) for name, make in self._makers(key).items()}
 
     def _resources(self, site: str) -> dict[str, float]:
         return {str(kind): value for kind, value in self.resources.get(site, {}).items()}
@@ -135,15 +135,15 @@ class Table(Conditions):
 
 
 @dataclass(frozen=True)
-class BlobRequest:
+class SimulationFile:
     """What a file asks for."""
 
     spec: Mapping[str, Any]
     model: Path | None
-    table: Table
+    table: SimulationTable
 
 
-def read_file(file: Path, settings: Iterable[str] = ()) -> BlobRequest:
+def read_file(file: Path, settings: Iterable[str] = ()) -> SimulationFile:
     """Return the file changed by `KEY=VALUE` settings. Raises Invalid naming every wrong one."""
     given = {"name": "simulation", "dataset": "data", **read_toml(file, settings)}
     table, model = given.pop("simulation", None), given.pop("model", None)
@@ -153,7 +153,7 @@ def read_file(file: Path, settings: Iterable[str] = ()) -> BlobRequest:
     if table is None:
         raise Invalid(f"{file} has no [simulation] table", remedy="Add one: it says which sites there are.")
     try:
-        return BlobRequest(given, None if model is None else Path(model), Table.model_validate(table))
+        return SimulationFile(given, None if model is None else Path(model), SimulationTable.model_validate(table))
     except ValidationError as fault:
         errors = faults_of(fault, "/simulation")
         raise Invalid(f"{file} does not make a federation", errors=errors, remedy=REMEDY) from None

@@ -51,7 +51,7 @@ class Order:
     held_out: bool = False
 
 
-class LocalCoordinator:
+class InProcessCoordinator:
     """Implements `worker.task.environment.Coordinator` for the orders that it gave out."""
 
     def __init__(self, spec: RunSpec, model: Model, folder: Folder, states: States, records: Records) -> None:

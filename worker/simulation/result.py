@@ -13,14 +13,13 @@ from tessera.shared.api.versions import Version, VersionRef
 from tessera.shared.cli.export import Progress, export_folder, in_place_of
 from tessera.shared.client.round_outcomes import Outcome, outcomes
 from tessera.shared.methods.base import State
-from tessera.shared.metrics import csv_file
-from tessera.shared.metrics.rows import rows_of
+from tessera.shared.metrics.rows import rows_of, write_csv
 from tessera.shared.metrics.site_spread import scores_by_version, spreads
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.export import Export
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import Array, to_array
-from tessera.worker.simulation.checkpoint import Committed
+from tessera.worker.simulation.checkpoint import CommittedVersion
 from tessera.worker.simulation.in_process_coordinator import RUN
 from tessera.worker.state.vault import Vault
 
@@ -33,7 +32,7 @@ class Result:
     bounds: Bounds | None
     """As a run has them; None before its first round."""
     model: Model
-    committed: tuple[Committed, ...]
+    committed: tuple[CommittedVersion, ...]
     measurements: tuple[Measurement, ...]
     over: bool
     """Whether all rounds were done, or the method planned no more of them."""
@@ -100,7 +99,7 @@ class Result:
         rows = rows_of(self.run, self.rounds, self.versions, self.measurements)
         with in_place_of(out) as partial:
             with partial.open("w", encoding="utf-8", newline="") as file:
-                csv_file.write(rows, file)
+                write_csv(rows, file)
             partial.replace(out)
 
 

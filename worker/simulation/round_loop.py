@@ -14,6 +14,7 @@ from tessera.shared.api.runs import Bounds, Measurement, Round, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Manifest, Version, VersionRef
 from tessera.shared.client.round_outcomes import Outcome, outcomes
+from tessera.shared.hashing import dice
 from tessera.shared.methods.base import CoordinatorHalf, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.metrics.site_spread import scores_by_version, spreads
@@ -22,13 +23,12 @@ from tessera.shared.rounds.aggregate import Aggregation, Merged, norm_scores, ou
 from tessera.shared.rounds.outliers import median_norm
 from tessera.shared.rounds.planning import begun, bounds_of, plan_round, run_facts, warnings_of
 from tessera.shared.rounds.versions import States
-from tessera.shared.seeds import dice
 from tessera.worker.simulation.blob_folder import Folder
-from tessera.worker.simulation.checkpoint import Committed, Records
+from tessera.worker.simulation.checkpoint import CommittedVersion, Records
 from tessera.worker.simulation.conditions import Conditions
-from tessera.worker.simulation.in_process_coordinator import RUN, LocalCoordinator, Order
+from tessera.worker.simulation.in_process_coordinator import RUN, InProcessCoordinator, Order
 from tessera.worker.simulation.result import Result
-from tessera.worker.simulation.virtual_sites import Population, worker_of
+from tessera.worker.simulation.virtual_sites import VirtualSites, worker_of
 from tessera.worker.simulation.virtual_workers import EVALUATOR, Workers
 
 Watch = Callable[[Outcome], None]
@@ -45,15 +45,15 @@ class Simulation:
 
     spec: RunSpec
     model: Model
-    population: Population
+    population: VirtualSites
     conditions: Conditions
     states: States
     blobs: Folder
     records: Records
     aggregation: Aggregation
-    coordinator: LocalCoordinator
+    coordinator: InProcessCoordinator
     workers: Workers
-    versions: list[Committed] = field(default_factory=list)
+    versions: list[CommittedVersion] = field(default_factory=list)
 
     def run(self, until: int | None, watch: Watch) -> bool:
         """Go on to this version, or to the last; whether the run is over then.
@@ -96,7 +96,7 @@ class Simulation:
 
     # ------------------------------------------------------------ versions
 
-    def _first(self) -> Committed:
+    def _first(self) -> CommittedVersion:
         given = self.states.load(self.model, self.states.manifest(self.spec.version), 0)
         state = begun(self.spec, self.model, given)
         digest = self.spec.version if state == given else self.states.store(state, self.spec.version)[1][-1].digest
@@ -125,7 +125,7 @@ class Simulation:
 
     def _commit(
         self, digest: str, state: State, attempts: Sequence[Round], left_out: Sequence[str] = ()
-    ) -> Committed:
+    ) -> CommittedVersion:
         version = Version(
             number=state.round,
             digest=digest,
@@ -133,7 +133,7 @@ class Simulation:
             numbers=dict(state.numbers),
             warnings=warnings_of(self.spec, self.model, state, self.bounds if left_out else None, left_out),
         )
-        entry = Committed(version=version, attempts=tuple(attempts))
+        entry = CommittedVersion(version=version, attempts=tuple(attempts))
         self.records.commit(entry)
         return entry
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.cli.upload import Start, Uploaded, upload_model
+from tessera.shared.cli.upload import InitialModel, Uploaded, upload_model
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.problems import Fault, Invalid, faults_of
@@ -33,10 +33,10 @@ from tessera.worker.model.build import read_block
 from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.simulation.checkpoint import Records
 from tessera.worker.simulation.conditions import Conditions
-from tessera.worker.simulation.in_process_coordinator import LocalCoordinator
+from tessera.worker.simulation.in_process_coordinator import InProcessCoordinator
 from tessera.worker.simulation.result import Result
 from tessera.worker.simulation.round_loop import Simulation, Watch
-from tessera.worker.simulation.virtual_sites import Population, Site
+from tessera.worker.simulation.virtual_sites import VirtualSite, VirtualSites
 from tessera.worker.simulation.virtual_workers import Workers
 from tessera.worker.state.atomic_files import alone
 
@@ -46,7 +46,7 @@ TEST = "test"
 
 @dataclass(frozen=True)
 class Weights:
-    """A model in memory to start from. Implements `shared.cli.upload.Start`."""
+    """A model in memory to start from. Implements `shared.cli.upload.InitialModel`."""
 
     model: Model
     values: Mapping[str, Array]
@@ -65,8 +65,8 @@ class Weights:
 
 def simulate(
     spec: Mapping[str, Any],
-    model: Start | Path,
-    sites: Mapping[str, Dataset | Site],
+    model: InitialModel | Path,
+    sites: Mapping[str, Dataset | VirtualSite],
     *,
     test: Dataset | None = None,
     conditions: Conditions | None = None,
@@ -101,8 +101,8 @@ class _Federation:
     """What is simulated, wherever it is put."""
 
     given: Mapping[str, Any]
-    start: Start
-    sites: Mapping[str, Dataset | Site]
+    start: InitialModel
+    sites: Mapping[str, Dataset | VirtualSite]
     test: Dataset | None
     conditions: Conditions
 
@@ -117,10 +117,10 @@ class _Federation:
         uploaded = upload_model(blobs, self.start)
         spec = _spec(self.given, uploaded, self.test)
         device, mappings = device_of(self.conditions.device), mappings_of(self.conditions.mappings)
-        population = Population(self.sites, self.conditions.loaded)
+        population = VirtualSites(self.sites, self.conditions.loaded)
         records.claim(self._identity(spec, population))
         states = States(blobs)
-        coordinator = LocalCoordinator(spec, model, blobs, states, records)
+        coordinator = InProcessCoordinator(spec, model, blobs, states, records)
         return Simulation(
             spec=spec,
             model=model,
@@ -136,7 +136,7 @@ class _Federation:
             ),
         )
 
-    def _identity(self, spec: RunSpec, population: Population) -> dict[str, Any]:
+    def _identity(self, spec: RunSpec, population: VirtualSites) -> dict[str, Any]:
         """Return all that decides what comes out, as far as it can be told without reading the data."""
         sites = {name: [holding.examples, holding.held_out] for name, holding in population.holdings.items()}
         test = self.test.examples if self.test else None

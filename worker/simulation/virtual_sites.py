@@ -22,7 +22,7 @@ WORKER = "worker"
 
 
 @dataclass(frozen=True)
-class Site:
+class VirtualSite:
     """A virtual site's data, or how to load them, and what its worker declares that a task may spend."""
 
     data: Dataset | Callable[[], Dataset]
@@ -40,13 +40,15 @@ class Holding:
     held_out: int
 
 
-class Population:
+class VirtualSites:
     """All sites, in the order of their names. At most `loaded` data sets that have to be loaded are held at once."""
 
-    def __init__(self, sites: Mapping[str, Dataset | Site], loaded: int) -> None:
+    def __init__(self, sites: Mapping[str, Dataset | VirtualSite], loaded: int) -> None:
         if not sites:
             raise Invalid("a federation needs a site", remedy="Give one at least.")
-        self._sites = {name: site if isinstance(site, Site) else Site(site) for name, site in sorted(sites.items())}
+        self._sites = {
+            name: site if isinstance(site, VirtualSite) else VirtualSite(site) for name, site in sorted(sites.items())
+        }
         self._places = {name: place for place, name in enumerate(self._sites)}
         self._of_workers = {worker_of(name): name for name in self._sites}
         self.dataset = lru_cache(maxsize=loaded)(self._load)

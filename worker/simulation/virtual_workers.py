@@ -18,8 +18,8 @@ from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.simulation.blob_folder import Folder
-from tessera.worker.simulation.in_process_coordinator import LocalCoordinator, Order
-from tessera.worker.simulation.virtual_sites import Lent, Population
+from tessera.worker.simulation.in_process_coordinator import InProcessCoordinator, Order
+from tessera.worker.simulation.virtual_sites import Lent, VirtualSites
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.errors import TaskFailure
@@ -36,9 +36,9 @@ OF_THE_RUN: tuple[type[Exception], ...] = (TaskFailure, Problem, *TELLABLE)
 
 @dataclass(frozen=True)
 class Workers:
-    population: Population
+    population: VirtualSites
     test: Dataset | None
-    coordinator: LocalCoordinator
+    coordinator: InProcessCoordinator
     blobs: Folder
     folder: Path
     device: torch.device

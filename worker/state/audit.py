@@ -32,7 +32,7 @@ LEDGER_HEAD = "ledger"
 """The name, in the detail of what leaves, of how far the data set's ledger had come."""
 
 
-class Entry(Link):
+class SiteAuditEntry(Link):
     """One deed, and the task that it was about if there was one."""
 
     worker: str
@@ -49,43 +49,43 @@ class Audit:
     """The chain in `folder`, which the workers of a site may share."""
 
     def __init__(self, folder: Path, worker: str, key: bytes | None = None) -> None:
-        self._chain: Chain[Entry] = Chain(folder / AUDIT_FILE, Entry, key=derived(key, "audit"))
+        self._chain: Chain[SiteAuditEntry] = Chain(folder / AUDIT_FILE, SiteAuditEntry, key=derived(key, "audit"))
         self._worker = worker
 
-    def record(self, action: Action, task: TaskRef | None = None, /, **detail: JsonValue) -> Entry:
+    def record(self, action: Action, task: TaskRef | None = None, /, **detail: JsonValue) -> SiteAuditEntry:
         """Add an entry, which is on disk when this returns. Raises ChainError if the file's end was changed."""
         return self._record(action, task._asdict() if task else {}, detail)
 
-    def record_of_run(self, action: Action, run: str, run_name: str, /, **detail: JsonValue) -> Entry:
+    def record_of_run(self, action: Action, run: str, run_name: str, /, **detail: JsonValue) -> SiteAuditEntry:
         """Return the same of what is about a run and no task."""
         return self._record(action, {"run": run, "run_name": run_name}, detail)
 
-    def _record(self, action: Action, about: dict[str, str | int], detail: dict[str, JsonValue]) -> Entry:
+    def _record(self, action: Action, about: dict[str, str | int], detail: dict[str, JsonValue]) -> SiteAuditEntry:
         at = datetime.now(UTC)
         given = {"at": at, "worker": self._worker, "action": action, "detail": detail, **about}
         return self._chain.append(
-            lambda seq, previous: Entry.model_validate({"seq": seq, "previous": previous, **given})
+            lambda seq, previous: SiteAuditEntry.model_validate({"seq": seq, "previous": previous, **given})
         )
 
-    def read(self) -> tuple[Entry, ...]:
+    def read(self) -> tuple[SiteAuditEntry, ...]:
         """Return all entries, oldest first. Raises ChainError."""
         return self._chain.read()
 
-    def check(self) -> tuple[Entry, ...]:
+    def check(self) -> tuple[SiteAuditEntry, ...]:
         """Return all entries. Raises ChainError if none can be added."""
         return self._chain.check()
 
-    def adopt(self) -> Entry | None:
+    def adopt(self) -> SiteAuditEntry | None:
         """Take the entries as they are: from before there was a key, or under a key that was lost. None if they are
         under the key. Raises ChainError for lines that do not follow on each other."""
         at = datetime.now(UTC)
         return self._chain.adopt(
-            lambda seq, previous, adopts: Entry(
+            lambda seq, previous, adopts: SiteAuditEntry(
                 seq=seq, at=at, previous=previous, adopts=adopts, worker=self._worker, action="chain.adopt"
             )
         )
 
-    def ledger_heads(self, entries: Iterable[Entry]) -> dict[str, Head]:
+    def ledger_heads(self, entries: Iterable[SiteAuditEntry]) -> dict[str, Head]:
         """Return how far each data set's ledger had come when this worker last let something of it leave."""
         return {
             dataset: head
@@ -95,7 +95,7 @@ class Audit:
         }
 
 
-def heads_of(entry: Entry) -> dict[str, Head]:
+def heads_of(entry: SiteAuditEntry) -> dict[str, Head]:
     """Return how far ledgers had come by an entry, by data set."""
     told = entry.detail.get(LEDGER_HEAD)
     return {name: Head.model_validate(head) for name, head in told.items()} if isinstance(told, dict) else {}

@@ -111,14 +111,14 @@ class Chain(Generic[L]):
         return content.entries
 
     @contextmanager
-    def held(self) -> Iterator[Held[L]]:
+    def held(self) -> Iterator[LockedChain[L]]:
         """Hold the entries, to judge and add to while no other process can. Raises ChainError."""
         with self._locked() as file:
             content = self._content(file.read())
             self._require_key(content)
             file.truncate(content.nbytes)
             file.seek(content.nbytes)
-            yield Held(lambda made: self._put(file, made), content.entries)
+            yield LockedChain(lambda made: self._put(file, made), content.entries)
 
     def append(self, make: Make[L]) -> L:
         """Add an entry, which is on disk when this returns. Only the one before it is read, however long the file.
@@ -270,7 +270,7 @@ class Chain(Generic[L]):
             os.close(folder)
 
 
-class Held(Generic[L]):
+class LockedChain(Generic[L]):
     """A chain that nobody else adds to meanwhile."""
 
     def __init__(self, put: Callable[[L], L], entries: tuple[L, ...]) -> None:

@@ -17,7 +17,17 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from tessera.shared.run_settings.privacy import Budget
 from tessera.shared.schema import Frozen, Label
-from tessera.worker.state.hash_chain import Chain, ChainError, Head, Held, Link, TaskRef, derived, head_of, missing
+from tessera.worker.state.hash_chain import (
+    Chain,
+    ChainError,
+    Head,
+    Link,
+    LockedChain,
+    TaskRef,
+    derived,
+    head_of,
+    missing,
+)
 
 LEDGER_FOLDER = "ledger"
 """What the folder of ledgers is called beside a worker's other state."""
@@ -60,7 +70,7 @@ Event = Annotated[NoisySteps | NoisyChoice | Exact, Field(discriminator="kind")]
 """One use of a mechanism on a data set."""
 
 
-class Entry(Link):
+class LedgerEntry(Link):
     """What one task, at one try, was allowed to spend; or, with `voids`, that nothing came of that."""
 
     dataset: Label
@@ -79,15 +89,15 @@ class Entry(Link):
     """A sample of keyed hashes of all examples that were ever used under this name (`worker.data.overlap`)."""
 
 
-class Page:
+class LedgerPage:
     """One data set's entries, held against every other process. Use `Ledger.page`."""
 
-    def __init__(self, held: Held[Entry], dataset: str) -> None:
+    def __init__(self, held: LockedChain[LedgerEntry], dataset: str) -> None:
         self._held = held
         self._dataset = dataset
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[LedgerEntry, ...]:
         """Those that count."""
         return counting(self._held.entries)
 
@@ -95,7 +105,7 @@ class Page:
     def head(self) -> Head | None:
         return head_of(self._held.entries)
 
-    def spend(self, task: TaskRef, examples: int, target: Budget, events: Sequence[Event]) -> Entry:
+    def spend(self, task: TaskRef, examples: int, target: Budget, events: Sequence[Event]) -> LedgerEntry:
         """Reserve what the events cost. The entry is on disk when this returns, and counts unless it is made void."""
         return self._add(
             task,
@@ -104,7 +114,7 @@ class Page:
             events=tuple(events),
         )
 
-    def void(self, task: TaskRef, seqs: Collection[int]) -> Entry:
+    def void(self, task: TaskRef, seqs: Collection[int]) -> LedgerEntry:
         """Take back entries of this task of which nothing left."""
         return self._add(task, voids=tuple(sorted(seqs)))
 
@@ -124,9 +134,9 @@ class Page:
         if not any(entry.run == task.run and event in entry.events for entry in self._held.entries):
             self._add(task, examples=examples, events=(event,))
 
-    def _add(self, task: TaskRef, **given: Any) -> Entry:
+    def _add(self, task: TaskRef, **given: Any) -> LedgerEntry:
         return self._held.append(
-            lambda seq, previous: Entry(
+            lambda seq, previous: LedgerEntry(
                 seq=seq,
                 at=datetime.now(UTC),
                 previous=previous,
@@ -147,19 +157,19 @@ class Ledger:
         self._folder = folder
         self._key = key
         self._shared = shared or {}
-        self._seen: dict[str, tuple[tuple[int, int], tuple[Entry, ...]]] = {}
+        self._seen: dict[str, tuple[tuple[int, int], tuple[LedgerEntry, ...]]] = {}
         self._latest: dict[str, Head] = {}
         self._expected: dict[str, Head] = {}
 
-    def read(self, dataset: str) -> tuple[Entry, ...]:
+    def read(self, dataset: str) -> tuple[LedgerEntry, ...]:
         """Return the data set's entries that count, oldest first; none if there are none. Raises LedgerError."""
         return counting(self._judged(dataset, self._chain(dataset).read()))
 
-    def check(self, dataset: str) -> tuple[Entry, ...]:
+    def check(self, dataset: str) -> tuple[LedgerEntry, ...]:
         """Return what `read` does. Raises LedgerError if nothing may be spent of the data set."""
         return counting(self._judged(dataset, self._chain(dataset).check()))
 
-    def latest(self, dataset: str) -> tuple[Entry, ...]:
+    def latest(self, dataset: str) -> tuple[LedgerEntry, ...]:
         """Return what `read` does, from memory if the file has not changed. Raises LedgerError, OSError."""
         path = self._path(dataset)
         if not path.exists():
@@ -170,11 +180,11 @@ class Ledger:
         return self._seen[dataset][1]
 
     @contextmanager
-    def page(self, dataset: str) -> Iterator[Page]:
+    def page(self, dataset: str) -> Iterator[LedgerPage]:
         """Hold the data set's entries, to judge and add to while no other process can. Raises LedgerError."""
         with self._chain(dataset).held() as held:
             self._judged(dataset, held.entries)
-            page = Page(held, self.name(dataset))
+            page = LedgerPage(held, self.name(dataset))
             try:
                 yield page
             finally:
@@ -227,10 +237,12 @@ class Ledger:
         """
         chain = self._chain(dataset)
 
-        def entry(seq: int, previous: str, adopts: str | None = None, *, lost: bool) -> Entry:
+        def entry(seq: int, previous: str, adopts: str | None = None, *, lost: bool) -> LedgerEntry:
             events = (Exact(use="lost"),) if lost else ()
             name = self.name(dataset)
-            return Entry(seq=seq, at=datetime.now(UTC), previous=previous, dataset=name, adopts=adopts, events=events)
+            return LedgerEntry(
+                seq=seq, at=datetime.now(UTC), previous=previous, dataset=name, adopts=adopts, events=events
+            )
 
         known = self._expected.pop(dataset, None)
         try:
@@ -248,7 +260,7 @@ class Ledger:
         self._expected[dataset] = Head(entries=adopted.seq + 1, digest=adopted.digest)
         return self._expected[dataset]
 
-    def _judged(self, dataset: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    def _judged(self, dataset: str, entries: tuple[LedgerEntry, ...]) -> tuple[LedgerEntry, ...]:
         if other := next((entry.dataset for entry in entries if entry.dataset != self.name(dataset)), None):
             raise LedgerError(f"{self._path(dataset)} is the ledger of {other!r}; give it its own name back")
         known = self._expected.get(dataset)
@@ -260,33 +272,35 @@ class Ledger:
             )
         return entries
 
-    def _chain(self, dataset: str) -> Chain[Entry]:
+    def _chain(self, dataset: str) -> Chain[LedgerEntry]:
         return self._named(self.name(dataset))
 
-    def _named(self, name: str) -> Chain[Entry]:
-        return Chain(self._folder / f"{name}.jsonl", Entry, LedgerError, key=derived(self._key, f"ledger {name}"))
+    def _named(self, name: str) -> Chain[LedgerEntry]:
+        return Chain(
+            self._folder / f"{name}.jsonl", LedgerEntry, LedgerError, key=derived(self._key, f"ledger {name}")
+        )
 
     def _path(self, dataset: str) -> Path:
         # A data set's name is a label, which cannot be a path.
         return self._folder / f"{self.name(dataset)}.jsonl"
 
 
-def _latest_sketch(entries: Sequence[Entry]) -> tuple[int, ...]:
+def _latest_sketch(entries: Sequence[LedgerEntry]) -> tuple[int, ...]:
     return next((entry.sketch for entry in reversed(entries) if entry.sketch), ())
 
 
-def counting(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+def counting(entries: Iterable[LedgerEntry]) -> tuple[LedgerEntry, ...]:
     """Return the entries that something was spent by, without those of which nothing left."""
     entries = tuple(entries)
     void = {seq for entry in entries for seq in entry.voids}
     return tuple(entry for entry in entries if entry.events and entry.seq not in void)
 
 
-def exact_in(entries: Iterable[Entry]) -> tuple[tuple[Entry, Use], ...]:
+def exact_in(entries: Iterable[LedgerEntry]) -> tuple[tuple[LedgerEntry, Use], ...]:
     """Return what of the entries no noise covers, oldest first."""
     return tuple((entry, event.use) for entry in entries for event in entry.events if isinstance(event, Exact))
 
 
-def noisy_in(entries: Iterable[Entry]) -> list[Event]:
+def noisy_in(entries: Iterable[LedgerEntry]) -> list[Event]:
     """Return what of the entries noise covers."""
     return [event for entry in entries for event in entry.events if not isinstance(event, Exact)]

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tessera.shared.methods.registry import check as check_method
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
-from tessera.worker.data.overlap import MOST_SHARED, fingerprints, share_of, sketch_of
+from tessera.worker.data.overlap import MAX_SHARED, fingerprints, share_of, sketch_of
 from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import summary
@@ -110,7 +110,7 @@ def check_overlap(run: TaskRun, dataset: Dataset) -> None:
         loaded = [name for name in env.datasets if ledger.name(name) == other]
         shares = [share_of(theirs, prints)]
         shares += [share_of(sketch, _fingerprints(run, name, ledger)) for name in loaded]
-        if max(shares) > MOST_SHARED:
+        if max(shares) > MAX_SHARED:
             raise PolicyViolation(
                 "overlap",
                 f"about {max(shares):.0%} of the examples of {name!r} and {other!r} are the same, and a "

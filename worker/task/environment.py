@@ -32,7 +32,7 @@ from tessera.worker.state.vault import Vault
 from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.training.progress import Check, Report
 
-MOST_INLINE = 1 << 20
+MAX_INLINE = 1 << 20
 """No more bytes go along with a submission, or are taken with a task: there they are held several times."""
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from tessera.shared.tensors.lazy import Array, unpacked
 from tessera.shared.updates.codecs import pipeline
-from tessera.shared.updates.update_file import Change, EncodedTensor
+from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock
 
 PREFIX = "feedback/"
 """No method's: what a vault holds under it is not shown to one."""
@@ -50,14 +50,14 @@ class Feedback:
                     rests[block] = Rest(values, int(vault[f"{PREFIX}round/{block}"][0]))
         return cls(stage, {name: rest for name, rest in rests.items() if number - rest.round <= FORGET_ROUNDS})
 
-    def add(self, changes: Iterable[Change]) -> list[Change]:
+    def add(self, changes: Iterable[TrainedBlock]) -> list[TrainedBlock]:
         """Return the changes with what was left out of them before."""
         return [
             replace(change, rest=self.rests[change.block.name].values) if change.block.name in self.rests else change
             for change in changes
         ]
 
-    def settle(self, changes: Iterable[Change], sent: Mapping[str, EncodedTensor], number: int) -> float:
+    def settle(self, changes: Iterable[TrainedBlock], sent: Mapping[str, EncodedTensor], number: int) -> float:
         """Take in what round `number` left out, and returns the error that the codecs caused: the l2 norm of what is
         missing as a share of that of what was to be sent."""
         missing = whole = 0.0

@@ -32,11 +32,11 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
         run.check()
 
     run.journal.note_exact(measured.examples, "evaluation")
-    work = loaded.work
+    context = loaded.context
     batches = Batches(measured, task.training.batch_size, env.device)
-    found = measure(work.model, work.head, batches, counted)
+    found = measure(context.model, context.head, batches, counted)
     if task.held_out and _personalise(run, loaded, dataset):
-        own = measure(work.model, work.head, batches, run.check)
+        own = measure(context.model, context.head, batches, run.check)
         found |= {PERSONAL + name: value for name, value in own.items()}
     report.numbers = {name: rounded(value) for name, value in found.items()}
     run.check()
@@ -46,12 +46,12 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
 def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
     """Turn the version into this site's own model. Return whether there is one, by this method and so far."""
     env, task = run.env, run.task
-    half, work = loaded.half, loaded.work
+    half, context = loaded.half, loaded.context
     if task.privacy is None and (env.policy.require_privacy or task.dataset in env.allowances):
         # What the site keeps may have been trained before it required privacy.
         return False
     loaded.personalise()
-    phases = half.personal(work)
+    phases = half.personalization_phases(context)
     env.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
     if phases and task.privacy:
         # It would train on the examples themselves, and its figures would tell of them.
@@ -59,9 +59,9 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
     if phases:
         run.journal.note_exact(dataset.examples, "training")
         scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
-        Trainer(half, work, task.training, env.device, run.check, scaler=scaler).train(phases, dataset, task.seed)
+        Trainer(half, context, task.training, env.device, run.check, scaler=scaler).train(phases, dataset, task.seed)
         env.scalers[task.run] = scaler
         return True
     # A vault may also hold what only steers training; and what is added to the model of a site that has never
     # trained is no model of its own.
-    return bool(work.vault) and (bool(work.private) or loaded.is_changed())
+    return bool(context.vault) and (bool(context.private) or loaded.is_changed())

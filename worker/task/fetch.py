@@ -20,7 +20,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import InvalidUpdate
 from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
-from tessera.shared.updates.codecs.pipeline import CodecError
+from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import read_update
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import check_model, instantiate, write_block
@@ -28,14 +28,14 @@ from tessera.worker.model.layouts import MappingFile
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
 from tessera.worker.state.vault import NoReceipt
-from tessera.worker.task.environment import MOST_INLINE, CachedVersion, TaskRun
+from tessera.worker.task.environment import MAX_INLINE, CachedVersion, TaskRun
 from tessera.worker.task.error_feedback import Feedback, without_feedback
 from tessera.worker.task.errors import TaskFailure, failing_as
 from tessera.worker.task.model_cache import Built, structure_of
-from tessera.worker.training.context import LocalWork
+from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.trainer import seed_everything
 
-LEAST_DIFFERENCE = 1 << 16
+MIN_DIFFERENCE_BYTES = 1 << 16
 """Fewer bytes of blocks are not worth asking what a difference would take."""
 
 
@@ -60,7 +60,7 @@ class Loaded:
 
     built: Built
     half: WorkerHalf[Any]
-    work: LocalWork
+    context: LocalTaskContext
     bases: Mapping[str, BlobTensor]
     """The version's value of each fetched block."""
     feedback: Feedback
@@ -68,12 +68,14 @@ class Loaded:
 
     def personalise(self) -> None:
         """Make the version this site's own: put in what it keeps, and what the method adds."""
-        self.work.restore(self.half.private())
-        self.half.prepare(self.work)
+        self.context.restore(self.half.private())
+        self.half.setup(self.context)
 
     def is_changed(self) -> bool:
         """Return whether a fetched block has another value than the version's."""
-        return any(self.work.read(base.block).tobytes() != to_array(base).tobytes() for base in self.bases.values())
+        return any(
+            self.context.read(base.block).tobytes() != to_array(base).tobytes() for base in self.bases.values()
+        )
 
 
 def fetch(run: TaskRun) -> Fetched:
@@ -83,7 +85,7 @@ def fetch(run: TaskRun) -> Fetched:
     """
     env, task = run.env, run.task
     # What came along with the task lies where it would be fetched to, unless it is more than ever does.
-    if sum(map(len, task.along)) <= MOST_INLINE:
+    if sum(map(len, task.along)) <= MAX_INLINE:
         for data in task.along:
             run.report.download_bytes += len(data)
             env.shelf.put(digest_of(data), [data], len(data))
@@ -140,8 +142,8 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
     vault = env.vault.load(task.run)
     feedback = Feedback.of(vault, task.plan.stage, task.round)
     head = fetched.document.head
-    work = LocalWork(built.model, head, task.plan, built.blocks, without_feedback(vault), memory)
-    return Loaded(built, half, work, fetched.bases, feedback)
+    context = LocalTaskContext(built.model, head, task.plan, built.blocks, without_feedback(vault), memory)
+    return Loaded(built, half, context, fetched.bases, feedback)
 
 
 def _built(run: TaskRun, fetched: Fetched) -> Built:
@@ -238,7 +240,7 @@ def _catch_up(run: TaskRun, manifest: Manifest, wanted: Sequence[Block], blocks:
     before = known.manifest.blocks
     lacking = [b for b in wanted if manifest.blocks[b.name] not in shelf and before[b.name] in shelf]
     lacking_bytes = sum(block.nbytes for block in lacking)
-    if lacking_bytes < LEAST_DIFFERENCE:
+    if lacking_bytes < MIN_DIFFERENCE_BYTES:
         return
     difference = env.coordinator.difference(task.run, task.version.number, known.number)
     if difference is None or difference.nbytes >= lacking_bytes:

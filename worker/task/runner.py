@@ -64,15 +64,15 @@ class TaskRunner(TaskEnvironment):
             egress = Egress(run, admission.snapshot, private)
             if task.kind == "train":
                 with spans.span("train"):
-                    harvest, tally = train(run, loaded, dataset, private)
+                    result, stats = train(run, loaded, dataset, private)
                 with spans.span("upload"):
-                    update = egress.upload(harvest, loaded, tally.examples)
+                    update = egress.upload(result, loaded, stats.examples)
                 with spans.span("submit"):
-                    egress.submit(update, {**harvest.keep, **loaded.feedback.kept()}, tally.examples)
+                    egress.submit(update, {**result.keep, **loaded.feedback.kept()}, stats.examples)
             else:
                 with spans.span("evaluate"):
                     egress.submit_evaluation(evaluate(run, loaded, dataset))
-        loaded.work.close()
+        loaded.context.close()
         self.models.keep(loaded.built)
 
     def spent(self) -> dict[str, float]:

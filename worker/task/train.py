@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tessera.shared.methods.base import Harvest, TrainingStats
+from tessera.shared.methods.base import LocalResult, TrainingStats
 from tessera.shared.schema import EPSILON
 from tessera.worker.data.registry import Dataset
 from tessera.worker.task.environment import TaskRun
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 def train(
     run: TaskRun, loaded: Loaded, dataset: Dataset, private: PrivateTask | None
-) -> tuple[Harvest, TrainingStats]:
+) -> tuple[LocalResult, TrainingStats]:
     """Return what the method made of the data.
 
     Raises PolicyViolation, TaskFailure, TrainingDiverged, SelectorError, and what the method's worker half raises.
     """
     env, task, report = run.env, run.task, run.report
-    half, work = loaded.half, loaded.work
+    half, context = loaded.half, loaded.context
     loaded.personalise()
     _check_plan(run, loaded)
     report.examples = dataset.examples
@@ -34,39 +34,39 @@ def train(
     report.begin("training")
     if private:
         dataset = dataset.padded()
-        work.choosing = private.choose
-        made_up = {**work.made_up(dataset, 1), **dataset.common}
-        work.placeholder = {name: tensor.to(env.device) for name, tensor in made_up.items()}
+        context.choose_top = private.top_k
+        made_up = {**context.made_up(dataset, 1), **dataset.common}
+        context.placeholder = {name: tensor.to(env.device) for name, tensor in made_up.items()}
     else:
         # Not when the update leaves: a heartbeat may tell the loss of the first batches, and a failure of the
         # choice is told too.
         run.journal.note_exact(dataset.examples, "training")
     batches = Batches(dataset, task.training.batch_size, env.device)
-    selected = half.select(work, private.watched(batches) if private else batches)
+    selected = half.select(context, private.watched(batches) if private else batches)
     if private:
         private.check_choice()
-    phases = half.phases(work, selected)
+    phases = half.phases(context, selected)
     env.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
     least = env.policy.min_measured
     # Training that fails puts none back: its scale is good for nothing.
     scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
-    trainer = Trainer(half, work, task.training, env.device, run.check, private, report, least, scaler)
-    tally = trainer.train(phases, dataset, task.seed)
+    trainer = Trainer(half, context, task.training, env.device, run.check, private, report, least, scaler)
+    stats = trainer.train(phases, dataset, task.seed)
     env.scalers[task.run] = scaler
-    harvest = half.harvest(work, selected, tally)
-    measured = {"loss": rounded(tally.loss)} if math.isfinite(tally.loss) else {}
-    report.numbers = {**measured, **harvest.numbers}
+    result = half.collect(context, selected, stats)
+    measured = {"loss": rounded(stats.loss)} if math.isfinite(stats.loss) else {}
+    report.numbers = {**measured, **result.numbers}
     if private:
         report.numbers = {**private.disclosed(report.numbers), EPSILON: private.spent()}
-    return harvest, tally
+    return result, stats
 
 
 def _check_plan(run: TaskRun, loaded: Loaded) -> None:
     """Judge the plan on our own block table, before any data is read. Raises PolicyViolation, TaskFailure."""
-    upload, work, policy = run.task.plan.upload, loaded.work, run.env.policy
-    private = [*loaded.half.private().resolve(work.blocks), *work.private]
+    upload, context, policy = run.task.plan.upload, loaded.context, run.env.policy
+    private = [*loaded.half.private().resolve(context.blocks), *context.private]
     policy.check_private(block for block in private if upload.holds(block))
-    asked = upload.resolve(work.blocks)
+    asked = upload.resolve(context.blocks)
     policy.check_upload(asked)
     if baseless := sorted(block.name for block in asked if block.name not in loaded.bases):
         raise TaskFailure(

@@ -14,21 +14,21 @@ from pydantic import JsonValue
 
 from tessera.shared.api.tasks import EvaluationResult, Submission
 from tessera.shared.hashing import digest_at
-from tessera.shared.methods.base import Harvest
+from tessera.shared.methods.base import LocalResult
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Problem
 from tessera.shared.schema import EPSILON
 from tessera.shared.tensors.lazy import Array, ArrayTensor, squares
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.safetensors_file import read_header
-from tessera.shared.updates.update_file import Change, read_update, write_update
+from tessera.shared.updates.update_file import TrainedBlock, read_update, write_update
 from tessera.worker.governance.airlock import Airlock, BlockOut, Summary, UpdateWithheld, summary_of
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.governance.run_history import RunSnapshot
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import names_digest
 from tessera.worker.state.blob_cache import BlobTensor
-from tessera.worker.task.environment import MOST_INLINE, TaskRun
+from tessera.worker.task.environment import MAX_INLINE, TaskRun
 from tessera.worker.task.error_feedback import Feedback
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
@@ -58,14 +58,14 @@ class Egress:
     snapshot: RunSnapshot
     private: PrivateTask | None = None
 
-    def upload(self, harvest: Harvest, loaded: Loaded, examples: int) -> Sent:
+    def upload(self, result: LocalResult, loaded: Loaded, examples: int) -> Sent:
         """Write the update of what was trained, and send it unless it goes along with the submission.
 
         Raises TaskFailure, PolicyViolation, UpdateWithheld, OverBudget, Problem.
         """
         env, task, report = self.run.env, self.run.task, self.run.report
         feedback = loaded.feedback
-        changes = feedback.add(_changes(harvest, loaded.bases))
+        changes = feedback.add(_changes(result, loaded.bases))
         asked = task.plan.upload.resolve(loaded.built.blocks)
         with temporary_file(env.scratch) as (path, file):
             exact = self._write(file, changes)
@@ -73,7 +73,7 @@ class Egress:
             if not exact:
                 report.numbers["codec_error"] = self._settle(path, changes, feedback)
             nbytes = path.stat().st_size
-            self._check_egress(path, asked, harvest.keep)
+            self._check_egress(path, asked, result.keep)
             self.run.check()
             digest = digest_at(path)
             summary = None
@@ -89,7 +89,7 @@ class Egress:
             head = self._note_leaving(summary) if summary else None
             report.begin("uploading", of_bytes=nbytes)
             sent = self._counting()
-            if nbytes > min(task.inline_bytes, MOST_INLINE):
+            if nbytes > min(task.inline_bytes, MAX_INLINE):
                 env.coordinator.put_file(path, sent, digest)
                 return Sent(digest, audit_head=head)
             data = path.read_bytes()
@@ -149,7 +149,7 @@ class Egress:
 
     # ------------------------------------------------------------ before an update leaves
 
-    def _write(self, file: BinaryIO, changes: Sequence[Change]) -> bool:
+    def _write(self, file: BinaryIO, changes: Sequence[TrainedBlock]) -> bool:
         """Write the update. Return whether it says exactly what the changes are."""
         task, budget = self.run.task, self._budget()
         if budget is not None:
@@ -167,7 +167,7 @@ class Egress:
         by_line = int(rate * seconds) if rate and seconds else None
         return min((limit for limit in (self.run.task.upload_budget, by_line) if limit is not None), default=None)
 
-    def _settle(self, path: Path, changes: Sequence[Change], feedback: Feedback) -> float:
+    def _settle(self, path: Path, changes: Sequence[TrainedBlock], feedback: Feedback) -> float:
         """Read the file as the coordinator will, and keep what codecs left out. Return the error that they caused."""
         asked = {change.block.name: change.block for change in changes}
         bases = {change.block.name: change.base for change in changes}
@@ -181,7 +181,7 @@ class Egress:
             header = read_header(file, nbytes)
         self.run.env.policy.check_egress(header.entries, nbytes, asked, keep)
 
-    def _summary(self, digest: str, path: Path, changes: Sequence[Change], examples: int) -> Summary:
+    def _summary(self, digest: str, path: Path, changes: Sequence[TrainedBlock], examples: int) -> Summary:
         """Return what the update would tell."""
         return summary_of(
             self.run.journal.task,
@@ -238,24 +238,24 @@ class Egress:
         return sent
 
 
-def _changes(harvest: Harvest, bases: Mapping[str, BlobTensor]) -> list[Change]:
+def _changes(result: LocalResult, bases: Mapping[str, BlobTensor]) -> list[TrainedBlock]:
     """Return what is sent, in the block table's order.
 
     Raises TaskFailure for what is no block, or of another shape.
     """
-    if unknown := sorted(set(harvest.upload) - set(bases)):
-        raise TaskFailure("invalid-harvest", f"the method sends what was not fetched: {unknown[:8]}")
+    if unknown := sorted(set(result.upload) - set(bases)):
+        raise TaskFailure("invalid-result", f"the method sends what was not fetched: {unknown[:8]}")
     changes = []
     for name, base in bases.items():
-        if name in harvest.upload:
-            values = harvest.upload[name]
+        if name in result.upload:
+            values = result.upload[name]
             if values.shape != base.shape:
-                raise TaskFailure("invalid-harvest", f"{name} has shape {base.shape}, not {values.shape}")
-            changes.append(Change(base.block, ArrayTensor(values, base.dtype), base))
+                raise TaskFailure("invalid-result", f"{name} has shape {base.shape}, not {values.shape}")
+            changes.append(TrainedBlock(base.block, ArrayTensor(values, base.dtype), base))
     return changes
 
 
-def _blocks_out(path: Path, changes: Sequence[Change]) -> dict[str, BlockOut]:
+def _blocks_out(path: Path, changes: Sequence[TrainedBlock]) -> dict[str, BlockOut]:
     """Return what is in an update file, by block."""
     with path.open("rb") as file:
         entries = read_header(file, path.stat().st_size).entries
@@ -265,7 +265,7 @@ def _blocks_out(path: Path, changes: Sequence[Change]) -> dict[str, BlockOut]:
     }
 
 
-def _norm(change: Change) -> float:
+def _norm(change: TrainedBlock) -> float:
     """Return the l2 norm of a block's difference from its version."""
     return math.sqrt(sum(map(squares, change.steps())))
 

@@ -14,7 +14,7 @@ import numpy as np
 from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, unpacked
 from tessera.shared.updates.codecs import pipeline
-from tessera.shared.updates.update_file import Change, EncodedTensor, codec_for, write_update
+from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, codec_for, write_update
 
 COARSER = (
     "delta+bf16+shuffle+zstd",
@@ -42,7 +42,7 @@ class Rung:
     """The sum of squares of what it would miss."""
 
 
-def write_within(file: BinaryIO, codec: str, changes: Sequence[Change], budget: int, seed: int = 0) -> None:
+def write_within(file: BinaryIO, codec: str, changes: Sequence[TrainedBlock], budget: int, seed: int = 0) -> None:
     """Write an update of at most `budget` bytes, header and all. `file` must be seekable.
 
     The run's codec where it fits, and else, block by block, the coarser one that costs the least error for the bytes
@@ -87,7 +87,7 @@ def _price(ladder: Sequence[Rung], place: int) -> float:
     return (next_.error - here.error) / (here.nbytes - next_.nbytes)
 
 
-def _ladder(codec: str, change: Change, seed: int) -> list[Rung]:
+def _ladder(codec: str, change: TrainedBlock, seed: int) -> list[Rung]:
     sample = _Sample.of(change)
     rungs: list[Rung] = []
     for each in (codec, *COARSER):
@@ -101,15 +101,15 @@ def _ladder(codec: str, change: Change, seed: int) -> list[Rung]:
 class _Sample:
     """The chunk in the middle of a change, as a change of its own."""
 
-    whole: Change
-    part: Change
+    whole: TrainedBlock
+    part: TrainedBlock
 
     @classmethod
-    def of(cls, change: Change) -> _Sample:
+    def of(cls, change: TrainedBlock) -> _Sample:
         middle = change.block.numel // CHUNK // 2
         values, bases = (_nth(chunks, middle) for chunks in (change.values(), change.base.chunks()))
         block = Block(tensor="sample", role="other", shape=values.shape, dtype=change.block.dtype)
-        return cls(change, Change(block, ArrayTensor(values, block.dtype), ArrayTensor(bases, block.dtype)))
+        return cls(change, TrainedBlock(block, ArrayTensor(values, block.dtype), ArrayTensor(bases, block.dtype)))
 
     def rung(self, codec: str, seed: int) -> Rung:
         # What works on a whole matrix cannot be tried on a piece of one.

@@ -33,7 +33,7 @@ def largest(scores: Array, count: int, picks: int | None = None) -> list[int]:  
 
 
 @dataclass
-class LocalWork:
+class LocalTaskContext:
     """Implements `shared.methods.base.Work` on a transformers model. Call `close` when the task is over."""
 
     model: PreTrainedModel
@@ -43,8 +43,8 @@ class LocalWork:
     vault: Mapping[str, Array] = field(default_factory=dict)
     memory: Mapping[str, Array] = field(default_factory=dict)
     private: list[Block] = field(default_factory=list)
-    choosing: Callable[[Array, int, int | None], list[int]] = largest
-    """How `choose` chooses: without noise, unless the task is private."""
+    choose_top: Callable[[Array, int, int | None], list[int]] = largest
+    """How `top_k` chooses: without noise, unless the task is private."""
     placeholder: Mapping[str, Tensor] | None = None
     """A made-up example, if the task is private: then no measurement fails by what the examples are."""
     _added: list[str] = field(default_factory=list)
@@ -154,8 +154,8 @@ class LocalWork:
     def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         return self.forward(batch).loss
 
-    def choose(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
-        return self.choosing(scores, count, picks)
+    def top_k(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
+        return self.choose_top(scores, count, picks)
 
     def add_private(self, name: str, module: nn.Module) -> None:
         if hasattr(self.model, name):

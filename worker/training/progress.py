@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tessera.shared.api.tasks import Progress
-from tessera.shared.schema import LARGEST_NUMBER, Phase
+from tessera.shared.schema import MAX_NUMBER, Phase
 
 FIGURE_DIGITS = 3
 
@@ -56,7 +56,7 @@ class Report:
             phase=self.phase,
             step=self._step() if works else None,
             steps=self.steps or None,
-            loss=loss if loss is not None and abs(loss) < LARGEST_NUMBER else None,
+            loss=loss if loss is not None and abs(loss) < MAX_NUMBER else None,
             bytes=moved,
             of_bytes=self.of_bytes or None,
         )

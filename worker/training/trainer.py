@@ -17,15 +17,15 @@ from tessera.shared.methods.base import Phase, TrainingStats, UnsupportedRun, Wo
 from tessera.shared.run_settings.training import Training
 from tessera.worker.data.registry import Dataset
 from tessera.worker.model.block_map import named_tensors
-from tessera.worker.model.measuring import measuring
-from tessera.worker.training.context import LocalWork
+from tessera.worker.model.forward import measuring
+from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.progress import Check, Report
 
 Batch = dict[str, Tensor]
 
 
-LEAST_SCALE = 2.0**-24
+MIN_LOSS_SCALE = 2.0**-24
 """Gradients that overflow float16 at this scale are not finite at any: it is float16's smallest positive number."""
 
 
@@ -86,7 +86,7 @@ class Trainer:
     """
 
     half: WorkerHalf[Any]
-    work: LocalWork
+    context: LocalTaskContext
     training: Training
     device: torch.device
     check: Check
@@ -107,7 +107,7 @@ class Trainer:
         """
         generator = torch.Generator().manual_seed(seed)
         batches = Batches(dataset, self.training.batch_size, self.device, generator)
-        self.work.model.train()
+        self.context.model.train()
         steps, loss = 0, math.nan
         epochs = sum(epochs_of(phase, self.training) for phase in phases)
         steps_ahead = epochs * steps_in(dataset.examples, self.training.batch_size)
@@ -116,7 +116,7 @@ class Trainer:
             self._rehearse(dataset)
             self.private.begin(epochs)
         for phase in phases:
-            self.half.on_phase_start(self.work, phase)
+            self.half.on_phase_start(self.context, phase)
             epoch = _Epoch(self, phase)
             if self.private:
                 self._train_privately(self.private, epoch, epochs_of(phase, self.training), dataset)
@@ -132,10 +132,10 @@ class Trainer:
         Raises UnsupportedRun for a model that does not fit the data set, before anything is paid for and whatever the
         examples are; afterwards a private task does not fail by them.
         """
-        batch = {**self.work.made_up(dataset, 1), **dataset.common}
+        batch = {**self.context.made_up(dataset, 1), **dataset.common}
         try:
-            with measuring(self.work.model), torch.no_grad(), autocast(self.training, self.device):
-                self.half.loss(self.work, {name: tensor.to(self.device) for name, tensor in batch.items()})
+            with measuring(self.context.model), torch.no_grad(), autocast(self.training, self.device):
+                self.half.loss(self.context, {name: tensor.to(self.device) for name, tensor in batch.items()})
         except torch.OutOfMemoryError:
             raise
         except (IndexError, RuntimeError, TypeError, ValueError) as fault:
@@ -174,12 +174,12 @@ class _Epoch:
     def __init__(self, trainer: Trainer, phase: Phase) -> None:
         self.steps = 0
         self._trainer = trainer
-        work = trainer.work
-        added = work.private if phase.private else ()
-        trained = [*phase.train.resolve(work.blocks), *added]
+        context = trainer.context
+        added = context.private if phase.private else ()
+        trained = [*phase.train.resolve(context.blocks), *added]
         # What moves a buffer, such as a normalisation's statistics, is the data themselves.
-        self.freeze = Freeze(work.model, trained, keep_buffers=trainer.private is not None)
-        tensors = named_tensors(work.model)
+        self.freeze = Freeze(context.model, trained, keep_buffers=trainer.private is not None)
+        tensors = named_tensors(context.model)
         own = {id(tensors[block.tensor]) for block in added} if phase.private_learning_rate is not None else set()
         groups: list[dict[str, Any]] = [{"params": [each for each in self.freeze.parameters if id(each) not in own]}]
         if own:
@@ -208,14 +208,14 @@ class _Epoch:
 
     def _try_step(self, batch: Batch) -> tuple[float, bool]:
         """Return the loss of a batch, and whether its gradients were finite, so that the optimizer made a step."""
-        half, work, training = self._trainer.half, self._trainer.work, self._trainer.training
+        half, context, training = self._trainer.half, self._trainer.context, self._trainer.training
         scaler = self._trainer.scaler
         self._optimizer.zero_grad(set_to_none=True)
         with autocast(training, self._trainer.device):
-            loss = half.loss(work, batch)
+            loss = half.loss(context, batch)
         value = float(loss.detach())
         scale = scaler.get_scale()
-        if not math.isfinite(value) or scale < LEAST_SCALE:
+        if not math.isfinite(value) or scale < MIN_LOSS_SCALE:
             what = "gradients are not finite" if math.isfinite(value) else f"the loss is {value}"
             raise TrainingDiverged(f"{what} at step {self.steps} with a learning rate of {training.learning_rate:g}")
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -236,8 +236,8 @@ class _Epoch:
         self._after_step(made=True)
 
     def _correct_gradients(self) -> None:
-        half, work, training = self._trainer.half, self._trainer.work, self._trainer.training
-        half.after_backward(work)
+        half, context, training = self._trainer.half, self._trainer.context, self._trainer.training
+        half.after_backward(context)
         self.freeze.mask_gradients()
         if training.max_gradient_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.freeze.parameters, training.max_gradient_norm)

@@ -12,9 +12,9 @@ from tessera.shared.api.runs import Round
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.problems import Fault, Withheld, WorkerFailed
 
-MOST_TOLD = 10
-MOST_FAULTS = 3
-MOST_LETTERS = 600
+MAX_SHOWN = 10
+MAX_FAULTS = 3
+MAX_CHARACTERS = 600
 
 # What a worker or a site says has its own code in its text, or none.
 SAID_BY_SITES = (WorkerFailed.code, Withheld.code)
@@ -63,17 +63,17 @@ def print_troubles(console: Console, rounds: Sequence[Round]) -> None:
     if not found:
         return
     console.print("\n[bold]without an update, the newest first[/]")
-    for one in found[:MOST_TOLD]:
+    for one in found[:MAX_SHOWN]:
         attempt = f" (try {one.round.attempt})" if one.round.attempt > 1 else ""
         lines = [f"round {one.round.number}{attempt}  {one.worker}  {one.end}: {one.said}"]
-        lines += [f"  {fault.pointer}: {fault.detail}" for fault in one.faults[:MOST_FAULTS]]
+        lines += [f"  {fault.pointer}: {fault.detail}" for fault in one.faults[:MAX_FAULTS]]
         lines += [f"  {one.remedy}"] if one.remedy else []
         for line in lines:
             console.print(escape(_plain(line)), soft_wrap=True)
-    if len(found) > MOST_TOLD:
-        console.print(f"and {len(found) - MOST_TOLD} more, which --json has")
+    if len(found) > MAX_SHOWN:
+        console.print(f"and {len(found) - MAX_SHOWN} more, which --json has")
 
 
 def _plain(line: str) -> str:
     """Without what moves a terminal's cursor or begins another line: workers say what they like."""
-    return "".join(letter if letter.isprintable() else " " for letter in line[:MOST_LETTERS])
+    return "".join(letter if letter.isprintable() else " " for letter in line[:MAX_CHARACTERS])

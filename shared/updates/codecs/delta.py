@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from tessera.shared.tensors.lazy import Array
-from tessera.shared.updates.codecs.stage import F32, CodecError, Layout, Stage
+from tessera.shared.updates.codecs.stage import F32, ArrayLayout, CodecError, Stage
 
 
 def difference(values: Array, base: Array) -> Array:
@@ -24,15 +24,15 @@ class Delta(Stage):
     reads_base = True
     lossless = False
 
-    def layout(self, layout: Layout) -> Layout:
+    def layout(self, layout: ArrayLayout) -> ArrayLayout:
         if layout.dtype.kind in "iu":
             raise CodecError("codec-type", "stage delta takes floats; it comes first")
-        return Layout(layout.size, F32)
+        return ArrayLayout(layout.size, F32)
 
     def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
         return difference(values, base)
 
-    def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
+    def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
         wide = _wide(layout.dtype)
         values: Array = base.astype(wide, copy=False) + encoded.astype(wide, copy=False)
         return values.astype(layout.dtype, copy=False)
@@ -55,4 +55,4 @@ def _mantissa(dtype: np.dtype) -> int:
     return {"bfloat16": 7, "float16": 10}.get(dtype.name, 23)
 
 
-STAGE = Delta
+STAGES = (Delta,)

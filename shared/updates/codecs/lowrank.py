@@ -20,7 +20,7 @@ from tessera.shared.tensors.lazy import Array, chunk_counts
 from tessera.shared.updates.codecs.stage import F32, CodecError
 
 ITERATIONS = 2
-LARGEST_FACTORS = 1 << 22
+MAX_FACTORS = 1 << 22
 """Elements of both factors, which are held at once: 16 MiB."""
 HIGHEST_RANK = 128
 """To multiply the factors out costs as many passes over the block, at the coordinator too."""
@@ -44,7 +44,7 @@ class LowRank:
 
     def pays(self, shape: tuple[int, ...]) -> bool:
         """Return whether the factors of a block of this shape are at most half of it, and few enough to be held."""
-        return len(shape) > 1 and 2 * self.size(shape) <= prod(shape) and self.size(shape) <= LARGEST_FACTORS
+        return len(shape) > 1 and 2 * self.size(shape) <= prod(shape) and self.size(shape) <= MAX_FACTORS
 
     def size(self, shape: tuple[int, ...]) -> int:
         """Return elements of both factors."""
@@ -107,4 +107,4 @@ def _rows(chunks: Iterable[Array], columns: int) -> Iterator[tuple[int, Array]]:
         left = together[whole * columns :].copy()
 
 
-STAGE = LowRank
+STAGES = (LowRank,)

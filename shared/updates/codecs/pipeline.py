@@ -1,7 +1,7 @@
 """How a block is written for the wire: named stages in a row, such as `bits+shuffle+zstd` or `delta+int8+zstd`.
 
 A block is encoded chunk by chunk (`tensors.CHUNK` elements), each chunk on its own behind its length in four bytes,
-so that both ends stream. `raw` is the block's own bytes. A new codec is a new file here with a `STAGE`.
+so that both ends stream. `raw` is the block's own bytes. A new codec is a new file here with `STAGES`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array, Steps, Tensor, as_bytes, chunk_counts, unpacked
 from tessera.shared.tensors.mmap_file import taken
 from tessera.shared.updates.codecs.lowrank import LowRank
-from tessera.shared.updates.codecs.stage import F32, CodecError, Layout, Stage
+from tessera.shared.updates.codecs.stage import F32, ArrayLayout, CodecError, Stage
 
 RAW = "raw"
 LOSSLESS = "bits+shuffle+zstd"
@@ -32,27 +32,11 @@ WORTH = 0.95
 """Stages that round nothing are kept for a block only if they bring its first chunk below this share of its size."""
 
 STAGES: dict[str, type[Stage | LowRank]] = {
-    module.STAGE.name: module.STAGE
+    stage.name: stage
     for info in pkgutil.iter_modules([str(Path(__file__).parent)])
     if info.name != Path(__file__).stem
-    if hasattr(module := importlib.import_module(f"{__package__}.{info.name}"), "STAGE")
+    for stage in getattr(importlib.import_module(f"{__package__}.{info.name}"), "STAGES", ())
 }
-
-__all__ = [
-    "LOSSLESS",
-    "RAW",
-    "STAGES",
-    "Change",
-    "Codec",
-    "CodecError",
-    "decode",
-    "decode_steps",
-    "encode",
-    "longest",
-    "parse",
-    "suited",
-    "worthwhile",
-]
 
 
 @dataclass(frozen=True)
@@ -107,7 +91,7 @@ def parse(codec: str) -> Codec:
         )
     if lowrank and names.index("lowrank") != 1:
         raise CodecError("codec-order", "stage lowrank comes second, right behind delta")
-    _layouts(line, Layout(1, NUMPY_DTYPES["F32"]))
+    _layouts(line, ArrayLayout(1, NUMPY_DTYPES["F32"]))
     return Codec(codec, line, lowrank)
 
 
@@ -122,7 +106,7 @@ def suited(codec: str, block: Block) -> str:
 # ---------------------------------------------------------------- encoding
 
 
-class Change(Protocol):
+class CodecInput(Protocol):
     """A block's new value beside that of the version, each chunk by chunk, and the difference as float32."""
 
     @property
@@ -131,7 +115,7 @@ class Change(Protocol):
     def steps(self) -> Iterator[Array]: ...
 
 
-def encode(codec: str, change: Change, dice: np.random.Generator | None = None) -> Iterator[bytes | memoryview]:
+def encode(codec: str, change: CodecInput, dice: np.random.Generator | None = None) -> Iterator[bytes | memoryview]:
     """Yield the encoded bytes of a block, piece by piece. Where stages round by chance, `dice` are thrown."""
     made, dice = parse(codec), dice or np.random.default_rng()
     if not made.line:
@@ -143,7 +127,7 @@ def encode(codec: str, change: Change, dice: np.random.Generator | None = None) 
         yield data
 
 
-def _pieces(made: Codec, change: Change, dice: np.random.Generator) -> Iterator[Array]:
+def _pieces(made: Codec, change: CodecInput, dice: np.random.Generator) -> Iterator[Array]:
     if made.lowrank:
         factors = made.lowrank.encode(change.steps, change.base.shape, dice)
         return (_encode_chunk(made.line[1:], part, part, dice) for part in _flat_chunks(factors))
@@ -166,7 +150,7 @@ def _encode_chunk(line: tuple[Stage, ...], chunk: Array, base: Array, dice: np.r
     return chunk
 
 
-def worthwhile(codec: str, change: Change) -> str:
+def worthwhile(codec: str, change: CodecInput) -> str:
     """Return the codec without the lossless stages at its end, unless they shrink the first chunk enough to be worth
     undoing: `raw` if it has no other."""
     made = parse(codec)
@@ -189,7 +173,7 @@ def longest(codec: str, block: Block) -> int:
     if not made.line:
         return block.nbytes
     counts, line = _chunks(made, block)
-    start = Layout(0, F32 if made.lowrank else NUMPY_DTYPES[block.dtype])
+    start = ArrayLayout(0, F32 if made.lowrank else NUMPY_DTYPES[block.dtype])
     return sum(4 + _longest_chunk(line, start._replace(size=count)) for count in counts)
 
 
@@ -200,7 +184,7 @@ def _chunks(made: Codec, block: Block) -> tuple[Iterator[int], tuple[Stage, ...]
     return chunk_counts(block.numel), made.line
 
 
-def _longest_chunk(line: tuple[Stage, ...], layout: Layout) -> int:
+def _longest_chunk(line: tuple[Stage, ...], layout: ArrayLayout) -> int:
     fixed = [each for each in _layouts(line, layout) if each.size >= 0][-1].nbytes
     return fixed + fixed // 64 + 1_024
 
@@ -216,12 +200,12 @@ def decode(codec: str, block: Block, base: Tensor, file: BinaryIO, nbytes: int) 
     """
     made = parse(codec)
     if made.of_differences:
-        delta, layout = made.line[0], Layout(0, NUMPY_DTYPES[block.dtype])
+        delta, layout = made.line[0], ArrayLayout(0, NUMPY_DTYPES[block.dtype])
         steps = decode_steps(codec, block, file, nbytes)
         for step, start in zip(steps, base.chunks(), strict=True):
             yield delta.decode(unpacked(step), layout._replace(size=len(step)), start)
     else:
-        layout = Layout(block.numel, NUMPY_DTYPES[block.dtype])
+        layout = ArrayLayout(block.numel, NUMPY_DTYPES[block.dtype])
         # What is written as it is has no length before it.
         pieces = _pieces_of(made.line, layout, file, nbytes, framed=bool(made.line))
         needed = any(stage.reads_base for stage in made.line)
@@ -235,15 +219,15 @@ def decode_steps(codec: str, block: Block, file: BinaryIO, nbytes: int) -> Itera
     made = parse(codec)
     line = made.line[1:]
     if made.lowrank:
-        pieces = _pieces_of(line, Layout(made.lowrank.size(block.shape), F32), file, nbytes)
+        pieces = _pieces_of(line, ArrayLayout(made.lowrank.size(block.shape), F32), file, nbytes)
         factors = np.concatenate([unpacked(_steps(line, *piece)) for piece in pieces])
         yield from made.lowrank.decode(factors, block.shape)
     else:
-        for piece in _pieces_of(line, Layout(block.numel, F32), file, nbytes):
+        for piece in _pieces_of(line, ArrayLayout(block.numel, F32), file, nbytes):
             yield _steps(line, *piece)
 
 
-def _steps(line: tuple[Stage, ...], layouts: list[Layout], piece: Array) -> Array | Steps:
+def _steps(line: tuple[Stage, ...], layouts: list[ArrayLayout], piece: Array) -> Array | Steps:
     if not line:
         return _decode_chunk(line, layouts, piece, piece)
     values = _decode_chunk(line[1:], layouts[1:], piece, piece)
@@ -251,8 +235,8 @@ def _steps(line: tuple[Stage, ...], layouts: list[Layout], piece: Array) -> Arra
 
 
 def _pieces_of(
-    line: tuple[Stage, ...], layout: Layout, file: BinaryIO, nbytes: int, *, framed: bool = True
-) -> Iterator[tuple[list[Layout], Array]]:
+    line: tuple[Stage, ...], layout: ArrayLayout, file: BinaryIO, nbytes: int, *, framed: bool = True
+) -> Iterator[tuple[list[ArrayLayout], Array]]:
     """Yield the encoded bytes of each chunk, with what its stages make of it."""
     left, width = nbytes, layout.dtype.itemsize
     for count in chunk_counts(layout.size):
@@ -271,7 +255,7 @@ def _pieces_of(
         raise CodecError("bytes-left-over", f"{left} bytes are left over behind the last chunk")
 
 
-def _layouts(line: tuple[Stage, ...], layout: Layout) -> list[Layout]:
+def _layouts(line: tuple[Stage, ...], layout: ArrayLayout) -> list[ArrayLayout]:
     """Return what each stage is handed when encoding, which is what it must give back when decoding.
 
     Raises CodecError if a stage cannot take what the one before it gives.
@@ -285,7 +269,7 @@ def _layouts(line: tuple[Stage, ...], layout: Layout) -> list[Layout]:
     return layouts
 
 
-def _decode_chunk(line: tuple[Stage, ...], layouts: list[Layout], piece: Array, base: Array) -> Array:
+def _decode_chunk(line: tuple[Stage, ...], layouts: list[ArrayLayout], piece: Array, base: Array) -> Array:
     last = layouts[-1]
     if last.size >= 0 and piece.nbytes != last.nbytes:
         raise CodecError("chunk-size", f"a chunk has {piece.nbytes} bytes, not {last.nbytes}")

@@ -8,22 +8,22 @@ from __future__ import annotations
 import numpy as np
 
 from tessera.shared.tensors.lazy import Array
-from tessera.shared.updates.codecs.stage import U8, Layout, Stage
+from tessera.shared.updates.codecs.stage import U8, ArrayLayout, Stage
 
 
 class Shuffle(Stage):
     name = "shuffle"
 
-    def layout(self, layout: Layout) -> Layout:
-        return Layout(layout.nbytes, U8)
+    def layout(self, layout: ArrayLayout) -> ArrayLayout:
+        return ArrayLayout(layout.nbytes, U8)
 
     def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
         # [elements, width] -> [width, elements]
         return values.view(U8).reshape(-1, values.dtype.itemsize).T.reshape(-1)
 
-    def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
+    def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
         planes = encoded.reshape(layout.dtype.itemsize, layout.size)
         return np.ascontiguousarray(planes.T).reshape(-1).view(layout.dtype)
 
 
-STAGE = Shuffle
+STAGES = (Shuffle,)

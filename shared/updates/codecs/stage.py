@@ -18,7 +18,7 @@ class CodecError(Malformed):
     """Bytes that are not what their codec says, or a codec that there is not."""
 
 
-class Layout(NamedTuple):
+class ArrayLayout(NamedTuple):
     """A flat array's size and element type. A size of -1 depends on the data."""
 
     size: int
@@ -51,7 +51,7 @@ class Stage:
         return cls()
 
     @abstractmethod
-    def layout(self, layout: Layout) -> Layout:
+    def layout(self, layout: ArrayLayout) -> ArrayLayout:
         """Return the layout of what `encode` returns for an array of this layout. Raises CodecError if it takes
         none."""
 
@@ -60,11 +60,11 @@ class Stage:
         """`values`, flat, written in this stage's way."""
 
     @abstractmethod
-    def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
+    def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
         """Return the inverse of `encode`, giving an array of `layout`. Raises CodecError; never makes more than
         that."""
 
-    def packed(self, encoded: Array, layout: Layout) -> Array | Steps:
+    def packed(self, encoded: Array, layout: ArrayLayout) -> Array | Steps:
         """As `decode`, of differences: as they were sent, where that adds to a sum for less."""
         return self.decode(encoded, layout, encoded)
 
@@ -75,7 +75,7 @@ class Stage:
         return np.zeros(values.size)
 
 
-def floats_only(stage: type[Stage], layout: Layout) -> Layout:
+def floats_only(stage: type[Stage], layout: ArrayLayout) -> ArrayLayout:
     """Return the layout, if it is one of differences. Raises CodecError."""
     if layout.dtype != F32:
         raise CodecError("codec-type", f"stage {stage.name} takes differences as float32: put it right behind delta")

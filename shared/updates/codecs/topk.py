@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from tessera.shared.tensors.lazy import Array, Sparse, unpacked
-from tessera.shared.updates.codecs.bf16 import BF16
-from tessera.shared.updates.codecs.stage import F32, CodecError, Layout, Stage, floats_only
+from tessera.shared.updates.codecs.half_floats import BF16
+from tessera.shared.updates.codecs.stage import F32, ArrayLayout, CodecError, Stage, floats_only
 
 RUN = 1 << 16
 U16 = np.dtype("<u2")
-LARGEST_SHARE = 0.25
+MAX_SHARE = 0.25
 """Beyond this, int8 sends all of them in as many bytes."""
 
 
@@ -36,12 +36,12 @@ class TopK(Stage):
             share = float(parameter or "")
         except ValueError:
             share = 0.0
-        if not 0 < share <= LARGEST_SHARE:
-            raise CodecError("codec-parameter", f"stage topk takes a share up to {LARGEST_SHARE}, as in topk=0.01")
+        if not 0 < share <= MAX_SHARE:
+            raise CodecError("codec-parameter", f"stage topk takes a share up to {MAX_SHARE}, as in topk=0.01")
         return cls(share)
 
-    def layout(self, layout: Layout) -> Layout:
-        return Layout(2 * sum(self._kept(floats_only(type(self), layout).size)), U16)
+    def layout(self, layout: ArrayLayout) -> ArrayLayout:
+        return ArrayLayout(2 * sum(self._kept(floats_only(type(self), layout).size)), U16)
 
     def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
         places, kept = [], []
@@ -51,10 +51,10 @@ class TopK(Stage):
             kept.append(run[largest].astype(BF16).view(U16))
         return np.concatenate([*places, *kept])
 
-    def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
+    def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
         return unpacked(self.packed(encoded, layout))
 
-    def packed(self, encoded: Array, layout: Layout) -> Sparse:
+    def packed(self, encoded: Array, layout: ArrayLayout) -> Sparse:
         half = encoded.size // 2
         places = encoded[:half].astype(np.int32)
         starts = np.repeat(np.arange(0, layout.size, RUN, dtype=np.int32), self._kept(layout.size))
@@ -85,4 +85,4 @@ def _runs(values: Array) -> Iterator[Array]:
     return (values[start : start + RUN] for start in range(0, values.size, RUN))
 
 
-STAGE = TopK
+STAGES = (TopK,)

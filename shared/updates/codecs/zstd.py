@@ -10,7 +10,7 @@ import numpy as np
 import zstandard
 
 from tessera.shared.tensors.lazy import Array, as_bytes
-from tessera.shared.updates.codecs.stage import U8, CodecError, Layout, Stage
+from tessera.shared.updates.codecs.stage import U8, ArrayLayout, CodecError, Stage
 
 MAX_WINDOW_BYTES = 1 << 23
 
@@ -18,14 +18,14 @@ MAX_WINDOW_BYTES = 1 << 23
 class Zstd(Stage):
     name = "zstd"
 
-    def layout(self, layout: Layout) -> Layout:
-        return Layout(-1, U8)
+    def layout(self, layout: ArrayLayout) -> ArrayLayout:
+        return ArrayLayout(-1, U8)
 
     def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
         packed = zstandard.ZstdCompressor(level=1).compress(as_bytes(values))
         return np.frombuffer(packed, dtype=np.uint8)
 
-    def decode(self, encoded: Array, layout: Layout, base: Array) -> Array:
+    def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
         expected, data_bytes = layout.nbytes, as_bytes(encoded)
         unpacker = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
         try:
@@ -44,4 +44,4 @@ class Zstd(Stage):
         return np.frombuffer(data, dtype=layout.dtype)
 
 
-STAGE = Zstd
+STAGES = (Zstd,)

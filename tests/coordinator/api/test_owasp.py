@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tessera.coordinator.auth.oidc import OIDCVerifier
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.problems import Unavailable
 from tessera.shared.token_format import hash_of, new_secret
@@ -218,7 +218,7 @@ def test_api10_a_provider_that_redirects_is_not_followed() -> None:
         with answering(moved) as (url, _):
             given = {"oidc_issuer": url, "oidc_audience": "t", "oidc_roles": {"x": "viewer"}}
             with pytest.raises(Unavailable):
-                OIDCVerifier(Settings(**given), Clock(0.0)).principal(token_of_nobody())
+                OIDCVerifier(CoordinatorSettings(**given), Clock(0.0)).principal(token_of_nobody())
         assert asked == []
 
 

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from pydantic import ValidationError
 
 from tessera.coordinator.auth.oidc import AGAIN_SECONDS, KEYS_SECONDS, MAX_ANSWER_BYTES, OIDCVerifier
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.problems import Unauthenticated, Unavailable
 from tests.support.cli import tessera
 from tests.support.coordinator import Clock, LiveCoordinator, refused
@@ -72,7 +72,7 @@ def test_what_a_person_may_do_follows_from_the_claim(
 
 
 def test_a_claim_may_lie_within_another(provider: Provider) -> None:
-    people = OIDCVerifier(Settings(**settings(provider, oidc_role_claim="realm_access.roles")))
+    people = OIDCVerifier(CoordinatorSettings(**settings(provider, oidc_role_claim="realm_access.roles")))
     token = provider.token(roles=None, realm_access={"roles": ["auditors"]})
     assert people.principal(token).role == "viewer"
 
@@ -195,7 +195,7 @@ def test_a_new_key_is_fetched_when_it_is_first_named_and_a_withdrawn_one_is_refu
     clock = Clock(0.0)
     with providing() as provider:
         provider.keys = published(RS256=KEYS["RS256"])
-        people = OIDCVerifier(Settings(**settings(provider)), clock)
+        people = OIDCVerifier(CoordinatorSettings(**settings(provider)), clock)
         for _ in range(3):
             people.principal(provider.token("RS256"))
         # Where the keys are, and the keys, once.
@@ -211,7 +211,7 @@ def test_a_new_key_is_fetched_when_it_is_first_named_and_a_withdrawn_one_is_refu
 def test_a_key_that_is_withdrawn_is_refused_within_an_hour() -> None:
     clock = Clock(0.0)
     with providing() as provider:
-        people = OIDCVerifier(Settings(**settings(provider)), clock)
+        people = OIDCVerifier(CoordinatorSettings(**settings(provider)), clock)
         people.principal(provider.token("RS256"))
         provider.keys = published(ES256=KEYS["ES256"])
         clock.advance(KEYS_SECONDS + 1)
@@ -222,7 +222,7 @@ def test_a_key_that_is_withdrawn_is_refused_within_an_hour() -> None:
 def test_keys_that_nobody_has_are_not_asked_for_at_every_request() -> None:
     clock = Clock(0.0)
     with providing() as provider:
-        people = OIDCVerifier(Settings(**settings(provider)), clock)
+        people = OIDCVerifier(CoordinatorSettings(**settings(provider)), clock)
         for number in range(20):
             token = jwt.encode({"sub": "x"}, OTHER, "RS256", headers={"kid": str(number)})
             with pytest.raises(Unauthenticated):
@@ -233,7 +233,7 @@ def test_keys_that_nobody_has_are_not_asked_for_at_every_request() -> None:
 def test_while_the_provider_is_away_its_keys_hold_for_an_hour_and_then_nobody_is_admitted() -> None:
     clock = Clock(0.0)
     with providing() as provider:
-        people, token = OIDCVerifier(Settings(**settings(provider)), clock), provider.token(exp=1 << 40)
+        people, token = OIDCVerifier(CoordinatorSettings(**settings(provider)), clock), provider.token(exp=1 << 40)
         people.principal(token)
     clock.advance(KEYS_SECONDS - 1)
     people.principal(token)
@@ -255,7 +255,7 @@ def test_while_the_provider_is_away_its_keys_hold_for_an_hour_and_then_nobody_is
 )
 def test_a_provider_that_is_not_what_it_was_said_to_be_is_not_followed(about: dict[str, Any]) -> None:
     with providing(**about) as provider:
-        people = OIDCVerifier(Settings(**settings(provider)), Clock(0.0))
+        people = OIDCVerifier(CoordinatorSettings(**settings(provider)), Clock(0.0))
         with pytest.raises(Unavailable):
             people.principal(provider.token())
         assert len(provider.asked) == 1
@@ -268,12 +268,12 @@ def test_a_provider_without_keys_admits_nobody(keys: dict[str, Any]) -> None:
     with providing() as provider:
         provider.keys = keys
         with pytest.raises((Unavailable, Unauthenticated)):
-            OIDCVerifier(Settings(**settings(provider)), Clock(0.0)).principal(provider.token())
+            OIDCVerifier(CoordinatorSettings(**settings(provider)), Clock(0.0)).principal(provider.token())
 
 
 def test_keys_on_another_host_are_used_if_the_settings_name_them() -> None:
     with providing() as host, providing(jwks_uri=f"{host.url}/keys") as provider:
-        people = OIDCVerifier(Settings(**settings(provider, oidc_keys_url=f"{host.url}/keys")), Clock(0.0))
+        people = OIDCVerifier(CoordinatorSettings(**settings(provider, oidc_keys_url=f"{host.url}/keys")), Clock(0.0))
         assert people.principal(provider.token()).name == f"{provider.url}#alice"
         assert provider.asked == []
 
@@ -289,7 +289,7 @@ def test_keys_on_another_host_are_used_if_the_settings_name_them() -> None:
 )
 def test_settings_that_would_admit_anybody_are_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError, match=told):
-        Settings(**given)
+        CoordinatorSettings(**given)
 
 
 def test_without_a_provider_such_tokens_are_unknown(standing: LiveCoordinator, tmp_path: Path) -> None:

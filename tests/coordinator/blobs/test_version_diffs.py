@@ -132,7 +132,7 @@ def do(runner: TaskRunner, worker: ScriptedWorker) -> int:
 
 @pytest.fixture
 def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "LEAST_DIFFERENCE", 1)
+    monkeypatch.setattr(fetch, "MIN_DIFFERENCE_BYTES", 1)
 
 
 @pytest.mark.usefixtures("_however_small")

@@ -12,7 +12,7 @@ from sqlalchemy import update
 from tessera.coordinator.blobs.store import StagingElsewhere
 from tessera.coordinator.db.tables import RunRow
 from tessera.coordinator.services import assemble
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.tasks import Claim
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import (
@@ -131,7 +131,7 @@ def test_a_staging_folder_on_another_file_system_is_refused(tmp_path: Path) -> N
     elsewhere = Path("/dev/shm")
     if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("this machine has one file system only")
-    settings = Settings(
+    settings = CoordinatorSettings(
         database_url=f"sqlite:///{tmp_path}/tessera.db", blob_url=str(tmp_path / "blobs"), staging_dir=elsewhere
     )
     with pytest.raises(StagingElsewhere, match="two file systems"):

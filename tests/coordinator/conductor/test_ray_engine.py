@@ -13,7 +13,7 @@ import pytest
 
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
-from tessera.shared.aggregation.robust import GeometricMedian, Mean, Median, Rule
+from tessera.shared.aggregation.robust import GeometricMedian, Mean, Median, RobustRule
 from tessera.shared.aggregation.server_optimizer import Adam
 from tessera.shared.api.versions import Manifest
 from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, Plan, RunInfo, Update
@@ -23,7 +23,7 @@ from tessera.shared.rounds.server_step import merge
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States, materialize
 from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, as_bytes
-from tessera.shared.updates.update_file import Change, write_update
+from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tests.support.paths import ROOT
 from tests.support.storage import NOW, blobs_in
 
@@ -56,7 +56,7 @@ def path() -> str:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_version_is_that_of_one_process_bit_for_bit(
-    cluster: Any, tmp_path: Path, database: Database, rule: Rule
+    cluster: Any, tmp_path: Path, database: Database, rule: RobustRule
 ) -> None:
     blobs = blobs_in(tmp_path, database)
     blocks = tuple(
@@ -88,7 +88,7 @@ def test_the_version_is_that_of_one_process_bit_for_bit(
 
 def sent(blobs: Blobs, blocks: tuple[Block, ...], start: Any, rng: np.random.Generator, path: Path) -> str:
     changes = [
-        Change(
+        TrainedBlock(
             block,
             ArrayTensor(start[block.name] + rng.normal(scale=1e-3, size=block.shape).astype(np.float32)),
             ArrayTensor(start[block.name]),

@@ -22,7 +22,7 @@ from tessera.coordinator.db.views import PAGE_BYTES
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.audit_chain import first_broken
 from tessera.shared.api.tasks import AdvertisedPolicy, Claim
-from tessera.shared.schema import MOST_CLAIM_BYTES
+from tessera.shared.schema import MAX_CLAIM_BYTES
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import Clock, LiveCoordinator, refused
 from tests.support.federation import ScriptedWorker
@@ -57,7 +57,7 @@ def test_each_text_of_a_claim_is_short_and_fit_to_be_shown(
 def test_a_claim_has_64_kib_at_most(standing: LiveCoordinator) -> None:
     http = standing.http("site", "long")
     withheld = {f"r{number}": "x" * 290 for number in range(220)}
-    assert MOST_CLAIM_BYTES < len(json.dumps(withheld)) < standing.settings.max_body_bytes
+    assert MAX_CLAIM_BYTES < len(json.dumps(withheld)) < standing.settings.max_body_bytes
     assert "at most 65536" in refused(claim(http, withheld=withheld), 413, "too-large").detail
 
 
@@ -70,7 +70,7 @@ def test_a_worker_whose_claim_would_be_too_long_shortens_it() -> None:
     assert short.mirror == AdvertisedPolicy()
     listing = refusing.model_copy(update={"mirror": AdvertisedPolicy(never_send=("x" * 512,) * 256)})
     assert listing.shortened().mirror is None
-    assert len(listing.shortened().model_dump_json()) <= MOST_CLAIM_BYTES
+    assert len(listing.shortened().model_dump_json()) <= MAX_CLAIM_BYTES
 
 
 def test_the_chain_has_the_digest_of_what_was_declared(coordinator: LiveCoordinator) -> None:

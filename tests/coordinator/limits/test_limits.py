@@ -18,7 +18,7 @@ from sqlalchemy import delete
 from tessera.coordinator.db.tables import UploadRow
 from tessera.coordinator.limits.disk import DiskSpace, is_full
 from tessera.coordinator.limits.memory import Memory, used_bytes
-from tessera.coordinator.limits.rate import MOST_KEYS, Rate
+from tessera.coordinator.limits.rate import MAX_KEYS, Rate
 from tessera.coordinator.services import _bytes_per_day
 from tessera.shared.api.runs import Cohort
 from tessera.shared.host_memory import groups
@@ -56,11 +56,11 @@ def test_a_bucket_lets_a_burst_through_and_then_so_many_a_second() -> None:
 def test_buckets_do_not_fill_the_memory() -> None:
     clock = Clock(0.0)
     rate = Rate(per_second=1.0, burst=1, clock=clock)
-    for key in range(MOST_KEYS + 10):
+    for key in range(MAX_KEYS + 10):
         rate.take(str(key))
-    assert len(rate._full_at) == MOST_KEYS
+    assert len(rate._full_at) == MAX_KEYS
     # The latest are remembered.
-    assert rate.take(str(MOST_KEYS + 9)) > 0
+    assert rate.take(str(MAX_KEYS + 9)) > 0
 
 
 def test_a_token_that_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:

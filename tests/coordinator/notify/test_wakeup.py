@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tessera.coordinator.notify.wakeup import BATCH, CONDUCTOR, LONGEST_ADDRESS, FolderBells, own_name
+from tessera.coordinator.notify.wakeup import BATCH, CONDUCTOR, MAX_ADDRESS_LENGTH, FolderBells, own_name
 
 
 @pytest.fixture(params=["short", "long"])
 def bells(tmp_path: Path, request: pytest.FixtureRequest) -> FolderBells:
     # A path may be far longer than the address of a socket.
     return FolderBells(
-        tmp_path / "bells" if request.param == "short" else tmp_path / ("long" * LONGEST_ADDRESS)[:200]
+        tmp_path / "bells" if request.param == "short" else tmp_path / ("long" * MAX_ADDRESS_LENGTH)[:200]
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tessera.coordinator.server.http_limits import OTHER_FILES, make_room
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.raw import announced, answer, connected, head, rest, trickle
@@ -46,9 +46,9 @@ def test_a_request_that_does_not_name_its_host_once_is_refused(coordinator: Live
 
 
 def test_one_address_has_a_quarter_of_the_connections_unless_it_is_a_proxys() -> None:
-    assert Settings(max_connections=100).most_per_address == 25
-    assert Settings(max_connections=100, behind_proxy=True).most_per_address is None
-    assert Settings(max_connections=100, max_connections_per_address=60).most_per_address == 60
+    assert CoordinatorSettings(max_connections=100).most_per_address == 25
+    assert CoordinatorSettings(max_connections=100, behind_proxy=True).most_per_address is None
+    assert CoordinatorSettings(max_connections=100, max_connections_per_address=60).most_per_address == 60
 
 
 def test_a_head_that_is_slow_in_coming_is_cut_off(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tessera.coordinator.server.doctor import checks, insecure, unknown
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.diagnostics.checks import Finding, examined
 from tests.support.cli import process
 from tests.support.coordinator import LiveCoordinator
@@ -42,7 +42,7 @@ def test_a_disk_below_its_reserve_fails(tmp_path: Path) -> None:
 
 
 def unsafe(**given: Any) -> list[str]:
-    return [found.detail for found in insecure(Settings(**given)) if found.verdict != "ok"]
+    return [found.detail for found in insecure(CoordinatorSettings(**given)) if found.verdict != "ok"]
 
 
 def test_what_a_coordinator_makes_is_its_own_and_folders_that_others_may_look_into_are_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import trustme
 
 from tessera.coordinator.server.http_limits import BadCertificate, InsecureBindError, require_private
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.client.client import Client
 from tessera.shared.client.transport import Unreachable, Untrusted, tls_context
 from tessera.shared.problems import Invalid
@@ -208,14 +208,14 @@ def test_plain_http_goes_through_it_too_unless_the_host_is_excepted(
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "tessera.example"])  # noqa: S104 (is refused)
 def test_other_machines_are_not_served_in_plain_http(host: str, authority: Authority) -> None:
     with pytest.raises(InsecureBindError, match="TESSERA_BEHIND_PROXY"):
-        require_private(Settings(host=host))
-    require_private(Settings(host=host, behind_proxy=True))
-    require_private(Settings(host=host, tls_cert=authority.server))
+        require_private(CoordinatorSettings(host=host))
+    require_private(CoordinatorSettings(host=host, behind_proxy=True))
+    require_private(CoordinatorSettings(host=host, tls_cert=authority.server))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_this_machine_is(host: str) -> None:
-    require_private(Settings(host=host))
+    require_private(CoordinatorSettings(host=host))
 
 
 def test_serve_says_what_is_wrong_before_it_opens_anything(tmp_path: Path) -> None:
@@ -243,4 +243,4 @@ def test_serve_begins_nothing_where_something_listens_already(tmp_path: Path) ->
 
 def test_a_certificate_without_its_key_serves_nothing(authority: Authority) -> None:
     with pytest.raises(BadCertificate, match=r"client\.pem.*TESSERA_TLS_KEY"):
-        require_private(Settings(tls_cert=authority.client))
+        require_private(CoordinatorSettings(tls_cert=authority.client))

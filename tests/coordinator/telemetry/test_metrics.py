@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tessera.coordinator.db.stats import Commits, Committed
+from tessera.coordinator.db.stats import Commits, RoundDurations
 from tessera.shared.api.runs import Cohort, Evaluation
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -166,7 +166,7 @@ def test_the_commits_of_rounds_are_told_once_each_and_again_to_a_new_process(coo
     client, model = coordinator.client(), small_model()
     run = start_run(client, model, values(model), rounds=2, cohort=Cohort(size=1))
     worker = ScriptedWorker(coordinator.client("site", "a"))
-    heard: list[Committed] = []
+    heard: list[RoundDurations] = []
     commits = Commits(heard.append)
     for number in (1, 2):
         worker.train(worker.take())
@@ -176,7 +176,7 @@ def test_the_commits_of_rounds_are_told_once_each_and_again_to_a_new_process(coo
             commits.follow(session)
         assert len(heard) == number
     assert all(one.merge_seconds <= one.round_seconds for one in heard)
-    anew: list[Committed] = []
+    anew: list[RoundDurations] = []
     with coordinator.services.database.snapshot() as session:
         Commits(anew.append).follow(session)
     assert anew == heard

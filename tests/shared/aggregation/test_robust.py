@@ -24,7 +24,7 @@ from tessera.shared.aggregation.robust import (
     Median,
     MultiKrum,
     Robust,
-    Rule,
+    RobustRule,
     TrimmedMean,
     gram_of,
     guarded,
@@ -47,7 +47,7 @@ from tessera.shared.rounds.planning import warnings_of
 from tessera.shared.rounds.server_step import merge
 from tessera.shared.run_settings.training import Training
 from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, Stretched, Tensor, to_array
-from tessera.shared.updates.update_file import Change, read_update, write_update
+from tessera.shared.updates.update_file import TrainedBlock, read_update, write_update
 from tests.support.federation import small_model, values
 
 FAULTY = 2
@@ -57,7 +57,7 @@ RULES: tuple[Guard, ...] = tuple(
 EVERY_RULE = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.rule)
 
 
-def stepped(rule: Rule, base: Array, sent: Sequence[Array], divide: Divide = "participants") -> Array:
+def stepped(rule: RobustRule, base: Array, sent: Sequence[Array], divide: Divide = "participants") -> Array:
     senders = [{"w": ArrayTensor(array)} for array in sent]
     moved, few = guarded(rule, {"w": ArrayTensor(base)}, senders, divide)
     assert few == []
@@ -134,7 +134,7 @@ def test_clipping_at_a_norm_bounds_any_majority() -> None:
     np.testing.assert_allclose(stepped(rule, np.zeros(4, np.float32), sent), 0.5, rtol=1e-6)
 
 
-def flipped_labels(rule: Rule, claimed: int) -> float:
+def flipped_labels(rule: RobustRule, claimed: int) -> float:
     """Test accuracy of logistic regression after ten rounds of nine sites, three of which learn 1 - y and claim so
     many examples for each honest one."""
     rng = np.random.default_rng(0)
@@ -261,7 +261,7 @@ def test_what_is_sent_as_differences_is_guarded_too(rule: Guard) -> None:
     for codec in ("delta", "delta+int8", "delta+topk=0.25", "bits", "raw", "delta+bf16", "delta+int4"):
         value = base + np.float32(1e-2) * rng.normal(size=base.shape).astype(np.float32)
         file = io.BytesIO()
-        write_update(file, codec, [Change(block, ArrayTensor(value), ArrayTensor(base))])
+        write_update(file, codec, [TrainedBlock(block, ArrayTensor(value), ArrayTensor(base))])
         data = file.getvalue()
         bases = {"w": ArrayTensor(base)}
         update = read_update(lambda data=data: io.BytesIO(data), len(data), {"w": block}, bases)  # type: ignore[misc]

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from pydantic import TypeAdapter, ValidationError
 
-from tessera.shared.aggregation.server_optimizer import Adagrad, Adam, Momentum, Plain, Rule, ServerOptimizer, Yogi
+from tessera.shared.aggregation.server_optimizer import (
+    Adagrad,
+    Adam,
+    Momentum,
+    OptimizerRule,
+    Plain,
+    ServerOptimizer,
+    Yogi,
+)
 from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, RunInfo, State, Update
 from tessera.shared.model.blocks import Block
 from tessera.shared.rounds.server_step import merge
@@ -33,7 +41,7 @@ def fedavg(model: Mapping[str, Tensor]) -> CoordinatorHalf[MethodSettings]:
     return CoordinatorHalf(MethodSettings(), RunInfo(blocks, rounds=9))
 
 
-def after(optimizer: Rule, state: State, *sent: Mapping[str, Tensor]) -> State:
+def after(optimizer: OptimizerRule, state: State, *sent: Mapping[str, Tensor]) -> State:
     """The state after one more round of FedAvg, its tensors in memory."""
     updates = [Update(f"{index}/w", 1, blocks) for index, blocks in enumerate(sent)]
     merged = merge(fedavg(state.model), optimizer, state, updates)
@@ -49,7 +57,7 @@ def one(value: float) -> dict[str, Tensor]:
     return {"w": ArrayTensor(np.array([value], np.float64), "F64")}
 
 
-def rounds(optimizer: Rule, *merged: float) -> tuple[list[float], State]:
+def rounds(optimizer: OptimizerRule, *merged: float) -> tuple[list[float], State]:
     """The value of a block that starts at 1 and is merged to base + step in each round, after each."""
     state, values = State(0, one(1.0)), []
     for step in merged:
@@ -98,7 +106,7 @@ def test_adagrad_adds_squares_up_and_has_no_momentum() -> None:
 
 
 @given(data=st.data(), optimizer=st.sampled_from(OPTIMIZERS))
-def test_three_rounds_agree_with_whole_arrays_of_float64(data: st.DataObject, optimizer: Rule) -> None:
+def test_three_rounds_agree_with_whole_arrays_of_float64(data: st.DataObject, optimizer: OptimizerRule) -> None:
     rows = hnp.arrays(np.float32, 6, elements=st.floats(-2, 2, width=32))
     start, *sent = (data.draw(rows) for _ in range(4))
     state = State(0, {"w": ArrayTensor(start)})
@@ -111,7 +119,7 @@ def test_three_rounds_agree_with_whole_arrays_of_float64(data: st.DataObject, op
         np.testing.assert_allclose(to_array(state.model["w"]), w, rtol=1e-5, atol=2e-6)
 
 
-def oracle(optimizer: Rule, w: Array, m: Array, v: Array, g: Array) -> tuple[Array, Array, Array]:
+def oracle(optimizer: OptimizerRule, w: Array, m: Array, v: Array, g: Array) -> tuple[Array, Array, Array]:
     match optimizer:
         case Momentum(learning_rate=rate, momentum=beta):
             m = beta * m + g
@@ -126,7 +134,7 @@ def oracle(optimizer: Rule, w: Array, m: Array, v: Array, g: Array) -> tuple[Arr
 
 
 @pytest.mark.parametrize("optimizer", [Plain(), Momentum(), Momentum(learning_rate=1.0, momentum=0.0)], ids=str)
-def test_neutral_settings_leave_the_mean_as_it_is_to_the_bit_and_remember_nothing(optimizer: Rule) -> None:
+def test_neutral_settings_leave_the_mean_as_it_is_to_the_bit_and_remember_nothing(optimizer: OptimizerRule) -> None:
     rng = np.random.default_rng(0)
     model = {"w": ArrayTensor(rng.normal(size=1000).astype(np.float32))}
     sent = [{"w": ArrayTensor(rng.normal(size=1000).astype(np.float32))} for _ in range(3)]
@@ -137,7 +145,7 @@ def test_neutral_settings_leave_the_mean_as_it_is_to_the_bit_and_remember_nothin
 
 
 @EVERY
-def test_a_block_that_nobody_sent_keeps_its_value_and_its_moments(optimizer: Rule) -> None:
+def test_a_block_that_nobody_sent_keeps_its_value_and_its_moments(optimizer: OptimizerRule) -> None:
     state = State(0, {"a": ArrayTensor(np.ones(3, np.float32)), "b": ArrayTensor(np.ones(3, np.float32))})
     two = {name: ArrayTensor(np.full(3, 2, np.float32)) for name in "ab"}
     first = after(optimizer, state, two)
@@ -150,7 +158,7 @@ def test_a_block_that_nobody_sent_keeps_its_value_and_its_moments(optimizer: Rul
 
 @EVERY
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
-def test_what_is_merged_to_where_it_was_stays_bit_for_bit(optimizer: Rule, dtype: DType) -> None:
+def test_what_is_merged_to_where_it_was_stays_bit_for_bit(optimizer: OptimizerRule, dtype: DType) -> None:
     base = ArrayTensor(
         np.array([0.0, -0.0, 1e-7, -3.3]).astype(to_array(ArrayTensor(np.ones(1), dtype)).dtype), dtype
     )
@@ -207,8 +215,8 @@ def test_a_method_whose_memory_is_named_like_moments_is_refused() -> None:
         ({"kind": "adagrad"}, Adagrad(beta1=0.0)),
     ],
 )
-def test_settings_are_told_apart_by_their_kind(settings: dict[str, Any], expected: Rule) -> None:
-    adapter: TypeAdapter[Rule] = TypeAdapter(ServerOptimizer)
+def test_settings_are_told_apart_by_their_kind(settings: dict[str, Any], expected: OptimizerRule) -> None:
+    adapter: TypeAdapter[OptimizerRule] = TypeAdapter(ServerOptimizer)
     assert adapter.validate_python(settings) == expected
     assert adapter.validate_json(expected.model_dump_json()) == expected
 

@@ -10,7 +10,7 @@ from tessera.shared.api.runs import Cohort, RunSpec
 from tessera.shared.api.tasks import Claim, EvaluationResult, Submission
 from tessera.shared.api.versions import Manifest
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.schema import LARGEST_NUMBER, canonical
+from tessera.shared.schema import MAX_NUMBER, canonical
 from tessera.shared.updates.codecs import pipeline
 
 DIGEST = f"sha256:{'0' * 64}"
@@ -137,6 +137,6 @@ def test_a_value_cannot_be_changed() -> None:
 def test_numbers_that_nobody_could_sum_and_names_that_nobody_could_print_are_refused(
     message: type[Submission | EvaluationResult], numbers: dict[str, float]
 ) -> None:
-    assert message.model_validate(SUBMISSION | {"numbers": {"loss": LARGEST_NUMBER}}).numbers["loss"] == 1e100
+    assert message.model_validate(SUBMISSION | {"numbers": {"loss": MAX_NUMBER}}).numbers["loss"] == 1e100
     with pytest.raises(ValidationError):
         message.model_validate(SUBMISSION | {"numbers": numbers})

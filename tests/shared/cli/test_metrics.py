@@ -17,7 +17,7 @@ import pytest
 
 from tessera.shared.api.runs import Cohort, Evaluation, Run
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.metrics.rows import Row
+from tessera.shared.metrics.rows import MetricRow
 from tests.support.cli import process
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -84,7 +84,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 def test_a_run_s_measurements_are_comma_separated_values_on_stdout(scene: Scene) -> None:
     rows = list(csv.DictReader(io.StringIO(scene.say("run", "metrics", "test").stdout)))
-    assert list(rows[0]) == list(Row._fields)
+    assert list(rows[0]) == list(MetricRow._fields)
     by_stage = {stage: sum(row["stage"] == stage for row in rows) for stage in ("central", "sites", "version")}
     # Three versions: two numbers and a count centrally, one number and a count at each of two sites; one number each
     # of the two versions that were merged.
@@ -99,7 +99,7 @@ def test_all_forms_hold_the_same_rows(scene: Scene, tmp_path: Path) -> None:
     rows = json.loads(scene.say("run", "metrics", "test", "--json").stdout)["rows"]
     assert told.startswith(f"{len(rows)} rows to ")
     table = pq.read_table(tmp_path / "m.parquet")
-    assert table.column_names == list(Row._fields)
+    assert table.column_names == list(MetricRow._fields)
     assert table.to_pylist() == rows
     with (tmp_path / "m.csv").open(newline="") as file:
         assert [float(row["value"]) for row in csv.DictReader(file)] == [row["value"] for row in rows]

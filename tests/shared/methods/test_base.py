@@ -62,21 +62,21 @@ def test_every_selector_of_every_plan_selects_something(method: str) -> None:
 @EVERY_METHOD
 def test_nothing_that_is_kept_is_sent_and_nothing_is_sent_that_was_not_asked_for(method: str) -> None:
     for round_number in (0, 9):
-        _, harvest = one_task(method, round_number=round_number, subject=subject_of(method))
+        _, result = one_task(method, round_number=round_number, subject=subject_of(method))
         plan = plans_of(method, round_number, COHORT[:1])["a/w"]
         asked = {block.name for block in plan.upload.resolve(facts_of(method).blocks)}
-        assert bool(harvest.upload) == bool(asked)
-        assert set(harvest.upload) <= asked
-        assert not set(harvest.upload) & set(harvest.keep)
+        assert bool(result.upload) == bool(asked)
+        assert set(result.upload) <= asked
+        assert not set(result.upload) & set(result.keep)
 
 
 @EVERY_METHOD
 def test_a_single_update_is_merged_and_what_it_lacks_stays_as_it_was(method: str) -> None:
-    _, harvest = one_task(method, subject=subject_of(method))
+    _, result = one_task(method, subject=subject_of(method))
     half = coordinator_half(MethodSpec(name=method, settings=SETTINGS.get(method, {})), facts_of(method))
     state = state_at(method, 0)
-    sent = {name: ArrayTensor(values) for name, values in harvest.upload.items()}
-    after = half.merge(half.start(state), [Update("a/w", 10, sent, harvest.numbers)])
+    sent = {name: ArrayTensor(values) for name, values in result.upload.items()}
+    after = half.merge(half.start(state), [Update("a/w", 10, sent, result.numbers)])
     assert after.round == 1
     for name, tensor in after.model.items():
         expected = sent[name] if name in sent else state.model[name]
@@ -86,13 +86,13 @@ def test_a_single_update_is_merged_and_what_it_lacks_stays_as_it_was(method: str
 @EVERY_METHOD
 def test_the_order_in_which_updates_are_given_changes_no_more_than_rounding(method: str) -> None:
     rng = np.random.default_rng(0)
-    _, harvest = one_task(method, subject=subject_of(method))
+    _, result = one_task(method, subject=subject_of(method))
     updates = [
         Update(
             worker.name,
             10 + i,
             {b.name: ArrayTensor(rng.normal(size=b.shape).astype("f4")) for b in facts_of(method).blocks},
-            harvest.numbers,
+            result.numbers,
         )
         for i, worker in enumerate(COHORT)
     ]

@@ -29,7 +29,7 @@ from tessera.shared.run_settings.training import Training
 from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, to_array
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, write_block
-from tessera.worker.training.context import LocalWork
+from tessera.worker.training.context import LocalTaskContext
 from tests.support.rounds import SGD, Rounds, same_bits, site_data
 from tests.support.tasks import VIT, images, one_task
 
@@ -130,12 +130,12 @@ def test_effective_steps_are_what_momentum_makes_of_a_constant_gradient() -> Non
 
 
 def test_fednova_sends_the_model_and_one_number() -> None:
-    _, harvest = one_task("fednova", epochs=2, **SGD)
+    _, result = one_task("fednova", epochs=2, **SGD)
     _, plain = one_task("fedavg", epochs=2, **SGD)
     # 24 examples in batches of 8, twice
-    assert harvest.numbers == {"effective_steps": 6.0}
-    assert harvest.keep == {}
-    assert all((harvest.upload[name] == plain.upload[name]).all() for name in plain.upload)
+    assert result.numbers == {"effective_steps": 6.0}
+    assert result.keep == {}
+    assert all((result.upload[name] == plain.upload[name]).all() for name in plain.upload)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.3, 0.9, 1 - 1e-6, 1 - 1e-12, 1 - 2**-53])
@@ -266,7 +266,7 @@ def test_scaffold_corrects_each_gradient_by_c_minus_c_k_and_keeps_the_next_c_k()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     memory = {f"control/{name}": np.full(shape, c, np.float32) for name, shape in shapes.items()}
     vault = {f"control/{name}": np.full(shape, own, np.float32) for name, shape in shapes.items()}
-    _, harvest = one_task(
+    _, result = one_task(
         "scaffold", epochs=2, batch_size=None, memory=memory, vault=vault, **{**SGD, "learning_rate": rate}
     )
     (batch,) = images().batches(None, None)
@@ -278,11 +278,11 @@ def test_scaffold_corrects_each_gradient_by_c_minus_c_k_and_keeps_the_next_c_k()
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.sub_(rate * (parameter.grad - own + c))
-    assert harvest.numbers == {"steps": 2.0}
+    assert result.numbers == {"steps": 2.0}
     for name, parameter in model.named_parameters():
-        np.testing.assert_allclose(harvest.upload[name], parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
-        kept = own - c + (begun[name].numpy() - harvest.upload[name]) / (2 * rate)
-        np.testing.assert_allclose(harvest.keep[f"control/{name}"], kept, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(result.upload[name], parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
+        kept = own - c + (begun[name].numpy() - result.upload[name]) / (2 * rate)
+        np.testing.assert_allclose(result.keep[f"control/{name}"], kept, rtol=1e-4, atol=1e-5)
 
 
 def kept_mean(run: Rounds, name: str, weights: Mapping[str, float]) -> Array:
@@ -420,7 +420,7 @@ def test_feddyn_descends_on_the_bent_objective_and_adds_up_the_drift() -> None:
     model = instantiate(VIT, "image-classification", seed=1)
     vault = {f"gradient/{n}": np.full(p.shape, alpha * own, np.float32) for n, p in model.named_parameters()}
     settings = {"alpha": alpha, "weigh": "examples"}
-    _, harvest = one_task("feddyn", settings, epochs=2, batch_size=None, vault=vault, **SGD)
+    _, result = one_task("feddyn", settings, epochs=2, batch_size=None, vault=vault, **SGD)
     (batch,) = images().batches(None, None)
     begun = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for _ in range(2):
@@ -431,9 +431,9 @@ def test_feddyn_descends_on_the_bent_objective_and_adds_up_the_drift() -> None:
             for parameter in model.parameters():
                 parameter.sub_(rate * parameter.grad)
     for name, parameter in model.named_parameters():
-        np.testing.assert_allclose(harvest.upload[name], parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
-        drift = own + harvest.upload[name] - begun[name].numpy()
-        np.testing.assert_allclose(harvest.keep[f"gradient/{name}"], alpha * drift, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result.upload[name], parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
+        drift = own + result.upload[name] - begun[name].numpy()
+        np.testing.assert_allclose(result.keep[f"gradient/{name}"], alpha * drift, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("weigh", ["equal", "examples"])
@@ -475,8 +475,8 @@ def test_moon_keeps_what_it_handed_in_and_contrasts_it_from_then_on() -> None:
         run.play()
         plain.play()
         assert np.array_equal(run.value(HEAD), plain.value(HEAD)) == equal
-        vault, harvest = run.vaults["a/w"], run.harvests["a/w"]
-        assert all((vault[f"previous/{name}"] == values).all() for name, values in harvest.upload.items())
+        vault, result = run.vaults["a/w"], run.harvests["a/w"]
+        assert all((vault[f"previous/{name}"] == values).all() for name, values in result.upload.items())
 
 
 def test_moon_adds_the_contrast_of_features_to_the_loss() -> None:
@@ -484,7 +484,7 @@ def test_moon_adds_the_contrast_of_features_to_the_loss() -> None:
     model, version, previous = (instantiate(VIT, "image-classification", seed=seed) for seed in (1, 1, 2))
     vault = {f"previous/{name}": p.detach().numpy() for name, p in previous.named_parameters()}
     settings = {"mu": mu, "temperature": temperature}
-    _, harvest = one_task("moon", settings, epochs=2, batch_size=None, vault=vault, **SGD)
+    _, result = one_task("moon", settings, epochs=2, batch_size=None, vault=vault, **SGD)
     (batch,) = images().batches(None, None)
 
     def features(vit: torch.nn.Module) -> torch.Tensor:
@@ -502,7 +502,7 @@ def test_moon_adds_the_contrast_of_features_to_the_loss() -> None:
                 if parameter.grad is not None:
                     parameter.sub_(rate * parameter.grad)
     for name, parameter in model.named_parameters():
-        np.testing.assert_allclose(harvest.upload[name], parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(result.upload[name], parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
 
 
 BERT = {
@@ -511,7 +511,7 @@ BERT = {
 }  # fmt: skip
 
 
-def in_training(config: dict[str, Any], head: Head, *, normalised: bool = False) -> LocalWork:
+def in_training(config: dict[str, Any], head: Head, *, normalised: bool = False) -> LocalTaskContext:
     """A model as it is while it trains; `normalised` puts a batch normalisation in front of its images."""
     model = instantiate(config, head, seed=1)
     if normalised:
@@ -521,7 +521,7 @@ def in_training(config: dict[str, Any], head: Head, *, normalised: bool = False)
             with_kwargs=True,
         )
     model.train()
-    return LocalWork(model, head, Plan(), block_table(model))
+    return LocalTaskContext(model, head, Plan(), block_table(model))
 
 
 def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -529,33 +529,33 @@ def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_moon_leaves_padding_out_of_the_features_of_texts() -> None:
-    work = in_training(BERT, "token-classification")
+    context = in_training(BERT, "token-classification")
     short = torch.tensor([[3, 4, 5]])
     plain = {"input_ids": short, "labels": torch.zeros_like(short)}
     padded = {name: torch.nn.functional.pad(tensor, (0, 5)) for name, tensor in plain.items()}
     mask = {"attention_mask": torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0]])}
-    version = values_of(work.model)
-    expected = work.features(plain, version)
-    torch.testing.assert_close(work.features({**padded, **mask}, version), expected)
-    assert not torch.allclose(work.features(padded, version), expected)
+    version = values_of(context.model)
+    expected = context.features(plain, version)
+    torch.testing.assert_close(context.features({**padded, **mask}, version), expected)
+    assert not torch.allclose(context.features(padded, version), expected)
 
 
 def test_moon_contrasts_features_of_the_dropout_masks_that_the_loss_has() -> None:
-    work = in_training({**VIT, "hidden_dropout_prob": 0.5}, "image-classification")
+    context = in_training({**VIT, "hidden_dropout_prob": 0.5}, "image-classification")
     (batch,) = images().batches(None, None)
-    output, features = work.forward_with_features(batch)
-    torch.testing.assert_close(work.model.get_submodule("classifier")(features), output.logits)
+    output, features = context.forward_with_features(batch)
+    torch.testing.assert_close(context.model.get_submodule("classifier")(features), output.logits)
 
 
 def test_moon_reads_the_models_that_do_not_train_without_dropout_and_leaves_the_modes_as_they_are() -> None:
-    work = in_training({**VIT, "hidden_dropout_prob": 0.5}, "image-classification")
-    work.model.get_submodule("classifier").eval()
+    context = in_training({**VIT, "hidden_dropout_prob": 0.5}, "image-classification")
+    context.model.get_submodule("classifier").eval()
     (batch,) = images().batches(None, None)
-    modes = [module.training for module in work.model.modules()]
-    one, other = (work.features(batch, values_of(work.model)) for _ in range(2))
+    modes = [module.training for module in context.model.modules()]
+    one, other = (context.features(batch, values_of(context.model)) for _ in range(2))
     assert torch.equal(one, other)
     assert not one.requires_grad
-    assert [module.training for module in work.model.modules()] == modes
+    assert [module.training for module in context.model.modules()] == modes
 
 
 def test_moon_moves_the_statistics_of_batches_once_a_batch() -> None:
@@ -563,10 +563,10 @@ def test_moon_moves_the_statistics_of_batches_once_a_batch() -> None:
     contrasted.vault = {f"previous/{block.name}": contrasted.read(block) for block in contrasted.blocks}
     facts = RunInfo(tuple(plain.blocks), rounds=9)
     (batch,) = images().batches(None, None)
-    for method, work in (("fedavg", plain), ("moon", contrasted)):
+    for method, context in (("fedavg", plain), ("moon", contrasted)):
         half = worker_half(MethodSpec(name=method), facts)
-        half.prepare(work)
-        half.loss(work, batch)
+        half.setup(context)
+        half.loss(context, batch)
     expected, found = dict(plain.model.named_buffers()), dict(contrasted.model.named_buffers())
     assert expected["norm.running_mean"].any()
     assert all(torch.equal(found[name], buffer) for name, buffer in expected.items())
@@ -598,9 +598,9 @@ def test_what_is_kept_of_blocks_that_were_not_trained_stays(method: str) -> None
     body = Plan.model_validate(
         {"train": {"exclude": [{"roles": ["head"]}]}, "upload": {"exclude": [{"roles": ["head"]}]}}
     )
-    _, harvest = one_task(method, vault=vault, plan=body, dataset=site_data(1, 8), **SGD)
-    assert (harvest.keep[f"{prefix}{HEAD}"] == 0.5).all()
-    assert HEAD not in harvest.upload
+    _, result = one_task(method, vault=vault, plan=body, dataset=site_data(1, 8), **SGD)
+    assert (result.keep[f"{prefix}{HEAD}"] == 0.5).all()
+    assert HEAD not in result.upload
 
 
 def joint_gradient(run: Rounds) -> float:

@@ -18,7 +18,7 @@ from tessera.shared.updates.safetensors_file import read_header
 from tessera.worker.agent import Agent
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.worker.settings import Settings
+from tessera.worker.settings import WorkerSettings
 from tessera.worker.task import fetch
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
@@ -47,7 +47,7 @@ class Finished:
 @pytest.fixture(autouse=True)
 def _blocks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not made out of differences, so that bytes are those of the blocks."""
-    monkeypatch.setattr(fetch, "LEAST_DIFFERENCE", 1 << 40)
+    monkeypatch.setattr(fetch, "MIN_DIFFERENCE_BYTES", 1 << 40)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
         stops, threads = [Stop(), Stop()], []
         for index, site in enumerate("ab"):
             digits = {"kind": "digits", "part": {"scheme": "iid", "count": 8, "index": index}}
-            settings = Settings(
+            settings = WorkerSettings(
                 url=coordinator.url, token=coordinator.token("site", site), name="w", state_dir=folder / site,
                 datasets={"digits": digits}, threads=1, poll_seconds=1,
             )  # fmt: skip

@@ -12,7 +12,7 @@ from tessera.shared.methods.base import MethodSpec, Participant, Plan, State
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.model.build import instantiate
-from tessera.worker.training.context import LocalWork
+from tessera.worker.training.context import LocalTaskContext
 from tests.support.rounds import SGD, Rounds
 from tests.support.tasks import VIT, images, one_task
 
@@ -29,19 +29,19 @@ def values_of(seed: int) -> dict[str, Array]:
 
 
 def test_what_ditto_sends_is_what_fedavg_sends_to_the_bit() -> None:
-    _, harvest = one_task("ditto", epochs=2, **SGD)
+    _, result = one_task("ditto", epochs=2, **SGD)
     _, plain = one_task("fedavg", epochs=2, **SGD)
-    assert {name: values.tobytes() for name, values in harvest.upload.items()} == {
+    assert {name: values.tobytes() for name, values in result.upload.items()} == {
         name: values.tobytes() for name, values in plain.upload.items()
     }
-    assert set(harvest.keep) == {f"own/{name}" for name in harvest.upload}
+    assert set(result.keep) == {f"own/{name}" for name in result.upload}
 
 
 def test_ditto_trains_the_site_s_own_model_towards_the_version() -> None:
     lam, rate = 0.5, 0.1
     version, own = instantiate(VIT, "image-classification", seed=1), instantiate(VIT, "image-classification", seed=2)
     vault = {f"own/{name}": values for name, values in values_of(2).items()}
-    _, harvest = one_task("ditto", {"lam": lam, "own_epochs": 2}, batch_size=None, vault=vault, **SGD)
+    _, result = one_task("ditto", {"lam": lam, "own_epochs": 2}, batch_size=None, vault=vault, **SGD)
     (batch,) = images().batches(None, None)
     near = [parameter.detach().clone() for parameter in version.parameters()]
     for _ in range(2):
@@ -52,7 +52,7 @@ def test_ditto_trains_the_site_s_own_model_towards_the_version() -> None:
                 step = lam * (parameter - origin) + (0 if parameter.grad is None else parameter.grad)
                 parameter.sub_(rate * step)
     for name, parameter in own.named_parameters():
-        np.testing.assert_allclose(harvest.keep[f"own/{name}"], parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(result.keep[f"own/{name}"], parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
 
 
 def test_ditto_s_own_model_begins_as_the_version_and_goes_on_over_rounds() -> None:
@@ -68,22 +68,22 @@ def test_ditto_s_own_model_begins_as_the_version_and_goes_on_over_rounds() -> No
 
 
 def test_ditto_s_own_model_is_the_one_that_a_personal_evaluation_measures() -> None:
-    work, _ = one_task("ditto", **SGD)
+    context, _ = one_task("ditto", **SGD)
     vault = {f"own/{name}": values for name, values in values_of(2).items()}
-    version = {block.name: work.read(block) for block in work.blocks}
+    version = {block.name: context.read(block) for block in context.blocks}
     for kept, expected in ((vault, values_of(2)), ({}, version)):
-        again = LocalWork(work.model, "image-classification", Plan(), work.blocks, kept)
+        again = LocalTaskContext(context.model, "image-classification", Plan(), context.blocks, kept)
         half = half_of("ditto", again)
         for block in again.blocks:
             again.write(block, version[block.name])
-        half.prepare(again)
-        assert half.personal(again) == ()
+        half.setup(again)
+        assert half.personalization_phases(again) == ()
         assert all((again.read(block) == expected[block.name]).all() for block in again.blocks)
 
 
-def half_of(method: str, work: LocalWork, settings: dict[str, Any] | None = None) -> Any:
+def half_of(method: str, context: LocalTaskContext, settings: dict[str, Any] | None = None) -> Any:
     facts = Rounds(method).facts
-    assert facts.blocks == tuple(work.blocks)
+    assert facts.blocks == tuple(context.blocks)
     return worker_half(MethodSpec(name=method, settings=settings or {}), facts)
 
 
@@ -91,11 +91,11 @@ def half_of(method: str, work: LocalWork, settings: dict[str, Any] | None = None
 
 
 def test_fedbabu_neither_trains_nor_sends_the_head() -> None:
-    work, harvest = one_task("fedbabu", **SGD)
+    context, result = one_task("fedbabu", **SGD)
     begun = values_of(1)
-    assert set(harvest.upload) == set(begun) - HEAD
-    for block in work.blocks:
-        assert (work.read(block) == begun[block.name]).all() == (block.name in HEAD), block.name
+    assert set(result.upload) == set(begun) - HEAD
+    for block in context.blocks:
+        assert (context.read(block) == begun[block.name]).all() == (block.name in HEAD), block.name
 
 
 def test_fedbabu_s_head_is_the_first_version_s_in_every_round() -> None:
@@ -109,9 +109,9 @@ def test_fedbabu_s_head_is_the_first_version_s_in_every_round() -> None:
 
 @pytest.mark.parametrize(("tune", "trained"), [("full", HEAD | {BODY}), ("body", {BODY}), ("head", HEAD)])
 def test_fedbabu_fine_tunes_what_it_is_told_to(tune: str, trained: set[str]) -> None:
-    work, _ = one_task("fedbabu", **SGD)
-    (phase,) = half_of("fedbabu", work, {"tune": tune, "tune_epochs": 3}).personal(work)
-    found = {block.name for block in phase.train.resolve(work.blocks)}
+    context, _ = one_task("fedbabu", **SGD)
+    (phase,) = half_of("fedbabu", context, {"tune": tune, "tune_epochs": 3}).personalization_phases(context)
+    found = {block.name for block in phase.train.resolve(context.blocks)}
     assert (found & (HEAD | {BODY}), phase.epochs) == (trained, 3)
 
 
@@ -119,10 +119,10 @@ def test_fedbabu_fine_tunes_what_it_is_told_to(tune: str, trained: set[str]) -> 
 
 
 def test_fedbn_keeps_its_norms_and_sends_all_else() -> None:
-    work, harvest = one_task("fedbn")
-    norms = {block.name for block in work.blocks if block.role == "norm"}
-    assert norms == set(harvest.keep) >= {BODY}
-    assert set(harvest.upload) == {block.name for block in work.blocks} - norms
+    context, result = one_task("fedbn")
+    norms = {block.name for block in context.blocks if block.role == "norm"}
+    assert norms == set(result.keep) >= {BODY}
+    assert set(result.upload) == {block.name for block in context.blocks} - norms
 
 
 def test_local_sends_nothing_and_goes_on_with_its_own_model() -> None:
@@ -131,7 +131,7 @@ def test_local_sends_nothing_and_goes_on_with_its_own_model() -> None:
     for _ in range(2):
         run.play()
     assert all((run.value(name) == values).all() for name, values in before.items())
-    assert all(not harvest.upload for harvest in run.harvests.values())
+    assert all(not result.upload for result in run.harvests.values())
     # Two rounds of one epoch from where it stopped, and not twice one epoch from the version.
     _, once = one_task("local", dataset=run.sites["a/w"], **SGD)
     _, twice = one_task("local", dataset=run.sites["a/w"], vault=once.keep, **SGD)
@@ -151,8 +151,8 @@ def test_one_site_alone_trains_locally_as_it_would_in_fedavg() -> None:
 def test_fedavg_with_one_site_is_centralised_training() -> None:
     run = Rounds("fedavg", sites={"a/w": Rounds("fedavg").sites["a/w"]})
     run.play()
-    _, harvest = one_task("fedavg", dataset=run.sites["a/w"], **SGD)
-    assert all((run.value(name) == values).all() for name, values in harvest.upload.items())
+    _, result = one_task("fedavg", dataset=run.sites["a/w"], **SGD)
+    assert all((run.value(name) == values).all() for name, values in result.upload.items())
 
 
 @pytest.mark.parametrize("method", ["fedper", "fedrep", "fedbn", "local"])
@@ -173,8 +173,8 @@ def test_a_head_that_was_kept_goes_out_by_no_task_that_keeps_something_else(
 ) -> None:
     _, never_kept = one_task(method, settings)
     vault = {name: np.full_like(values, 7.0) for name, values in values_of(2).items() if name in HEAD}
-    _, harvest = one_task(method, settings, vault=vault)
-    assert set(harvest.upload) >= HEAD
-    assert {name: values.tobytes() for name, values in harvest.upload.items()} == {
+    _, result = one_task(method, settings, vault=vault)
+    assert set(result.upload) >= HEAD
+    assert {name: values.tobytes() for name, values in result.upload.items()} == {
         name: values.tobytes() for name, values in never_kept.upload.items()
     }

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera.shared.methods.base import Harvest, MethodSpec, State, UnsupportedRun, Update, initial_state
+from tessera.shared.methods.base import LocalResult, MethodSpec, State, UnsupportedRun, Update, initial_state
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.spec import Prompts
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.prompts import PromptError, prompts_of
-from tessera.worker.training.context import LocalWork
+from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.trainer import seed_everything
 from tests.support.tasks import ADAPTED, PLAIN, PROMPTED, Subject, one_task
 
@@ -29,7 +29,7 @@ BARE = replace(PROMPTED, prompts=Prompts(vision=2, text=2))
 TEXT_ONLY = replace(PROMPTED, prompts=Prompts(text=2))
 
 
-def trained(method: str, subject: Subject = PROMPTED, **more: Any) -> tuple[LocalWork, Harvest]:
+def trained(method: str, subject: Subject = PROMPTED, **more: Any) -> tuple[LocalTaskContext, LocalResult]:
     settings = more.pop("settings", None)
     return one_task(method, settings, subject=subject, **{**SGD, **more})
 
@@ -38,8 +38,8 @@ def start_of(subject: Subject) -> dict[str, Array]:
     return {name: tensor.detach().numpy() for name, tensor in subject.model().named_parameters()}
 
 
-def moved(work: LocalWork, subject: Subject) -> set[str]:
-    start, now = start_of(subject), dict(work.model.named_parameters())
+def moved(context: LocalTaskContext, subject: Subject) -> set[str]:
+    start, now = start_of(subject), dict(context.model.named_parameters())
     return {name for name, values in start.items() if not np.array_equal(now[name].detach().numpy(), values)}
 
 
@@ -62,13 +62,13 @@ def start(method: str, subject: Subject, **settings: Any) -> State:
 def test_promptfl_trains_and_sends_the_prompts_that_it_is_set_to_and_keeps_nothing(
     settings: dict[str, Any], expected: set[str]
 ) -> None:
-    work, harvest = trained("promptfl", settings=settings)
-    assert set(harvest.upload) == moved(work, PROMPTED) == expected
-    assert not harvest.keep
+    context, result = trained("promptfl", settings=settings)
+    assert set(result.upload) == moved(context, PROMPTED) == expected
+    assert not result.keep
 
 
 def test_a_step_of_promptfl_is_the_gradient_of_the_cross_entropy_over_the_classes() -> None:
-    _, harvest = trained("promptfl", batch_size=None)
+    _, result = trained("promptfl", batch_size=None)
     model = PROMPTED.model()
     batch = next(PROMPTED.data().batches(None))
     labels = batch.pop("labels")
@@ -76,7 +76,7 @@ def test_a_step_of_promptfl_is_the_gradient_of_the_cross_entropy_over_the_classe
     loss = -scores[torch.arange(len(labels)), labels].mean()
     text = model.get_parameter("prompts.text")
     (gradient,) = torch.autograd.grad(loss, [text])
-    np.testing.assert_allclose(harvest.upload["prompts.text"], (text - 0.05 * gradient).detach().numpy(), atol=1e-6)
+    np.testing.assert_allclose(result.upload["prompts.text"], (text - 0.05 * gradient).detach().numpy(), atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["promptfl", "pfeddc"])
@@ -99,10 +99,10 @@ def test_heads_that_do_not_divide_the_prompts_are_refused_when_the_run_is_made()
 
 
 def test_pfeddc_sends_global_prompts_and_keeps_local_ones_and_the_fusion() -> None:
-    work, harvest = trained("pfeddc")
-    assert set(harvest.upload) == moved(work, PROMPTED) == PROMPTS
-    assert set(harvest.keep) == LOCAL | FUSION
-    assert {block.name for block in work.private} == LOCAL | FUSION
+    context, result = trained("pfeddc")
+    assert set(result.upload) == moved(context, PROMPTED) == PROMPTS
+    assert set(result.keep) == LOCAL | FUSION
+    assert {block.name for block in context.private} == LOCAL | FUSION
 
 
 @pytest.mark.parametrize(
@@ -117,13 +117,15 @@ def test_pfeddc_sends_global_prompts_and_keeps_local_ones_and_the_fusion() -> No
     ],
 )
 def test_a_site_that_has_kept_nothing_starts_at_the_global_prompts_bit_for_bit(settings: dict[str, Any]) -> None:
-    work = prepared(settings)
+    context = prepared(settings)
     batch = next(PROMPTED.data().batches(8))
     with torch.no_grad():
-        expected = LocalWork(PROMPTED.model(), "contrastive", work.plan, work.blocks).forward(batch).logits
-        found = work.forward(batch).logits
-        work.close()
-        closed = work.forward(batch).logits
+        expected = (
+            LocalTaskContext(PROMPTED.model(), "contrastive", context.plan, context.blocks).forward(batch).logits
+        )
+        found = context.forward(batch).logits
+        context.close()
+        closed = context.forward(batch).logits
     assert expected is not None
     assert found is not None
     assert closed is not None
@@ -131,32 +133,32 @@ def test_a_site_that_has_kept_nothing_starts_at_the_global_prompts_bit_for_bit(s
     assert torch.equal(closed, expected)
 
 
-def prepared(settings: Mapping[str, Any], vault: Mapping[str, Array] | None = None) -> LocalWork:
+def prepared(settings: Mapping[str, Any], vault: Mapping[str, Array] | None = None) -> LocalTaskContext:
     """A site's work just before training."""
     facts = PROMPTED.facts(optimizer="sgd")
     chosen = MethodSpec(name="pfeddc", settings=dict(settings))
     plan = coordinator_half(chosen, facts).plan_for(State(0, {}), None)  # type: ignore[arg-type]
-    work = LocalWork(PROMPTED.model(), "contrastive", plan, facts.blocks, dict(vault or {}))
+    context = LocalTaskContext(PROMPTED.model(), "contrastive", plan, facts.blocks, dict(vault or {}))
     half = worker_half(chosen, facts)
     seed_everything(0)
-    work.restore(half.private())
-    half.prepare(work)
-    return work
+    context.restore(half.private())
+    half.setup(context)
+    return context
 
 
 def test_all_of_it_learns_together_from_the_second_step_on() -> None:
     # The fusion's output projection starts at zero: what it is handed has a gradient once that has moved.
-    start = {block.name: work.read(block) for work in [prepared({})] for block in work.private}
+    start = {block.name: context.read(block) for context in [prepared({})] for block in context.private}
     for epochs, still in ((1, LOCAL | {name for name in FUSION if not name.endswith("output")}), (2, set())):
-        _, harvest = trained("pfeddc", batch_size=None, epochs=epochs)
-        assert {name for name in start if np.array_equal(harvest.keep[name], start[name])} == still
+        _, result = trained("pfeddc", batch_size=None, epochs=epochs)
+        assert {name for name in start if np.array_equal(result.keep[name], start[name])} == still
 
 
 def test_a_site_goes_on_with_what_it_kept_and_not_with_the_global_prompts_of_now() -> None:
     _, first = trained("pfeddc", epochs=3)
-    work = prepared({}, first.keep)
-    assert {block.name for block in work.private} == set(first.keep)
-    assert all(np.array_equal(work.read(block), first.keep[block.name]) for block in work.private)
+    context = prepared({}, first.keep)
+    assert {block.name for block in context.private} == set(first.keep)
+    assert all(np.array_equal(context.read(block), first.keep[block.name]) for block in context.private)
     assert not np.array_equal(first.keep["local.text"], start_of(PROMPTED)["prompts.text"])
 
 
@@ -165,8 +167,8 @@ def test_the_fused_prompt_is_the_formula(size: float) -> None:
     rng = np.random.default_rng(0)
     keep = {block.name: rng.normal(size=block.shape, scale=0.25).astype("f4") for block in prepared({}).private}
     keep["local.text"] *= 4 * size
-    work = prepared({"fusion": {"heads": 1}}, keep)
-    tokens = prompts_of(work.model)
+    context = prepared({"fusion": {"heads": 1}}, keep)
+    tokens = prompts_of(context.model)
     assert tokens is not None
     shared, own = tokens.get_parameter("text"), torch.from_numpy(keep["local.text"])
     shared.data.normal_().mul_(size)
@@ -194,11 +196,11 @@ def test_the_fused_prompt_is_the_formula(size: float) -> None:
 def test_after_training_attention_depends_on_what_asks_and_does_not_drown_the_global_prompts(asks: str) -> None:
     subject = replace(PROMPTED, prompts=Prompts(vision=4, text=4))
     settings = {"fusion": {"asks": asks}}
-    work, harvest = one_task("pfeddc", settings, subject=subject, epochs=20, learning_rate=0.005)
-    tokens, start = prompts_of(work.model), start_of(subject)
+    context, result = one_task("pfeddc", settings, subject=subject, epochs=20, learning_rate=0.005)
+    tokens, start = prompts_of(context.model), start_of(subject)
     assert tokens is not None
     for tower in ("vision", "text"):
-        shared, own = tokens.get_parameter(tower), torch.from_numpy(harvest.keep[f"local.{tower}"])
+        shared, own = tokens.get_parameter(tower), torch.from_numpy(result.keep[f"local.{tower}"])
         fused = tokens.tokens(tower)  # type: ignore[arg-type]
         assert fused is not None
         asking = shared if asks == "global" else own
@@ -226,10 +228,10 @@ def test_a_fusion_that_was_kept_in_an_older_form_is_left_and_begun_anew() -> Non
     part = "fusion.text.attention"
     older = {f"{part}.in_proj_weight": rng.normal(size=(48, 16)), f"{part}.in_proj_bias": rng.normal(size=48)}
     kept = {name: values for name, values in now.keep.items() if name in LOCAL}
-    work = prepared({}, {**kept, **{name: values.astype("f4") for name, values in older.items()}})
-    tokens = prompts_of(work.model)
+    context = prepared({}, {**kept, **{name: values.astype("f4") for name, values in older.items()}})
+    tokens = prompts_of(context.model)
     assert tokens is not None
-    assert {block.name for block in work.private} == LOCAL | FUSION
+    assert {block.name for block in context.private} == LOCAL | FUSION
     assert torch.equal(tokens.tokens("text"), tokens.get_parameter("text"))  # type: ignore[arg-type]
 
 
@@ -242,19 +244,19 @@ def test_a_single_prompt_token_leaves_attention_nothing_to_choose_from() -> None
 
 
 def test_without_a_federation_the_global_prompts_stay_at_the_site_too() -> None:
-    work, harvest = trained("pfeddc", settings={"share": "nothing"})
-    assert not harvest.upload
-    assert set(harvest.keep) == PROMPTS | LOCAL | FUSION
-    again = prepared({"share": "nothing"}, harvest.keep)
-    assert moved(again, PROMPTED) == PROMPTS == moved(work, PROMPTED)
-    assert all(np.array_equal(again.read(b), harvest.keep[b.name]) for b in again.blocks if b.name in PROMPTS)
+    context, result = trained("pfeddc", settings={"share": "nothing"})
+    assert not result.upload
+    assert set(result.keep) == PROMPTS | LOCAL | FUSION
+    again = prepared({"share": "nothing"}, result.keep)
+    assert moved(again, PROMPTED) == PROMPTS == moved(context, PROMPTED)
+    assert all(np.array_equal(again.read(b), result.keep[b.name]) for b in again.blocks if b.name in PROMPTS)
 
 
 def test_a_shared_fusion_is_sent_and_local_prompts_are_kept() -> None:
     settings = {"share": "prompts-and-fusion", "fusion": {"heads": 2}}
-    work, harvest = trained("pfeddc", settings=settings, epochs=2)
-    assert set(harvest.upload) == moved(work, PROMPTED) == PROMPTS | {f"prompts.{name}" for name in FUSION}
-    assert set(harvest.keep) == LOCAL
+    context, result = trained("pfeddc", settings=settings, epochs=2)
+    assert set(result.upload) == moved(context, PROMPTED) == PROMPTS | {f"prompts.{name}" for name in FUSION}
+    assert set(result.keep) == LOCAL
     with pytest.raises(UnsupportedRun, match=r"no fusion to share: .*--prompt-fusion global"):
         start("pfeddc", BARE, share="prompts-and-fusion")
     with pytest.raises(PromptError, match=r"heads=2.*heads=4"):
@@ -264,8 +266,8 @@ def test_a_shared_fusion_is_sent_and_local_prompts_are_kept() -> None:
 @pytest.mark.parametrize(("kind", "tokens"), [("mean", 2), ("concat", 4)])
 def test_other_fusions_have_nothing_to_learn_but_prompts(kind: str, tokens: int) -> None:
     settings = {"fusion": {"kind": kind}}
-    _, harvest = trained("pfeddc", settings=settings)
-    assert set(harvest.keep) == LOCAL
+    _, result = trained("pfeddc", settings=settings)
+    assert set(result.keep) == LOCAL
     put_in = prompts_of(prepared(settings).model)
     assert put_in is not None
     assert len(put_in.tokens("text")) == tokens  # type: ignore[arg-type]
@@ -273,28 +275,28 @@ def test_other_fusions_have_nothing_to_learn_but_prompts(kind: str, tokens: int)
 
 def test_without_one_towers_prompts_the_others_are_all_that_trains() -> None:
     for subject, settings in ((TEXT_ONLY, {}), (PROMPTED, {"modalities": ["text"]})):
-        work, harvest = trained("pfeddc", subject, settings=settings)
-        assert set(harvest.upload) == moved(work, subject) == {"prompts.text"}
-        assert set(harvest.keep) == {name for name in LOCAL | FUSION if ".text" in name}
+        context, result = trained("pfeddc", subject, settings=settings)
+        assert set(result.upload) == moved(context, subject) == {"prompts.text"}
+        assert set(result.keep) == {name for name in LOCAL | FUSION if ".text" in name}
 
 
 def test_local_prompts_may_start_as_noise() -> None:
-    work = prepared({"local_start": "random"})
-    local = next(work.read(block) for block in work.private if block.name == "local.text")
+    context = prepared({"local_start": "random"})
+    local = next(context.read(block) for block in context.private if block.name == "local.text")
     assert not np.array_equal(local, start_of(PROMPTED)["prompts.text"])
     assert 0.01 < local.std() < 0.04
 
 
 def test_what_stays_here_never_takes_the_place_of_a_part_of_the_model() -> None:
-    work = prepared({})
+    context = prepared({})
     with pytest.raises(ValueError, match="'text_model' of its own"):
-        work.add_private("text_model", torch.nn.Linear(2, 2))
+        context.add_private("text_model", torch.nn.Linear(2, 2))
 
 
 # ---------------------------------------------------------------- LoRA
 
 
-def merged(harvests: list[Harvest], freeze_a: bool) -> Mapping[str, Any]:
+def merged(harvests: list[LocalResult], freeze_a: bool) -> Mapping[str, Any]:
     facts = ADAPTED.facts()
     half = coordinator_half(MethodSpec(name="lora", settings={"freeze_a": freeze_a}), facts)
     first = State(0, {name: ArrayTensor(values) for name, values in start_of(ADAPTED).items()})
@@ -339,11 +341,11 @@ def test_only_with_a_frozen_is_the_mean_of_the_products_the_product_of_the_means
 def test_lora_trains_and_sends_adapters_and_the_head_and_nothing_else(
     settings: dict[str, Any], sent: set[str]
 ) -> None:
-    work, harvest = trained("lora", ADAPTED, settings=settings, epochs=2, learning_rate=0.5)
-    assert set(harvest.upload) == moved(work, ADAPTED)
-    kinds = {next(kind for kind in ("lora_A", "lora_B", "classifier") if kind in name) for name in harvest.upload}
+    context, result = trained("lora", ADAPTED, settings=settings, epochs=2, learning_rate=0.5)
+    assert set(result.upload) == moved(context, ADAPTED)
+    kinds = {next(kind for kind in ("lora_A", "lora_B", "classifier") if kind in name) for name in result.upload}
     assert kinds == sent
-    assert not harvest.keep
+    assert not result.keep
 
 
 def test_a_model_without_adapters_is_refused_with_the_command_that_makes_one() -> None:

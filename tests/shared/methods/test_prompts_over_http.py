@@ -33,11 +33,11 @@ from tessera.shared.model.selectors import EVERYTHING, Match, Selector
 from tessera.shared.model.spec import Model, Prompts
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import Array, ArrayTensor
-from tessera.shared.updates.update_file import Change, write_update
+from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.worker.agent import Agent
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.worker.settings import Settings, token_of
+from tessera.worker.settings import WorkerSettings, token_of
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
@@ -81,7 +81,7 @@ class Site:
 
     def __init__(self, coordinator: LiveCoordinator, folder: Path, data: dict[str, Any], name: str = "a") -> None:
         self.folder = folder / name
-        self._settings = Settings(
+        self._settings = WorkerSettings(
             url=coordinator.url, token=coordinator.token("site", name), name="w", state_dir=self.folder,
             datasets={"colours": data}, threads=1, poll_seconds=0,
         )  # fmt: skip
@@ -199,7 +199,9 @@ def test_a_round_of_clip_vit_b_16_moves_kilobytes() -> None:
     assert sum(block.nbytes for block in prompts) == 16 * (768 + 512) * 4 == 80 * 1024
     file, noise = io.BytesIO(), np.random.default_rng(0)
     values = {block.name: noise.normal(size=block.shape).astype("f4") for block in prompts}
-    write_update(file, "raw", [Change(b, ArrayTensor(values[b.name]), ArrayTensor(values[b.name])) for b in prompts])
+    write_update(
+        file, "raw", [TrainedBlock(b, ArrayTensor(values[b.name]), ArrayTensor(values[b.name])) for b in prompts]
+    )
     manifest = len(canonical(Manifest(blocks={block.name: f"sha256:{'0' * 64}" for block in table})))
     print(
         f"CLIP ViT-B/16, 16 + 16 prompts, a round: up {len(file.getvalue())}, down {80 * 1024 + manifest} bytes, of "

@@ -19,7 +19,7 @@ from benchmarks.safl_bytes import COHORTS, CONFIGS, blocks_of, rows
 from tessera.shared.aggregation.mean import average
 from tessera.shared.methods.base import (
     CoordinatorHalf,
-    Harvest,
+    LocalResult,
     MethodSpec,
     Participant,
     Plan,
@@ -39,11 +39,11 @@ from tessera.shared.run_settings.privacy import Privacy
 from tessera.shared.run_settings.training import Training
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 from tessera.shared.updates.codecs import pipeline
-from tessera.shared.updates.update_file import Change
+from tessera.shared.updates.update_file import TrainedBlock
 from tessera.worker.data.registry import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tessera.worker.training.context import LocalWork, largest
+from tessera.worker.training.context import LocalTaskContext, largest
 from tessera.worker.training.trainer import Batches, Trainer, seed_everything
 from tests.support.duals import CLASSES, dual, pairs
 from tests.support.tasks import CPU, VIT, images
@@ -96,7 +96,7 @@ def plans(half: CoordinatorHalf[Any], at: State, seed: int = 1) -> dict[str, Pla
 
 
 @dataclass
-class Watched(LocalWork):
+class Watched(LocalTaskContext):
     """Notes each time that the site's data are looked at."""
 
     looks: list[str] = field(default_factory=list)
@@ -109,13 +109,13 @@ class Watched(LocalWork):
 @dataclass(frozen=True)
 class Done:
     plan: Plan
-    work: Watched
-    harvest: Harvest
+    context: Watched
+    result: LocalResult
     start: Mapping[str, Array]
 
     @property
     def layers(self) -> set[int]:
-        return layers_in(self.harvest.upload)
+        return layers_in(self.result.upload)
 
 
 def task(
@@ -128,14 +128,14 @@ def task(
     half, at = coordinator(**settings), at or state()
     plan = half.plan(half.start(at), [worker or COHORT[0]], Random(3))["a/w"]
     model = instantiate(SIX, "image-classification", seed=1)
-    work = Watched(model, "image-classification", plan, BLOCKS, dict(vault or {}))
-    start = {block.name: work.read(block) for block in BLOCKS}
+    context = Watched(model, "image-classification", plan, BLOCKS, dict(vault or {}))
+    start = {block.name: context.read(block) for block in BLOCKS}
     facts = RunInfo(BLOCKS, rounds=10, training=TRAINING)
     worker = worker_half(MethodSpec(name="safl", settings=settings), facts)
     seed_everything(0)
-    selected = worker.select(work, Batches(images(), TRAINING.batch_size, CPU))
-    tally = Trainer(worker, work, TRAINING, CPU, lambda: None).train(worker.phases(work, selected), images(), 0)
-    return Done(plan, work, worker.harvest(work, selected, tally), start)
+    selected = worker.select(context, Batches(images(), TRAINING.batch_size, CPU))
+    stats = Trainer(worker, context, TRAINING, CPU, lambda: None).train(worker.phases(context, selected), images(), 0)
+    return Done(plan, context, worker.collect(context, selected, stats), start)
 
 
 def sent(*layers: int, worker: str = "a/w", examples: int = 10, **numbers: float) -> Update:
@@ -220,11 +220,11 @@ def test_a_worker_without_room_still_trains_a_layer_if_nothing_trains_anyway() -
 def test_a_worker_that_is_given_no_layer_looks_at_nothing_and_sends_what_always_trains() -> None:
     half = coordinator(upload_seconds=1)
     plan = half.plan_for(state(), Participant("tiny", 1, {"upload_bytes_per_second": 1}))
-    work = Watched(instantiate(SIX, "image-classification"), "image-classification", plan, BLOCKS)
+    context = Watched(instantiate(SIX, "image-classification"), "image-classification", plan, BLOCKS)
     worker = worker_half(MethodSpec(name="safl", settings={"upload_seconds": 1}), half.run)
-    selected = worker.select(work, Batches(images(), 8, CPU))
+    selected = worker.select(context, Batches(images(), 8, CPU))
     assert {block.name for block in BLOCKS if selected.holds(block)} == ALWAYS
-    assert not work.looks
+    assert not context.looks
 
 
 @pytest.mark.parametrize(
@@ -240,14 +240,16 @@ def test_an_optimizer_keeps_so_many_copies_of_what_trains(training: dict[str, An
 
 def test_a_worker_trains_and_sends_the_layers_with_the_largest_mass_and_what_always_trains() -> None:
     done = task(layers=2)
-    fresh = LocalWork(instantiate(SIX, "image-classification", seed=1), "image-classification", done.plan, BLOCKS)
+    fresh = LocalTaskContext(
+        instantiate(SIX, "image-classification", seed=1), "image-classification", done.plan, BLOCKS
+    )
     attention = fresh.attention([*islice(Batches(images(), 8, CPU), 4)], TaskTokens())
     ranked = sorted(LAYERS, key=lambda name: -attention[name].mass.mean())
     assert done.layers == layers_in(f"{name}." for name in ranked[:2])
     wanted = {b.name for b in BLOCKS if b.layer in done.layers and ".layers." in b.name} | ALWAYS
-    assert set(done.harvest.upload) == wanted
+    assert set(done.result.upload) == wanted
     for block in BLOCKS:
-        same = np.array_equal(done.work.read(block), done.start[block.name])
+        same = np.array_equal(done.context.read(block), done.start[block.name])
         # A key's bias moves no probability, so its gradient is zero.
         assert same == (block.name not in wanted) or "k_proj.bias" in block.name, block.name
 
@@ -272,13 +274,13 @@ def test_gradient_scores_choose_the_layers_whose_gradient_is_largest(score: str)
             if ".layers." in name and parameter.grad is not None:
                 squares[int(name.split(".")[2])] += float(parameter.grad.square().sum())
     assert done.layers == {layer for layer, _ in squares.most_common(2)}
-    assert not done.work.looks
+    assert not done.context.looks
 
 
 def test_only_some_roles_of_a_chosen_layer_train_if_the_run_says_so() -> None:
     done = task(layers=2, within=["value", "output"], always=[])
     roles = {block.name: block.role for block in BLOCKS}
-    assert {roles[name] for name in done.harvest.upload} == {"value", "output"}
+    assert {roles[name] for name in done.result.upload} == {"value", "output"}
 
 
 # ---------------------------------------------------------------- which, by controls
@@ -293,7 +295,7 @@ def test_first_last_and_fixed_layers_are_named_in_the_plan_and_nobody_looks_at_d
     for score, (settings, layers) in wanted.items():
         done = task(score=score, **settings)
         assert asked(done.plan) == done.layers == layers
-        assert not done.work.looks
+        assert not done.context.looks
 
 
 def test_random_layers_differ_by_worker_and_by_draw_and_are_of_the_given_number() -> None:
@@ -316,9 +318,9 @@ def test_random_layers_by_consensus_are_the_same_for_all() -> None:
 def test_random_layers_are_included_with_probability_k_over_l() -> None:
     half = coordinator("inverse-probability", score="random", layers=2)
     initial_state(half, state())
-    chances = {half.inclusion(block) for block in BLOCKS if block.layer is not None}
+    chances = {half.inclusion_probability(block) for block in BLOCKS if block.layer is not None}
     assert chances == {2 / 6}
-    assert {half.inclusion(block) for block in BLOCKS if block.name in ALWAYS} == {1.0}
+    assert {half.inclusion_probability(block) for block in BLOCKS if block.name in ALWAYS} == {1.0}
 
 
 def test_over_all_random_choices_the_inverse_probability_step_is_the_full_one() -> None:
@@ -329,7 +331,7 @@ def test_over_all_random_choices_the_inverse_probability_step_is_the_full_one() 
     for seed in range(draws):
         plan = half.plan(state(), COHORT[:1], Random(seed))["a/w"]
         senders = [(10.0, {block.name: after} if plan.upload.holds(block) else {})]
-        moved = average(before, senders, "inverse-probability", lambda _: half.inclusion(block))
+        moved = average(before, senders, "inverse-probability", lambda _: half.inclusion_probability(block))
         steps += sum(to_array(tensor) for tensor in moved.values())
     # The picks are binomial: their number has a standard deviation of 5 % here.
     np.testing.assert_allclose(steps / draws, after.values, rtol=0.15, atol=1e-6)
@@ -352,7 +354,7 @@ def test_inverse_probability_is_refused_where_nobody_knows_the_law(settings: dic
 
 def test_layers_that_are_always_chosen_are_always_included() -> None:
     initial_state(half := coordinator("inverse-probability", score="last", layers=2), state())
-    assert {half.inclusion(block) for block in BLOCKS if block.layer == 5} == {1.0}
+    assert {half.inclusion_probability(block) for block in BLOCKS if block.layer == 5} == {1.0}
 
 
 # ---------------------------------------------------------------- several stacks
@@ -398,10 +400,10 @@ def test_a_layer_without_attention_is_no_candidate_for_attention_and_one_for_gra
 def test_consensus_begins_with_a_round_that_trains_and_sends_nothing_but_scores() -> None:
     done = task(chooser="consensus", layers=2)
     assert done.plan.stage == "profile"
-    assert not done.harvest.upload
-    assert {name for name in done.harvest.numbers if name.startswith("score.")} == {f"score.{i}" for i in range(6)}
-    assert all(np.array_equal(done.work.read(b), done.start[b.name]) for b in BLOCKS)
-    coordinator(chooser="consensus").check(done.plan, 24, done.harvest.numbers)
+    assert not done.result.upload
+    assert {name for name in done.result.numbers if name.startswith("score.")} == {f"score.{i}" for i in range(6)}
+    assert all(np.array_equal(done.context.read(b), done.start[b.name]) for b in BLOCKS)
+    coordinator(chooser="consensus").check(done.plan, 24, done.result.numbers)
 
 
 def test_consensus_weighs_reported_scores_by_examples_and_all_train_the_best() -> None:
@@ -428,9 +430,9 @@ def test_scores_are_measured_anew_every_so_many_rounds() -> None:
     half = coordinator(chooser="consensus", profile_every=3)
     due = [plans(half, scored(number))["a/w"].numbers["profile"] for number in range(1, 8)]
     assert due == [0, 0, 1, 0, 0, 1, 0]
-    told = task(scored(3), chooser="consensus", profile_every=3).harvest.numbers
+    told = task(scored(3), chooser="consensus", profile_every=3).result.numbers
     assert set(told) == {f"{what}.{i}" for what in ("score", "entropy") for i in range(6)}
-    assert not task(scored(4), chooser="consensus", profile_every=3).work.looks
+    assert not task(scored(4), chooser="consensus", profile_every=3).context.looks
 
 
 @pytest.mark.parametrize("score", [None, float("nan"), -0.1, 1.1])
@@ -450,18 +452,18 @@ def test_a_score_that_is_missing_or_impossible_is_refused(score: float | None) -
 def test_a_choice_stands_until_the_worker_profiles_again() -> None:
     settings = {"layers": 2, "profile_every": 3}
     first = task(state(0), **settings)
-    kept = first.harvest.keep
+    kept = first.result.keep
     second = task(state(1), vault=kept, **settings)
-    assert (first.work.looks, second.work.looks) == (["attention"], [])
+    assert (first.context.looks, second.context.looks) == (["attention"], [])
     assert second.layers == first.layers
-    np.testing.assert_array_equal(second.harvest.keep["safl/chosen"], kept["safl/chosen"])
-    assert task(state(3), vault=kept, **settings).work.looks == ["attention"]
+    np.testing.assert_array_equal(second.result.keep["safl/chosen"], kept["safl/chosen"])
+    assert task(state(3), vault=kept, **settings).context.looks == ["attention"]
 
 
 def test_a_worker_that_missed_the_profile_round_or_is_given_another_k_profiles_at_once() -> None:
-    assert task(state(1), layers=2, profile_every=3).work.looks == ["attention"]
+    assert task(state(1), layers=2, profile_every=3).context.looks == ["attention"]
     other = {"safl/chosen": np.array([0, 1, 2])}
-    assert task(state(1), vault=other, layers=2, profile_every=3).work.looks == ["attention"]
+    assert task(state(1), vault=other, layers=2, profile_every=3).context.looks == ["attention"]
 
 
 def test_a_worker_that_has_no_room_any_more_leaves_its_old_choice_alone_and_keeps_it() -> None:
@@ -469,12 +471,12 @@ def test_a_worker_that_has_no_room_any_more_leaves_its_old_choice_alone_and_keep
     kept = {"safl/chosen": np.array([1, 4])}
     poor = Participant("a/w", 24, {"upload_bytes_per_second": 1.0})
     done = task(state(1), vault=kept, worker=poor, **settings)
-    assert (done.layers, done.work.looks) == (set(), [])
-    np.testing.assert_array_equal(done.harvest.keep["safl/chosen"], [1, 4])
+    assert (done.layers, done.context.looks) == (set(), [])
+    np.testing.assert_array_equal(done.result.keep["safl/chosen"], [1, 4])
 
 
 def test_nothing_is_kept_where_every_round_is_profiled() -> None:
-    assert not task(layers=2).harvest.keep
+    assert not task(layers=2).result.keep
 
 
 # ---------------------------------------------------------------- pruning
@@ -507,7 +509,7 @@ def test_of_an_output_projection_columns_are_pruned() -> None:
 def test_so_large_a_share_of_each_matrix_in_a_layer_stays_as_it_was(prune_by: str) -> None:
     done = task(layers=2, prune=0.375, prune_by=prune_by)
     by_name = {block.name: block for block in BLOCKS}
-    for name, array in done.harvest.upload.items():
+    for name, array in done.result.upload.items():
         axis = 1 if prune_by == "attention" and "attention.o_proj.weight" in name else 0
         moved = (np.moveaxis(array != done.start[name], axis, 0)).reshape(array.shape[axis], -1).any(1)
         if ".layers." in name and array.ndim > 1:
@@ -519,10 +521,12 @@ def test_so_large_a_share_of_each_matrix_in_a_layer_stays_as_it_was(prune_by: st
 def test_by_attention_it_is_the_head_of_the_least_mass_that_is_pruned() -> None:
     done = task(layers=1, prune=0.5)
     [layer] = done.layers
-    fresh = LocalWork(instantiate(SIX, "image-classification", seed=1), "image-classification", done.plan, BLOCKS)
+    fresh = LocalTaskContext(
+        instantiate(SIX, "image-classification", seed=1), "image-classification", done.plan, BLOCKS
+    )
     heads = fresh.attention(list(islice(Batches(images(), 8, CPU), 4)), TaskTokens())[f"vit.layers.{layer}"].heads
     name = f"vit.layers.{layer}.attention.q_proj.weight"
-    moved = (done.harvest.upload[name] != done.start[name]).any(1)  # two heads of eight rows
+    moved = (done.result.upload[name] != done.start[name]).any(1)  # two heads of eight rows
     kept = int(heads.argmax())
     assert moved[8 * kept : 8 * kept + 8].all()
     assert moved.sum() == 8
@@ -535,7 +539,7 @@ def test_pruned_rows_cost_almost_nothing_on_the_wire() -> None:
 
     def nbytes(values: Array) -> int:
         block = Block(tensor="w", role="mlp", shape=before.shape, dtype="F32")
-        encoded = pipeline.encode(pipeline.LOSSLESS, Change(block, ArrayTensor(values), ArrayTensor(before)))
+        encoded = pipeline.encode(pipeline.LOSSLESS, TrainedBlock(block, ArrayTensor(values), ArrayTensor(before)))
         return sum(len(part) for part in encoded)
 
     whole, half = nbytes(after), nbytes(pruned(before, after, 0.5, None))
@@ -547,16 +551,16 @@ def test_pruned_rows_cost_almost_nothing_on_the_wire() -> None:
 def test_heads_are_remembered_between_profiles_for_pruning() -> None:
     settings = {"layers": 1, "prune": 0.5, "profile_every": 2}
     first = task(state(0), **settings)
-    second = task(state(1), vault=first.harvest.keep, **settings)
-    assert not second.work.looks
-    for name, array in first.harvest.upload.items():
-        np.testing.assert_array_equal(second.harvest.upload[name], array)
+    second = task(state(1), vault=first.result.keep, **settings)
+    assert not second.context.looks
+    for name, array in first.result.upload.items():
+        np.testing.assert_array_equal(second.result.upload[name], array)
 
 
 def test_the_controls_are_pruned_by_attention_too_which_is_then_measured() -> None:
     done = task(score="last", layers=2, prune=0.5)
-    assert done.work.looks == ["attention"]
-    assert not task(score="last", layers=2, prune=0.5, prune_by="magnitude").work.looks
+    assert done.context.looks == ["attention"]
+    assert not task(score="last", layers=2, prune=0.5, prune_by="magnitude").context.looks
 
 
 # ---------------------------------------------------------------- what is remembered, and told to people
@@ -605,7 +609,7 @@ def test_attention_that_collapses_is_told_of_by_name() -> None:
 
 
 def test_a_worker_tells_each_layers_entropy_and_under_its_own_choice_no_score() -> None:
-    numbers = task(layers=2).harvest.numbers
+    numbers = task(layers=2).result.numbers
     assert set(numbers) == {f"entropy.{layer}" for layer in range(6)}
     assert all(0.9 < entropy <= 1 for entropy in numbers.values())
 
@@ -652,9 +656,9 @@ def test_what_the_runs_privacy_does_not_cover_is_refused_on_both_sides(
     with pytest.raises(UnsupportedRun, match=why):
         initial_state(half, state())
     worker = worker_half(MethodSpec(name="safl", settings=settings), half.run)
-    work = LocalWork(instantiate(SIX, "image-classification"), "image-classification", Plan(), BLOCKS)
+    context = LocalTaskContext(instantiate(SIX, "image-classification"), "image-classification", Plan(), BLOCKS)
     with pytest.raises(UnsupportedRun, match=why):
-        worker.select(work, Unseen())
+        worker.select(context, Unseen())
 
 
 class Unseen:
@@ -683,15 +687,15 @@ def test_a_noisy_choice_is_by_all_of_the_examples_so_that_one_more_only_adds() -
     worker = worker_half(MethodSpec(name="safl", settings={"layers": 2, "profile_batches": 1}), half.run)
     tables: list[Array] = []
 
-    def choosing(scores: Array, count: int, _picks: int | None) -> list[int]:
+    def choose_top(scores: Array, count: int, _picks: int | None) -> list[int]:
         tables.append(scores)
         return largest(scores, count)
 
     plan = half.plan_for(state(), COHORT[0])
     model = instantiate(SIX, "image-classification")
-    work = LocalWork(model, "image-classification", plan, BLOCKS, choosing=choosing)
+    context = LocalTaskContext(model, "image-classification", plan, BLOCKS, choose_top=choose_top)
     for dataset in (images(21).rows(torch.arange(20)), images(21)):
-        worker.select(work, Batches(dataset, 8, CPU))
+        worker.select(context, Batches(dataset, 8, CPU))
     fewer, more = tables
     # What one example brings is between 0 and 1, and does not depend on the others.
     assert more.shape == (21, 6)
@@ -704,15 +708,15 @@ def test_a_noisy_choice_among_layers_of_which_only_some_read_examples_is_refused
 ) -> None:
     half = under("noisy", layers=2)
     worker = worker_half(MethodSpec(name="safl", settings={"layers": 2}), half.run)
-    work = LocalWork(
+    context = LocalTaskContext(
         instantiate(SIX, "image-classification"), "image-classification", half.plan_for(state(), COHORT[0]), BLOCKS
     )
-    measured = work.attention(Batches(images(8), 8, CPU), TaskTokens())
+    measured = context.attention(Batches(images(8), 8, CPU), TaskTokens())
     first = next(iter(measured))
     told = {**measured, first: replace(measured[first], per_example=False)}
-    monkeypatch.setattr(work, "attention", lambda *_: told)
+    monkeypatch.setattr(context, "attention", lambda *_: told)
     with pytest.raises(UnsupportedRun, match=f"{re.escape(first)}.*which no noise covers"):
-        worker.select(work, Batches(images(8), 8, CPU))
+        worker.select(context, Batches(images(8), 8, CPU))
 
 
 @pytest.mark.parametrize("prompts", [None, Prompts(vision=2, text=2)])
@@ -722,7 +726,7 @@ def test_noise_is_for_layers_that_read_examples_and_not_for_those_that_read_the_
     model = instantiate(dual("clip"), "contrastive", seed=1, prompts=prompts)
     blocks, tables = block_table(model), []
 
-    def choosing(scores: Array, count: int, _picks: int | None) -> list[int]:
+    def choose_top(scores: Array, count: int, _picks: int | None) -> list[int]:
         tables.append(scores)
         return largest(scores, count)
 
@@ -730,11 +734,11 @@ def test_noise_is_for_layers_that_read_examples_and_not_for_those_that_read_the_
     facts = RunInfo(blocks, 10, training=TRAINING, privacy=privacy)
     chosen = MethodSpec(name="safl", settings={"share": 0.5, "always": []})
     plan = coordinator_half(chosen, facts).plan_for(state(), COHORT[0])
-    work = LocalWork(model, "contrastive", plan, blocks, choosing=choosing)
+    context = LocalTaskContext(model, "contrastive", plan, blocks, choose_top=choose_top)
     # As many images as there are classes, so that their numbers do not tell them apart.
     count, size = len(CLASSES), model.config.vision_config.image_size
     batch = {"pixel_values": torch.randn(count, 3, size, size), "labels": torch.arange(count), "input_ids": CLASSES}
-    selected = worker_half(chosen, facts).select(work, [batch])
+    selected = worker_half(chosen, facts).select(context, [batch])
     [table] = tables
     assert table.shape == (count, model.config.vision_config.num_hidden_layers)
     assert {block.tensor.split("_")[0] for block in blocks if selected.holds(block)} == {"text", "vision"}
@@ -749,15 +753,15 @@ def test_a_choice_from_several_stacks_is_one_choice(model_type: str, layers: int
     model = instantiate(T5 if model_type == "t5" else dual("clip"), head, seed=1)
     blocks, told = block_table(model), []
 
-    def choosing(scores: Array, count: int, picks: int | None) -> list[int]:
+    def choose_top(scores: Array, count: int, picks: int | None) -> list[int]:
         told.append((count, picks))
         return largest(scores, count)
 
     facts = RunInfo(blocks, 10, training=TRAINING)
     chosen = MethodSpec(name="safl", settings={"layers": layers})
     plan = coordinator_half(chosen, facts).plan_for(state(), COHORT[0])
-    work = LocalWork(model, head, plan, blocks, choosing=choosing)
-    selected = worker_half(chosen, facts).select(work, Batches(dataset, 4, CPU))
+    context = LocalTaskContext(model, head, plan, blocks, choose_top=choose_top)
+    selected = worker_half(chosen, facts).select(context, Batches(dataset, 4, CPU))
     assert told == picks
     assert len({layer.name for layer in layers_of(filter(selected.holds, blocks))}) == layers
 

@@ -22,7 +22,7 @@ from tessera.shared.updates.safetensors_file import read_header
 from tessera.worker.agent import Agent
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.worker.settings import Settings
+from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.privacy_ledger import LEDGER_FOLDER
 from tessera.worker.task import fetch
 from tessera.worker.task.heartbeat import Stop
@@ -54,7 +54,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCoordinator]:
 @pytest.fixture(autouse=True)
 def _blocks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not made out of differences, so that bytes are those of the blocks."""
-    monkeypatch.setattr(fetch, "LEAST_DIFFERENCE", 1 << 40)
+    monkeypatch.setattr(fetch, "MIN_DIFFERENCE_BYTES", 1 << 40)
 
 
 @dataclass
@@ -80,7 +80,7 @@ def sites(coordinator: LiveCoordinator, folder: Path, *names: str) -> Iterator[l
         for index, name in enumerate(names):
             tap = stack.enter_context(Tap(coordinator.url))
             digits = some_digits(folder / "data", 24, index)
-            settings = Settings(
+            settings = WorkerSettings(
                 url=tap.url, token=coordinator.token("site", name), name="w", state_dir=folder / name,
                 datasets={"digits": digits}, threads=1, poll_seconds=0,
             )  # fmt: skip

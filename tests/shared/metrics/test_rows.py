@@ -10,8 +10,7 @@ from typing import Any
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version, VersionRef
-from tessera.shared.metrics import csv_file
-from tessera.shared.metrics.rows import Row, rows_of
+from tessera.shared.metrics.rows import MetricRow, rows_of, write_csv
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 DIGEST = f"sha256:{'0' * 64}"
@@ -60,15 +59,15 @@ def test_a_round_has_a_row_for_each_number_of_each_accepted_update_and_for_its_t
     rows = list(rows_of(RUN, [a_round(done, task("b/w", "failed"))], [], []))
     where = ("r", 1, 1, 2, "warm-up", "data")
     assert rows == [
-        Row(*where, "a", "w", "loss", 0.5),
-        Row(*where, "a", "w", "examples", 10.0),
-        Row(*where, "a", "w", "upload_bytes", 7.0),
-        Row(*where, "a", "w", "download_bytes", 9.0),
-        Row(*where, None, None, "asked", 2.0),
-        Row(*where, None, None, "accepted", 1.0),
-        Row(*where, None, None, "upload_bytes", 7.0),
-        Row(*where, None, None, "download_bytes", 9.0),
-        Row(*where, None, None, "seconds", 12.5),
+        MetricRow(*where, "a", "w", "loss", 0.5),
+        MetricRow(*where, "a", "w", "examples", 10.0),
+        MetricRow(*where, "a", "w", "upload_bytes", 7.0),
+        MetricRow(*where, "a", "w", "download_bytes", 9.0),
+        MetricRow(*where, None, None, "asked", 2.0),
+        MetricRow(*where, None, None, "accepted", 1.0),
+        MetricRow(*where, None, None, "upload_bytes", 7.0),
+        MetricRow(*where, None, None, "download_bytes", 9.0),
+        MetricRow(*where, None, None, "seconds", 12.5),
     ]
 
 
@@ -76,7 +75,7 @@ def test_an_abandoned_attempt_has_rows_and_no_version() -> None:
     spent = a_round(task("a/w", upload_bytes=7), state="abandoned", version=None)
     rows = list(rows_of(RUN, [spent], [], []))
     assert {row.version for row in rows} == {None}
-    assert Row("r", None, 1, 2, "warm-up", "data", None, None, "upload_bytes", 7.0) in rows
+    assert MetricRow("r", None, 1, 2, "warm-up", "data", None, None, "upload_bytes", 7.0) in rows
 
 
 def test_evaluations_and_figures_over_sites_have_rows_of_their_own() -> None:
@@ -87,12 +86,12 @@ def test_evaluations_and_figures_over_sites_have_rows_of_their_own() -> None:
     ]
     rows = list(rows_of(RUN, [], [], found))
     assert rows[:6] == [
-        Row("r", 1, None, None, "central", "test", "j", "w", "accuracy", 0.5),
-        Row("r", 1, None, None, "central", "test", "j", "w", "examples", 5.0),
-        Row("r", 1, None, None, "sites", "data", "a", "w", "accuracy", 0.25),
-        Row("r", 1, None, None, "sites", "data", "a", "w", "examples", 5.0),
-        Row("r", 1, None, None, "sites", "data", "b", "w", "accuracy", 0.75),
-        Row("r", 1, None, None, "sites", "data", "b", "w", "examples", 5.0),
+        MetricRow("r", 1, None, None, "central", "test", "j", "w", "accuracy", 0.5),
+        MetricRow("r", 1, None, None, "central", "test", "j", "w", "examples", 5.0),
+        MetricRow("r", 1, None, None, "sites", "data", "a", "w", "accuracy", 0.25),
+        MetricRow("r", 1, None, None, "sites", "data", "a", "w", "examples", 5.0),
+        MetricRow("r", 1, None, None, "sites", "data", "b", "w", "accuracy", 0.75),
+        MetricRow("r", 1, None, None, "sites", "data", "b", "w", "examples", 5.0),
     ]
     # Two sites are too few for a worst tenth.
     assert {(row.metric, row.site, row.value) for row in rows[6:]} == {
@@ -108,14 +107,14 @@ def test_evaluations_and_figures_over_sites_have_rows_of_their_own() -> None:
 def test_what_a_method_tells_of_a_version_has_rows() -> None:
     version = Version(number=3, digest=DIGEST, created_at=BEGAN, numbers={"drift": 0.125})
     assert list(rows_of(RUN, [], [version], [])) == [
-        Row("r", 3, None, None, "version", None, None, None, "drift", 0.125)
+        MetricRow("r", 3, None, None, "version", None, None, None, "drift", 0.125)
     ]
 
 
 def test_comma_separated_values_read_back_as_they_were() -> None:
-    rows = [Row("r", 1, None, None, "sites", "data", "a", "w", "loss", 1 / 3)]
+    rows = [MetricRow("r", 1, None, None, "sites", "data", "a", "w", "loss", 1 / 3)]
     file = io.StringIO()
-    csv_file.write(rows, file)
+    write_csv(rows, file)
     (read,) = csv.DictReader(io.StringIO(file.getvalue()))
-    assert list(read) == list(Row._fields)
+    assert list(read) == list(MetricRow._fields)
     assert (float(read["value"]), read["round"], read["site"]) == (1 / 3, "", "a")

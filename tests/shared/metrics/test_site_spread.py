@@ -6,7 +6,7 @@ import pytest
 
 from tessera.shared.api.runs import Measurement
 from tessera.shared.metrics.site_spread import Score, scores_by_site, spread, spreads
-from tessera.shared.schema import LARGEST_NUMBER
+from tessera.shared.schema import MAX_NUMBER
 
 
 def measured(worker: str, examples: int, *, version: int = 1, held_out: bool = True, **numbers: float) -> Measurement:
@@ -93,5 +93,5 @@ def test_each_version_and_number_has_figures_of_its_own() -> None:
 
 def test_the_largest_numbers_that_sites_may_report_have_figures_too() -> None:
     most = (1 << 40) - 1
-    found = spreads([measured(name, most, loss=value * LARGEST_NUMBER) for name, value in (("a/w", 1), ("b/w", -1))])
-    assert (found[1]["loss"].mean, found[1]["loss"].deviation) == (0.0, LARGEST_NUMBER)
+    found = spreads([measured(name, most, loss=value * MAX_NUMBER) for name, value in (("a/w", 1), ("b/w", -1))])
+    assert (found[1]["loss"].mean, found[1]["loss"].deviation) == (0.0, MAX_NUMBER)

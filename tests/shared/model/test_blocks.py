@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from tessera.shared.model.blocks import Block, Part, check_table
+from tessera.shared.model.blocks import Block, TensorSlice, check_table
 from tessera.shared.model.selectors import EVERYTHING, NOTHING, Match, Selector, SelectorError, all_but, named, roles
 from tests.support.federation import small_model
 
@@ -16,7 +16,7 @@ NAMES = [block.name for block in TABLE]
 
 def block(tensor: str = "w", label: str | None = None, span: tuple[int, int] = (0, 2), **fields: object) -> Block:
     rows = span[1] - span[0]
-    part = Part(label=label, axis=0, spans=(span,)) if label else None
+    part = TensorSlice(label=label, axis=0, spans=(span,)) if label else None
     return Block.model_validate(
         {"tensor": tensor, "part": part, "role": "other", "shape": (rows, 3), "dtype": "F32", **fields}
     )
@@ -33,7 +33,7 @@ def test_a_block_knows_its_size() -> None:
 
 
 def test_a_part_of_interleaved_spans_indexes_its_rows_in_order() -> None:
-    part = Part(label="key", axis=0, spans=((1, 3), (6, 7)))
+    part = TensorSlice(label="key", axis=0, spans=((1, 3), (6, 7)))
     np.testing.assert_array_equal(part.index(), [1, 2, 6])
     assert part.rows == 3
 
@@ -41,7 +41,7 @@ def test_a_part_of_interleaved_spans_indexes_its_rows_in_order() -> None:
 @pytest.mark.parametrize("spans", [(), ((2, 2),), ((3, 1),), ((0, 2), (1, 3)), ((2, 3), (0, 1)), ((-1, 1),)])
 def test_spans_that_do_not_ascend_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ValidationError):
-        Part(label="key", axis=0, spans=spans)
+        TensorSlice(label="key", axis=0, spans=spans)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_table_that_covers_each_tensor_once_is_accepted() -> None:
         [block("w", "a", (0, 2)), block("w", "a", (2, 4))],
         [block("w", "a", (0, 2)), block("w", "b", (2, 4), dtype="F16")],
         [block("w", "a", (0, 2)), block("w", "b", (2, 4), shape=(2, 4))],
-        [block("w", "a", (0, 2)), block("w", "b", (2, 4), part=Part(label="b", axis=1, spans=((2, 5),)))],
+        [block("w", "a", (0, 2)), block("w", "b", (2, 4), part=TensorSlice(label="b", axis=1, spans=((2, 5),)))],
     ],
 )
 def test_a_table_that_does_not_is_refused_and_the_tensor_is_named(blocks: list[Block]) -> None:

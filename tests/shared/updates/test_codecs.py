@@ -17,8 +17,8 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, as_bytes, to_array
 from tessera.shared.updates.codecs import pipeline
-from tessera.shared.updates.codecs.pipeline import CodecError
-from tessera.shared.updates.update_file import Change
+from tessera.shared.updates.codecs.stage import CodecError
+from tessera.shared.updates.update_file import TrainedBlock
 
 CODECS = [
     "raw", "bits", "xor", "shuffle", "zstd", "bits+shuffle", "bits+zstd", "shuffle+zstd", "xor+shuffle+zstd",
@@ -37,8 +37,8 @@ def block_of(array: np.ndarray, dtype: DType) -> Block:
     return Block(tensor="w", role="other", shape=array.shape, dtype=dtype)
 
 
-def change_of(value: np.ndarray, base: np.ndarray, dtype: DType = "F32") -> Change:
-    return Change(block_of(base, dtype), ArrayTensor(value, dtype), ArrayTensor(base, dtype))
+def change_of(value: np.ndarray, base: np.ndarray, dtype: DType = "F32") -> TrainedBlock:
+    return TrainedBlock(block_of(base, dtype), ArrayTensor(value, dtype), ArrayTensor(base, dtype))
 
 
 def encoded(codec: str, value: np.ndarray, base: np.ndarray, dtype: DType = "F32") -> bytes:
@@ -352,7 +352,7 @@ def test_any_bytes_give_the_block_or_a_codec_error(data: bytes, codec: str) -> N
 def test_a_tensor_of_another_number_of_chunks_is_not_encoded() -> None:
     one, two = ArrayTensor(np.zeros(CHUNK, np.float32)), ArrayTensor(np.zeros(CHUNK + 1, np.float32))
     with pytest.raises(ValueError, match="shorter"):
-        list(pipeline.encode("raw", Change(block_of(to_array(one), "F32"), two, one)))
+        list(pipeline.encode("raw", TrainedBlock(block_of(to_array(one), "F32"), two, one)))
     assert to_array(one).size == CHUNK
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tessera.shared.model.blocks import Block, Part
+from tessera.shared.model.blocks import Block, TensorSlice
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Model
 from tessera.shared.problems import Invalid
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
@@ -19,8 +19,8 @@ from tessera.shared.updates.model_folder import ModelFolder
 WIDTH = 3
 
 
-def part(label: str, axis: int, *spans: tuple[int, int]) -> Part:
-    return Part(label=label, axis=axis, spans=spans)
+def part(label: str, axis: int, *spans: tuple[int, int]) -> TensorSlice:
+    return TensorSlice(label=label, axis=axis, spans=spans)
 
 
 def make_model() -> Model:

@@ -13,7 +13,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.problems import InvalidUpdate
 from tessera.shared.tensors.lazy import ArrayTensor, mean_step, to_array
 from tessera.shared.updates.codecs import pipeline
-from tessera.shared.updates.update_file import Change, EncodedTensor, read_update, write_update
+from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, read_update, write_update
 from tests.support.federation import small_model, values
 from tests.support.updates import update_file
 
@@ -26,7 +26,7 @@ HEAD = BASE["head.weight"].tobytes()
 
 def written(changed: dict[str, np.ndarray], codec: str = pipeline.LOSSLESS) -> bytes:
     file = io.BytesIO()
-    changes = [Change(MODEL.by_name[name], ArrayTensor(array), BASES[name]) for name, array in changed.items()]
+    changes = [TrainedBlock(MODEL.by_name[name], ArrayTensor(array), BASES[name]) for name, array in changed.items()]
     write_update(file, codec, changes)
     return file.getvalue()
 
@@ -107,7 +107,7 @@ def test_what_was_sent_as_differences_adds_to_a_sum_as_such(codec: str) -> None:
     value = base + np.float32(1e-3) * rng.normal(size=base.shape).astype(np.float32)
     block = Block(tensor="w", role="mlp", shape=base.shape, dtype="F32")
     file = io.BytesIO()
-    write_update(file, codec, [Change(block, ArrayTensor(value), ArrayTensor(base))])
+    write_update(file, codec, [TrainedBlock(block, ArrayTensor(value), ArrayTensor(base))])
     data = file.getvalue()
     sent = read_update(lambda: io.BytesIO(data), len(data), {"w": block}, {"w": ArrayTensor(base)})["w"]
     assert sent.sent_as_steps == codec.startswith("delta")

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tessera.worker.data.partition.held_out import hold_out, key_of_seed
 from tessera.worker.data.registry import DataError, Dataset, load
 from tessera.worker.inventory import datasets_of
-from tessera.worker.settings import DataSource, Settings, SettingsError
+from tessera.worker.settings import DataSource, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import secret_key
 from tests.support.pretrained import bert_tokenizer, picture
 
@@ -128,9 +128,9 @@ def test_a_column_of_a_table_is_the_group(tmp_path: Path) -> None:
     assert loaded.held_out.examples % 5 == 0
 
 
-def settings(folder: Path, **more: object) -> Settings:
+def settings(folder: Path, **more: object) -> WorkerSettings:
     given = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": folder / "state", **more}
-    return Settings(**given, datasets={"digits": {"kind": "digits", "held_out": 0.2}})
+    return WorkerSettings(**given, datasets={"digits": {"kind": "digits", "held_out": 0.2}})
 
 
 def test_the_sites_key_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:

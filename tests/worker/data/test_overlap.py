@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tessera.worker.data.overlap import CHECKED, KEPT, fingerprints, share_of, sketch_of
 from tessera.worker.data.registry import Dataset, load
 from tessera.worker.governance.policy import Allowance, PolicyViolation
-from tessera.worker.settings import Settings
+from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, LedgerError
@@ -145,7 +145,7 @@ def test_names_that_share_a_ledger_share_what_is_spent(tmp_path: Path) -> None:
 def test_settings_say_which_names_share_a_ledger(tmp_path: Path) -> None:
     sources = {"wards": {"kind": "digits", "ledger": "people"}, "again": {"kind": "digits"}}
     given = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": tmp_path / "state"}
-    ledger = ledger_of(Settings.model_validate({**given, "datasets": sources}))
+    ledger = ledger_of(WorkerSettings.model_validate({**given, "datasets": sources}))
     assert [ledger.name(name) for name in sources] == ["people", "again"]
 
 

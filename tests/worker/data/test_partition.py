@@ -12,13 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from tessera.worker.data.partition.algorithms import dirichlet, domains, iid, quantity, shards
 from tessera.worker.data.partition.division import divide, part_of
-from tessera.worker.data.partition.schemes import Part, Partition, Scheme
+from tessera.worker.data.partition.schemes import (
+    Partition,
+    Scheme,
+    SitePartition,
+    dirichlet,
+    domains,
+    iid,
+    quantity,
+    shards,
+)
 from tessera.worker.data.registry import DataError, Dataset
 
 PARTITION: TypeAdapter[Scheme] = TypeAdapter(Partition)
-PART: TypeAdapter[Scheme] = TypeAdapter(Part)
+PART: TypeAdapter[Scheme] = TypeAdapter(SitePartition)
 
 ALPHAS = st.floats(1e-3, 1e3)
 SEEDS = st.integers(0, 2**32 - 1)

@@ -28,7 +28,7 @@ from tessera.worker.diagnostics.doctor import checks, forecast, under_way
 from tessera.worker.diagnostics.network import clock, expiry, way_to
 from tessera.worker.governance.descriptions import policy_in_words, size
 from tessera.worker.governance.policy import Policy
-from tessera.worker.settings import Settings
+from tessera.worker.settings import WorkerSettings
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
@@ -125,7 +125,7 @@ def test_a_run_that_begins_is_told_with_what_it_sends_at_most(coordinator: LiveC
 def test_a_worker_that_would_measure_nothing_is_told(tmp_path: Path, use: str, verdicts: list[str]) -> None:
     source = {"kind": "digits", "split": "test", "use": use}
     given = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": tmp_path, "kinds": ["evaluate"]}
-    found = list(dict(checks(Settings(**given, datasets={"test": source}), probe=False))["data test"]())
+    found = list(dict(checks(WorkerSettings(**given, datasets={"test": source}), probe=False))["data test"]())
     assert [one.verdict for one in found] == verdicts
 
 

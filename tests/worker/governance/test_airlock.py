@@ -15,7 +15,7 @@ from tessera.worker.governance.airlock import (
     Airlock,
     AirlockError,
     BlockOut,
-    Decision,
+    ReleaseDecision,
     Summary,
     UpdateWithheld,
     summary_of,
@@ -43,7 +43,7 @@ class Holding:
         self.airlock = Airlock(folder / "airlock", pause=0.01)
         self.file = folder / "made"
         self.file.write_bytes(BYTES)
-        self.ended: list[Decision | Exception] = []
+        self.ended: list[ReleaseDecision | Exception] = []
 
         def hold() -> None:
             try:
@@ -54,7 +54,7 @@ class Holding:
         self.thread = threading.Thread(target=hold)
         self.thread.start()
 
-    def outcome(self) -> Decision | Exception:
+    def outcome(self) -> ReleaseDecision | Exception:
         self.thread.join(10)
         return self.ended[0]
 
@@ -67,7 +67,7 @@ def test_an_update_leaves_once_it_is_released(tmp_path: Path) -> None:
     assert holding.ended == []
     desk.decide("abcdef", "release", "ann")
     outcome = holding.outcome()
-    assert isinstance(outcome, Decision)
+    assert isinstance(outcome, ReleaseDecision)
     assert (outcome.update, outcome.by) == (digest_of(BYTES), "ann")
     assert desk.held() == []
 
@@ -118,7 +118,7 @@ def test_a_release_of_other_bytes_lets_nothing_leave(tmp_path: Path) -> None:
 
     holding, desk = Holding(tmp_path, check), Airlock(tmp_path / "airlock")
     (held,) = until(desk.held)
-    other = Decision(update=digest_of(b"other"), verdict="release", by="eve", at=datetime.now(UTC))
+    other = ReleaseDecision(update=digest_of(b"other"), verdict="release", by="eve", at=datetime.now(UTC))
     (tmp_path / "airlock" / held.id / "decision.json").write_text(other.model_dump_json())
     holding.thread.join(0.2)
     assert holding.ended == []

@@ -11,7 +11,7 @@ from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
-from tessera.worker.governance.approvals import Decision, Inbox, InboxError, Request, Unapproved, terms_digest
+from tessera.worker.governance.approvals import ApprovalDecision, Inbox, InboxError, Request, Unapproved, terms_digest
 from tessera.worker.governance.run_history import RunSnapshot
 
 DIGEST = f"sha256:{'0' * 64}"
@@ -43,7 +43,7 @@ class Asking:
 
     def decide(self, named: str, **more: object) -> None:
         given = {"approved": True, "by": "ann", "at": self.now, **more}
-        self.inbox.decide(named, Decision.model_validate(given))
+        self.inbox.decide(named, ApprovalDecision.model_validate(given))
 
 
 @pytest.fixture

@@ -7,18 +7,20 @@ from typing import Any
 
 from tessera.shared.api.tasks import TaskView
 from tessera.worker.governance.audit_compare import compare
-from tessera.worker.state.audit import Entry
+from tessera.worker.state.audit import SiteAuditEntry
 
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
 DIGEST = f"sha256:{'a' * 64}"
 
 
-def entry(action: str, task: str = "t", token: int = 1, **detail: Any) -> Entry:
+def entry(action: str, task: str = "t", token: int = 1, **detail: Any) -> SiteAuditEntry:
     given = {"seq": 0, "at": NOON, "previous": "", "worker": "w", "action": action, "detail": detail}
-    return Entry.model_validate({**given, "run": "r", "run_name": "demo", "round": 1, "task": task, "token": token})
+    return SiteAuditEntry.model_validate(
+        {**given, "run": "r", "run_name": "demo", "round": 1, "task": task, "token": token}
+    )
 
 
-def sent(task: str = "t", token: int = 1, **detail: Any) -> list[Entry]:
+def sent(task: str = "t", token: int = 1, **detail: Any) -> list[SiteAuditEntry]:
     given = {"update": DIGEST, "bytes": 100, "examples": 10, **detail}
     return [entry("task.start", task, token), entry("update.leave", task, token, **given)]
 
@@ -31,7 +33,7 @@ def view(task: str = "t", **more: Any) -> TaskView:
     return TaskView.model_validate({**given, **more})
 
 
-def kinds(entries: list[Entry], *tasks: TaskView) -> list[str]:
+def kinds(entries: list[SiteAuditEntry], *tasks: TaskView) -> list[str]:
     return [found.kind for found in compare(entries, tasks).differences]
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 from typer.testing import CliRunner
 
-from tessera.shared.model.blocks import Part
+from tessera.shared.model.blocks import TensorSlice
 from tessera.shared.model.selectors import all_but, roles
 from tessera.shared.model.spec import Head, Model
 from tessera.worker.cli.model import app
@@ -76,7 +76,7 @@ def test_parts_that_swap_queries_and_values_are_a_mismatch() -> None:
     name = "transformer.h.0.attn.c_attn.bias#"
     spans = {"query": ((32, 48),), "value": ((0, 16),)}
     swapped = tuple(
-        b.model_copy(update={"part": Part(label=b.role, axis=0, spans=spans[b.role])})
+        b.model_copy(update={"part": TensorSlice(label=b.role, axis=0, spans=spans[b.role])})
         if b.name in {f"{name}query", f"{name}value"}
         else b
         for b in model.blocks

@@ -20,7 +20,7 @@ from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import ModelMismatch, build, instantiate
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import forward
-from tessera.worker.model.layouts import MappingFile, Row
+from tessera.worker.model.layouts import MappingFile, TensorPattern
 from tessera.worker.simulation import Conditions, Weights, simulate
 from tests.support.duals import dual, pairs
 
@@ -161,7 +161,9 @@ def test_torchs_own_attention_gets_no_adapter_that_it_would_never_call() -> None
 
 
 def test_a_mapping_finds_what_adapters_go_beside_by_the_names_without_them() -> None:
-    rows = tuple(Row(names=f"*.{name}.*", role=role) for name, role in (("query", "value"), ("value", "query")))
+    rows = tuple(
+        TensorPattern(names=f"*.{name}.*", role=role) for name, role in (("query", "value"), ("value", "query"))
+    )
     swapped = MappingFile(model_type="bert", tensors=rows)
     config, head = CASES["bert"]
     lora = Lora(rank=1, alpha=1, roles=("value",))

@@ -13,8 +13,8 @@ from opacus.accountants.analysis.rdp import compute_rdp
 
 from tessera.shared.run_settings.privacy import Budget, about_together, rho_of
 from tessera.worker.privacy.accountant import (
-    LEAST_NOISE,
-    MOST_COMPOSED,
+    MAX_COMPOSED,
+    MIN_NOISE,
     TOLERANCE,
     Overspent,
     _composed,
@@ -100,7 +100,7 @@ def test_a_spent_target_has_no_noise_that_would_do() -> None:
 
 
 def test_a_generous_target_still_gets_some_noise() -> None:
-    assert noise_multiplier(Budget(epsilon=900.0, delta=DELTA), [], 0.01, 10) == LEAST_NOISE
+    assert noise_multiplier(Budget(epsilon=900.0, delta=DELTA), [], 0.01, 10) == MIN_NOISE
 
 
 def test_choices_cost_their_zcdp() -> None:
@@ -144,7 +144,7 @@ def test_mechanisms_that_are_nearly_alike_are_composed_as_one_that_costs_no_less
 
 
 def test_of_very_many_different_mechanisms_a_quick_bound_is_taken_that_is_not_below() -> None:
-    many = [steps(2.0 + number / 50, 0.1, 5) for number in range(MOST_COMPOSED + 1)]
+    many = [steps(2.0 + number / 50, 0.1, 5) for number in range(MAX_COMPOSED + 1)]
     misses = _distribution.cache_info().misses
     bound = epsilon(many, DELTA)
     assert _distribution.cache_info().misses == misses

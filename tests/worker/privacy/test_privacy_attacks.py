@@ -29,7 +29,7 @@ from tessera.worker.privacy.noise import NoiseSource
 from tessera.worker.privacy.per_example_grads import Hooked
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.state.privacy_ledger import Ledger
-from tessera.worker.training.context import LocalWork
+from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.progress import Report
 from tessera.worker.training.trainer import Batches, Trainer
@@ -57,16 +57,22 @@ def texts(*, present: bool) -> Dataset:
     return Dataset({"input_ids": ids, "labels": torch.arange(EXAMPLES) % 2})
 
 
-def version(row: float = 0.0, **config: Any) -> LocalWork:
+def version(row: float = 0.0, **config: Any) -> LocalTaskContext:
     """A model as a hostile coordinator makes it: `row` in the rows of the suspect's words."""
     model = instantiate({**BERT, **config}, "text-classification", seed=1)
     with torch.no_grad():
         model.get_submodule("bert.embeddings.word_embeddings").weight[64:] = row
-    return LocalWork(model, "text-classification", Plan(), block_table(model))
+    return LocalTaskContext(model, "text-classification", Plan(), block_table(model))
 
 
 def train(
-    folder: Path, work: LocalWork, data: Dataset, key: str, epsilon: float, train: Selector = EVERYTHING, **more: Any
+    folder: Path,
+    context: LocalTaskContext,
+    data: Dataset,
+    key: str,
+    epsilon: float,
+    train: Selector = EVERYTHING,
+    **more: Any,
 ) -> None:
     """One private step of SGD over all examples, which moves each weight by the noisy sum as it is."""
     given = {"batch_size": None, "optimizer": "sgd", "learning_rate": EXAMPLES, "weight_decay": 0.0, **more}
@@ -78,11 +84,11 @@ def train(
         "training": training, "divide": "participants", "model": DIGEST, "lease_seconds": 60.0,
         "version": VersionRef(number=0, digest=DIGEST),
     })  # fmt: skip
-    half = worker_half(task.method, RunInfo(tuple(work.blocks), 1, training=training, privacy=privacy))
-    half.prepare(work)
+    half = worker_half(task.method, RunInfo(tuple(context.blocks), 1, training=training, privacy=privacy))
+    half.setup(context)
     cpu, drawn = torch.device("cpu"), hashlib.sha256(key.encode()).digest()
     private = PrivateTask(task, privacy, EXAMPLES, Ledger(folder), None, key=drawn)
-    Trainer(half, work, training, cpu, lambda: None, private).train([Phase(train)], data, seed=0)
+    Trainer(half, context, training, cpu, lambda: None, private).train([Phase(train)], data, seed=0)
 
 
 # ---------------------------------------------------------------- the last bits of the noise
@@ -116,10 +122,10 @@ def noise_on(folder: Path) -> float:
 
 def sums(folder: Path, key: str, *, present: bool) -> Array:
     """The noisy sums of the suspect's rows as they leave."""
-    work = version()
-    train(folder, work, texts(present=present), key, 0.1, named([WORDS]))
-    (words,) = (block for block in work.blocks if block.tensor == WORDS)
-    return -work.read(words)[64:].ravel()
+    context = version()
+    train(folder, context, texts(present=present), key, 0.1, named([WORDS]))
+    (words,) = (block for block in context.blocks if block.tensor == WORDS)
+    return -context.read(words)[64:].ravel()
 
 
 def test_last_bits_of_a_release_do_not_tell_whether_an_example_is_there(tmp_path: Path) -> None:
@@ -158,9 +164,9 @@ WAYS = [pytest.param("fedavg", "opacus", id="opacus"), pytest.param("fedprox", "
 def test_a_private_task_does_not_fail_by_what_an_example_is(
     tmp_path: Path, fatal: dict[str, Any], present: bool
 ) -> None:
-    work = version(**fatal)
-    train(tmp_path, work, texts(present=present), "a key", 0.01, named(["*classifier*", "*attention*"]))
-    assert all(np.isfinite(work.read(block)).all() for block in work.blocks)
+    context = version(**fatal)
+    train(tmp_path, context, texts(present=present), "a key", 0.01, named(["*classifier*", "*attention*"]))
+    assert all(np.isfinite(context.read(block)).all() for block in context.blocks)
 
 
 @pytest.mark.parametrize("fatal", FATAL)
@@ -168,12 +174,12 @@ def test_a_private_task_does_not_fail_by_what_an_example_is(
 def test_an_example_that_fails_counts_as_zero_and_changes_nothing_of_the_others(
     fatal: dict[str, Any], method: str, way: str
 ) -> None:
-    work, data = version(**fatal), texts(present=True)
+    context, data = version(**fatal), texts(present=True)
     training = Training(batch_size=None)
-    half = worker_half(MethodSpec(name=method), RunInfo(tuple(work.blocks), 1, training=training))
-    half.prepare(work)
-    freeze = Freeze(work.model, named(["*classifier*", "*attention*"]).resolve(work.blocks))
-    trainer = Trainer(half, work, training, torch.device("cpu"), lambda: None)
+    half = worker_half(MethodSpec(name=method), RunInfo(tuple(context.blocks), 1, training=training))
+    half.setup(context)
+    freeze = Freeze(context.model, named(["*classifier*", "*attention*"]).resolve(context.blocks))
+    trainer = Trainer(half, context, training, torch.device("cpu"), lambda: None)
     noisy = NoisyGradients(
         trainer, freeze, data, Mechanism(sampling(EXAMPLES, None), 1.0, 1.0), NoiseSource(bytes(32))
     )
@@ -190,9 +196,9 @@ def test_an_example_that_fails_counts_as_zero_and_changes_nothing_of_the_others(
 
 
 def test_examples_with_words_or_classes_that_the_model_lacks_are_told_before_they_are_computed() -> None:
-    work, data = version(vocab_size=127), texts(present=True)
+    context, data = version(vocab_size=127), texts(present=True)
     data.tensors["labels"][2] = 2
-    known = known_examples(work, data, data.placeholder(1))
+    known = known_examples(context, data, data.placeholder(1))
     assert known.tolist() == [row not in (2, PLACE) for row in range(EXAMPLES)]
 
 
@@ -207,9 +213,9 @@ def test_gradients_that_cancel_each_other_out_are_no_reason_to_fail() -> None:
 
 
 def test_a_model_that_does_not_fit_the_data_set_is_refused_before_anything_is_paid_for(tmp_path: Path) -> None:
-    work = version(max_position_embeddings=TOKENS - 1)
+    context = version(max_position_embeddings=TOKENS - 1)
     with pytest.raises(UnsupportedRun, match=r"input_ids \[1, 64\].*max_length, which the model must take"):
-        train(tmp_path, work, texts(present=False), "a key", 1.0)
+        train(tmp_path, context, texts(present=False), "a key", 1.0)
     assert Ledger(tmp_path).read("wards") == ()
 
 
@@ -236,26 +242,26 @@ def test_a_classifier_that_answers_at_the_end_of_a_text_trains_privately(
     model, data = instantiate(config, "text-classification", seed=1), texts(present=False)
     data.tensors["input_ids"][data.tensors["input_ids"] == 2] = 3
     data.tensors["input_ids"][:, -1] = config["eos_token_id"]
-    work = LocalWork(model, "text-classification", Plan(), block_table(model))
-    before = {block.name: work.read(block).copy() for block in work.blocks}
-    train(tmp_path, work, data, "a key", 1.0, named(["classi*"]))
-    assert any(not np.array_equal(work.read(block), before[block.name]) for block in work.blocks)
+    context = LocalTaskContext(model, "text-classification", Plan(), block_table(model))
+    before = {block.name: context.read(block).copy() for block in context.blocks}
+    train(tmp_path, context, data, "a key", 1.0, named(["classi*"]))
+    assert any(not np.array_equal(context.read(block), before[block.name]) for block in context.blocks)
     assert len(Ledger(tmp_path).read("wards")) == 1
 
 
 @pytest.mark.parametrize("fatal", FATAL)
 def test_an_example_whose_attention_cannot_be_measured_counts_as_zero(fatal: dict[str, Any]) -> None:
-    work, data = version(**fatal), texts(present=True)
-    work.placeholder = data.placeholder(1)
-    profile = work.attention(Batches(data, 5, torch.device("cpu")), TaskTokens())
+    context, data = version(**fatal), texts(present=True)
+    context.placeholder = data.placeholder(1)
+    profile = context.attention(Batches(data, 5, torch.device("cpu")), TaskTokens())
     (layer,) = profile.values()
     mass = np.nan_to_num(layer.mass)
     assert mass.shape == (EXAMPLES,)
     assert (mass[OTHERS] > 0).all()
     assert mass[PLACE] == 0
     # The others are as they are without it.
-    work.placeholder = None
-    (alone,) = work.attention(Batches(data.rows(OTHERS), 5, torch.device("cpu")), TaskTokens()).values()
+    context.placeholder = None
+    (alone,) = context.attention(Batches(data.rows(OTHERS), 5, torch.device("cpu")), TaskTokens()).values()
     assert np.allclose(mass[OTHERS], alone.mass, rtol=1e-5)
 
 
@@ -264,12 +270,12 @@ def test_an_example_whose_attention_cannot_be_measured_counts_as_zero(fatal: dic
 
 def test_dropout_is_off_so_that_what_an_example_adds_does_not_depend_on_its_place() -> None:
     rates = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
-    work, data = version(0.1, **rates), texts(present=True)
+    context, data = version(0.1, **rates), texts(present=True)
     training = Training(batch_size=None)
-    half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(work.blocks), 1, training=training))
-    work.model.train()
-    freeze = Freeze(work.model, work.blocks)
-    trainer = Trainer(half, work, training, torch.device("cpu"), lambda: None)
+    half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(context.blocks), 1, training=training))
+    context.model.train()
+    freeze = Freeze(context.model, context.blocks)
+    trainer = Trainer(half, context, training, torch.device("cpu"), lambda: None)
     noisy = NoisyGradients(
         trainer, freeze, data, Mechanism(sampling(EXAMPLES, None), 1.0, 1.0), NoiseSource(bytes(32))
     )

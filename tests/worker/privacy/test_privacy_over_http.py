@@ -23,7 +23,7 @@ from tessera.worker.governance.policy import Policy
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.privacy.accountant import epsilon
-from tessera.worker.settings import Settings
+from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.privacy_ledger import Ledger, NoisySteps
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
@@ -41,7 +41,7 @@ PRIVACY = Privacy(epsilon=4.0, delta=1e-5, clip_norm=1.0)
 def site(coordinator: LiveCoordinator, folder: Path, **source: Any) -> Iterator[None]:
     """A worker with an eighth of the digits, held under a name of its own."""
     digits = eighth_of_digits(folder / "data", held_out=0.2) if "part" not in source else {"kind": "digits"}
-    settings = Settings(
+    settings = WorkerSettings(
         url=coordinator.url, token=coordinator.token("site", "a"), name="w", state_dir=folder / "a",
         datasets={"digits": {**digits, **source}}, threads=1, poll_seconds=1,
         held_out_key_file=key_file(folder / "data"),

@@ -34,7 +34,7 @@ from tessera.worker.privacy.per_example_grads import norms
 from tessera.worker.privacy.private_task import PrivateTask, bounded_sums, epsilon_per_pick, private_top_k
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Event, Exact, Ledger, NoisyChoice, NoisySteps
-from tessera.worker.training.context import LocalWork
+from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.progress import Report
 from tessera.worker.training.trainer import Batches, Trainer, seed_everything
@@ -66,27 +66,27 @@ def sentences() -> Dataset:
     return Dataset({"input_ids": words, "labels": words})
 
 
-def work_on(config: dict[str, Any] = VIT, head: Head = "image-classification") -> LocalWork:
+def work_on(config: dict[str, Any] = VIT, head: Head = "image-classification") -> LocalTaskContext:
     model = instantiate(config, head, seed=1)
-    return LocalWork(model, head, Plan(), block_table(model))
+    return LocalTaskContext(model, head, Plan(), block_table(model))
 
 
 def trainer_of(
-    work: LocalWork, method: str = "fedavg", settings: dict[str, Any] | None = None, **more: Any
+    context: LocalTaskContext, method: str = "fedavg", settings: dict[str, Any] | None = None, **more: Any
 ) -> Trainer:
     training = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **more})
     half = worker_half(
-        MethodSpec(name=method, settings=settings or {}), RunInfo(tuple(work.blocks), 1, training=training)
+        MethodSpec(name=method, settings=settings or {}), RunInfo(tuple(context.blocks), 1, training=training)
     )
-    half.prepare(work)
-    work.model.train()
-    return Trainer(half, work, training, CPU, lambda: None)
+    half.setup(context)
+    context.model.train()
+    return Trainer(half, context, training, CPU, lambda: None)
 
 
 def gradients_of(
     trainer: Trainer, train: Selector, data: Dataset, *, noise: float = 1.0, clip: float = 0.5
 ) -> tuple[NoisyGradients, Freeze]:
-    freeze = Freeze(trainer.work.model, [*train.resolve(trainer.work.blocks), *trainer.work.private])
+    freeze = Freeze(trainer.context.model, [*train.resolve(trainer.context.blocks), *trainer.context.private])
     how = Mechanism(sampling(data.examples, trainer.training.batch_size), clip, noise)
     return NoisyGradients(trainer, freeze, data, how, NoiseSource(KEY)), freeze
 
@@ -137,17 +137,19 @@ def test_so_it_is_with_every_method_in_every_phase(method: str) -> None:
     subject = subject_of(method)
     data = subject.data()
     facts = subject.facts(batch_size=8, optimizer="sgd", learning_rate=0.05)
-    work = LocalWork(subject.model(), subject.head, plan_of(method, facts), facts.blocks)
+    context = LocalTaskContext(subject.model(), subject.head, plan_of(method, facts), facts.blocks)
     half = worker_half(MethodSpec(name=method), facts)
     seed_everything(0)
-    half.prepare(work)
-    phases = half.phases(work, half.select(work, Batches(data, 8, CPU)))
+    half.setup(context)
+    phases = half.phases(context, half.select(context, Batches(data, 8, CPU)))
     assert phases
-    work.model.train()
-    trainer = Trainer(half, work, facts.training, CPU, lambda: None)
+    context.model.train()
+    trainer = Trainer(half, context, facts.training, CPU, lambda: None)
     for phase in phases:
-        half.on_phase_start(work, phase)
-        freeze = Freeze(work.model, [*phase.train.resolve(work.blocks), *(work.private if phase.private else ())])
+        half.on_phase_start(context, phase)
+        freeze = Freeze(
+            context.model, [*phase.train.resolve(context.blocks), *(context.private if phase.private else ())]
+        )
         mechanism = Mechanism(sampling(data.examples, 8), clip_norm=0.3, noise_multiplier=1.0)
         noisy = NoisyGradients(trainer, freeze, data, mechanism, NoiseSource(KEY))
         rows = torch.arange(6)
@@ -155,18 +157,18 @@ def test_so_it_is_with_every_method_in_every_phase(method: str) -> None:
         noisy.close()
         assert max(moved) <= 0.3 + 1e-4
         assert max(moved) > 0
-    work.close()
+    context.close()
 
 
 @pytest.mark.parametrize("method", sorted(methods()))
 def test_every_method_gives_a_loss_for_an_example_that_is_made_up(method: str) -> None:
     subject = subject_of(method)
     facts = subject.facts(batch_size=8, optimizer="sgd", learning_rate=0.05)
-    work = LocalWork(subject.model(), subject.head, plan_of(method, facts), facts.blocks)
+    context = LocalTaskContext(subject.model(), subject.head, plan_of(method, facts), facts.blocks)
     half = worker_half(MethodSpec(name=method), facts)
-    half.prepare(work)
-    Trainer(half, work, facts.training, CPU, lambda: None)._rehearse(subject.data())
-    work.close()
+    half.setup(context)
+    Trainer(half, context, facts.training, CPU, lambda: None)._rehearse(subject.data())
+    context.close()
 
 
 WAYS = [
@@ -184,22 +186,22 @@ def test_what_is_clipped_are_the_gradients_of_single_examples(
 ) -> None:
     data, facts = subject.data(), subject.facts(batch_size=8)
     data.tensors["pixel_values"] = data.tensors["pixel_values"].double()
-    work = LocalWork(subject.model(), subject.head, plan_of(method, facts), facts.blocks)
+    context = LocalTaskContext(subject.model(), subject.head, plan_of(method, facts), facts.blocks)
     half = worker_half(MethodSpec(name=method, settings=settings), facts)
     seed_everything(0)
-    half.prepare(work)
-    work.model.train()
-    (phase,) = half.phases(work, half.select(work, Batches(data, 8, CPU)))
-    trainer = Trainer(half, work, facts.training, CPU, lambda: None)
-    freeze = Freeze(work.model, [*phase.train.resolve(work.blocks), *work.private])
+    half.setup(context)
+    context.model.train()
+    (phase,) = half.phases(context, half.select(context, Batches(data, 8, CPU)))
+    trainer = Trainer(half, context, facts.training, CPU, lambda: None)
+    freeze = Freeze(context.model, [*phase.train.resolve(context.blocks), *context.private])
     # In float64, so that rounding is no part of what is compared.
-    work.model.double()
+    context.model.double()
     expected = []
     for row in range(4):
-        work.model.zero_grad()
-        half.loss(work, {**{n: t[row : row + 1] for n, t in data.tensors.items()}, **data.common}).backward()
+        context.model.zero_grad()
+        half.loss(context, {**{n: t[row : row + 1] for n, t in data.tensors.items()}, **data.common}).backward()
         expected.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in freeze.parameters])
-    work.model.zero_grad()
+    context.model.zero_grad()
     mechanism = Mechanism(sampling(data.examples, 8), clip_norm=1e9, noise_multiplier=1.0)
     noisy = NoisyGradients(trainer, freeze, data, mechanism, NoiseSource(KEY))
     assert noisy.way == way
@@ -211,7 +213,7 @@ def test_what_is_clipped_are_the_gradients_of_single_examples(
             for a, b in zip(found, expected[row], strict=True)
         )
     noisy.close()
-    work.close()
+    context.close()
 
 
 def test_an_example_with_a_large_gradient_moves_the_sum_by_exactly_the_clip_norm() -> None:
@@ -254,12 +256,12 @@ def test_frozen_rows_count_neither_towards_the_norm_nor_in_the_sum() -> None:
 
 
 def test_what_stays_at_the_site_is_clipped_together_with_what_is_sent() -> None:
-    work = work_on()
+    context = work_on()
     torch.manual_seed(0)
-    work.add_private("extra", nn.Linear(3, 3))
-    trainer = trainer_of(work)
-    plain = work.forward
-    work.forward = lambda batch, values=None: _through(work.model.extra, plain(batch, values))  # type: ignore[method-assign]
+    context.add_private("extra", nn.Linear(3, 3))
+    trainer = trainer_of(context)
+    plain = context.forward
+    context.forward = lambda batch, values=None: _through(context.model.extra, plain(batch, values))  # type: ignore[method-assign]
     noisy, freeze = gradients_of(trainer, roles("head"), images(), clip=1e-4)
     sums = noisy.sums(torch.tensor([0]))
     noisy.close()
@@ -276,15 +278,18 @@ def _through(layer: nn.Module, output: Any) -> Any:
 @pytest.mark.parametrize("config", [VIT, GPT2], ids=["images", "texts"])
 def test_without_noise_or_clipping_the_gradient_is_the_mean_over_examples(config: dict[str, Any]) -> None:
     text = config is GPT2
-    work, data = work_on(config, "causal-lm" if text else "image-classification"), sentences() if text else images()
-    trainer = trainer_of(work, batch_size=None)
+    context, data = (
+        work_on(config, "causal-lm" if text else "image-classification"),
+        sentences() if text else images(),
+    )
+    trainer = trainer_of(context, batch_size=None)
     noisy, freeze = gradients_of(trainer, EVERYTHING, data, noise=1e-20, clip=1e9)
     noisy.fill()
     noisy.close()
     found = [parameter.grad.clone() for parameter in freeze.parameters if parameter.grad is not None]
-    work.model.zero_grad()
+    context.model.zero_grad()
     # All texts are of the same length here, so that the model's own loss is the mean over examples.
-    trainer.half.loss(work, next(data.batches(None))).backward()
+    trainer.half.loss(context, next(data.batches(None))).backward()
     expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in freeze.parameters]
     assert difference(found, expected) <= 1e-5 * length(expected)
 
@@ -333,10 +338,10 @@ def test_statistics_of_a_normalisation_are_data_and_stay_as_they_are() -> None:
 def test_without_gradients_weights_move_as_far_as_the_noise_in_the_trained_blocks_takes_them(layers: int) -> None:
     # |w_T - w_0|^2 = steps * d_K * (rate * z * C / B)^2: it grows with the coordinates that train, epsilon does not.
     steps, rate, z, clip, batch = 20, 0.05, 2.0, 0.5, 8
-    work = work_on()
-    trainer = trainer_of(work, optimizer="sgd", learning_rate=rate, weight_decay=0.0)
-    trained = [block for block in work.blocks if block.layer is not None and block.layer < layers]
-    start = {block.name: work.read(block) for block in work.blocks}
+    context = work_on()
+    trainer = trainer_of(context, optimizer="sgd", learning_rate=rate, weight_decay=0.0)
+    trained = [block for block in context.blocks if block.layer is not None and block.layer < layers]
+    start = {block.name: context.read(block) for block in context.blocks}
     noisy, freeze = gradients_of(trainer, named([block.name for block in trained]), images(), noise=z, clip=clip)
     noisy.sums = lambda _: [torch.zeros_like(p) for p in freeze.parameters]  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(freeze.parameters, lr=rate)
@@ -345,19 +350,21 @@ def test_without_gradients_weights_move_as_far_as_the_noise_in_the_trained_block
         optimizer.step()
         freeze.restore()
     noisy.close()
-    moved = {name: float(np.square(work.read(block) - start[name]).sum()) for name, block in by_name(work).items()}
+    moved = {
+        name: float(np.square(context.read(block) - start[name]).sum()) for name, block in by_name(context).items()
+    }
     size = sum(block.numel for block in trained)
     assert sum(moved.values()) == pytest.approx(steps * size * (rate * z * clip / batch) ** 2, rel=0.15)
     assert {name for name, square in moved.items() if square} == {block.name for block in trained}
 
 
-def by_name(work: LocalWork) -> dict[str, Any]:
-    return {block.name: block for block in work.blocks}
+def by_name(context: LocalTaskContext) -> dict[str, Any]:
+    return {block.name: block for block in context.blocks}
 
 
 def test_trained_blocks_get_noise_of_variance_z_c_squared_and_frozen_ones_none() -> None:
-    work = work_on(GPT2, "causal-lm")
-    trainer = trainer_of(work)
+    context = work_on(GPT2, "causal-lm")
+    trainer = trainer_of(context)
     noisy, freeze = gradients_of(trainer, roles("value"), sentences(), noise=3.0, clip=0.5)
     expected_examples = 8.0
     drawn = []
@@ -372,8 +379,8 @@ def test_trained_blocks_get_noise_of_variance_z_c_squared_and_frozen_ones_none()
     values = torch.cat(drawn)
     assert float(values.std()) == pytest.approx(3.0 * 0.5, rel=0.05)
     assert abs(float(values.mean())) < 4 * 1.5 / math.sqrt(len(values))
-    assert {name for name, p in work.model.named_parameters() if p.grad is not None} == {
-        name for name, p in work.model.named_parameters() if any(p is trained for trained in freeze.parameters)
+    assert {name for name, p in context.model.named_parameters() if p.grad is not None} == {
+        name for name, p in context.model.named_parameters() if any(p is trained for trained in freeze.parameters)
     }
 
 
@@ -438,28 +445,30 @@ def spent(folder: Path) -> list[Event]:
     return [event for entry in Ledger(folder).read("wards") for event in entry.events]
 
 
-def train(folder: Path, work: LocalWork, *phases: Phase, method: str = "fedavg", **more: Any) -> TrainingStats:
-    trainer = trainer_of(work, method, **more)
+def train(
+    folder: Path, context: LocalTaskContext, *phases: Phase, method: str = "fedavg", **more: Any
+) -> TrainingStats:
+    trainer = trainer_of(context, method, **more)
     private = private_task(folder, training=trainer.training)
     data = images()
     report = Report()
-    tally = Trainer(trainer.half, work, trainer.training, CPU, lambda: None, private, report).train(
+    stats = Trainer(trainer.half, context, trainer.training, CPU, lambda: None, private, report).train(
         phases or [Phase(EVERYTHING)], data, seed=0
     )
     # Nor is a loss told on the way there.
-    assert (report.progress().loss, report.step) == (None, tally.steps)
-    return tally
+    assert (report.progress().loss, report.step) == (None, stats.steps)
+    return stats
 
 
 def test_a_private_task_trains_pays_first_and_tells_no_loss(tmp_path: Path) -> None:
-    work = work_on()
-    before = {name: work.read(block).tobytes() for name, block in by_name(work).items()}
-    tally = train(tmp_path, work, Phase(roles("head"), epochs=2), Phase(roles("value")), weight_decay=0.1)
-    after = {name: work.read(block).tobytes() for name, block in by_name(work).items()}
-    assert math.isnan(tally.loss)
-    assert (tally.examples, tally.steps) == (40, 3 * 5)
+    context = work_on()
+    before = {name: context.read(block).tobytes() for name, block in by_name(context).items()}
+    stats = train(tmp_path, context, Phase(roles("head"), epochs=2), Phase(roles("value")), weight_decay=0.1)
+    after = {name: context.read(block).tobytes() for name, block in by_name(context).items()}
+    assert math.isnan(stats.loss)
+    assert (stats.examples, stats.steps) == (40, 3 * 5)
     assert {name for name in before if before[name] != after[name]} == {
-        block.name for block in work.blocks if block.role in ("head", "value")
+        block.name for block in context.blocks if block.role in ("head", "value")
     }
     (paid,) = spent(tmp_path)
     assert isinstance(paid, NoisySteps)
@@ -468,8 +477,8 @@ def test_a_private_task_trains_pays_first_and_tells_no_loss(tmp_path: Path) -> N
 
 def test_the_same_seed_gives_other_noise_each_time(tmp_path: Path) -> None:
     works = [work_on(), work_on()]
-    for number, work in enumerate(works):
-        train(tmp_path / str(number), work)
+    for number, context in enumerate(works):
+        train(tmp_path / str(number), context)
     assert works[0].read(works[0].blocks[-1]).tobytes() != works[1].read(works[1].blocks[-1]).tobytes()
 
 
@@ -609,10 +618,10 @@ def test_a_noisy_choice_is_paid_for_before_the_data_are_looked_at(tmp_path: Path
     assert len([*iterator, *watched]) == 2 * 5  # looking twice costs once: only the choice is told
     assert len(spent(tmp_path)) == 1
     scores = np.random.default_rng(0).random((40, 6))
-    assert len(private.choose(scores, 2)) == 2
+    assert len(private.top_k(scores, 2)) == 2
     private.check_choice()
     assert len(spent(tmp_path)) == 1
-    private.choose(scores[:, :3], 1)
+    private.top_k(scores[:, :3], 1)
     assert len(spent(tmp_path)) == 2
 
 
@@ -620,10 +629,10 @@ def test_picks_that_are_made_in_several_calls_cost_what_one_choice_does(tmp_path
     private = private_task(tmp_path, privacy=NOISY)
     list(private.watched(batches()))
     scores = np.random.default_rng(0).random((40, 6))
-    assert [len(private.choose(scores, count, picks=3)) for count in (2, 0, 1)] == [2, 0, 1]
+    assert [len(private.top_k(scores, count, picks=3)) for count in (2, 0, 1)] == [2, 0, 1]
     private.check_choice()
     assert len(spent(tmp_path)) == 1
-    private.choose(scores, 1, picks=3)  # a fourth
+    private.top_k(scores, 1, picks=3)  # a fourth
     assert len(spent(tmp_path)) == 2
 
 
@@ -641,7 +650,7 @@ def test_picks_in_several_calls_have_the_noise_of_one_call_for_all(
         private = private_task(tmp_path / str(number), privacy=NOISY)
         list(private.watched(batches()))
         for count in counts:
-            private.choose(np.ones((40, 6)), count, picks=3)
+            private.top_k(np.ones((40, 6)), count, picks=3)
     assert len(epsilons) == 3
     assert len(set(epsilons)) == 1
 
@@ -657,7 +666,7 @@ def test_choices_and_steps_together_keep_the_runs_target(tmp_path: Path) -> None
     for number in range(1, 5):
         private = private_task(tmp_path, round=number, privacy=NOISY)
         list(private.watched(batches()))
-        private.choose(np.ones((40, 6)), 2)
+        private.top_k(np.ones((40, 6)), 2)
         private.begin(epochs=1)
     events = spent(tmp_path)
     assert sum(isinstance(event, NoisyChoice) for event in events) == 4

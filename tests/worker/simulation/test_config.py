@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from tessera.shared.cli.main import app
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.simulation.config import BlobRequest, read_file
+from tessera.worker.simulation.config import SimulationFile, read_file
 from tests.support.coordinator import refusing
 from tests.support.paths import ROOT
 from tests.support.tasks import VIT
@@ -59,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def read(*settings: str) -> BlobRequest:
+def read(*settings: str) -> SimulationFile:
     return read_file(Path("run.toml"), settings)
 
 

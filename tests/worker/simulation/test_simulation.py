@@ -16,19 +16,19 @@ import torch
 from tessera.shared.client.round_outcomes import Outcome
 from tessera.shared.methods.base import (
     CoordinatorHalf,
-    Harvest,
+    LocalResult,
     Method,
     MethodSettings,
     Selector,
+    TaskContext,
     TrainingStats,
-    Work,
     WorkerHalf,
 )
 from tessera.shared.methods.registry import methods
 from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.build import instantiate
-from tessera.worker.simulation import Conditions, Result, Site, Stalled, Weights, simulate
+from tessera.worker.simulation import Conditions, Result, Stalled, VirtualSite, Weights, simulate
 from tests.support.coordinator import refusing
 from tests.support.tasks import VIT
 
@@ -248,7 +248,7 @@ def test_data_are_loaded_when_their_site_takes_part_and_few_are_held(model: Weig
 
         return load
 
-    sites = {f"s{seed}": Site(loads(seed)) for seed in range(8)}
+    sites = {f"s{seed}": VirtualSite(loads(seed)) for seed in range(8)}
     lazy = simulate(spec(rounds=2), model, sites, conditions=Conditions(loaded=2))
     # Two that are held, and the one being loaded.
     assert most <= 3
@@ -393,7 +393,7 @@ def test_a_folder_is_of_one_simulation_and_of_one_process(model: Weights, tmp_pa
 
 
 class Faulty(WorkerHalf[MethodSettings]):
-    def harvest(self, work: Work, selected: Selector, tally: TrainingStats) -> Harvest:
+    def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
         raise KeyError("a slip in the method's code")
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tessera.worker.state.audit import Audit, Entry
+from tessera.worker.state.audit import Audit, SiteAuditEntry
 from tessera.worker.state.hash_chain import TAIL_BYTES, Chain, ChainError
 
 
-def filled(folder: Path, count: int, **detail: str) -> Chain[Entry]:
+def filled(folder: Path, count: int, **detail: str) -> Chain[SiteAuditEntry]:
     for number in range(count):
         Audit(folder, "w").record("task.fail", None, number=number, **detail)
-    return Chain(folder / "audit.jsonl", Entry)
+    return Chain(folder / "audit.jsonl", SiteAuditEntry)
 
 
 def test_entries_come_back_in_their_order_each_with_the_digest_of_the_one_before(tmp_path: Path) -> None:

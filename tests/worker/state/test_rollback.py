@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tessera.shared.run_settings.privacy import Budget
-from tessera.worker.settings import Settings, SettingsError
+from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state.audit import Audit
 from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head, TaskRef
 from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerError, NoisySteps
@@ -234,9 +234,9 @@ def test_an_audit_is_under_the_key_too(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the key
 
 
-def settings(folder: Path, **more: Any) -> Settings:
+def settings(folder: Path, **more: Any) -> WorkerSettings:
     given: dict[str, Any] = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": folder / "state"}
-    return Settings(datasets={"wards": {"kind": "digits"}}, **{**given, **more})
+    return WorkerSettings(datasets={"wards": {"kind": "digits"}}, **{**given, **more})
 
 
 def test_a_key_is_made_once_outside_of_what_it_protects_for_its_owner_alone(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import LeaseLost
 from tessera.shared.run_settings.privacy import Budget, Privacy
-from tessera.shared.schema import LARGEST_NUMBER
+from tessera.shared.schema import MAX_NUMBER
 from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.airlock import Airlock, UpdateWithheld
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
@@ -31,7 +31,7 @@ from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.state.audit import Audit, heads_of
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import Chain, TaskRef
-from tessera.worker.state.privacy_ledger import Entry, Exact, Ledger, NoisySteps
+from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerEntry, NoisySteps
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
@@ -187,7 +187,7 @@ def test_a_week_holds_so_much_over_all_runs_and_the_next_one_anew(tmp_path: Path
     old = tmp_path / "old" / "wards.jsonl"
     before = datetime.now(UTC) - timedelta(days=8)
     for entry in Ledger(tmp_path).read("wards"):
-        Chain(old, Entry).append(
+        Chain(old, LedgerEntry).append(
             lambda seq, previous, entry=entry: entry.model_copy(
                 update={"seq": seq, "previous": previous, "at": before}
             )
@@ -225,7 +225,7 @@ def test_a_budget_set_after_training_without_privacy_is_refused_until_the_site_a
     assert "acknowledge_exact = true" in refusal.value.remedy
     runner = replace(site.runner, allowances={"data": budget})
     assert runner.spent() == {"data": math.inf}
-    assert runner.policy.mirror(runner.allowances, 0, runner.spent()).spent == {"data": LARGEST_NUMBER}
+    assert runner.policy.mirror(runner.allowances, 0, runner.spent()).spent == {"data": MAX_NUMBER}
     acknowledged = budget.model_copy(update={"acknowledge_exact": True})
     PrivateTask(private, private.privacy, 24, site.ledger, acknowledged).begin(epochs=1)
     assert 0 < replace(runner, allowances={"data": acknowledged}).spent()["data"] <= 8.0

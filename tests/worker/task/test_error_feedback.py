@@ -10,7 +10,7 @@ import pytest
 
 from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.lazy import ArrayTensor, unpacked
-from tessera.shared.updates.update_file import Change, EncodedTensor, read_update, write_update
+from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, read_update, write_update
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Stalled, Weights, simulate
 from tessera.worker.task.error_feedback import FORGET_ROUNDS, PREFIX, Feedback, without_feedback
@@ -21,12 +21,12 @@ BLOCK = Block(tensor="w", role="mlp", shape=(300, 200), dtype="F32")
 BASE = np.random.default_rng(0).normal(size=BLOCK.shape).astype(np.float32)
 
 
-def change(seed: int) -> Change:
+def change(seed: int) -> TrainedBlock:
     step = np.random.default_rng(seed).normal(size=BLOCK.shape).astype(np.float32) ** 3
-    return Change(BLOCK, ArrayTensor(BASE + np.float32(1e-3) * step), ArrayTensor(BASE))
+    return TrainedBlock(BLOCK, ArrayTensor(BASE + np.float32(1e-3) * step), ArrayTensor(BASE))
 
 
-def sent(codec: str, changes: list[Change]) -> dict[str, EncodedTensor]:
+def sent(codec: str, changes: list[TrainedBlock]) -> dict[str, EncodedTensor]:
     file = io.BytesIO()
     write_update(file, codec, changes)
     data = file.getvalue()

@@ -23,10 +23,10 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import MEDIA_TYPE, TaskCancelled
-from tessera.worker.agent import LONGEST_WAIT_SECONDS, Agent
+from tessera.worker.agent import MAX_WAIT_SECONDS, Agent
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.worker.settings import Settings
+from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.privacy_ledger import Ledger, noisy_in
 from tessera.worker.task.heartbeat import Stop
 from tests.support.captured import (
@@ -61,7 +61,7 @@ BUDGET = {"epsilon": 8.0, "delta": 1e-5}
 OTHER_RUN = {"run": "0" * 32}
 """Makes a task one of a run that the worker has never heard of, whose terms it cannot know."""
 
-MOST_MEMORY = 400 * MIB
+MAX_MEMORY = 400 * MIB
 """More than this no lie may make the process grow by, of which the coordinator's side is a part."""
 
 
@@ -123,7 +123,7 @@ class Scene:
         self.stop = Hasty()
         digits = eighth_of_digits(folder, held_out=0.2)
         sets: Any = {"digits": {**digits, **site.source}, "clinic": digits}
-        settings = Settings(
+        settings = WorkerSettings(
             url=coordinator.url, token=coordinator.token("site", name), name="w", state_dir=self.state,
             datasets=sets, threads=1, poll_seconds=0, held_out_key_file=key_file(folder), **site.settings,
         )  # fmt: skip
@@ -835,8 +835,8 @@ def test_it_is_refused_by_a_rule_and_nothing_leaves(
     assert re.search(case.rule, said[0]), said
     assert [sent for sent in hostile.asked[asked:] if sent.sends_tensors] == []
     assert scene.kept() == before
-    assert max(scene.stop.asked, default=0) <= LONGEST_WAIT_SECONDS
-    assert peak_bytes(os.getpid()) - resident < MOST_MEMORY
+    assert max(scene.stop.asked, default=0) <= MAX_WAIT_SECONDS
+    assert peak_bytes(os.getpid()) - resident < MAX_MEMORY
     if case.told:
         (*_, last) = until(lambda: scene.tasks("failed")[failed:])
         assert last.problem

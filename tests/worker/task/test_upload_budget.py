@@ -10,16 +10,18 @@ import pytest
 from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.lazy import ArrayTensor, to_array
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
-from tessera.shared.updates.update_file import Change, EncodedTensor, read_update
+from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, read_update
 from tessera.worker.task.upload_budget import OverBudget, write_within
 
 
-def change(name: str, size: float, shape: tuple[int, ...] = (400, 300)) -> Change:
+def change(name: str, size: float, shape: tuple[int, ...] = (400, 300)) -> TrainedBlock:
     """A block whose differences are of this size."""
     rng = np.random.default_rng(len(name))
     base = rng.normal(size=shape).astype(np.float32)
     value = base + size * rng.normal(size=shape).astype(np.float32)
-    return Change(Block(tensor=name, role="mlp", shape=shape, dtype="F32"), ArrayTensor(value), ArrayTensor(base))
+    return TrainedBlock(
+        Block(tensor=name, role="mlp", shape=shape, dtype="F32"), ArrayTensor(value), ArrayTensor(base)
+    )
 
 
 CHANGES = [change("small", 1e-4), change("large", 1e-2), change("vector", 1e-3, (500,)), change("third", 1e-3)]

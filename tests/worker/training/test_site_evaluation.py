@@ -24,7 +24,7 @@ from tessera.worker.governance.policy import Policy, PrivacyFloor
 from tessera.worker.inventory import datasets_of
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.worker.settings import Settings
+from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.heartbeat import Stop
@@ -67,7 +67,7 @@ def begin(
     )
 
 
-def settings(coordinator: LiveCoordinator, folder: Path, held_out: float | None = 0.25) -> Settings:
+def settings(coordinator: LiveCoordinator, folder: Path, held_out: float | None = 0.25) -> WorkerSettings:
     part = {"scheme": "iid", "count": 8, "index": 0}
     digits = {"kind": "digits", "part": part} | ({"held_out": held_out} if held_out else {})
     token, key = coordinator.token("site", "a"), folder.parent / "held-out.key"
@@ -80,11 +80,11 @@ def settings(coordinator: LiveCoordinator, folder: Path, held_out: float | None 
         "state_dir": folder,
         "threads": 1,
     }
-    return Settings(**given, datasets={"digits": digits})
+    return WorkerSettings(**given, datasets={"digits": digits})
 
 
 @contextmanager
-def working(given: Settings) -> Iterator[None]:
+def working(given: WorkerSettings) -> Iterator[None]:
     stop = Stop()
     thread = threading.Thread(target=Agent(given, stop).run)
     thread.start()

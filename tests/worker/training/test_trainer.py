@@ -18,7 +18,7 @@ from tessera.worker.data.registry import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.task.heartbeat import Stop, Stopped
-from tessera.worker.training.context import LocalWork
+from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.evaluate import evaluate
 from tessera.worker.training.progress import Report, rounded
 from tessera.worker.training.trainer import Batches, Trainer, TrainingDiverged, gradient_scaler, seed_everything
@@ -51,17 +51,17 @@ def sentences() -> Dataset:
     return Dataset({"input_ids": words, "labels": words})
 
 
-def work_on(config: dict[str, object] = VIT, head: Head = "image-classification", **more: object) -> LocalWork:
+def work_on(config: dict[str, object] = VIT, head: Head = "image-classification", **more: object) -> LocalTaskContext:
     model = instantiate({**config, **more}, head, seed=1)
-    return LocalWork(model, head, Plan(), block_table(model))
+    return LocalTaskContext(model, head, Plan(), block_table(model))
 
 
-def values_of(work: LocalWork) -> dict[str, bytes]:
-    return {block.name: work.read(block).tobytes() for block in work.blocks}
+def values_of(context: LocalTaskContext) -> dict[str, bytes]:
+    return {block.name: context.read(block).tobytes() for block in context.blocks}
 
 
 def train(
-    work: LocalWork,
+    context: LocalTaskContext,
     *phases: Phase,
     data: Dataset | None = None,
     seed: int = 0,
@@ -71,37 +71,37 @@ def train(
     scaler: torch.amp.GradScaler | None = None,
     **training: object,
 ) -> TrainingStats:
-    half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(work.blocks), rounds=1))
+    half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(context.blocks), rounds=1))
     seed_everything(seed)
     settings = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
     scaler = scaler or gradient_scaler(settings, CPU)
-    trainer = Trainer(half, work, settings, CPU, check, None, report or Report(), least_told, scaler)
+    trainer = Trainer(half, context, settings, CPU, check, None, report or Report(), least_told, scaler)
     return trainer.train(phases or [Phase(EVERYTHING)], data or images(), seed)
 
 
 def test_two_runs_from_one_seed_are_bit_identical_and_another_seed_is_not() -> None:
     results = []
     for seed in (3, 3, 4):
-        work = work_on()
-        results.append((train(work, seed=seed, epochs=2), values_of(work)))
+        context = work_on()
+        results.append((train(context, seed=seed, epochs=2), values_of(context)))
     assert results[0] == results[1]
     assert results[0][1] != results[2][1]
     assert results[0][0].steps == 2 * 3  # two epochs of 24 examples in batches of 8
 
 
 def test_a_full_batch_sgd_step_is_theta_minus_rate_times_gradient() -> None:
-    work, reference = work_on(hidden_dropout_prob=0.0), work_on(hidden_dropout_prob=0.0)
-    tally = train(work, batch_size=None, optimizer="sgd", learning_rate=0.5, weight_decay=0.0)
+    context, reference = work_on(hidden_dropout_prob=0.0), work_on(hidden_dropout_prob=0.0)
+    stats = train(context, batch_size=None, optimizer="sgd", learning_rate=0.5, weight_decay=0.0)
     reference.model.train()
     (batch,) = images().batches(None, torch.Generator().manual_seed(0))
     loss = reference.model(**batch).loss
     loss.backward()
     for (name, theta), (_, after) in zip(
-        reference.model.named_parameters(), work.model.named_parameters(), strict=True
+        reference.model.named_parameters(), context.model.named_parameters(), strict=True
     ):
         step = torch.zeros(()) if theta.grad is None else 0.5 * theta.grad
         assert torch.equal(after, theta - step), name
-    assert tally == TrainingStats(examples=24, steps=1, loss=float(loss.detach()))
+    assert stats == TrainingStats(examples=24, steps=1, loss=float(loss.detach()))
 
 
 def test_the_loss_of_images_with_texts_is_the_mean_over_the_images() -> None:
@@ -110,47 +110,47 @@ def test_the_loss_of_images_with_texts_is_the_mean_over_the_images() -> None:
         {"pixel_values": pixels, "labels": torch.tensor([0, 1, 2, 0, 1])},
         common={"input_ids": torch.tensor([[1, 5, 2], [1, 6, 2], [1, 7, 2]])},
     )
-    work = work_on(CLIP, "contrastive")
+    context = work_on(CLIP, "contrastive")
     (batch,) = data.batches(None)
-    whole = float(work.forward(batch).loss.detach())
+    whole = float(context.forward(batch).loss.detach())
     # Four images and one; so small a step changes nothing.
-    tally = train(work, data=data, batch_size=4, optimizer="sgd", learning_rate=1e-12)
-    assert (tally.examples, tally.steps) == (5, 2)
-    assert tally.loss == pytest.approx(whole, rel=1e-5)
+    stats = train(context, data=data, batch_size=4, optimizer="sgd", learning_rate=1e-12)
+    assert (stats.examples, stats.steps) == (5, 2)
+    assert stats.loss == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_frozen_rows_of_a_fused_matrix_keep_every_bit(optimizer: str) -> None:
-    work = work_on(GPT2, "causal-lm")
-    before = values_of(work)
-    train(work, Phase(roles("value")), data=sentences(), batch_size=2, optimizer=optimizer, weight_decay=0.1)
-    after = values_of(work)
+    context = work_on(GPT2, "causal-lm")
+    before = values_of(context)
+    train(context, Phase(roles("value")), data=sentences(), batch_size=2, optimizer=optimizer, weight_decay=0.1)
+    after = values_of(context)
     changed = {name for name in before if before[name] != after[name]}
-    assert changed == {block.name for block in work.blocks if block.role == "value"}
+    assert changed == {block.name for block in context.blocks if block.role == "value"}
     assert any(name.endswith("c_attn.weight#value") for name in changed)
 
 
 def test_each_phase_trains_its_own_blocks_for_its_own_epochs() -> None:
-    work, between = work_on(), []
+    context, between = work_on(), []
     steps = []
 
     def check() -> None:
         steps.append(1)
-        between.append(values_of(work))
+        between.append(values_of(context))
 
-    tally = train(work, Phase(roles("head"), epochs=2), Phase(all_but("head")), epochs=1, check=check)
-    start, middle, end = between[0], between[6], values_of(work)
-    heads = {block.name for block in work.blocks if block.role == "head"}
+    stats = train(context, Phase(roles("head"), epochs=2), Phase(all_but("head")), epochs=1, check=check)
+    start, middle, end = between[0], between[6], values_of(context)
+    heads = {block.name for block in context.blocks if block.role == "head"}
     assert {name for name in start if start[name] != middle[name]} == heads
     assert {name for name in start if middle[name] == end[name]} == heads
-    assert tally.steps == len(steps) == 2 * 3 + 1 * 3
+    assert stats.steps == len(steps) == 2 * 3 + 1 * 3
 
 
 def test_the_gradient_is_clipped_to_the_length_asked_for() -> None:
-    work = work_on(hidden_dropout_prob=0.0)
-    before = np.concatenate([work.read(block).ravel() for block in work.blocks])
-    train(work, batch_size=None, optimizer="sgd", learning_rate=1.0, weight_decay=0.0, max_gradient_norm=0.01)
-    after = np.concatenate([work.read(block).ravel() for block in work.blocks])
+    context = work_on(hidden_dropout_prob=0.0)
+    before = np.concatenate([context.read(block).ravel() for block in context.blocks])
+    train(context, batch_size=None, optimizer="sgd", learning_rate=1.0, weight_decay=0.0, max_gradient_norm=0.01)
+    after = np.concatenate([context.read(block).ravel() for block in context.blocks])
     assert np.linalg.norm(after - before) == pytest.approx(1.0 * 0.01, rel=1e-3)
 
 
@@ -162,18 +162,18 @@ def test_a_loss_that_is_no_number_is_reported_with_step_and_rate() -> None:
 
 
 def test_the_check_ends_training_between_two_batches() -> None:
-    work, stop, seen = work_on(), Stop(), []
+    context, stop, seen = work_on(), Stop(), []
 
     def check() -> None:
-        seen.append(values_of(work))
+        seen.append(values_of(context))
         if len(seen) == 3:
             stop.request()
         stop.check()
 
     with pytest.raises(Stopped):
-        train(work, epochs=9, check=check)
+        train(context, epochs=9, check=check)
     assert len(seen) == 3
-    assert values_of(work) == seen[2] != seen[1]
+    assert values_of(context) == seen[2] != seen[1]
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
@@ -194,8 +194,8 @@ def test_a_step_that_overflows_is_made_again_so_that_every_counted_step_was_made
     exact, scaled, tries = work_on(hidden_dropout_prob=0.0), work_on(hidden_dropout_prob=0.0), []
     settings = {"optimizer": "sgd", "learning_rate": 0.5, "weight_decay": 0.0}
     expected = train(exact, **settings)
-    tally = train(scaled, scaler=overflowing(), check=lambda: tries.append(1), **settings)
-    assert len(tries) > tally.steps == expected.steps == 3
+    stats = train(scaled, scaler=overflowing(), check=lambda: tries.append(1), **settings)
+    assert len(tries) > stats.steps == expected.steps == 3
     # The scale is a power of two: it changes no bit of what it does not push out of float32's range.
     for block in exact.blocks:
         np.testing.assert_allclose(scaled.read(block), exact.read(block), rtol=1e-6, atol=1e-9)
@@ -205,32 +205,32 @@ def test_the_scale_that_one_round_found_is_where_the_next_begins() -> None:
     scaler, tries = overflowing(), []
     for _ in range(2):
         tries.append(0)
-        tally = train(work_on(), scaler=scaler, check=lambda: tries.append(tries.pop() + 1), learning_rate=1e-6)
-    assert tries[0] > tally.steps == tries[1] == 3
+        stats = train(work_on(), scaler=scaler, check=lambda: tries.append(tries.pop() + 1), learning_rate=1e-6)
+    assert tries[0] > stats.steps == tries[1] == 3
 
 
 def test_gradients_that_no_scale_makes_finite_end_training() -> None:
-    work = work_on()
-    for block in work.blocks:
+    context = work_on()
+    for block in context.blocks:
         if block.role == "head":
-            work.model.get_parameter(block.tensor).register_hook(lambda gradient: gradient * torch.inf)
+            context.model.get_parameter(block.tensor).register_hook(lambda gradient: gradient * torch.inf)
     with pytest.raises(TrainingDiverged, match=r"gradients are not finite at step 0 with a learning rate of 0\.05"):
-        train(work, scaler=overflowing())
+        train(context, scaler=overflowing())
 
 
 @pytest.mark.parametrize("model_type", ["vit", "beit"])
 def test_weights_of_sixteen_bits_get_pixels_of_as_many(model_type: str) -> None:
     # A ViT turns pixels into its own type, a BEiT fails at others.
-    work = work_on(model_type=model_type, dtype="bfloat16")
-    assert train(work).loss > 0
-    assert {parameter.dtype for parameter in work.model.parameters()} == {torch.bfloat16}
-    assert evaluate(work.model, work.head, Batches(images(), 8, CPU), lambda: None)["loss"] > 0
+    context = work_on(model_type=model_type, dtype="bfloat16")
+    assert train(context).loss > 0
+    assert {parameter.dtype for parameter in context.model.parameters()} == {torch.bfloat16}
+    assert evaluate(context.model, context.head, Batches(images(), 8, CPU), lambda: None)["loss"] > 0
 
 
 def test_training_lowers_the_loss() -> None:
-    work = work_on(hidden_dropout_prob=0.0)
-    first = train(work, learning_rate=0.005).loss
-    assert train(work, learning_rate=0.005, epochs=20).loss < 0.7 * first
+    context = work_on(hidden_dropout_prob=0.0)
+    first = train(context, learning_rate=0.005).loss
+    assert train(context, learning_rate=0.005, epochs=20).loss < 0.7 * first
 
 
 def test_a_phase_that_names_no_block_of_the_model_is_refused() -> None:
@@ -239,25 +239,25 @@ def test_a_phase_that_names_no_block_of_the_model_is_refused() -> None:
 
 
 def test_what_is_read_is_what_the_default_harvest_sends() -> None:
-    work = work_on()
-    work.plan = Plan(upload=roles("head"))
-    half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(work.blocks), rounds=1))
-    harvest = half.harvest(work, roles("head"), TrainingStats(examples=24, steps=1, loss=1.0))
-    model: PreTrainedModel = work.model
-    sent: Sequence[str] = sorted(harvest.upload)
+    context = work_on()
+    context.plan = Plan(upload=roles("head"))
+    half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(context.blocks), rounds=1))
+    result = half.collect(context, roles("head"), TrainingStats(examples=24, steps=1, loss=1.0))
+    model: PreTrainedModel = context.model
+    sent: Sequence[str] = sorted(result.upload)
     assert sent == ["classifier.bias", "classifier.weight"]
-    assert np.array_equal(harvest.upload["classifier.weight"], model.classifier.weight.detach().numpy())
-    assert harvest.keep == {}
+    assert np.array_equal(result.upload["classifier.weight"], model.classifier.weight.detach().numpy())
+    assert result.keep == {}
 
 
 def test_the_statistics_of_a_module_that_stays_move_and_are_kept_with_it() -> None:
-    work = work_on()
-    work.add_private("own", torch.nn.BatchNorm2d(1, momentum=1.0))
-    work.model.register_forward_pre_hook(
+    context = work_on()
+    context.add_private("own", torch.nn.BatchNorm2d(1, momentum=1.0))
+    context.model.register_forward_pre_hook(
         lambda model, _, inputs: ((), {**inputs, "pixel_values": model.own(inputs["pixel_values"])}), with_kwargs=True
     )
-    train(work, batch_size=None)
-    kept = {block.name: work.read(block) for block in work.private}
+    train(context, batch_size=None)
+    kept = {block.name: context.read(block) for block in context.private}
     assert sorted(kept) == ["own.bias", "own.running_mean", "own.running_var", "own.weight"]
     # With a momentum of 1, the mean of the last batch, which is all images.
     mean = float(images().tensors["pixel_values"].mean())
@@ -272,11 +272,11 @@ def test_the_statistics_of_a_module_that_stays_move_and_are_kept_with_it() -> No
 
 def test_each_step_is_told_with_the_mean_loss_of_the_epoch_so_far() -> None:
     report, seen = Report(), []
-    work = work_on()
-    tally = train(work, check=lambda: seen.append(report.progress()), report=report, epochs=2)
+    context = work_on()
+    stats = train(context, check=lambda: seen.append(report.progress()), report=report, epochs=2)
     assert [(told.step, told.steps) for told in seen] == [(step, 6) for step in range(6)]
     last = report.progress()
-    assert (last.phase, last.step, last.steps, last.loss) == ("training", 6, 6, rounded(tally.loss))
+    assert (last.phase, last.step, last.steps, last.loss) == ("training", 6, 6, rounded(stats.loss))
 
 
 def test_a_mean_of_fewer_examples_than_the_site_tells_figures_of_is_not_told() -> None:

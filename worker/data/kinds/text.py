@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, Options
 from tessera.worker.data.readers.class_labels import Names, numbered
-from tessera.worker.data.readers.tables import Files, Table, read_table
+from tessera.worker.data.readers.tables import DataTable, Files, read_table
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, Encoded, encode, tokenizer_of
 from tessera.worker.model.forward import IGNORED
 
@@ -70,21 +70,21 @@ def text(options: TextOptions) -> Dataset:
     )
 
 
-def _sources(options: TextOptions, table: Table) -> list[bytes]:
+def _sources(options: TextOptions, table: DataTable) -> list[bytes]:
     """Return a digest of each row's texts as they are in the file, without padding or tokenizer."""
     names = [name for name in (options.text, options.second_text) if name is not None]
     rows = zip(*(table.column("text", name) for name in names), strict=True)
     return [hashlib.sha256(json.dumps(row, default=str).encode()).digest() for row in rows]
 
 
-def _classified(options: TextOptions, table: Table, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
+def _classified(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
     texts = table.texts("text", options.text)
     seconds = None if options.second_text is None else table.texts("second_text", options.second_text)
     labels = numbered("label", table.where, table.column("label", options.label), options.labels)
     return encode(tokenizer, texts, seconds, max_length=options.max_length), torch.tensor(labels)
 
 
-def _tagged(options: TextOptions, table: Table, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
+def _tagged(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
     if not tokenizer.is_fast:
         raise DataError(f"tokenizer: {options.tokenizer} does not tell which word a token is of: it has no fast form")
     words = [_words(value) for value in table.column("text", options.text)]
@@ -118,7 +118,7 @@ def _words(value: object) -> list[str]:
     return value.split() if isinstance(value, str) else []
 
 
-def _continued(options: TextOptions, table: Table, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
+def _continued(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
     encoded = encode(tokenizer, table.texts("text", options.text), max_length=options.max_length)
     return encoded, encoded.ids.masked_fill(encoded.empty, IGNORED)
 

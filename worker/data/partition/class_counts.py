@@ -12,7 +12,7 @@ from tessera.worker.data.dataset import Dataset
 
 
 @dataclass(frozen=True)
-class TrainingStats:
+class ClassCounts:
     """Counts of one kind of thing at each site."""
 
     what: str
@@ -20,7 +20,7 @@ class TrainingStats:
     counts: tuple[tuple[int, ...], ...]  # [sites][names]
 
 
-def tallies(parts: Sequence[Dataset], names: Sequence[str] | None = None) -> list[TrainingStats]:
+def tallies(parts: Sequence[Dataset], names: Sequence[str] | None = None) -> list[ClassCounts]:
     """Return the parts' classes, and their domains if they have any; without either, all are of one class called
     none.
 
@@ -31,17 +31,17 @@ def tallies(parts: Sequence[Dataset], names: Sequence[str] | None = None) -> lis
     classes, domains = told
     if classes and names:
         known = dict(enumerate(names))
-        classes = TrainingStats(
+        classes = ClassCounts(
             classes.what, tuple(known.get(int(name), name) for name in classes.names), classes.counts
         )
-    plain = TrainingStats("class", ("none",), tuple((part.examples,) for part in parts))
+    plain = ClassCounts("class", ("none",), tuple((part.examples,) for part in parts))
     return [tally for tally in (classes, domains) if tally] or [plain]
 
 
-def _tally(what: str, values: Sequence[Tensor]) -> TrainingStats | None:
+def _tally(what: str, values: Sequence[Tensor]) -> ClassCounts | None:
     """Return how often each value occurs at each site; the ones that occur nowhere are left out."""
     if not values:
         return None
     everywhere = np.unique(np.concatenate([of_site.numpy() for of_site in values]))
     counts = tuple(tuple(int((of_site == value).sum()) for value in everywhere.tolist()) for of_site in values)
-    return TrainingStats(what, tuple(str(value) for value in everywhere.tolist()), counts)
+    return ClassCounts(what, tuple(str(value) for value in everywhere.tolist()), counts)

@@ -125,7 +125,7 @@ Files = Annotated[tuple[Path, ...], BeforeValidator(_listed), Field(min_length=1
 
 
 @dataclass(frozen=True)
-class Table:
+class DataTable:
     """The rows of one or several files."""
 
     files: tuple[Path, ...]
@@ -166,7 +166,7 @@ def numbered_domains(names: list[str]) -> Tensor:
     return torch.from_numpy(np.unique(np.array(names), return_inverse=True)[1].astype(np.int64))
 
 
-def read_table(option: str, files: tuple[Path, ...]) -> Table:
+def read_table(option: str, files: tuple[Path, ...]) -> DataTable:
     """Raise DataError naming the option and a file that is not there, of another kind, or not what its name says."""
     for file in files:
         if not file.is_file():
@@ -184,4 +184,4 @@ def read_table(option: str, files: tuple[Path, ...]) -> Table:
     except (DatasetsError, OSError, ValueError, csv.Error) as fault:
         told = " ".join(str(fault.__cause__ or fault).split())[:MAX_SHOWN]
         raise DataError(f"{option}: {files[0]} cannot be read: {told}") from fault
-    return Table(files, names, values)
+    return DataTable(files, names, values)

@@ -1,4 +1,4 @@
-"""The API's description, as it is committed: `python -m tessera.coordinator.server.openapi > docs/openapi.json`."""
+"""The API's description, as it is committed: `python -m docs.describe_api > docs/openapi.json`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from tessera.coordinator.app import create_app
 from tessera.coordinator.services import assemble
-from tessera.coordinator.settings import Settings
+from tessera.coordinator.settings import CoordinatorSettings
 
 
 def document() -> str:
     """Return the description as JSON, with a line break at its end. Nothing is served, and no table is read."""
     with tempfile.TemporaryDirectory() as folder:
-        nowhere = Settings(
+        nowhere = CoordinatorSettings(
             database_url=f"sqlite:///{folder}/none.db",
             blob_url=f"{folder}/blobs",
             staging_dir=Path(folder) / "staging",
