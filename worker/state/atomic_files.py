@@ -53,7 +53,7 @@ def secret_key(path: Path) -> bytes:
             os.fsync(file.fileno())
             with suppress(FileExistsError):
                 os.link(temporary, path)
-        _sync(path.parent)
+        sync_names(path.parent)
     key = bytes.fromhex(path.read_text(encoding="ascii"))
     if len(key) != KEY_BYTES:
         raise ValueError(f"it has {len(key)} bytes in place of {KEY_BYTES}")
@@ -81,10 +81,10 @@ def replace(old: Path, new: Path, *, durable: bool = True) -> None:
     """Renames a file over another in the same folder. If `durable`, that survives a power cut when it returns."""
     old.replace(new)
     if durable:
-        _sync(new.parent)
+        sync_names(new.parent)
 
 
-def _sync(path: Path) -> None:
+def sync_names(path: Path) -> None:
     """Have the names in a folder survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
