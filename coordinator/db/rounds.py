@@ -10,9 +10,17 @@ from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.ids import new_id
 from tessera.coordinator.db.snapshots import invitation, sites_due
-from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tables import (
+    RoundRow,
+    RunBlobRow,
+    RunRow,
+    SiteRow,
+    TaskRow,
+    VersionRow,
+    WorkerRow,
+    new_id,
+)
 from tessera.coordinator.db.transitions import move_round, move_task, move_tasks
 from tessera.coordinator.domain.snapshot import PendingEvaluation
 from tessera.coordinator.domain.workers import LiveWorker
@@ -162,31 +170,40 @@ def bounds_in_force(run: RunRow) -> Bounds:
 def accepted_updates(session: Session, round_id: str) -> list[Accepted]:
     # An accepted task has a digest and a count: they are written together with that state.
     return [
-        Accepted(s, f"{s}/{n}", t.update_digest or "", t.examples or 0, t.numbers, Plan.model_validate(t.plan))
-        for t, n, s in _accepted(session, round_id)
+        Accepted(
+            site=site,
+            worker=f"{site}/{name}",
+            digest=task.update_digest or "",
+            examples=task.examples or 0,
+            numbers=task.numbers,
+            plan=Plan.model_validate(task.plan),
+            base=VersionRef(number=task.version_number, digest=base),
+        )
+        for task, name, site, base in _accepted(session, round_id)
     ]
 
 
-def _accepted(session: Session, round_id: str) -> Sequence[Row[TaskRow, str, str]]:
-    """Return the accepted tasks of a round, each with the names of its worker and its site."""
+def _accepted(session: Session, round_id: str) -> Sequence[Row[TaskRow, str, str, str]]:
+    """Return the accepted tasks of a round, with the names of worker and site and their base version's digest."""
     return session.execute(
-        select(TaskRow, WorkerRow.name, SiteRow.name)
+        select(TaskRow, WorkerRow.name, SiteRow.name, VersionRow.digest)
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
         .where(TaskRow.round_id == round_id, TaskRow.state.in_(ACCEPTED))
     ).all()
 
 
 def note_scores(session: Session, round_id: str, scores: Mapping[str, Mapping[str, float]]) -> None:
     """Add what was found of each worker's update in a round to its numbers."""
-    for task, name, site in _accepted(session, round_id):
+    for task, name, site, _ in _accepted(session, round_id):
         task.numbers = {**task.numbers, **scores.get(f"{site}/{name}", {})}
 
 
 def _leave_out(session: Session, round_id: str, merged: Merged) -> list[str]:
     """Enter which of the accepted updates were not merged, or not in every block; the tasks left out."""
     left_out = []
-    for task, name, site in _accepted(session, round_id):
+    for task, name, site, _ in _accepted(session, round_id):
         unmerged = merged.get(f"{site}/{name}")
         if unmerged is None:
             left_out.append(task.id)
