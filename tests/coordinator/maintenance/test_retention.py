@@ -253,7 +253,7 @@ def test_a_version_that_is_yet_to_be_measured_stays(live: LiveCoordinator, clock
     clock.advance(1)
     measured: set[int] = set()
     while len(measured) < 3:
-        task = judge.take(20)
+        task = judge.take()
         judge.evaluate(task, accuracy=0.5)
         measured.add(task.version.number)
     assert retention(live, versions=1).collect().versions
