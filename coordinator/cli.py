@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
 from tessera.coordinator.auth.tokens import first_token, issue_token
-from tessera.coordinator.blobs.store import StagingElsewhere
+from tessera.coordinator.blobs.store import StagingOnOtherDisk
 from tessera.coordinator.conductor.child_process import GOODBYE_SECONDS, ChildConductor, end_with_parent
 from tessera.coordinator.db.engine import (
     DATABASE_AWAY,
@@ -37,9 +37,8 @@ from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry import logging
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.cli.lazy_import import load
-from tessera.shared.cli.render.output import AsJson, print_json, tell_findings, tell_settings
-from tessera.shared.diagnostics.checks import examined
-from tessera.shared.diagnostics.settings_origin import effective
+from tessera.shared.cli.render.output import AsJson, print_findings, print_json, print_settings
+from tessera.shared.diagnostics import effective, examined
 from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.methods.registry import MethodsUnusable, methods
 from tessera.shared.problems import Problem, said_of
@@ -206,7 +205,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     # As for `serve`.
     checks = load("tessera.coordinator.server.doctor").checks
-    tell_findings(examined(checks(_assembled())), as_json=as_json)
+    print_findings(examined(checks(_assembled())), as_json=as_json)
 
 
 config_app = typer.Typer(no_args_is_help=True, help="The settings that are in force.")
@@ -216,13 +215,13 @@ app.add_typer(config_app, name="config")
 @config_app.command()
 def show(as_json: AsJson = False) -> None:
     """Show every setting, and whether it comes from the environment or is the default. Hides secrets."""
-    tell_settings(effective(_settings().model_dump(), {}, os.environ, "TESSERA_"), as_json=as_json)
+    print_settings(effective(_settings().model_dump(), {}, os.environ, "TESSERA_"), as_json=as_json)
 
 
-def _copying(what: str, work: Callable[[], backup.Copied], *, as_json: bool) -> None:
+def _copying(what: str, work: Callable[[], backup.CopyCounts], *, as_json: bool) -> None:
     try:
         copied = work()
-    except (backup.NoBackup, backup.NotEmpty, Problem, OSError, SQLAlchemyError) as fault:
+    except (backup.BackupNotFound, backup.DatabaseNotEmpty, Problem, OSError, SQLAlchemyError) as fault:
         typer.echo(str(fault), err=True)
         raise typer.Exit(1) from None
     if as_json:
@@ -233,7 +232,7 @@ def _copying(what: str, work: Callable[[], backup.Copied], *, as_json: bool) -> 
 
 def _heed(services: Services) -> None:
     """Have the conductor look whenever its bell is rung."""
-    with services.bells.hung_up(CONDUCTOR) as bell:
+    with services.wakeups.listener(CONDUCTOR) as bell:
         services.conductor.call()
         while True:
             bell.wait()
@@ -282,7 +281,7 @@ def _assembled(duty: Duty = "both", ready: Callable[[Services], None] = lambda _
     try:
         services = assemble(settings, duty=duty)
         ready(services)
-    except (DatabaseInUse, NotAFile, SchemaBehind, StagingElsewhere, UnknownDatabase) as refusal:
+    except (DatabaseInUse, NotAFile, SchemaBehind, StagingOnOtherDisk, UnknownDatabase) as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
     except (OSError, ImportError, ValueError, SQLAlchemyError, BaseError) as fault:

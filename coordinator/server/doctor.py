@@ -26,7 +26,7 @@ from tessera.coordinator.server.http_limits import (
 )
 from tessera.coordinator.services import Services
 from tessera.coordinator.settings import CoordinatorSettings
-from tessera.shared.diagnostics.checks import Check, Finding, fail, ok, warn
+from tessera.shared.diagnostics import Check, Finding, fail, ok, warn
 from tessera.shared.urls import is_loopback, without_password
 
 SPARE_FILES = 1_024
@@ -109,7 +109,7 @@ def _blobs(services: Services) -> Iterator[Finding]:
 
 def _disk(services: Services) -> Iterator[Finding]:
     reserve = services.settings.disk_reserve_bytes
-    if services.room.has():
+    if services.disk.has():
         yield ok("disk", f"more is free than the reserve of {reserve} bytes")
     else:
         yield fail("disk", f"less is free than the reserve of {reserve} bytes", "Free some, or add a disk.")

@@ -22,7 +22,7 @@ def test_a_waiting_claim_is_answered_as_soon_as_a_round_opens(tmp_path: Path) ->
         worker.enrol()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(worker.claim, 60)
-            until(lambda: coordinator.services.gate.workers)
+            until(lambda: coordinator.services.waiters.workers)
             start_run(client, model, values(model))
             task = waiting.result()
         assert task
@@ -52,7 +52,7 @@ def test_who_waits_is_sent_home_when_the_coordinator_stops(coordinator: LiveCoor
         with live:
             worker = ScriptedWorker(live.client("site", "a"))
             waiting = pool.submit(worker.claim, 30)
-            until(lambda: live.services.gate.workers)
+            until(lambda: live.services.waiters.workers)
             began = time.monotonic()
         assert waiting.result(5) is None
     assert time.monotonic() - began < 5
