@@ -296,7 +296,8 @@ FIRST = {
     "a lapse is not audited": 1,
     "a round never reaches its deadline": 25,
     "the sweep takes blobs that are being made": 19,
-    "a report on another version, or of any weight, is taken": 6,
+    "a report on another version, or of any weight, is taken": 16,
+    "a refused report leaves a trace": 5,
 }
 """The seed that shows a fault, where it is not 0: to spare time only, for a change may move it to another."""
 

@@ -19,7 +19,6 @@ MEAN = ("tests/shared/aggregation/test_mean.py",)
 ROBUST = ("tests/shared/aggregation/test_robust.py",)
 LAZY = ("tests/shared/tensors/test_lazy.py",)
 SITES = ("tests/shared/rounds/test_sites.py",)
-ARRIVAL = ("tests/coordinator/api/test_rounds.py::test_the_order_of_arrival_does_not_change_a_bit",)
 COUNTED = ("tests/coordinator/api/test_sites_count.py",)
 UPDATES = ("tests/coordinator/api/test_updates.py",)
 LEASES = ("tests/coordinator/api/test_leases.py",)
@@ -65,7 +64,7 @@ MERGING = (
         "shared/rounds/aggregate.py",
         "for entry in sorted(accepted, key=lambda entry: entry.worker):",
         "for entry in accepted:",
-        ARRIVAL,
+        SITES,
     ),
     Mutant(
         "shared/rounds/aggregate.py",
@@ -87,8 +86,8 @@ MERGING = (
     ),
     Mutant(
         "shared/rounds/aggregate.py",
-        "examples=sum(update.examples for update in updates)",
-        "examples=updates[0].examples",
+        "examples, staleness = sum(update.examples for update in updates),",
+        "examples, staleness = updates[0].examples,",
         SITES,
     ),
     Mutant(
