@@ -56,7 +56,7 @@ def back_up(database: Database, blobs: Blobs, folder: Path) -> CopyCounts:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
         with _opened(Path(partial), folder / "blobs") as (target, kept):
-            # Most blobs first, so that the second pass is short: a blob of its rows is hardly removed before its copy.
+            # Most blobs first, so that the second pass is short: few blobs are removed before their copy.
             with database.snapshot() as session:
                 _copy_blobs(session.connection(), blobs, kept, copied)
             with _snapshot(database) as source, target.transaction() as session:

@@ -92,8 +92,8 @@ def require_private(settings: CoordinatorSettings) -> None:
         if not (settings.behind_proxy or is_loopback(settings.host)):
             raise InsecureBindError(
                 f"TESSERA_HOST={settings.host} serves other machines without TLS: tokens and updates could be read "
-                "on the network. Set TESSERA_TLS_CERT and TESSERA_TLS_KEY, or set TESSERA_BEHIND_PROXY=true if a proxy "
-                "terminates TLS and only it can reach this address."
+                "on the network. Set TESSERA_TLS_CERT and TESSERA_TLS_KEY, or set TESSERA_BEHIND_PROXY=true if a "
+                "proxy terminates TLS and only it can reach this address."
             )
         return
     try:
