@@ -12,7 +12,7 @@ from tessera.shared.model.layers import layers_of
 from tessera.shared.model.spec import Head
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import rows_of
-from tessera.worker.model.forward import measuring
+from tessera.worker.model.forward import evaluation_mode
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Batch], Tensor]
@@ -30,7 +30,7 @@ def gradient_norms(
     it was.
     """
     layered = [block for block in blocks if block.layer is not None]
-    with measuring(model):
+    with evaluation_mode(model):
         tensors = _needing(model, layered)
         sums = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         examples = 0
@@ -52,7 +52,7 @@ def fisher(
     layered = [block for block in blocks if block.layer is not None]
     totals = dict.fromkeys((layer.name for layer in layers_of(layered)), 0.0)
     examples = 0
-    with measuring(model):
+    with evaluation_mode(model):
         tensors = _needing(model, layered)
         for batch in batches:
             for example in _one_by_one(batch, head):

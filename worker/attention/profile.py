@@ -33,7 +33,7 @@ from tessera.shared.model.layers import Layer, layers_of
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.attention.heads import by_head
 from tessera.worker.attention.probabilities import READERS, SOFTMAXES, Probabilities, UnknownAttention, of_softmax
-from tessera.worker.model.forward import measuring
+from tessera.worker.model.forward import evaluation_mode
 
 OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states")
 """What an attention is handed, under either name, if its keys are not its queries' tokens."""
@@ -117,7 +117,7 @@ def attention_profile(
     layers = [layer for layer in layers_of(blocks) if any(block.role == "query" for block in layer.blocks)]
     gathered: dict[str, list[_Seen]] = {layer.name: [] for layer in layers}
     # Not inference mode: what a model caches in it could not be used in training afterwards.
-    with measuring(model), torch.no_grad(), _Watch(model, _places(layers), tokens) as watch:
+    with evaluation_mode(model), torch.no_grad(), _Watch(model, _places(layers), tokens) as watch:
         for batch in batches:
             watch.common = common(batch)
             forward(batch)

@@ -186,7 +186,7 @@ def test_a_model_that_takes_no_prompts_is_refused_by_name(family: str) -> None:
     config: dict[str, Any] = {**dual("clip"), "model_type": family} if family != "bert" else {"model_type": "bert"}
     with (
         torch.device("meta"),
-        pytest.raises(ConfigError, match=f"{family} takes no prompts; those that do are aimv2"),
+        pytest.raises(ConfigError, match=f"{family} does not support prompts; these families do: aimv2"),
     ):
         instantiate(config, "features", prompts=BOTH)
 
