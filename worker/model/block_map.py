@@ -119,9 +119,11 @@ def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[B
     ValueError for a parameter whose dtype cannot be averaged.
     """
     tensors = named_tensors(model)
-    inserted = _inserted(tensors)
-    own = {name: tensor for name, tensor in tensors.items() if name not in inserted}
-    stated = inserted | (_mapped_claims(model, own, mapping) if mapping else {})
+    stated = {
+        name: _StatedClaim(role, None) for pattern, role in INSERTED for name in tensors if pattern.fullmatch(name)
+    }
+    if mapping:
+        stated |= _mapped_claims(model, {name: tensors[name] for name in tensors if name not in stated}, mapping)
     claims, paths = _all_claims(model, tensors, stated)
     stacks = {stack for path in paths if (stack := _outermost_stack(model, path))}
     blocks: list[Block] = []
@@ -188,8 +190,7 @@ def _score_claims(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _claims(attention: _Attention, tensors: Mapping[str, Tensor], known: Mapping[str, Claim]) -> dict[str, Claim]:
-    """Return the row's claims on the attention's tensors. Raises UnknownArchitecture for one in neither row nor
-    `known`."""
+    """Return the row's claims on its attention's tensors. Raises UnknownArchitecture if a tensor stays unclaimed."""
     claims: dict[str, Claim] = {}
     path, layout = attention.path, attention.layout
     for child, role in {**layout.whole, **layout.optional}.items():
@@ -221,12 +222,6 @@ def _parts(attention: _Attention, name: str, tensor: Tensor, division: Division)
 
 def _slices_by_role(spans: Mapping[Role, Spans], axis: int) -> Mapping[Role, TensorSlice]:
     return {role: TensorSlice(label=role, axis=axis, spans=each) for role, each in spans.items()}
-
-
-def _inserted(tensors: Iterable[str]) -> dict[str, _StatedClaim]:
-    return {
-        name: _StatedClaim(role, None) for pattern, role in INSERTED for name in tensors if pattern.fullmatch(name)
-    }
 
 
 def _mapped_claims(model: nn.Module, tensors: Mapping[str, Tensor], mapping: MappingFile) -> dict[str, _StatedClaim]:
@@ -278,9 +273,7 @@ def _plain_role(model: nn.Module, name: str, tensor: Tensor, layer: int | None) 
 
 def _blocks(name: str, tensor: Tensor, layer: int | None, claim: Claim) -> Iterator[Block]:
     if tensor.dtype not in DTYPES:
-        raise ValueError(
-            f"{name} is {tensor.dtype}, which cannot be averaged: load the model in a floating-point dtype"
-        )
+        raise ValueError(f"{name} is {tensor.dtype}, which cannot be averaged: load it in a floating-point dtype")
     dtype = DTYPES[tensor.dtype]
     if isinstance(claim, str):
         yield Block(tensor=name, role=claim, layer=layer, shape=tuple(tensor.shape), dtype=dtype)

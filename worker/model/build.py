@@ -160,9 +160,7 @@ def _bounded(model: Model) -> Iterator[None]:
         if parameter is not None and parameter.device.type == "meta":
             count, nbytes = count - 1, nbytes - parameter.nbytes
             if count < 0 or nbytes < 0:
-                raise ModelMismatch(
-                    [f"the config describes a model far larger than its table of {model.nbytes} bytes"]
-                )
+                raise ModelMismatch([f"the config describes a model far larger than its table: {model.nbytes} bytes"])
 
     handle = register_module_parameter_registration_hook(spend)
     try:
@@ -224,9 +222,7 @@ def tensor_of(tensors: Mapping[str, Tensor], block: Block) -> Tensor:
     )
     within = alike and (block.part is None or block.part.spans[-1][1] <= tensor.shape[block.part.axis])
     if not within or DTYPES.get(tensor.dtype) != block.dtype:
-        raise ModelMismatch(
-            [f"{block.name}: {block.dtype} {block.shape} is not part of {tensor.dtype} {tensor.shape}"]
-        )
+        raise ModelMismatch([f"{block.name}: {block.dtype} {block.shape} is not in {tensor.dtype} {tensor.shape}"])
     return tensor
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -52,25 +53,18 @@ def spans_by_role(runs: Sequence[RowRun], rows: int) -> dict[Role, Spans]:
 def in_turn(*roles: Role) -> Division:
     """Return the division into one run of equal length per role."""
 
-    def divide(_: Any, rows: int) -> Sequence[RowRun]:
-        return [(role, rows // len(roles)) for role in roles]
-
-    return divide
+    return lambda _, rows: [(role, rows // len(roles)) for role in roles]
 
 
 def by_head(size: str) -> Division:
     """Return the division into query, key and value of each head in turn; `size` names the attribute of its width."""
 
-    def divide(attention: Any, _: int) -> Sequence[RowRun]:
-        head = getattr(attention, size)
-        return [("query", head), ("key", head), ("value", head)]
-
-    return divide
+    roles: tuple[Role, ...] = ("query", "key", "value")
+    return lambda attention, _: [(role, getattr(attention, size)) for role in roles]
 
 
 def falcon(attention: Any, _: int) -> Sequence[RowRun]:
-    """Return the queries of a group of heads, then their one key and value. The group size depends on the
-    generation."""
+    """Return the queries of a group of heads, then their one key and value; generations differ in group size."""
     if attention.new_decoder_architecture:
         group = attention.num_heads // attention.num_kv_heads
     else:
@@ -83,7 +77,7 @@ def bigcode(attention: Any, _: int) -> Sequence[RowRun]:
     """Return all queries, one key and one value; without multi-query attention, one run of each per head."""
     if attention.multi_query:
         return [("query", attention.embed_dim), ("key", attention.kv_dim), ("value", attention.kv_dim)]
-    return [("query", attention.head_dim), ("key", attention.head_dim), ("value", attention.head_dim)]
+    return by_head("head_dim")(attention, 0)
 
 
 def phi3(attention: Any, _: int) -> Sequence[RowRun]:
@@ -119,7 +113,7 @@ class ModelLayout:
     fused: Mapping[str, Division] = field(default_factory=dict)
     optional: Mapping[str, Role] = field(default_factory=dict)
     beside: Mapping[str, Role] = field(default_factory=dict)
-    classes: frozenset[str] = frozenset()
+    classes: AbstractSet[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.fused and not self.classes:
@@ -130,6 +124,7 @@ class ModelLayout:
         return frozenset({*self.whole, *self.fused})
 
 
+_QKV = in_turn("query", "key", "value")
 # Norms that some families apply to queries and keys. They change the scores, so they belong to the kernel.
 _NORMS: Mapping[str, Role] = {"q_norm": "query", "k_norm": "key", "q_layernorm": "query", "k_layernorm": "key"}
 _PROJECTIONS: Mapping[str, Role] = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
@@ -167,7 +162,7 @@ LAYOUTS: tuple[ModelLayout, ...] = (
         fused={"in_proj": by_head("attention_head_size")},
         optional={"pos_q_proj": "query", "pos_proj": "key"},
         beside={"output.dense": "output"},
-        classes=frozenset({"DisentangledSelfAttention"}),
+        classes={"DisentangledSelfAttention"},
     ),
     # Llama, Qwen, Gemma, ViT. Grouped queries only make the key and value projections narrower. GPT-OSS has sinks,
     # one more key for each head, and Swin a table of relative positions.
@@ -188,7 +183,7 @@ LAYOUTS: tuple[ModelLayout, ...] = (
     # AIMv2's pooling: the class token itself is the query.
     ModelLayout(
         whole={"k_proj": "key", "v_proj": "value", "output_proj": "output", "cls_token": "query"},
-        classes=frozenset({"Aimv2AttentionPoolingHead"}),
+        classes={"Aimv2AttentionPoolingHead"},
     ),
     # Phi.
     ModelLayout(whole={**_PROJECTIONS, "dense": "output"}, optional=_NORMS),
@@ -211,60 +206,44 @@ LAYOUTS: tuple[ModelLayout, ...] = (
     # torch's own, as in the pooling head of SigLIP.
     ModelLayout(
         whole={"out_proj": "output"},
-        fused={"in_proj_weight": in_turn("query", "key", "value"), "in_proj_bias": in_turn("query", "key", "value")},
-        classes=frozenset({"MultiheadAttention"}),
+        fused={"in_proj_weight": _QKV, "in_proj_bias": _QKV},
+        classes={"MultiheadAttention"},
     ),
     # GPT-2, and its cross-attention.
-    ModelLayout(
-        whole={"c_proj": "output"},
-        fused={"c_attn": in_turn("query", "key", "value")},
-        classes=frozenset({"GPT2Attention", "ImageGPTAttention"}),
-    ),
+    ModelLayout(whole={"c_proj": "output"}, fused={"c_attn": _QKV}, classes={"GPT2Attention", "ImageGPTAttention"}),
     ModelLayout(
         whole={"q_attn": "query", "c_proj": "output"},
         fused={"c_attn": in_turn("key", "value")},
-        classes=frozenset({"GPT2Attention"}),
+        classes={"GPT2Attention"},
     ),
     # StarCoder.
-    ModelLayout(whole={"c_proj": "output"}, fused={"c_attn": bigcode}, classes=frozenset({"GPTBigCodeAttention"})),
+    ModelLayout(whole={"c_proj": "output"}, fused={"c_attn": bigcode}, classes={"GPTBigCodeAttention"}),
     # GPT-NeoX.
     ModelLayout(
         whole={"dense": "output"},
         fused={"query_key_value": by_head("head_size")},
         optional={"dense_bias": "output"},
-        classes=frozenset({"GPTNeoXAttention", "GPTNeoXJapaneseAttention"}),
+        classes={"GPTNeoXAttention", "GPTNeoXJapaneseAttention"},
     ),
     # BLOOM and Persimmon.
     ModelLayout(
         whole={"dense": "output"},
         fused={"query_key_value": by_head("head_dim")},
         optional=_NORMS,
-        classes=frozenset({"BloomAttention", "PersimmonAttention"}),
+        classes={"BloomAttention", "PersimmonAttention"},
     ),
     # Falcon.
-    ModelLayout(whole={"dense": "output"}, fused={"query_key_value": falcon}, classes=frozenset({"FalconAttention"})),
+    ModelLayout(whole={"dense": "output"}, fused={"query_key_value": falcon}, classes={"FalconAttention"}),
     # MPT.
-    ModelLayout(
-        whole={"out_proj": "output"},
-        fused={"Wqkv": in_turn("query", "key", "value")},
-        classes=frozenset({"MptAttention"}),
-    ),
+    ModelLayout(whole={"out_proj": "output"}, fused={"Wqkv": _QKV}, classes={"MptAttention"}),
     # ModernBERT.
-    ModelLayout(
-        whole={"Wo": "output"},
-        fused={"Wqkv": in_turn("query", "key", "value")},
-        classes=frozenset({"ModernBertAttention"}),
-    ),
+    ModelLayout(whole={"Wo": "output"}, fused={"Wqkv": _QKV}, classes={"ModernBertAttention"}),
     # Phi-3.
-    ModelLayout(whole={"o_proj": "output"}, fused={"qkv_proj": phi3}, classes=frozenset({"Phi3Attention"})),
+    ModelLayout(whole={"o_proj": "output"}, fused={"qkv_proj": phi3}, classes={"Phi3Attention"}),
     # CodeGen.
-    ModelLayout(whole={"out_proj": "output"}, fused={"qkv_proj": codegen}, classes=frozenset({"CodeGenAttention"})),
+    ModelLayout(whole={"out_proj": "output"}, fused={"qkv_proj": codegen}, classes={"CodeGenAttention"}),
     # TimeSformer.
-    ModelLayout(
-        fused={"qkv": in_turn("query", "key", "value")},
-        beside={"output.dense": "output"},
-        classes=frozenset({"TimesformerSelfAttention"}),
-    ),
+    ModelLayout(fused={"qkv": _QKV}, beside={"output.dense": "output"}, classes={"TimesformerSelfAttention"}),
     # DeepSeek's latent attention. The latent feeds keys and values; it changes the scores, so it is a key.
     ModelLayout(
         whole={"q_a_proj": "query", "q_a_layernorm": "query", "q_b_proj": "query", **_LATENT},

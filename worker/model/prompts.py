@@ -45,9 +45,6 @@ class Towers:
     # RoBERTa numbers positions from its padding id + 1, so that many fewer tokens fit.
     from_padding: bool = False
 
-    def first(self, modality: Modality) -> int:
-        return self.vision_first if modality == "vision" else self.text_first
-
 
 TOWERS: Mapping[str, Towers] = {
     "aimv2": Towers(vision_first=0, text_first=1),
@@ -75,11 +72,9 @@ class PromptTokens(nn.Module):
         for modality in _wanted(prompts):
             start = torch.empty(prompts.count(modality), widths[modality], dtype=dtype).normal_(std=INITIAL_STD)
             self.register_parameter(modality, nn.Parameter(start))
-        if prompts.fusion:
-            fusion = prompts.fusion
-            self.fusion = nn.ModuleDict()
-            for modality in _wanted(prompts):
-                self.fusion[modality] = fusion_module(fusion, widths[modality]).to(dtype)
+        if fusion := prompts.fusion:
+            wanted = _wanted(prompts)
+            self.fusion = nn.ModuleDict({each: fusion_module(fusion, widths[each]).to(dtype) for each in wanted})
 
     def own(self, modality: Modality) -> Tensor | None:
         """Return the model's prompts for a tower, [tokens, width], or None if it has none."""
@@ -138,10 +133,10 @@ def fused_prompts(
     local = LocalPrompts(own if start == "global" else noise)
     if shared_fusion:
         return FusedPrompts(local, tokens.fusion)
-    modules = nn.ModuleDict()
-    for modality, each in own.items():
-        modules[modality] = fusion_module(fusion, each.shape[1]).to(each)
-    return FusedPrompts(local, modules)
+    modules: dict[str, nn.Module] = {
+        modality: fusion_module(fusion, each.shape[1]).to(each) for modality, each in own.items()
+    }
+    return FusedPrompts(local, nn.ModuleDict(modules))
 
 
 def prompts_of(model: nn.Module) -> PromptTokens | None:
@@ -162,10 +157,7 @@ def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
             f"{model.config.model_type} does not support prompts; these families do: {', '.join(sorted(TOWERS))}"
         )
     embedding = _token_embedding(model)
-    widths: dict[Modality, int] = {
-        "vision": model.config.vision_config.hidden_size,
-        "text": embedding.embedding_dim,
-    }
+    widths: dict[Modality, int] = {"vision": model.config.vision_config.hidden_size, "text": embedding.embedding_dim}
     vision, text = (model.get_submodule(f"{modality}_model") for modality in MODALITIES)
     tokens = PromptTokens(prompts, widths, model.dtype)
     model.add_module(PROMPTS, tokens)

@@ -118,14 +118,14 @@ class Sandbox:
                     path.unlink()
 
     def _require_within(self, key: str, request: bytes, check: Callable[[], None]) -> None:
-        refusal = self._laid_out(request, check)
-        if refusal:
+        if refusal := self._laid_out(request, check):
             self._refused[key] = f"the config is refused: {refusal}"
             raise UnsafeConfig(self._refused[key])
 
     def _laid_out(self, request: bytes, check: Callable[[], None]) -> str | None:
         """Lay the model out in a child. Return the limit that it exceeded, or None if it stayed within all."""
-        status = FORK_SERVER.lay_out(request, self.memory_bytes, self.cpu_seconds, check)
+        header = HEADER.pack(len(request), self.memory_bytes, self.cpu_seconds)
+        status = FORK_SERVER.lay_out(header + request, check)
         if status is None:
             return f"laying out its model did not end within {WALL_SECONDS:.0f} s"
         if status == 0:
@@ -147,7 +147,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.close)
 
-    def lay_out(self, request: bytes, memory_bytes: int, cpu_seconds: int, check: Callable[[], None]) -> int | None:
+    def lay_out(self, request: bytes, check: Callable[[], None]) -> int | None:
         """Return the child's exit status, negative if a signal ended it, or None if it did not end in time.
 
         `check` is called while the child runs; its exceptions propagate.
@@ -155,7 +155,7 @@ class ForkServer:
         with self._lock:
             for _ in range(2):
                 try:
-                    status = _answer_of(self._started(), request, memory_bytes, cpu_seconds, check)
+                    status = _exit_status(self._started(), request, check)
                 except (OSError, EOFError):
                     # It had exited after a minute without requests, or was killed.
                     self.close()
@@ -205,16 +205,10 @@ class ForkServer:
 FORK_SERVER = ForkServer()
 
 
-def _answer_of(
-    process: subprocess.Popen[bytes],
-    request: bytes,
-    memory_bytes: int,
-    cpu_seconds: int,
-    check: Callable[[], None],
-) -> int | None:
+def _exit_status(process: subprocess.Popen[bytes], request: bytes, check: Callable[[], None]) -> int | None:
     assert process.stdin  # noqa: S101  (made with pipes)
     assert process.stdout  # noqa: S101  (the same)
-    process.stdin.write(HEADER.pack(len(request), memory_bytes, cpu_seconds) + request)
+    process.stdin.write(request)
     process.stdin.flush()
     give_up_at = time.monotonic() + WALL_SECONDS
     while not select.select([process.stdout], [], [], POLL_SECONDS)[0]:
