@@ -321,7 +321,7 @@ def test_a_mask_that_the_model_is_not_handed_masks_nothing() -> None:
 def test_padding_of_another_length_than_the_tokens_is_refused() -> None:
     attention = made("bert", ZOO["bert"]).encoder.layer[0].attention.self
     context = _Context(examples=1, ids=torch.tensor([[3, 4, 5]]), mask=torch.tensor([[1, 0]]))
-    with pytest.raises(UnknownAttention, match=r"over \[1, 3\] tokens, and padding is told of \[1, 2\]"):
+    with pytest.raises(UnknownAttention, match=r"over \[1, 3\] tokens, and its padding mask over \[1, 2\]"):
         _located(TaskTokens(), context, (1, 3), _Frame("self", attention, (), {}))
 
 
