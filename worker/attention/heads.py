@@ -24,13 +24,13 @@ def by_head(model: nn.Module, layer: Layer, path: str, heads: Array) -> dict[str
     """
     attention = model.get_submodule(path)
     shared = heads.reshape(-1, _sharing(attention, len(heads))).mean(1)
-    found: dict[str, ByHead] = {}
     by_role: dict[Role, Array] = {"query": heads, "key": shared, "value": shared, "output": heads}
-    for role, mass in by_role.items():
-        for block, axis in _projections(model, layer, path, role):
-            if block.shape[axis] % len(mass) == 0:
-                found[block.name] = ByHead(axis, np.repeat(mass, block.shape[axis] // len(mass)))
-    return found
+    return {
+        block.name: ByHead(axis, np.repeat(mass, block.shape[axis] // len(mass)))
+        for role, mass in by_role.items()
+        for block, axis in _projections(model, layer, path, role)
+        if block.shape[axis] % len(mass) == 0
+    }
 
 
 def _sharing(attention: Any, heads: int) -> int:
@@ -43,13 +43,12 @@ def _projections(model: nn.Module, layer: Layer, path: str, role: Role) -> list[
     """Return the blocks of one role that divide by heads, with the axis along which they do."""
     of_role = [block for block in layer.blocks if block.role == role]
     # Some families keep the output projection in a sibling of the attention.
-    held = _under(path, of_role) or (_under(path.rpartition(".")[0], of_role) if role == "output" else [])
-    found = [(block, axis) for block in held if (axis := _axis(model, block)) is not None]
-    if any(block.part for block, _ in found):
-        found = [(block, axis) for block, axis in found if block.part]
+    below = _under(path, of_role) or (_under(path.rpartition(".")[0], of_role) if role == "output" else [])
+    blocks = [(block, axis) for block in below if (axis := _axis(model, block)) is not None]
+    blocks = [(block, axis) for block, axis in blocks if block.part] or blocks
     # A smaller matrix of the same role computes a latent or a gate.
-    most = max((block.shape[axis] for block, axis in found), default=0)
-    return [(block, axis) for block, axis in found if block.shape[axis] == most]
+    most = max((block.shape[axis] for block, axis in blocks), default=0)
+    return [(block, axis) for block, axis in blocks if block.shape[axis] == most]
 
 
 def _under(path: str, blocks: Sequence[Block]) -> list[Block]:

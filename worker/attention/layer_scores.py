@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.layers import layers_of
 from tessera.shared.model.spec import Head
+from tessera.worker.attention.profile import batches_of_one
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import rows_of
 from tessera.worker.model.forward import evaluation_mode
@@ -55,7 +56,7 @@ def fisher(
     with evaluation_mode(model):
         tensors = _needing(model, layered)
         for batch in batches:
-            for example in _one_by_one(batch, head):
+            for example in batches_of_one(batch, common_to_all(batch, head)):
                 for name, square in _squares(layered, _gradients(loss(example), tensors)).items():
                     totals[name] += square
                 examples += 1
@@ -65,29 +66,26 @@ def fisher(
 def _needing(model: nn.Module, blocks: Sequence[Block]) -> dict[str, nn.Parameter]:
     """Let only the parameters of these blocks require gradients, and return them by name."""
     wanted = {block.tensor for block in blocks}
-    found: dict[str, nn.Parameter] = {}
-    for name, tensor in named_tensors(model).items():
-        if isinstance(tensor, nn.Parameter):
-            tensor.requires_grad_(name in wanted)
-            if name in wanted:
-                found[name] = tensor
-    return found
+    parameters = {name: each for name, each in named_tensors(model).items() if isinstance(each, nn.Parameter)}
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in wanted)
+    return {name: parameter for name, parameter in parameters.items() if name in wanted}
 
 
 def _gradients(loss: Tensor, tensors: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return the gradients by name, without tensors that the loss does not depend on."""
-    found: Sequence[Tensor | None] = torch.autograd.grad(loss, [*tensors.values()], allow_unused=True)
-    return {name: gradient for name, gradient in zip(tensors, found, strict=True) if gradient is not None}
+    gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, [*tensors.values()], allow_unused=True)
+    return {name: gradient for name, gradient in zip(tensors, gradients, strict=True) if gradient is not None}
 
 
 def _squares(blocks: Sequence[Block], gradients: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the squared norm of each layer's gradient, over the layer's own rows of shared tensors."""
-    squares: dict[str, float] = {}
-    for layer in layers_of(blocks):
-        squares[layer.name] = sum(
+    return {
+        layer.name: sum(
             _square(block, gradients[block.tensor]) for block in layer.blocks if block.tensor in gradients
         )
-    return squares
+        for layer in layers_of(blocks)
+    }
 
 
 def _square(block: Block, gradient: Tensor) -> float:
@@ -98,12 +96,6 @@ def _square(block: Block, gradient: Tensor) -> float:
 
 def _examples(batch: Batch) -> int:
     return len(batch["labels"])
-
-
-def _one_by_one(batch: Batch, head: Head) -> Iterator[Batch]:
-    whole = common_to_all(batch, head)
-    for row in range(_examples(batch)):
-        yield {name: tensor if name in whole else tensor[row : row + 1] for name, tensor in batch.items()}
 
 
 def common_to_all(batch: Iterable[str], head: Head) -> set[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,11 +42,7 @@ class Probabilities:
 
     def of_first(self, keys: int) -> Probabilities:
         """Return the probabilities of only the first keys."""
-
-        def rows(start: int, stop: int) -> Tensor:
-            return self.rows(start, stop)[..., :keys]
-
-        return Probabilities(self.batch, self.heads, self.queries, keys, rows)
+        return replace(self, keys=keys, rows=lambda start, stop: self.rows(start, stop)[..., :keys])
 
 
 def of_softmax(result: Tensor, examples: int | None, path: str) -> Probabilities:

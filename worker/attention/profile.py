@@ -84,7 +84,7 @@ class _Tokens:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Measurement:
     """The measurements of one call of an attention over one batch."""
 
     path: str
@@ -114,17 +114,17 @@ def attention_profile(
     tokens by id where a layer's tokens have no ids.
     """
     layers = [layer for layer in layers_of(blocks) if any(block.role == "query" for block in layer.blocks)]
-    gathered: dict[str, list[_Seen]] = {layer.name: [] for layer in layers}
+    gathered: dict[str, list[_Measurement]] = {layer.name: [] for layer in layers}
     # Not inference mode: what a model caches in it could not be used in training afterwards.
     with evaluation_mode(model), torch.no_grad(), _Watch(model, _places(layers), tokens) as watch:
         for batch in batches:
             watch.common = common(batch)
             forward(batch)
-            for name, calls in watch.taken().items():
-                gathered[name].append(_together(calls))
+            for name, calls in watch.pop_measurements().items():
+                gathered[name].append(_mean_call(calls))
     if missed := [name for name, seen in gathered.items() if not seen]:
         raise UnknownAttention(f"no self-attention was seen in {', '.join(missed[:8])}: it cannot be measured")
-    return {layer.name: _measured(model, layer, gathered[layer.name]) for layer in layers}
+    return {layer.name: _layer_attention(model, layer, gathered[layer.name]) for layer in layers}
 
 
 def isolated_profile(
@@ -142,30 +142,29 @@ def isolated_profile(
         name: replace(layer, mass=np.zeros_like(layer.mass), sink=np.zeros_like(layer.sink))
         for name, layer in profile([placeholder]).items()
     }
-    found = []
+    profiles = []
     for batch in batches:
         try:
-            found.append(profile([batch]))
+            profiles.append(profile([batch]))
         except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
             structlog.get_logger("worker").info("attention-not-measured", reason=repr(fault))
-            apart = _apart(batch, common(batch))
-            found += [nothing] if len(apart) == 1 else [isolated_profile(profile, placeholder, apart, common)]
+            apart = batches_of_one(batch, common(batch))
+            profiles += [nothing] if len(apart) == 1 else [isolated_profile(profile, placeholder, apart, common)]
     return {
         name: replace(
             layer,
-            mass=np.concatenate([each[name].mass for each in found]),
-            sink=np.concatenate([each[name].sink for each in found]),
+            mass=np.concatenate([each[name].mass for each in profiles]),
+            sink=np.concatenate([each[name].sink for each in profiles]),
         )
         for name, layer in nothing.items()
     }
 
 
-def _apart(batch: Mapping[str, Tensor], common: Collection[str]) -> list[dict[str, Tensor]]:
-    """Return the examples of a batch as batches of one."""
-    examples = len(batch["labels"])
+def batches_of_one(batch: Mapping[str, Tensor], common: Collection[str]) -> list[dict[str, Tensor]]:
+    """Return the examples of a batch as batches of one; the inputs in `common` go into each."""
     return [
         {name: tensor if name in common else tensor[row : row + 1] for name, tensor in batch.items()}
-        for row in range(examples)
+        for row in range(len(batch["labels"]))
     ]
 
 
@@ -181,21 +180,17 @@ def _places(layers: Sequence[Layer]) -> dict[str, str]:
     return places
 
 
-def _together(calls: Sequence[_Seen]) -> _Seen:
+def _mean_call(calls: Sequence[_Measurement]) -> _Measurement:
     """Return the mean of one batch's calls of the layer's attention over the most keys."""
     widest = max(calls, key=lambda call: call.keys)
     counted = [call for call in calls if call.path == widest.path]
-    return _Seen(
-        widest.path,
-        widest.keys,
-        torch.stack([call.mass for call in counted]).mean(0),
-        torch.stack([call.sink for call in counted]).mean(0),
-        torch.stack([call.entropy for call in counted]).mean(0),
-        widest.per_example,
+    mass, sink, entropy = (
+        torch.stack([getattr(call, name) for call in counted]).mean(0) for name in ("mass", "sink", "entropy")
     )
+    return replace(widest, mass=mass, sink=sink, entropy=entropy)
 
 
-def _measured(model: nn.Module, layer: Layer, seen: Sequence[_Seen]) -> LayerAttention:
+def _layer_attention(model: nn.Module, layer: Layer, seen: Sequence[_Measurement]) -> LayerAttention:
     mass = torch.cat([each.mass for each in seen]).cpu().numpy()  # [examples, heads]
     heads: Array = mass.mean(0)
     return LayerAttention(
@@ -219,13 +214,12 @@ class _Watch(TorchFunctionMode):
         self.common: Collection[str] = ()
         self._frames: list[_Frame] = []
         self._handles: list[RemovableHandle] = []
-        self._seen: dict[str, list[_Seen]] = {}
+        self._measurements: dict[str, list[_Measurement]] = {}
 
     def __enter__(self) -> Self:
         for path, module in self._model.named_modules():
-            self._handles.append(
-                module.register_forward_pre_hook(partial(self._enter_module, path), with_kwargs=True)
-            )
+            enter = partial(self._enter_module, path)
+            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave_module))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -235,9 +229,9 @@ class _Watch(TorchFunctionMode):
         for handle in self._handles:
             handle.remove()
 
-    def taken(self) -> dict[str, list[_Seen]]:
+    def pop_measurements(self) -> dict[str, list[_Measurement]]:
         """Return the measurements since the last call, by layer."""
-        seen, self._seen = self._seen, {}
+        seen, self._measurements = self._measurements, {}
         return seen
 
     def _enter_module(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -302,16 +296,16 @@ class _Watch(TorchFunctionMode):
                 f"the attention {frame.path} has {probabilities.batch} sequences for {examples} examples; the former "
                 "must be a multiple of the latter"
             )
-        where = _located(self._tokens, context, (examples, probabilities.keys), frame)
-        seen = replace(_seen(frame.path, probabilities, where), per_example=context.per_example)
-        self._seen.setdefault(self._places[frame.path], []).append(seen)
+        where = _token_masks(self._tokens, context, (examples, probabilities.keys), frame)
+        measured = replace(_measure_call(frame.path, probabilities, where), per_example=context.per_example)
+        self._measurements.setdefault(self._places[frame.path], []).append(measured)
 
 
 def _is_flat(value: object) -> bool:
     return isinstance(value, Tensor) and value.ndim == 2
 
 
-def _located(wanted: TaskTokens, context: _Context, size: tuple[int, int], frame: _Frame) -> _Tokens:
+def _token_masks(wanted: TaskTokens, context: _Context, size: tuple[int, int], frame: _Frame) -> _Tokens:
     """Return the masks of an attention's tokens, `size` [examples, keys]. Raises UnknownAttention if ids or the
     padding mask do not fit."""
     device = next(frame.module.parameters()).device
@@ -339,7 +333,7 @@ def _located(wanted: TaskTokens, context: _Context, size: tuple[int, int], frame
     return _Tokens(real, task & real, first & real)
 
 
-def _seen(path: str, probabilities: Probabilities, where: _Tokens) -> _Seen:
+def _measure_call(path: str, probabilities: Probabilities, where: _Tokens) -> _Measurement:
     """Return the measurements of one call, computed in chunks of query rows."""
     examples, keys = where.real.shape
     pieces = probabilities.batch // examples
@@ -362,7 +356,7 @@ def _seen(path: str, probabilities: Probabilities, where: _Tokens) -> _Seen:
     queries = real.sum(1, keepdim=True).clamp(min=1)
     parts = (mass / queries, sink / queries, entropy / choosing.clamp(min=1))
     mass, sink, entropy = (part.unflatten(0, (examples, pieces)).mean(1) for part in parts)  # [examples, heads]
-    return _Seen(path, keys, mass, sink.mean(1), entropy.mean(1))
+    return _Measurement(path, keys, mass, sink.mean(1), entropy.mean(1))
 
 
 def _entropies(rows: Tensor) -> tuple[Tensor, Tensor]:
