@@ -38,8 +38,7 @@ from tessera.coordinator.telemetry import logging
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.cli.lazy_import import load
 from tessera.shared.cli.render.output import AsJson, print_json, tell_findings, tell_settings
-from tessera.shared.diagnostics.checks import examined
-from tessera.shared.diagnostics.settings_origin import effective
+from tessera.shared.diagnostics import effective, examined
 from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.methods.registry import MethodsUnusable, methods
 from tessera.shared.problems import Problem, said_of

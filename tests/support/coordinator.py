@@ -120,7 +120,7 @@ class LiveCoordinator:
         if self.services.database.is_sqlite:
             event.listen(self.services.database.engine, "connect", _without_waiting)
         if isinstance(self._clock, Clock):
-            self._clock.moved.append(self.services.call)
+            self._clock.moved.append(self.services.wake_conductor)
         self.services.blobs.sweep()
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", self._port))
@@ -138,7 +138,7 @@ class LiveCoordinator:
         self._thread.join()
         self._socket.close()
         if isinstance(self._clock, Clock):
-            self._clock.moved.remove(self.services.call)
+            self._clock.moved.remove(self.services.wake_conductor)
         for client in self._clients:
             client.close()
 

@@ -27,8 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
-from tessera.shared.model.blocks import Block
-from tessera.shared.model.layers import Layer, layers_of
+from tessera.shared.model.blocks import Block, Layer, layers_of
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.attention.heads import by_head
 from tessera.worker.attention.probabilities import READERS, SOFTMAXES, Probabilities, UnknownAttention, of_softmax
@@ -103,7 +102,7 @@ def attention_profile(
     tokens: TaskTokens,
     common: Callable[[Mapping[str, Tensor]], Collection[str]] = lambda _: (),
 ) -> dict[str, LayerAttention]:
-    """Return the attention of each layer over the batches, by layer name (`shared.model.layers`).
+    """Return the attention of each layer over the batches, by layer name (`shared.model.blocks`).
 
     `forward` runs the model on a batch; `common` returns the names of inputs without one row per example. The model
     runs in evaluation mode, without gradients, and is left as it was, as is torch's random state. Where an attention

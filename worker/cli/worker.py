@@ -15,7 +15,7 @@ import typer
 from tessera.shared.cli.lazy_import import load
 from tessera.shared.cli.render.output import AsJson, print_json, tell_findings, tell_settings
 from tessera.shared.client.client import Client
-from tessera.shared.diagnostics.checks import examined
+from tessera.shared.diagnostics import examined
 from tessera.shared.methods.registry import MethodsUnusable, methods
 from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from tessera.shared.telemetry import logging, spans
@@ -23,7 +23,7 @@ from tessera.shared.urls import without_password
 from tessera.worker.cli.approval import COMMANDS
 from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
-from tessera.worker.diagnostics.doctor import checks
+from tessera.worker.doctor import checks
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.inventory import datasets_of, describe, device_of
 from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, tls_of, token_of

@@ -6,11 +6,9 @@ should they change, the run has to be approved anew.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -20,7 +18,7 @@ from pydantic import ValidationError
 from tessera.shared.api.tasks import Task
 from tessera.shared.schema import MAX_WITHHELD, Frozen, TaskKind, canonical
 from tessera.worker.governance.run_history import terms_of
-from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.state.atomic_files import alone, written_whole
 
 INBOX_FOLDER = "inbox"
 """What the folder is called beside a worker's other state."""
@@ -111,7 +109,7 @@ class Inbox:
             raise Unapproved(standing, request.reason(now))
 
     def _ask(self, request: Request) -> Request:
-        with self._alone():
+        with alone(self._folder, wait=True):
             # Another worker of the site may have asked meanwhile, and a person answered.
             if found := self._find(request.run, request.terms):
                 return found
@@ -123,7 +121,7 @@ class Inbox:
 
         Raises InboxError if there is no such run, or more than one.
         """
-        with self._alone():
+        with alone(self._folder, wait=True):
             meant = self.find(named)
             decided = [request.model_copy(update={"decision": decision}) for request in meant]
             for request in decided:
@@ -169,13 +167,6 @@ class Inbox:
     def _path(self, run: str, terms: str) -> Path:
         # A run's identifier cannot be a path.
         return self._folder / f"{run}.{terms[:16]}.json"
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self._folder / "lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
 
 def terms_digest(task: Task, kind: TaskKind | None = None) -> str:

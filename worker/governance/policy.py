@@ -11,8 +11,7 @@ from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector
-from tessera.shared.run_settings.privacy import Budget
-from tessera.shared.run_settings.schedule import Span
+from tessera.shared.run_settings import Budget, Span
 from tessera.shared.schema import MAX_NUMBER, Frozen, Label, TaskKind
 from tessera.worker.state.privacy_ledger import LedgerEntry, Use, exact_in
 

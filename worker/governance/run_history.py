@@ -8,9 +8,7 @@ shown is written down before its result leaves, and not before: what is refused 
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import JsonValue, NonNegativeInt, PositiveInt, ValidationError
@@ -18,7 +16,7 @@ from pydantic import JsonValue, NonNegativeInt, PositiveInt, ValidationError
 from tessera.shared.api.tasks import Task
 from tessera.shared.schema import Digest, Frozen, Label, canonical
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.state.atomic_files import alone, written_whole
 
 RUNS_FOLDER = "runs"
 """What the folder is called beside a worker's other state."""
@@ -79,7 +77,7 @@ class RunHistory:
     def add(self, task: Task, policy: Policy, upload_bytes: int = 0) -> None:
         """Judge it once more, with the bytes of its update, and write down what it shows, which is on disk when this
         returns."""
-        with self._alone():
+        with alone(self._folder, wait=True):
             record = self._next(self._read(task), task, policy, upload_bytes)
             with written_whole(self._path(task)) as file:
                 file.write(canonical(record))
@@ -98,7 +96,7 @@ class RunHistory:
 
         Call it before the data are read: that a measurement fails tells of them too.
         """
-        with self._alone():
+        with alone(self._folder, wait=True):
             times = self.measured(dataset) + 1
             policy.check_measurements(dataset, times)
             with written_whole(self._measured_path(dataset)) as file:
@@ -132,13 +130,6 @@ class RunHistory:
         policy.check_run_upload(total_bytes)
         known = {**record.terms, **terms}
         return Record(terms=known, versions=versions, handed=handed, upload_bytes=total_bytes)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self._folder / "lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
 
 def terms_of(task: Task) -> dict[str, JsonValue]:

@@ -15,7 +15,7 @@ import numpy as np
 import structlog
 
 from tessera.shared.api.tasks import Task
-from tessera.shared.run_settings.privacy import Budget, Privacy, rho_of
+from tessera.shared.run_settings import Budget, Privacy, rho_of
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.policy import Allowance, PolicyViolation, PrivacyFloor

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Generic, Literal, TypeVar
 from pydantic import Field, JsonValue, NonNegativeInt, ValidationError
 
 from tessera.shared.schema import Frozen
+from tessera.worker.state.atomic_files import sync_names
 
 BEGINNING = "0" * 64
 """The digest that the first entry names as the one before it."""
@@ -248,11 +249,7 @@ class Chain(Generic[L]):
             return
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path.touch(mode=0o600)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_names(self._path.parent)
 
 
 class LockedChain(Generic[L]):

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from tessera.shared.api.tasks import Task
-from tessera.shared.run_settings.privacy import Budget
+from tessera.shared.run_settings import Budget
 from tessera.shared.schema import Frozen, Label
 from tessera.worker.state.hash_chain import Chain, ChainError, Head, Link, LockedChain, derived, head_of, missing
 

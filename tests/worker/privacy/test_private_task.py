@@ -22,7 +22,7 @@ from tessera.shared.methods.registry import coordinator_half, methods, worker_ha
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector, named, roles
 from tessera.shared.model.spec import Head
-from tessera.shared.run_settings.privacy import Budget, Privacy
+from tessera.shared.run_settings import Budget, Privacy
 from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.model.block_map import block_table

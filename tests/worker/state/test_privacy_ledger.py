@@ -12,7 +12,7 @@ from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
-from tessera.shared.run_settings.privacy import Budget
+from tessera.shared.run_settings import Budget
 from tessera.worker.state.hash_chain import BEGINNING
 from tessera.worker.state.privacy_ledger import Ledger, LedgerError, NoisyChoice, NoisySteps
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tessera.shared.run_settings.privacy import Budget
+from tessera.shared.run_settings import Budget
 from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state.audit import Audit
 from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head

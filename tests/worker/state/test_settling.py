@@ -20,7 +20,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import LeaseLost
-from tessera.shared.run_settings.privacy import Budget, Privacy
+from tessera.shared.run_settings import Budget, Privacy
 from tessera.shared.schema import MAX_NUMBER
 from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.airlock import Airlock, UpdateWithheld
