@@ -206,14 +206,14 @@ def test_a_row_without_an_image_is_named(pets: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({}, "give processor, or else size"),
-        ({"size": 4, "processor": "x"}, "give processor, or else size"),
+        ({}, "give either processor or size"),
+        ({"size": 4, "processor": "x"}, "give either processor or size"),
         ({"size": 0}, "size"),
-        ({"size": 1 << 15}, "pixels a side are the most"),
+        ({"size": 1 << 15}, "at most 16384 pixels a side"),
         ({"size": 4, "std": [0.0]}, "std"),
         ({"size": 4, "mean": [0.1, 0.2]}, "mean: give one value"),
         ({"processor": "x", "mean": [0.1]}, "leave them out"),
-        ({"size": 4, "file": "x.csv"}, "give folder, or else file"),
+        ({"size": 4, "file": "x.csv"}, "give either folder or file"),
         ({"size": 4, "domain": "hospital"}, "name columns of a file"),
         ({"size": 4, "folder": "/nowhere/at/all"}, "folder: there is no folder /nowhere/at/all"),
         ({"processor": "/nowhere/at/all"}, "processor: there is no folder /nowhere/at/all"),
@@ -226,7 +226,7 @@ def test_wrong_options_are_named(pets: Path, options: dict[str, Any], told: str)
 def test_a_folder_without_images_or_processor_is_named(tmp_path: Path, pets: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert f"folder: {empty} has no images in it" in refusal(folder=empty, size=2)
+    assert f"folder: {empty} contains no images" in refusal(folder=empty, size=2)
     assert f"processor: {empty} cannot be loaded" in refusal(folder=pets, labels=["cat", "dog"], processor=empty)
 
 
@@ -271,9 +271,9 @@ def test_tokenizer_and_pixels_may_come_from_elsewhere_and_texts_be_filled_up(pet
     [
         ({"template": "a photo"}, "template: has no {}"),
         ({"labels": None}, "labels"),
-        ({"labels": ["cat", "dog", "emu", "gnu"]}, "'emu' and 'gnu' are the same to"),
-        ({"max_length": 3}, "'cat' and 'dog' are the same to"),
-        ({"processor": None, "size": 4}, "give tokenizer, or a processor that has one"),
+        ({"labels": ["cat", "dog", "emu", "gnu"]}, "'emu' and 'gnu' have the same tokens in"),
+        ({"max_length": 3}, "'cat' and 'dog' have the same tokens in"),
+        ({"processor": None, "size": 4}, "give tokenizer, or a processor that contains one"),
         ({"tokenizer": "/nowhere/at/all"}, "tokenizer: there is no folder /nowhere/at/all"),
     ],
 )

@@ -238,7 +238,7 @@ def test_a_data_set_that_does_not_suit_the_scheme_is_refused(
         ({"scheme": "dirichlet", "alpha": 0}, "greater than 0"),
         ({"scheme": "dirichlet", "index": 4}, "index 4 is not below count 4"),
         ({"scheme": "domain", "alpha": 1, "label_alpha": 1, "index": 0}, "give one of them"),
-        ({"scheme": "iid"}, "say which of the 4 parts"),
+        ({"scheme": "iid"}, "give this site's part, from 0 to 3"),
     ],
 )
 def test_wrong_settings_of_a_part_are_refused(settings: dict[str, Any], told: str) -> None:

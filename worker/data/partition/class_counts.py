@@ -1,4 +1,4 @@
-"""How many examples of each class, and of each domain, the sites of a partition have."""
+"""The number of examples of each class and of each domain at the sites of a partition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tessera.worker.data.dataset import Dataset
 
 @dataclass(frozen=True)
 class ClassCounts:
-    """Counts of one kind of thing at each site."""
+    """Counts of classes or of domains at each site."""
 
     what: str
     names: tuple[str, ...]
@@ -21,10 +21,9 @@ class ClassCounts:
 
 
 def tallies(parts: Sequence[Dataset], names: Sequence[str] | None = None) -> list[ClassCounts]:
-    """Return the parts' classes, and their domains if they have any; without either, all are of one class called
-    none.
+    """Return the counts of the parts' classes and domains, if they have any, or else of one class `none`.
 
-    `names` are what the classes are called, as far as that is known.
+    `names` are the names of the first classes, if they are known.
     """
     found = [("class", [part.classes for part in parts]), ("domain", [part.domains for part in parts])]
     told = [_tally(what, [value for value in values if value is not None]) for what, values in found]
@@ -39,7 +38,7 @@ def tallies(parts: Sequence[Dataset], names: Sequence[str] | None = None) -> lis
 
 
 def _tally(what: str, values: Sequence[Tensor]) -> ClassCounts | None:
-    """Return how often each value occurs at each site; the ones that occur nowhere are left out."""
+    """Return the counts at each site of each value that occurs at any of them."""
     if not values:
         return None
     everywhere = np.unique(np.concatenate([of_site.numpy() for of_site in values]))
