@@ -65,10 +65,8 @@ class Dataset:
             raise DataError(
                 f"no tensor {LABELS!r} among the tensors ({', '.join(sorted(tensors)) or 'none'}): add it"
             )
-        beside = {} if domains is None else {"domain": domains}
-        sizes = {
-            name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in sorted({**tensors, **beside}.items())
-        }
+        all_tensors = dict(tensors) if domains is None else {**tensors, "domain": domains}
+        sizes = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in sorted(all_tensors.items())}
         if len(set(sizes.values())) != 1 or 0 in sizes.values():
             raise DataError(f"every tensor must have the same leading size, and it must be positive: {sizes}")
         if domains is not None and (domains.ndim != 1 or domains.is_floating_point()):
@@ -93,7 +91,7 @@ class Dataset:
         labels = self.tensors[LABELS]
         return None if labels.ndim != 1 or labels.is_floating_point() else labels.long()
 
-    def sides(self) -> Iterator[bytes]:
+    def split_keys(self) -> Iterator[bytes]:
         """Yield the bytes that decide whether each example is held out: its group, or else its identity."""
         return self.identities() if self.groups is None else iter(self.groups)
 
@@ -105,12 +103,12 @@ class Dataset:
             return
         inputs = [(name, tensor) for name, tensor in sorted(self.tensors.items()) if name != LABELS]
         for place in range(self.examples):
-            found = hashlib.sha256()
+            digest = hashlib.sha256()
             for name, tensor in inputs:
                 row = tensor[place].to(dtype).contiguous()
-                found.update(f"{name} {row.dtype} {list(row.shape)};".encode())
-                found.update(row.flatten().view(torch.uint8).numpy().tobytes())
-            yield found.digest()
+                digest.update(f"{name} {row.dtype} {list(row.shape)};".encode())
+                digest.update(row.flatten().view(torch.uint8).numpy().tobytes())
+            yield digest.digest()
 
     def rows(self, index: Tensor) -> Dataset:
         """Return the examples at the places `index`, int64 [chosen], in that order, without the held-out examples."""
@@ -136,21 +134,21 @@ class Dataset:
         Each text has the token `end` once, at its end, where some classifiers read their answer.
         """
         generator = torch.Generator().manual_seed(0)
-        made = {}
+        inputs = {}
         for name, tensor in sorted(self.tensors.items()):
             shape = (examples, *tensor.shape[1:])
             if tensor.is_floating_point() and name != LABELS:
-                made[name] = torch.randn(shape, generator=generator).to(tensor.dtype)
+                inputs[name] = torch.randn(shape, generator=generator).to(tensor.dtype)
             elif name == "input_ids":
                 words = torch.randint(0, 2, shape, generator=generator)
                 if end is not None:
                     words[words == end] = int(end == 0)
                     words[..., -1] = end
-                made[name] = words.to(tensor.dtype)
+                inputs[name] = words.to(tensor.dtype)
             else:
                 # Masks select everything, and sizes are not 0.
-                made[name] = torch.full(shape, "mask" in name or "shape" in name).to(tensor.dtype)
-        return made
+                inputs[name] = torch.full(shape, "mask" in name or "shape" in name).to(tensor.dtype)
+        return inputs
 
     def batches(
         self, batch_size: int | None, generator: torch.Generator | None = None
@@ -159,10 +157,9 @@ class Dataset:
 
         The order is the stored one, or drawn from `generator`. Every batch contains the common tensors.
         """
-        order = (
-            torch.arange(self.examples) if generator is None else torch.randperm(self.examples, generator=generator)
-        )
-        for rows in torch.split(order, batch_size or self.examples):
+        count = self.examples
+        order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
+        for rows in torch.split(order, batch_size or count):
             yield {**{name: tensor[rows] for name, tensor in self.tensors.items()}, **self.common}
 
 

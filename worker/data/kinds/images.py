@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -20,7 +20,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from tessera.worker.data.dataset import Adapter, DataError, Dataset
+from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset
 from tessera.worker.data.readers.class_labels import Names, numbered
 from tessera.worker.data.readers.image_processor import SUFFIXES, Picture, PixelOptions, inputs_of
 from tessera.worker.data.readers.tables import Files, numbered_domains, read_table
@@ -48,7 +48,7 @@ class ImagesOptions(PixelOptions):
 
 
 @dataclass(frozen=True)
-class Found:
+class LabelledImages:
     """Images with the label, domain and group of each, in the same order."""
 
     pictures: Sequence[Picture]
@@ -56,19 +56,19 @@ class Found:
     domains: Tensor | None
     groups: list[bytes] | None = None
 
-    def sources(self) -> list[bytes]:
-        """Return a digest of each image's file, which does not depend on the processor."""
-        return [_digest(picture) for picture in self.pictures]
+    def dataset(self, options: ImagesOptions, common: Mapping[str, Tensor] | None = None) -> Dataset:
+        """Return the images and labels as a model's inputs. An example's source is the digest of its image's file."""
+        tensors = {**inputs_of(self.pictures, options), LABELS: torch.tensor(self.labels)}
+        sources = [_digest(picture) for picture in self.pictures]
+        return Dataset(tensors, common, domains=self.domains, sources=sources, groups=self.groups)
 
 
 def images(options: ImagesOptions) -> Dataset:
     """Return `pixel_values` float32 [n, channels, height, width], a processor's other inputs, `labels` int64 [n]."""
-    found = find(options)
-    tensors = {**inputs_of(found.pictures, options), "labels": torch.tensor(found.labels)}
-    return Dataset(tensors, domains=found.domains, sources=found.sources(), groups=found.groups)
+    return read_images(options).dataset(options)
 
 
-def find(options: ImagesOptions) -> Found:
+def read_images(options: ImagesOptions) -> LabelledImages:
     """Return the images of a folder or table, with their classes, domains and groups. Raises DataError."""
     if options.folder is not None:
         return _in_folder(options.folder, options)
@@ -78,7 +78,7 @@ def find(options: ImagesOptions) -> Found:
         _picture(value, row, table.files[0].parent, table.where)
         for row, value in enumerate(table.column("image", options.image))
     ]
-    return Found(
+    return LabelledImages(
         pictures,
         numbered("label", table.where, values, options.labels),
         None if options.domain is None else table.domains("domain", options.domain),
@@ -104,18 +104,18 @@ def _picture(value: object, row: int, folder: Path, where: str) -> Picture:
     raise DataError(f"image: row {row} of {where} has neither a path nor an image's bytes")
 
 
-def _in_folder(folder: Path, options: ImagesOptions) -> Found:
+def _in_folder(folder: Path, options: ImagesOptions) -> LabelledImages:
     """Return every image below `folder/CLASS` or `folder/DOMAIN/CLASS`, at any depth, sorted by path."""
     if not folder.is_dir():
         raise DataError(f"folder: there is no folder {folder}")
     depth = 2 if options.domain_folders else 1
     files = sorted(file.relative_to(folder) for file in _images_below(folder))
     steps = [file.parts for file in files]
-    if astray := [file for file, parts in zip(files, steps, strict=True) if len(parts) <= depth]:
-        raise DataError(f"folder: {folder / astray[0]} is not in the folder of a class: move it into one")
+    if misplaced := [file for file in files if len(file.parts) <= depth]:
+        raise DataError(f"folder: {folder / misplaced[0]} is not in the folder of a class: move it into one")
     if not files:
         raise DataError(f"folder: {folder} contains no images ({', '.join(sorted(SUFFIXES))})")
-    return Found(
+    return LabelledImages(
         [folder / file for file in files],
         numbered("folder", str(folder), [parts[depth - 1] for parts in steps], options.labels),
         numbered_domains([parts[0] for parts in steps]) if options.domain_folders else None,
@@ -127,20 +127,14 @@ def _images_below(folder: Path) -> Iterator[Path]:
     for at, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
         here = Path(at)
         # Some systems and programs leave hidden files and folders beside images, with the same suffixes.
-        folders[:] = [name for name in folders if name[0] != "." and not _leads_up(here, name)]
-        yield from (here / name for name in names if name[0] != "." and _is_image(here / name))
+        above = here.resolve().is_relative_to
+        folders[:] = [name for name in folders if name[0] != "." and not above((here / name).resolve())]
+        files = (here / name for name in names if name[0] != ".")
+        yield from (file for file in files if file.suffix.lower() in SUFFIXES and file.is_file())
 
 
 def _refuse(fault: OSError) -> None:
     raise DataError(f"folder: {fault.filename} cannot be read: {fault.strerror}") from fault
-
-
-def _leads_up(here: Path, name: str) -> bool:
-    return here.resolve().is_relative_to((here / name).resolve())
-
-
-def _is_image(file: Path) -> bool:
-    return file.suffix.lower() in SUFFIXES and file.is_file()
 
 
 ADAPTER = Adapter("images", ImagesOptions, images)

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from typing import Self
 
-import torch
 from pydantic import Field, PositiveInt, model_validator
 
 from tessera.worker.data.dataset import Adapter, DataError, Dataset
-from tessera.worker.data.kinds.images import ImagesOptions, find
+from tessera.worker.data.kinds.images import ImagesOptions, read_images
 from tessera.worker.data.readers.class_labels import Names
-from tessera.worker.data.readers.image_processor import inputs_of
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, Encoded, encode, tokenizer_of
 
 HOLE = "{}"
@@ -50,10 +48,8 @@ def imagetext(options: ImageTextOptions) -> Dataset:
     Common to all are the texts of the classes, int64 [classes, tokens]: `input_ids` and, if the tokenizer's model
     takes it, `attention_mask`.
     """
-    found = find(options)
-    texts = _texts(options)
-    tensors = {**inputs_of(found.pictures, options), "labels": torch.tensor(found.labels)}
-    return Dataset(tensors, common=texts.inputs, domains=found.domains, sources=found.sources(), groups=found.groups)
+    images = read_images(options)
+    return images.dataset(options, _texts(options).inputs)
 
 
 def _texts(options: ImageTextOptions) -> Encoded:

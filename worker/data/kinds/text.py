@@ -60,14 +60,15 @@ def text(options: TextOptions) -> Dataset:
     short = torch.nonzero((~encoded.empty).sum(dim=1) < least)
     if len(short):
         raise DataError(f"text: row {int(short[0])} of {table.where} has fewer than {least} tokens: remove the row")
-    domains = None if options.domain is None else table.domains("domain", options.domain)
     padding = encoded.padding
     if labels.ndim > 1:
         padding = replace(padding, values={**padding.values, LABELS: IGNORED})
-    groups = None if options.group is None else table.groups("group", options.group)
-    sources = _sources(options, table)
     return Dataset(
-        {**encoded.inputs, LABELS: labels}, domains=domains, sources=sources, padding=padding, groups=groups
+        {**encoded.inputs, LABELS: labels},
+        domains=None if options.domain is None else table.domains("domain", options.domain),
+        sources=_sources(options, table),
+        padding=padding,
+        groups=None if options.group is None else table.groups("group", options.group),
     )
 
 

@@ -87,7 +87,7 @@ def hold_out(dataset: Dataset, share: float, key: bytes) -> Dataset:
     compares data sets that differ in one example. Raises DataError if either side is empty.
     """
     most = share * (1 << 64)
-    digests = (hmac.digest(key, identity, "sha256") for identity in dataset.sides())
+    digests = (hmac.digest(key, identity, "sha256") for identity in dataset.split_keys())
     held = torch.tensor([int.from_bytes(digest[:8], "big") < most for digest in digests])
     if bool(held.all()) or not bool(held.any()):
         empty = "trained on" if bool(held.all()) else "held out"

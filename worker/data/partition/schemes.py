@@ -86,17 +86,17 @@ def domains(
     names = np.unique(domain)
     if count < len(names):
         raise ValueError(f"{count} sites with one domain each cannot have {len(names)} domains: raise count")
-    found: list[np.ndarray] = [np.empty(0, np.int64)] * count
+    parts: list[np.ndarray] = [np.empty(0, np.int64)] * count
     for place, name in enumerate(names):
         rows = np.flatnonzero(domain == name)
         sites = range(place, count, len(names))
         if alpha is None or labels is None:
-            parts = iid(len(rows), len(sites), seed + place)
+            chosen = iid(len(rows), len(sites), seed + place)
         else:
-            parts = dirichlet(labels[rows], len(sites), alpha, seed + place)
-        for site, part in zip(sites, parts, strict=True):
-            found[site] = rows[part]
-    return found
+            chosen = dirichlet(labels[rows], len(sites), alpha, seed + place)
+        for site, part in zip(sites, chosen, strict=True):
+            parts[site] = rows[part]
+    return parts
 
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Scheme(Frozen):
         """Return the rows of each site. Raises ValueError if the scheme cannot divide the data set."""
         raise NotImplementedError
 
-    def told(self, index: int) -> str | None:
+    def describe(self, index: int) -> str | None:
         """Return a description of the changes to a site's examples, or None if there are none."""
         return None
 
@@ -191,11 +191,11 @@ class Domain(Scheme):
     def rows(self, dataset: Dataset) -> list[np.ndarray]:
         if dataset.domains is None:
             raise ValueError("scheme domain needs the domain of each example, which this data set does not have")
-        found = dataset.domains.numpy()
+        origins = dataset.domains.numpy()
         if self.alpha is not None:
-            return dirichlet(found, self.count, self.alpha, self.seed)
+            return dirichlet(origins, self.count, self.alpha, self.seed)
         labels = None if self.label_alpha is None else self._classes(dataset)
-        return domains(found, self.count, self.seed, labels, self.label_alpha)
+        return domains(origins, self.count, self.seed, labels, self.label_alpha)
 
 
 class Distortion(Frozen):
@@ -206,12 +206,12 @@ class Distortion(Frozen):
     noise: NonNegativeFloat = Field(default=0.0, description="standard deviation, in the units of the pixels")
 
     def __str__(self) -> str:
-        said = [
+        changes = [
             f"turned {90 * self.quarter_turns} degrees" if self.quarter_turns else "",
             "inverted" if self.invert else "",
             f"noise {self.noise:g}" if self.noise else "",
         ]
-        return ", ".join(filter(None, said)) or "as they are"
+        return ", ".join(filter(None, changes)) or "as they are"
 
 
 class Shift(Scheme):
@@ -229,7 +229,7 @@ class Shift(Scheme):
             return iid(dataset.examples, self.count, self.seed)
         return dirichlet(self._classes(dataset), self.count, self.alpha, self.seed)
 
-    def told(self, index: int) -> str:
+    def describe(self, index: int) -> str:
         return str(self.distortion(index))
 
     def distortion(self, index: int) -> Distortion:

@@ -32,10 +32,11 @@ def numbered(option: str, where: str, values: Sequence[object], names: Sequence[
     """
     place = {name: number for number, name in enumerate(names or ())}
     by_number = not any(name.isdecimal() for name in place)
-    found = [_number(value, place, by_number=by_number) for value in values]
-    if None not in found:
-        return [number for number in found if number is not None]
-    unknown = sorted({_shown(value) for value, number in zip(values, found, strict=True) if number is None})
+    numbers = [_number(value, place, by_number=by_number) for value in values]
+    known = [number for number in numbers if number is not None]
+    if len(known) == len(numbers):
+        return known
+    unknown = sorted({_shown(value) for value, number in zip(values, numbers, strict=True) if number is None})
     shown = ", ".join(unknown[:MAX_SHOWN]) + (f" and {len(unknown) - MAX_SHOWN} more" if unknown[MAX_SHOWN:] else "")
     if names is None:
         raise DataError(f"{option}: {where} has {shown}; list the classes' names in `labels`, the same at every site")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -29,14 +29,8 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".bmp",
 DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
 
 # Pillow's errors for files that are not what they seem to be.
-UNREADABLE = (
-    OSError,
-    ValueError,
-    SyntaxError,
-    EOFError,
-    Image.DecompressionBombWarning,
-    Image.DecompressionBombError,
-)
+BOMBS = (Image.DecompressionBombWarning, Image.DecompressionBombError)
+UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, *BOMBS)
 
 MAX_SIDE = 1 << 14
 AT_ONCE = 64
@@ -85,27 +79,21 @@ def inputs_of(pictures: Sequence[Picture], options: PixelOptions) -> dict[str, T
 
     Raises DataError if an image cannot be read or the processor fails.
     """
-    prepare = _plainly(options) if options.processor is None else _as_processor_says(options.processor)
-    found: dict[str, Tensor] = {}
-    done = 0
+    prepare = _by_options(options) if options.processor is None else _by_processor(options.processor)
+    mode = "L" if options.channels == 1 else "RGB"
+    inputs: dict[str, Tensor] = {}
     # Tensors are filled in place, so that a large data set is not in memory twice.
-    for images in _opened(pictures, "L" if options.channels == 1 else "RGB"):
-        for name, tensor in prepare(images).items():
-            whole = found.setdefault(name, tensor.new_empty((len(pictures), *tensor.shape[1:])))
+    for done in range(0, len(pictures), AT_ONCE):
+        some = enumerate(pictures[done : done + AT_ONCE], done)
+        for name, tensor in prepare([_open(picture, row).convert(mode) for row, picture in some]).items():
+            whole = inputs.setdefault(name, tensor.new_empty((len(pictures), *tensor.shape[1:])))
             if tensor.shape[1:] != whole.shape[1:]:
                 raise DataError(
                     f"processor: {name} is {list(tensor.shape[1:])} for one image and {list(whole.shape[1:])} for "
                     "another: use a processor with a fixed size"
                 )
             whole[done : done + len(tensor)] = tensor
-        done += len(images)
-    return found
-
-
-def _opened(pictures: Sequence[Picture], mode: str) -> Iterator[list[Image.Image]]:
-    for first in range(0, len(pictures), AT_ONCE):
-        some = pictures[first : first + AT_ONCE]
-        yield [_open(picture, first + place).convert(mode) for place, picture in enumerate(some)]
+    return inputs
 
 
 def _open(picture: Picture, row: int) -> Image.Image:
@@ -129,7 +117,7 @@ def _open(picture: Picture, row: int) -> Image.Image:
     return upright
 
 
-def _plainly(options: PixelOptions) -> Prepare:
+def _by_options(options: PixelOptions) -> Prepare:
     height, width = options.shape
     mean, std = (np.array(values, np.float32) for values in (options.mean, options.std))
 
@@ -142,15 +130,15 @@ def _plainly(options: PixelOptions) -> Prepare:
     return prepare
 
 
-def _as_processor_says(source: str) -> Prepare:
+def _by_processor(source: str) -> Prepare:
     # The same backend at every site, even where torchvision is installed, which resamples differently.
     processor: Any = load_pretrained("processor", source, AutoImageProcessor.from_pretrained, backend="pil")
 
     def prepare(images: list[Image.Image]) -> dict[str, Tensor]:
         try:
-            made = processor(images=images, return_tensors="pt")
+            prepared = processor(images=images, return_tensors="pt")
         except (ValueError, TypeError, RuntimeError) as fault:
             raise DataError(f"processor: {source} cannot process the images: {str(fault)[:200]}") from fault
-        return {name: tensor for name, tensor in made.items() if isinstance(tensor, Tensor)}
+        return {name: tensor for name, tensor in prepared.items() if isinstance(tensor, Tensor)}
 
     return prepare

@@ -91,7 +91,7 @@ def _json_lines(files: Sequence[str], cache: str) -> Columns:  # noqa: ARG001 (i
 
 
 def _objects(file: Path) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -101,8 +101,8 @@ def _objects(file: Path) -> list[dict[str, Any]]:
                     raise ValueError(f"line {number}: {fault.msg}") from None
                 if not isinstance(row, dict):
                     raise ValueError(f"line {number} is not a JSON object")
-                found.append(row)
-    return found
+                rows.append(row)
+    return rows
 
 
 READERS: dict[str, Callable[[Sequence[str], str], Columns]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,11 +59,11 @@ class Encoded:
         `attention_mask` is left out if the model was trained to read padding, as SigLIP was. `token_type_ids` are
         left out if they are all 0, the default, because a model without token types refuses them.
         """
-        found = {"input_ids": self.ids}
+        inputs = {"input_ids": self.ids}
         if "attention_mask" in self.tokenizer.model_input_names:
-            found["attention_mask"] = self.tensors["attention_mask"]
+            inputs["attention_mask"] = self.tensors["attention_mask"]
         types = self.tensors.get("token_type_ids")
-        return found if types is None or not torch.any(types) else {**found, "token_type_ids": types}
+        return inputs if types is None or not torch.any(types) else {**inputs, "token_type_ids": types}
 
 
 def encode(
@@ -90,19 +90,20 @@ def encode(
         "return_tensors": "pt",
     }
     pieces, words = [], []
-    for some, of_them in _in_turn(texts, seconds):
+    for first in range(0, len(texts), AT_ONCE):
+        some = slice(first, first + AT_ONCE)
         try:
-            found: Any = tokenizer(some, of_them, **settings)
+            encoded: Any = tokenizer(texts[some], None if seconds is None else seconds[some], **settings)
         except (ValueError, TypeError, LookupError, AssertionError, OverflowError) as fault:
             raise DataError(f"tokenizer: {' '.join(str(fault).split())[:MAX_SHOWN]}") from fault
-        pieces.append({name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)})
-        words += [found.word_ids(row) for row in range(len(some))] if by_word else []
+        pieces.append({name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)})
+        words += [encoded.word_ids(row) for row in range(len(texts[some]))] if by_word else []
     width = max(piece["input_ids"].shape[1] for piece in pieces)
     on_left = tokenizer.padding_side == "left"
     known = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
     padding = Padding(longest, {name: known.get(name, 0) for name in pieces[0]}, on_left)
-    alike = replace(padding, width=width)
-    tensors = {name: torch.cat([alike.fill(name, piece[name]) for piece in pieces]) for name in pieces[0]}
+    to_longest = replace(padding, width=width)
+    tensors = {name: torch.cat([to_longest.fill(name, piece[name]) for piece in pieces]) for name in pieces[0]}
     gaps = [[None] * (width - len(of_text)) for of_text in words]
     return Encoded(
         tokenizer,
@@ -110,9 +111,3 @@ def encode(
         [gap + of_text if on_left else of_text + gap for gap, of_text in zip(gaps, words, strict=True)],
         padding,
     )
-
-
-def _in_turn(texts: Texts, seconds: Sequence[str] | None) -> Iterator[tuple[Texts, Sequence[str] | None]]:
-    for first in range(0, len(texts), AT_ONCE):
-        some = slice(first, first + AT_ONCE)
-        yield texts[some], None if seconds is None else seconds[some]
