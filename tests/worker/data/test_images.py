@@ -159,7 +159,7 @@ def test_a_folder_that_is_no_class_is_named(pets: Path) -> None:
     assert "has 'dog', not among the 1 names in `labels`" in refusal(folder=pets, labels=["cat"], size=2)
     assert "has 'cat', 'dog'; list the classes' names" in refusal(folder=pets, size=2)
     picture(pets / "stray.png", RED)
-    assert "stray.png is in no class's folder" in refusal(folder=pets, labels=["cat", "dog"], size=2)
+    assert "stray.png is not in the folder of a class" in refusal(folder=pets, labels=["cat", "dog"], size=2)
 
 
 def test_a_folder_that_may_not_be_read_is_named_rather_than_left_out(
@@ -193,7 +193,7 @@ def test_a_picture_too_large_to_be_one_is_refused(pets: Path, monkeypatch: pytes
 
 def test_deep_grey_scales_are_refused_rather_than_clipped(pets: Path) -> None:
     Image.new("I;16", (4, 4), 40_000).save(pets / "cat" / "z.png")
-    assert "more than 8 bits a channel" in refusal(folder=pets, labels=["cat", "dog"], size=2)
+    assert "more than 8 bits per channel" in refusal(folder=pets, labels=["cat", "dog"], size=2)
 
 
 def test_a_row_without_an_image_is_named(pets: Path) -> None:

@@ -91,7 +91,7 @@ def test_every_row_is_at_one_site_the_same_each_time_or_the_division_is_refused(
         (lambda: dirichlet(np.arange(3), 4, 1.0, 0), "3 rows cannot be divided among 4 sites"),
         (lambda: shards(np.arange(7), 4, 2, 0), "7 rows cannot be cut into 4 x 2 shards"),
         (lambda: quantity(3, 4, 1.0, 0), "3 rows cannot be divided among 4 sites"),
-        (lambda: domains(np.arange(3), 2, 0), "2 sites with a domain each cannot have 3 domains"),
+        (lambda: domains(np.arange(3), 2, 0), "2 sites with one domain each cannot have 3 domains"),
         (lambda: domains(np.array([0, 1, 1]), 3, 0), "1 rows cannot be divided among 2 sites"),
     ],
 )

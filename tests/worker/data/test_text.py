@@ -147,7 +147,7 @@ def test_a_table_without_rows_is_refused_as_such(tmp_path: Path, bert: str, name
 def test_a_line_that_is_no_json_object_is_named(tmp_path: Path, bert: str) -> None:
     good = '{"text": "the", "label": 0}'
     file = written(tmp_path / "notes.jsonl", good, "", "[1]")
-    assert "cannot be read: line 3 is no JSON object" in refusal(file=file, tokenizer=bert)
+    assert "cannot be read: line 3 is not a JSON object" in refusal(file=file, tokenizer=bert)
     file = written(tmp_path / "notes.jsonl", good, '{"text":')
     assert "cannot be read: line 2: Expecting value" in refusal(file=file, tokenizer=bert)
 
@@ -358,7 +358,7 @@ def test_a_tokenizer_that_cannot_be_used_is_named_by_its_folder(tmp_path: Path) 
     empty.mkdir()
     assert f"tokenizer: {empty} cannot be loaded" in refusal(file=file, tokenizer=str(empty))
     padless = plain_tokenizer(tmp_path / "padless", WORDS, eos_token=None)
-    assert "has no token to pad with" in refusal(file=file, tokenizer=str(padless))
+    assert "has no padding token" in refusal(file=file, tokenizer=str(padless))
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}})
