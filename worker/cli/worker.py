@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tessera.shared.cli.lazy_import import load
-from tessera.shared.cli.render.output import AsJson, print_json, tell_findings, tell_settings
+from tessera.shared.cli.render.output import AsJson, print_findings, print_json, print_settings
 from tessera.shared.client.client import Client
 from tessera.shared.diagnostics import examined
 from tessera.shared.methods.registry import MethodsUnusable, methods
@@ -147,7 +147,7 @@ def doctor(
     """
     with _bad_settings_in_one_line():
         settings = read_settings(config)
-    tell_findings(examined(checks(settings, probe=probe)), as_json=as_json)
+    print_findings(examined(checks(settings, probe=probe)), as_json=as_json)
 
 
 config_app = typer.Typer(no_args_is_help=True, help="The settings, as the file and the environment have them.")
@@ -162,7 +162,7 @@ def show(config: ConfigFile, as_json: AsJson = False) -> None:
     """
     with _bad_settings_in_one_line():
         found = effective_settings(config)
-    tell_settings(found, as_json=as_json)
+    print_settings(found, as_json=as_json)
 
 
 for command in (join, rotate, ledger, adopt, *COMMANDS):

@@ -15,9 +15,8 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from tessera.shared.api.tasks import Task
 from tessera.shared.schema import MAX_WITHHELD, Frozen, TaskKind, canonical
-from tessera.worker.governance.run_history import terms_of
+from tessera.worker.governance.run_history import RunSnapshot
 from tessera.worker.state.atomic_files import alone, written_whole
 
 INBOX_FOLDER = "inbox"
@@ -90,19 +89,19 @@ class Inbox:
         self._folder = folder
         self._now = now
 
-    def require(self, task: Task, make: Callable[[str], Request]) -> None:
+    def require(self, snapshot: RunSnapshot, make: Callable[[str], Request]) -> None:
         """Let a task of an approved run pass. `make` makes the request of a run whose terms, of the digest that it is
         handed, nobody was asked about yet.
 
         Raises Unapproved.
         """
-        terms = terms_digest(task)
+        terms = terms_digest(snapshot)
         now = self._now()
         # Who lets a run train was told that it measures on what is held out too.
-        trained = self._find(task.run, terms_digest(task, "train")) if task.held_out else None
+        trained = self._find(snapshot.run, terms_digest(snapshot, "train")) if snapshot.held_out else None
         if trained and trained.standing(now) == "approved":
             return
-        request = self._find(task.run, terms)
+        request = self._find(snapshot.run, terms)
         if request is None:
             request = self._ask(make(terms))
         if (standing := request.standing(now)) != "approved":
@@ -169,8 +168,8 @@ class Inbox:
         return self._folder / f"{run}.{terms[:16]}.json"
 
 
-def terms_digest(task: Task, kind: TaskKind | None = None) -> str:
+def terms_digest(snapshot: RunSnapshot, kind: TaskKind | None = None) -> str:
     """Return what an approval is bound to: all that a run says once for all of its tasks, on which data set, and
     whether it trains on it or measures."""
-    terms = {**terms_of(task), "dataset": task.dataset, "kind": kind or task.kind}
+    terms = {**snapshot.terms, "dataset": snapshot.dataset, "kind": kind or snapshot.kind}
     return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -95,8 +95,7 @@ def sync_names(path: Path) -> None:
 
 @contextmanager
 def alone(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Keep other processes out of a folder. Raises BlockingIOError if one is in it already, unless this is to
-    `wait`."""
+    """Keep other processes out of a folder. `wait` for one that is in it already, or raise BlockingIOError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (folder / "lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

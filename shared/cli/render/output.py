@@ -143,7 +143,7 @@ def ago(instant: datetime, now: datetime | None = None) -> str:
     return f"{passed} s ago"
 
 
-def tell_settings(settings: Iterable[Setting], *, as_json: bool) -> None:
+def print_settings(settings: Iterable[Setting], *, as_json: bool) -> None:
     listed = list(settings)
     rows = [(one.name, "none" if one.value is None else one.value, one.origin) for one in listed]
     shown = table(("setting", "value", "from"), rows)
@@ -153,7 +153,7 @@ def tell_settings(settings: Iterable[Setting], *, as_json: bool) -> None:
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
-def tell_findings(findings: Iterable[Finding], *, as_json: bool) -> None:
+def print_findings(findings: Iterable[Finding], *, as_json: bool) -> None:
     """Print each finding as it comes, or all as JSON. Raises Exit with code 1 if any is `fail`."""
     seen: list[Finding] = []
     console = out()
