@@ -298,7 +298,7 @@ def tls_context(
     except OSError as fault:
         raise Invalid(f"ca_bundle: {ca_bundle} cannot be used: {fault}", remedy=remedy) from fault
     if client_key and not client_cert:
-        raise Invalid("client_key is set without client_cert", remedy=remedy)
+        raise Invalid("client_key: it is set without a client_cert", remedy=remedy)
     if client_cert:
         try:
             context.load_cert_chain(client_cert, client_key)

@@ -243,7 +243,7 @@ def test_an_abbreviation_of_several_names_them() -> None:
     with pytest.raises(Invalid, match="'ab' could be any of 2 runs") as refused:
         find("ab")
     assert [fault.pointer for fault in refused.value.errors] == ["ab12", "ab34"]
-    assert "by its id" in refused.value.advice
+    assert "Give the id" in refused.value.advice
 
 
 @pytest.mark.parametrize("named", ["", "zz", "AB12"])
