@@ -23,14 +23,17 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import BinaryIO
 
-COORDINATOR = ("tessera.coordinator.cli", "tessera.coordinator.app", "tessera.coordinator.server.http_limits")
 NEEDS = {
-    "tessera.coordinator": COORDINATOR,
-    "tests.chaos.worker": ("tests.support.federation", "tests.support.histories"),
+    "tessera.coordinator": (
+        "tessera.coordinator.cli",
+        "tessera.coordinator.app",
+        "tessera.coordinator.server.http_limits",
+    ),
     "tessera.shared.cli": ("tessera.worker.cli.worker", "tessera.worker.agent", "transformers.modeling_utils"),
 }
 """What is imported before, by the module that is run."""
 
+_TURN = threading.Lock()
 _ADOPTS = 36
 """PR_SET_CHILD_SUBREAPER: whether what loses its parent becomes a child of this process."""
 
@@ -51,16 +54,16 @@ def start(module: str, arguments: Sequence[str], environment: Mapping[str, str],
     """`python -m module`, which says what it says into a file."""
     wanted = {"module": module, "arguments": arguments, "environment": dict(environment), "folder": os.getcwd()}  # noqa: PTH109
     message = json.dumps(wanted).encode()
-    line = _zygote(NEEDS[module])
     adopts = ctypes.CDLL(None).prctl
-    adopts(_ADOPTS, 1, 0, 0, 0)
-    try:
+    with _TURN:
+        line = _zygote(NEEDS[module])
+        adopts(_ADOPTS, 1, 0, 0, 0)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [log.fileno()]))]
         line.sendmsg([len(message).to_bytes(8, "big")], rights)
         line.sendall(message)
-        return Forked(int.from_bytes(_read(line, 8), "big"))
-    finally:
+        pid = int.from_bytes(_read(line, 8), "big")
         adopts(_ADOPTS, 0, 0, 0, 0)
+    return Forked(pid)
 
 
 @cache
