@@ -108,21 +108,21 @@ def assemble(
         FolderBells(settings.staging_dir / "bells") if database.is_sqlite else PostgresWakeups(database)
     )
     wake = gate.notify if duty == "both" else bells.wake
-    news = ChangeFeed(database, tick_seconds=settings.tick_seconds, most_listeners=settings.max_listeners)
-    liveness = Liveness(database, settings.live_seconds)
+    news = ChangeFeed(database, tick_seconds=settings.tick_seconds, most_listeners=settings.max_event_streams)
+    liveness = Liveness(database, settings.liveness_seconds)
     conductor = Conductor(
         database,
         liveness,
         Actions(database, states, liveness),
         RoundMerger(database, blobs, states, Aggregation(states, inspector), room, liveness),
         presence,
-        patience=Timeouts(settings.gather_seconds, settings.evaluation_seconds),
+        patience=Timeouts(settings.cohort_wait_seconds, settings.evaluation_seconds),
         tick_seconds=settings.tick_seconds,
-        alive_file=settings.alive_file,
+        heartbeat_file=settings.heartbeat_file,
         notify=wake,
     )
     quota = Quota(_bytes_per_day(settings, blobs), settings.site_unfinished_uploads)
-    uploads = Uploads(database, blobs, room, quota, settings.idle_seconds, Shares("upload", UPLOAD_THREADS))
+    uploads = Uploads(database, blobs, room, quota, settings.idle_timeout_seconds, Shares("upload", UPLOAD_THREADS))
     people = _people(settings) if duty != "conduct" else None
     return Services(
         settings=settings,
@@ -132,12 +132,12 @@ def assemble(
         admission=Admission(
             settings.requests_per_second,
             settings.request_burst,
-            settings.failures_per_minute,
+            settings.auth_failures_per_minute,
             settings.enrolments_per_minute,
             settings.declarations_per_hour,
             clock or time.monotonic,
         ),
-        answers=Answers(settings.answer_bytes_per_token),
+        answers=Answers(settings.response_bytes_per_token),
         blobs=blobs,
         states=states,
         inspector=inspector,
@@ -154,7 +154,7 @@ def assemble(
         people=people,
         sign_in=_sign_in(settings, people) if people else None,
         housekeeping=Housekeeping(
-            _retention(settings, database, blobs, states, uploads), settings.housekeeping_seconds
+            _retention(settings, database, blobs, states, uploads), settings.gc_interval_seconds
         ),
         call=_each(conductor.call if duty == "both" else bells.call, news.ring),
         wake=wake,

@@ -104,7 +104,7 @@ class Uploads:
     blobs: Blobs
     room: DiskSpace
     quota: Quota
-    idle_seconds: float
+    idle_timeout_seconds: float
     threads: Shares
     """Where what takes long is done, in the turns of the owners."""
 
@@ -257,13 +257,13 @@ class Uploads:
         """Yield a deadline that each piece of bytes puts off: a slow sender may go on, a silent one is cut off."""
         try:
             # One deadline that is put off: to wait for each piece on its own costs a task a piece.
-            async with asyncio.timeout(self.idle_seconds) as silence:
-                yield _Sender(silence, self.idle_seconds)
+            async with asyncio.timeout(self.idle_timeout_seconds) as silence:
+                yield _Sender(silence, self.idle_timeout_seconds)
         except TimeoutError:
             if not silence.expired():
                 raise
             raise BadRequest(
-                f"no byte came for {self.idle_seconds:g} s", remedy="Go on with the upload from its offset."
+                f"no byte came for {self.idle_timeout_seconds:g} s", remedy="Go on with the upload from its offset."
             ) from None
 
     async def _to_the_end(self, owner: str, work: Callable[[], None]) -> None:
@@ -346,10 +346,10 @@ class _Sender:
     """Whoever sends, and until when the next piece has to come."""
 
     silence: asyncio.Timeout
-    idle_seconds: float
+    idle_timeout_seconds: float
 
     def sent(self) -> None:
-        self.silence.reschedule(asyncio.get_running_loop().time() + self.idle_seconds)
+        self.silence.reschedule(asyncio.get_running_loop().time() + self.idle_timeout_seconds)
 
     def waits(self) -> None:
         """It is this side that takes its time now: for a thread, or the disk."""

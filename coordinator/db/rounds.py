@@ -72,12 +72,12 @@ def offer_evaluation(session: Session, now: float, run: RunRow, due: PendingEval
     if held_out:
         kin &= TaskRow.worker_id == worker.id
     same = kin & (TaskRow.version_number == due.version)
-    replaced = (kin if held_out else same) & TaskRow.state.in_(("offered", "lapsed"))
+    replaced = (kin if held_out else same) & TaskRow.state.in_(("offered", "expired"))
     cancel_tasks(session, now, session.scalars(select(TaskRow).where(replaced)).all())
     seed = evaluation_seed(spec, due.version)
     task = _task(now, run.id, "evaluate", worker.id, due.version, seed, Plan(stage="evaluate"), None)
     task.held_out = held_out
-    task.leases = session.scalar(select(func.max(TaskRow.leases)).where(same)) or 0
+    task.attempts = session.scalar(select(func.max(TaskRow.attempts)).where(same)) or 0
     session.add(task)
     about = {"version": due.version, "worker": worker.name, "held_out": held_out}
     audit.record(session, now, ACTOR, "task.evaluate", task.id, run_id=run.id, **about)
@@ -114,18 +114,18 @@ def _task(
         seed=seed,
         plan=plan.model_dump(mode="json"),
         token=0,
-        leases=0,
+        attempts=0,
         created_at=now,
         upload_bytes=0,
         download_bytes=0,
-        numbers={},
+        metrics={},
     )
 
 
 def cancel_tasks(session: Session, now: float, which: Sequence[TaskRow]) -> None:
     """Cancel what is not over yet."""
     for task in which:
-        if task.state in ("offered", "leased", "lapsed"):
+        if task.state in ("offered", "leased", "expired"):
             move_task(session, now, ACTOR, task, "cancel")
 
 
@@ -162,7 +162,7 @@ def bounds_in_force(run: RunRow) -> Bounds:
 def accepted_updates(session: Session, round_id: str) -> list[Accepted]:
     # An accepted task has a digest and a count: they are written together with that state.
     return [
-        Accepted(s, f"{s}/{n}", t.update_digest or "", t.examples or 0, t.numbers, Plan.model_validate(t.plan))
+        Accepted(s, f"{s}/{n}", t.update_digest or "", t.examples or 0, t.metrics, Plan.model_validate(t.plan))
         for t, n, s in _accepted(session, round_id)
     ]
 
@@ -180,7 +180,7 @@ def _accepted(session: Session, round_id: str) -> Sequence[Row[TaskRow, str, str
 def note_scores(session: Session, round_id: str, scores: Mapping[str, Mapping[str, float]]) -> None:
     """Add what was found of each worker's update in a round to its numbers."""
     for task, name, site in _accepted(session, round_id):
-        task.numbers = {**task.numbers, **scores.get(f"{site}/{name}", {})}
+        task.metrics = {**task.metrics, **scores.get(f"{site}/{name}", {})}
 
 
 def _leave_out(session: Session, round_id: str, merged: Merged) -> list[str]:
@@ -203,7 +203,7 @@ def add_version(
     which are entered in the audit too."""
     before = session.get(VersionRow, (run_id, ref.number - 1))
     row = VersionRow(run_id=run_id, number=ref.number, digest=ref.digest, created_at=now)
-    row.numbers, row.warnings = dict(manifest.numbers), list(warnings)
+    row.scalars, row.warnings = dict(manifest.scalars), list(warnings)
     session.add(row)
     news = [warning for warning in warnings if not before or warning not in before.warnings]
     if news:

@@ -20,7 +20,7 @@ WIDER = 10
 """Times as much as a /64 of IPv6 a /48 may ask, in which there are 65,536 of them."""
 
 STRANGERS = 10
-"""Times `failures_per_minute` a browser may be sent to sign in: behind one address there may be many people."""
+"""Times `auth_failures_per_minute` a browser may be sent to sign in: behind one address there may be many people."""
 
 
 class Rate:
@@ -71,15 +71,15 @@ class Admission:
         self,
         per_second: float,
         burst: int,
-        failures_per_minute: int,
+        auth_failures_per_minute: int,
         enrolments_per_minute: int,
         declarations_per_hour: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokens = Rate(per_second, burst, clock)
         self._declarations = Rate(declarations_per_hour / 3600, declarations_per_hour, clock)
-        self._failures = AddressRate(failures_per_minute, clock)
-        self._strangers = AddressRate(STRANGERS * failures_per_minute, clock)
+        self._failures = AddressRate(auth_failures_per_minute, clock)
+        self._strangers = AddressRate(STRANGERS * auth_failures_per_minute, clock)
         self._enrolments = AddressRate(enrolments_per_minute, clock)
 
     def asked(self, token_id: str) -> None:
@@ -101,7 +101,7 @@ class Admission:
         """Raise TooManyRequests."""
         if wait := self._failures.take(address):
             raise TooManyRequests(
-                "too many requests without a valid token came from your address (setting failures_per_minute)",
+                "too many requests without a valid token came from your address (setting auth_failures_per_minute)",
                 remedy="Use a valid token; wait as long as Retry-After says before trying another.",
                 retry_after_seconds=wait,
             )
@@ -110,7 +110,7 @@ class Admission:
         """Count a refusal at the page of whoever is not signed in. Raises TooManyRequests."""
         if wait := self._strangers.take(address):
             raise TooManyRequests(
-                "too many requests without a session came from your address (setting failures_per_minute)",
+                "too many requests without a session came from your address (setting auth_failures_per_minute)",
                 remedy="Sign in; wait as long as Retry-After says before.",
                 retry_after_seconds=wait,
             )

@@ -172,7 +172,7 @@ class Retention:
     def _wanted(self, session: Session, run: RunRow, keep: int) -> set[int]:
         """Return the first version, the latest ones, those that a task is about, and those that are yet to be
         measured."""
-        live = (TaskRow.run_id == run.id) & TaskRow.state.in_(("offered", "leased", "lapsed"))
+        live = (TaskRow.run_id == run.id) & TaskRow.state.in_(("offered", "leased", "expired"))
         about = session.scalars(select(TaskRow.version_number).where(live))
         due = central_due(session, run, RunSpec.model_validate(run.spec), None)
         latest = range(run.version_number - keep + 1, run.version_number + 1)

@@ -88,11 +88,13 @@ class ChangeFeed:
     def require_place(self, holder: str) -> None:
         """Require that another may listen with this token. Raises Busy."""
         if len(self._listeners) >= self._most:
-            raise Busy(f"{self._most} others listen here (setting max_listeners)", retry_after_seconds=RETRY_SECONDS)
+            raise Busy(
+                f"{self._most} others listen here (setting max_event_streams)", retry_after_seconds=RETRY_SECONDS
+            )
         most = max(1, self._most // TOKENS)
         if sum(listener.holder == holder for listener in self._listeners) >= most:
             raise Busy(
-                f"{most} listen with this token already, a {TOKENS}th of max_listeners",
+                f"{most} listen with this token already, a {TOKENS}th of max_event_streams",
                 retry_after_seconds=RETRY_SECONDS,
             )
 

@@ -50,7 +50,7 @@ MAX_PIPELINED = 32
 """Requests that may be sent before the first of them is answered: the server below holds any number of them."""
 
 LOOKS = 4
-"""How often within `idle_seconds` it is looked whether a receiver has taken anything."""
+"""How often within `idle_timeout_seconds` it is looked whether a receiver has taken anything."""
 
 
 def configuration(app: ASGIApp, settings: CoordinatorSettings) -> uvicorn.Config:
@@ -286,7 +286,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
     def _expect(self) -> None:
         """A head, or the rest of a request that is answered, has to be here by the deadline."""
         if self._deadline is None:
-            self._deadline = self.loop.call_later(self._settings.head_seconds, self._overdue)
+            self._deadline = self.loop.call_later(self._settings.header_timeout_seconds, self._overdue)
 
     def _expect_nothing(self) -> None:
         if self._deadline:
@@ -299,8 +299,10 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
             # Sent ahead of the answer to the request before: it is we who are to do something.
             self._expect()
         elif self._in_head:
-            seconds = self._settings.head_seconds
-            self._refuse(TooSlow(f"the head of the request took longer than {seconds:g} s (setting head_seconds)"))
+            seconds = self._settings.header_timeout_seconds
+            self._refuse(
+                TooSlow(f"the head of the request took longer than {seconds:g} s (setting header_timeout_seconds)")
+            )
         else:
             self.transport.close()
 
@@ -318,7 +320,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
             return
         self.transport.write_eof()
         self._expect_nothing()
-        self._deadline = self.loop.call_later(self._settings.head_seconds, self.transport.abort)
+        self._deadline = self.loop.call_later(self._settings.header_timeout_seconds, self.transport.abort)
 
     # ------------------------------------------------------------ what goes
 
@@ -342,7 +344,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
             self._look_later()
 
     def _look_later(self) -> None:
-        self._look = self.loop.call_later(self._settings.idle_seconds / LOOKS, self._look_again)
+        self._look = self.loop.call_later(self._settings.idle_timeout_seconds / LOOKS, self._look_again)
 
     def _look_again(self) -> None:
         self._look = None
@@ -351,7 +353,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
         before, self._untaken_bytes = self._untaken_bytes, self._untaken()
         if self._untaken_bytes != before:
             self._untaken_since = self.loop.time()
-        elif self.loop.time() - self._untaken_since >= self._settings.idle_seconds:
+        elif self.loop.time() - self._untaken_since >= self._settings.idle_timeout_seconds:
             log.info("connection.cut", peer=self._address, untaken_bytes=before)
             self.transport.abort()
             return

@@ -104,7 +104,7 @@ def preview(
         output.out().print(preview_table(found))
         for sentence in preview_notes(found):
             output.note(sentence)
-    if found.willing < found.quorum:
+    if found.eligible < found.quorum:
         raise typer.Exit(3)
 
 
@@ -146,7 +146,7 @@ def list_runs(ctx: typer.Context, as_json: AsJson = False) -> None:
 def show(
     ctx: typer.Context,
     run: Named,
-    numbers: Annotated[bool, typer.Option("--numbers", help="Also what the method tells of each version.")] = False,
+    numbers: Annotated[bool, typer.Option("--scalars", help="Also what the method tells of each version.")] = False,
     scores: Annotated[
         bool, typer.Option("--scores", help="Also how far each worker's updates are from the others'.")
     ] = False,

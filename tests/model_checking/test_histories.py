@@ -96,7 +96,7 @@ def test_an_accepted_update_that_nobody_sent_is_found(coordinator: LiveCoordinat
 FIRST = select(VersionRow.digest).where(VersionRow.number == 0).scalar_subquery()
 SPOILT: dict[str, tuple[Any, set[str]]] = {
     "an accepted update is gone": (
-        update(TaskRow).values(state="lapsed").where(TaskRow.version_number == 0),
+        update(TaskRow).values(state="expired").where(TaskRow.version_number == 0),
         {"lost", "wrong-version"},
     ),
     "an update counts twice as much": (

@@ -26,10 +26,10 @@ def worker_of(coordinator: LiveCoordinator) -> ScriptedWorker:
 
 def lacking(coordinator: LiveCoordinator, task: Task, model: Model) -> set[str]:
     """The blocks of the task's version that did not come along."""
-    along = {digest_of(data) for data in task.along}
+    along = {digest_of(data) for data in task.inline_blobs}
     manifest = coordinator.client().manifest(task.version.digest)
     assert along <= {task.version.digest, *manifest.blocks.values()}
-    assert not along or task.version.digest == digest_of(task.along[0])
+    assert not along or task.version.digest == digest_of(task.inline_blobs[0])
     return {block.name for block in model.blocks if manifest.blocks[block.name] not in along}
 
 

@@ -52,11 +52,11 @@ def known(connection: Connection) -> list[Table]:
     return [table for table in metadata.sorted_tables if table.name != "alembic_version"]
 
 
-def kept(connection: Connection, tables: list[Table], numbers: range) -> None:
+def kept(connection: Connection, tables: list[Table], metrics: range) -> None:
     """Each table has the rows of these numbers, and no others."""
     for table in tables:
         found = [dict(found) for found in connection.execute(select(table)).mappings()]
-        expected = [row(table, number) for number in numbers]
+        expected = [row(table, number) for number in metrics]
         assert sorted(found, key=repr) == sorted(expected, key=repr), table.name
 
 

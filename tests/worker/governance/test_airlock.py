@@ -34,11 +34,11 @@ def summary(token: int = 1, update: bytes = BYTES) -> Summary:
     task = Task(
         id="abcdef0123456789", token=token, kind="train", run="r", run_name="demo", round=1, rounds=2, seed=0,
         method=MethodSpec(name="fedavg"), plan=Plan(), dataset="wards", training=Training(), codec="raw",
-        divide="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
+        normalization="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
     )  # fmt: skip
     return summary_of(
         task, examples=10, held_at=datetime.now(UTC), update=digest_of(update), nbytes=len(update),
-        blocks={"a": BlockOut(nbytes=4, norm=3.0), "b": BlockOut(nbytes=5, norm=4.0)}, numbers={}, epsilon=None,
+        blocks={"a": BlockOut(nbytes=4, norm=3.0), "b": BlockOut(nbytes=5, norm=4.0)}, metrics={}, epsilon=None,
     )  # fmt: skip
 
 
