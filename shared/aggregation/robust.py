@@ -348,8 +348,8 @@ def guarded(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the blocks that enough workers sent, stepped by the rule, and the names of those that only fewer did.
 
-    With `normalization` of `cohort` a step is damped by the share of all workers that sent the block. Raises ValueError
-    if a     shape differs.
+    With `normalization` of `cohort` a step is damped by the share of all workers that sent the block. Raises
+    ValueError if a shape differs.
     """
     moved: dict[str, Tensor] = {}
     few: list[str] = []

@@ -8,8 +8,8 @@ examples, d_k the update and a_k the l1 norm of its accumulation vector:
 Plain SGD has a_k = steps. With momentum rho the counter c = rho c + 1 is added up over the steps. AdamW has no such
 vector: steps stand for it, which keeps the idea and loses the proof. If all a_k are equal it is FedAvg, bit for bit.
 Blocks that only some workers sent are averaged as the run's `normalization` says, each worker's step scaled all the
-same. No step is stretched to more than the run's `max_update_norm`. A site whose weight is capped by the run's `max_examples`
-counts in tau_eff with the a_k of that many examples.
+same. No step is stretched to more than the run's `max_update_norm`. A site whose weight is capped by the run's
+`max_examples` counts in tau_eff with the a_k of that many examples.
 """
 
 from __future__ import annotations
