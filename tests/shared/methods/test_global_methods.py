@@ -218,7 +218,7 @@ def test_the_control_is_spread_over_a_site_that_joins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "memory"), [("scaffold", "control/w"), ("feddyn", "gradient/w")], ids=["scaffold", "feddyn"]
+    ("method", "server_state"), [("scaffold", "control/w"), ("feddyn", "gradient/w")], ids=["scaffold", "feddyn"]
 )
 def test_names_that_a_site_invents_for_its_workers_are_one_of_the_population(method: str, server_state: str) -> None:
     half = half_of(method)
