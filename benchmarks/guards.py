@@ -20,8 +20,7 @@ from tessera.coordinator.api.request_limits import in_time
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.memory import Memory
 from tessera.coordinator.limits.rate import Admission
-from tessera.coordinator.telemetry.request_timing import Timing
-from tessera.coordinator.telemetry.trace_middleware import Tracing
+from tessera.coordinator.telemetry.request_timing import Timing, Tracing
 from tessera.shared.telemetry.trace_ids import HEADER, traceparent_of
 
 CALLS = 20_000

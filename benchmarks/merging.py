@@ -58,7 +58,7 @@ from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States, materialize
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, as_bytes, lockstep, related
-from tessera.shared.updates.codecs.pipeline import CodecError
+from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 
 OPTIMIZERS: tuple[OptimizerRule, ...] = (

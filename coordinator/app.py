@@ -15,8 +15,7 @@ from tessera.coordinator.conductor.child_process import GOODBYE_SECONDS
 from tessera.coordinator.dashboard import routes as page
 from tessera.coordinator.services import Services
 from tessera.coordinator.telemetry.metrics import Metrics
-from tessera.coordinator.telemetry.request_timing import Timing
-from tessera.coordinator.telemetry.trace_middleware import Tracing
+from tessera.coordinator.telemetry.request_timing import Timing, Tracing
 from tessera.shared.problems import MEDIA_TYPE, ProblemDocument
 from tessera.shared.version import VERSION
 

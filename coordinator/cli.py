@@ -37,9 +37,7 @@ from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry import logging
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.cli.lazy_import import load
-from tessera.shared.cli.render.effective import tell_settings
-from tessera.shared.cli.render.findings import tell
-from tessera.shared.cli.render.output import AsJson, print_json
+from tessera.shared.cli.render.output import AsJson, print_json, tell_findings, tell_settings
 from tessera.shared.diagnostics.checks import examined
 from tessera.shared.diagnostics.settings_origin import effective
 from tessera.shared.host_memory import keep_freed_memory
@@ -112,18 +110,18 @@ def serve(
 ) -> None:
     """Serve the API, and have a process beside this one move the rounds."""
     # Not above: the process that conducts does without, and is the smaller for it.
-    serving = load("tessera.coordinator.server.serve")
+    limits = load("tessera.coordinator.server.http_limits")
     try:
-        serving.require_private(_settings())
-        serving.require_free(_settings())
-    except (serving.BadCertificate, serving.InsecureBindError, serving.PortInUseError) as refusal:
+        limits.require_private(_settings())
+        limits.require_free(_settings())
+    except (limits.BadCertificate, limits.InsecureBindError, limits.PortInUseError) as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
     if first_migrate:
         migrate()
     services = _opened("serve")
     _hand_over_first_token(services)
-    serving.serve(services, ChildConductor() if conducting else None)
+    load("tessera.coordinator.server.serve").serve(services, ChildConductor() if conducting else None)
 
 
 @app.command()
@@ -208,7 +206,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     # As for `serve`.
     checks = load("tessera.coordinator.server.doctor").checks
-    tell(examined(checks(_assembled())), as_json=as_json)
+    tell_findings(examined(checks(_assembled())), as_json=as_json)
 
 
 config_app = typer.Typer(no_args_is_help=True, help="The settings that are in force.")

@@ -24,8 +24,7 @@ from tessera.coordinator.limits.memory import Memory
 from tessera.coordinator.limits.rate import Admission
 from tessera.coordinator.limits.response_memory import Answers
 from tessera.coordinator.limits.thread_shares import OneAtATime, Shares
-from tessera.coordinator.maintenance.garbage_collection import Retention
-from tessera.coordinator.maintenance.schedule import Housekeeping
+from tessera.coordinator.maintenance.garbage_collection import Housekeeping, Retention
 from tessera.coordinator.notify.event_stream import ChangeFeed
 from tessera.coordinator.notify.long_poll import LastSeen, LongPollWaiters
 from tessera.coordinator.notify.poller import Poller

@@ -35,7 +35,7 @@ from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
 from tessera.shared.tensors.lazy import digest_of
-from tessera.shared.updates.codecs.pipeline import CodecError
+from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.version import VERSION
 from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.bootstrap import runner_of, with_rules

@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Route
 from tessera.coordinator.db.engine import DATABASE_AWAY
 from tessera.coordinator.limits.disk import RETRY_SECONDS, is_full
 from tessera.coordinator.telemetry.metrics import PROBLEMS_TOTAL
-from tessera.coordinator.telemetry.trace_middleware import present_trace
+from tessera.coordinator.telemetry.request_timing import present_trace
 from tessera.shared.problems import (
     MEDIA_TYPE,
     PROBLEMS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from tessera.coordinator.api.dependencies import Serving
-from tessera.coordinator.telemetry.readiness import readiness
+from tessera.coordinator.telemetry.metrics import readiness
 from tessera.shared.api.admin import About, Readiness
 from tessera.shared.schema import PROTOCOL
 from tessera.shared.version import VERSION

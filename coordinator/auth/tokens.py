@@ -6,8 +6,7 @@ from sqlalchemy import ColumnElement, Row, exists, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.ids import new_id
-from tessera.coordinator.db.tables import SiteRow, TokenRow
+from tessera.coordinator.db.tables import SiteRow, TokenRow, new_id
 from tessera.coordinator.domain.principal import Principal
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, SiteSuspended, Unauthenticated

@@ -21,8 +21,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.db.ids import new_id
-from tessera.coordinator.db.tables import AnnouncedRow, SiteRow, UploadRow
+from tessera.coordinator.db.tables import AnnouncedRow, SiteRow, UploadRow, new_id
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.thread_shares import Shares
 from tessera.shared.problems import (

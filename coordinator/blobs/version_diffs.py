@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import BinaryIO
 from weakref import WeakValueDictionary
 
 from anyio import to_thread
 
 from tessera.coordinator.auth.permissions import readable_blobs
-from tessera.coordinator.blobs.difference_format import write_difference
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import BlobRow, DifferenceRow, RunBlobRow, RunRow, VersionRow
 from tessera.coordinator.domain.principal import Principal
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.api.versions import Difference
+from tessera.shared.api.versions import Difference, Manifest
+from tessera.shared.model.spec import Model
 from tessera.shared.problems import NotFound
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.versions import States
+from tessera.shared.updates.codecs.pipeline import LOSSLESS
+from tessera.shared.updates.update_file import TrainedBlock, write_update
 
 FURTHEST = 8
 """A worker further behind is better off with the blocks themselves."""
@@ -64,3 +67,10 @@ class Differences:
             # Another process may have been as quick, with the same bytes.
             session.merge(DifferenceRow(run_id=run_id, number=number, since=since, digest=stored.digest))
             session.merge(RunBlobRow(run_id=run_id, digest=stored.digest))
+
+
+def write_difference(file: BinaryIO, states: States, model: Model, since: Manifest, later: Manifest) -> None:
+    """Write it as an update from the earlier version to the later one. `file` must be seekable."""
+    blocks = [model.by_name[name] for name in later.changed(since)]
+    changes = [TrainedBlock(block, states.tensor(block, later), states.tensor(block, since)) for block in blocks]
+    write_update(file, LOSSLESS, changes)

@@ -28,9 +28,8 @@ from tessera.coordinator.dashboard.session import (
     require_role,
 )
 from tessera.coordinator.dashboard.templating import render
-from tessera.coordinator.db.ids import new_id
 from tessera.coordinator.db.snapshots import live_workers
-from tessera.coordinator.db.tables import RunRow, UploadRow, VersionRow
+from tessera.coordinator.db.tables import RunRow, UploadRow, VersionRow, new_id
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
 from tessera.coordinator.services import Services

@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.api.events import EventStream, LastEvent, require_run, stream
-from tessera.coordinator.dashboard import approvals, create_run, login, overview, run_actions, runs, sites_and_audit
+from tessera.coordinator.dashboard import approvals, create_run, login, overview, runs, sites_and_audit
 from tessera.coordinator.dashboard.security_headers import PREFIX, Guarding
 from tessera.coordinator.dashboard.session import PageRoute, Signed, still_signed
 from tessera.coordinator.dashboard.templating import STATIC, show_problem
@@ -47,7 +47,7 @@ def install(app: FastAPI) -> None:
     app.state.show_problem = show_problem
     app.add_middleware(Guarding)
     app.mount(f"{PREFIX}/static", _Files(directory=STATIC), name="static")
-    for module in (login, create_run, approvals, overview, runs, run_actions, sites_and_audit):
+    for module in (login, create_run, approvals, overview, runs, sites_and_audit):
         app.include_router(module.router)
     app.include_router(router)
     app.add_api_route("/", lambda: RedirectResponse(f"{PREFIX}/"), include_in_schema=False)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as PathParam
+from fastapi.responses import RedirectResponse
 from markupsafe import Markup
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -34,26 +35,36 @@ from tessera.coordinator.dashboard.queries import (
     version_numbers,
 )
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import PageRoute, Signed, Visitor
+from tessera.coordinator.dashboard.session import (
+    STEERING,
+    Fields,
+    PageRoute,
+    Sender,
+    Signed,
+    Visitor,
+    require_role,
+)
 from tessera.coordinator.dashboard.svg_charts import Series, Stretch
 from tessera.coordinator.dashboard.templating import NOTHING, first_up, number, percent, plural, render, size
 from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import candidates, invitation, live_workers
 from tessera.coordinator.db.tables import RoundRow, RunRow, VersionRow
 from tessera.coordinator.domain.workers import sites_of
+from tessera.coordinator.operations.runs import patch_run
 from tessera.coordinator.services import Services
-from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
+from tessera.shared.api.runs import Measurement, Round, Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.methods.base import Chart
 from tessera.shared.methods.registry import charts
 from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site, scores_by_version, spreads
-from tessera.shared.problems import NotFound
+from tessera.shared.problems import Fault, Invalid, NotFound
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
 from tessera.shared.run_settings.privacy import Privacy
 from tessera.shared.schema import RunState
 
 router = APIRouter(prefix=f"{PREFIX}/runs", include_in_schema=False, route_class=PageRoute)
 
+STATES = ("running", "paused", "cancelled")
 AT_A_TIME = 50
 SHOWN_ROUNDS = 10
 MAX_LINES = 8
@@ -457,4 +468,26 @@ def _stretches(task: TaskView, happened: Sequence[tuple[float, str]], most: floa
     return found
 
 
-__all__ = ["facts_of", "router"]
+# ---------------------------------------------------------------- pause, resume, cancel
+
+
+@router.get("/{run_id}/cancel")
+def confirm_cancel(run_id: str, request: Request, serving: Serving, who: Signed) -> Response:
+    require_role(who, *STEERING)
+    with serving.database.snapshot() as session:
+        run = views.run_view(session, views.find_run(session, run_id))
+    return render(request, "confirm.html", who, run=run)
+
+
+@router.post("/{run_id}/state")
+def set_state(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Response:
+    """Raise PreconditionFailed if the run is no longer what was shown to the person."""
+    require_role(who, *STEERING)
+    wanted, revision = fields.get("state", ""), fields.get("revision", "")
+    if wanted not in STATES:
+        raise Invalid(
+            "the form names no state", errors=[Fault(pointer="/state", detail=f"one of {', '.join(STATES)}")]
+        )
+    patch = RunPatch.model_validate({"state": wanted})
+    patch_run(serving, who.principal, run_id, patch, f'"{revision[:20]}"')
+    return RedirectResponse(f"{PREFIX}/runs/{run_id}", status_code=303)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
+from tessera.coordinator.dashboard.templating import size
+
 WIDTH, HEIGHT = 640, 240
 WIDEST_BAR = 48.0
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 14, 30
@@ -91,7 +93,7 @@ def bars(ident: str, title: str, series: Sequence[Series], limit: Series | None,
     across = _Scale(places[0] - 0.5, places[-1] + 0.5, LEFT, WIDTH - RIGHT)
     up = _Scale(0.0, ticks[-1], HEIGHT - BOTTOM, TOP)
     width = min(WIDEST_BAR, max(1.0, 0.72 * (across(1.0) - across(0.0))))
-    shapes = [_grid(ticks, [_bytes(tick) for tick in ticks], across, up), _axis(places[0], places[-1], across, along)]
+    shapes = [_grid(ticks, [size(tick) for tick in ticks], across, up), _axis(places[0], places[-1], across, along)]
     for at in places:
         below = 0.0
         for place, one in enumerate(series):
@@ -100,7 +102,7 @@ def bars(ident: str, title: str, series: Sequence[Series], limit: Series | None,
                 continue
             begin, end = up(below), up(below + value)
             below += value
-            said = f"{along} {at}, {one.name}: {_bytes(value)}"
+            said = f"{along} {at}, {one.name}: {size(value)}"
             shapes.append(_rect(f"c{place}", across(at) - width / 2, end, width, max(0.5, begin - end), said))
     if limit:
         shapes.append(_line(limit, COLOURS - 1, across, up, css="limit"))
@@ -277,14 +279,6 @@ def _picture(
         '<svg {} role="img" aria-labelledby="{}-title" aria-describedby="{}-desc">'
         '<title id="{}-title">{}</title><desc id="{}-desc">{}</desc>{}</svg>'
     ).format(frame, ident, ident, ident, title, ident, told, Markup("").join(shapes))
-
-
-def _bytes(value: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(value) < 999.5 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.3g} {unit}"
 
 
 def _seconds(value: float) -> str:

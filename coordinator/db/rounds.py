@@ -10,9 +10,17 @@ from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.ids import new_id
 from tessera.coordinator.db.snapshots import invitation, sites_due
-from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tables import (
+    RoundRow,
+    RunBlobRow,
+    RunRow,
+    SiteRow,
+    TaskRow,
+    VersionRow,
+    WorkerRow,
+    new_id,
+)
 from tessera.coordinator.db.transitions import move_round, move_task, move_tasks
 from tessera.coordinator.domain.snapshot import PendingEvaluation
 from tessera.coordinator.domain.workers import LiveWorker

@@ -7,6 +7,7 @@ A column that came later has a default in the schema, so that the version before
 from __future__ import annotations
 
 import json
+import uuid
 from typing import Any
 
 from sqlalchemy import (
@@ -24,6 +25,11 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, validates
 
 from tessera.shared.tensors.lazy import digest_of
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex
+
 
 NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",

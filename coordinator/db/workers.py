@@ -8,8 +8,7 @@ from sqlalchemy import Float, String, Text, bindparam, cast, exists, func, or_, 
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.ids import new_id
-from tessera.coordinator.db.tables import SiteRow, WorkerRow, declared_text
+from tessera.coordinator.db.tables import SiteRow, WorkerRow, declared_text, new_id
 from tessera.shared.api.tasks import Claim
 from tessera.shared.problems import Conflict, NotFound, QuotaExceeded
 from tessera.shared.schema import MAX_CLAIM_BYTES

@@ -7,8 +7,9 @@ any point, this leaves a file without a row at worst, which the next pass finds.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import structlog
 from sqlalchemy import ColumnElement, delete, exists, select, update
@@ -213,3 +214,24 @@ def _over(before: float) -> ColumnElement[bool]:
 def _batches(digests: Sequence[str]) -> Iterator[Sequence[str]]:
     for start in range(0, len(digests), AT_A_TIME):
         yield digests[start : start + AT_A_TIME]
+
+
+@dataclass(frozen=True)
+class Housekeeping:
+    retention: Retention
+    every_seconds: float
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        """A daemon, and not waited for: what is cut off is found again by the next pass."""
+        threading.Thread(target=self._work, name="housekeeping", daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _work(self) -> None:
+        while not self._ended.wait(self.every_seconds):
+            try:
+                self.retention.collect()
+            except Exception:  # the next pass may find the database or the store back
+                log.exception("housekeeping.failed")

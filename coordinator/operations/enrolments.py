@@ -16,8 +16,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.auth import tokens
 from tessera.coordinator.db import audit, views
-from tessera.coordinator.db.ids import new_id
-from tessera.coordinator.db.tables import AuditRow, EnrolmentRow, SiteRow, TokenRow
+from tessera.coordinator.db.tables import AuditRow, EnrolmentRow, SiteRow, TokenRow, new_id
 from tessera.coordinator.db.workers import create_site
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services

@@ -7,9 +7,8 @@ from opentelemetry.trace import get_current_span
 from tessera.coordinator.auth.permissions import readable_blobs
 from tessera.coordinator.db import audit, rounds, views
 from tessera.coordinator.db.idempotency import once
-from tessera.coordinator.db.ids import new_id
 from tessera.coordinator.db.snapshots import live_workers
-from tessera.coordinator.db.tables import RunBlobRow, RunRow
+from tessera.coordinator.db.tables import RunBlobRow, RunRow, new_id
 from tessera.coordinator.db.transitions import move_run
 from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.coordinator.domain.lifecycle import LIVE_RUN

@@ -13,18 +13,11 @@ import uvicorn
 from tessera.coordinator.app import create_app
 from tessera.coordinator.conductor.child_process import ChildConductor
 from tessera.coordinator.server.http_limits import (
-    BadCertificate,
-    InsecureBindError,
-    PortInUseError,
     configuration,
     make_room,
-    require_free,
-    require_private,
 )
 from tessera.coordinator.services import Services
 from tessera.shared.telemetry import spans
-
-__all__ = ["BadCertificate", "InsecureBindError", "PortInUseError", "require_free", "require_private", "serve"]
 
 log = structlog.get_logger()
 
@@ -37,7 +30,7 @@ def serve(services: Services, child: ChildConductor | None) -> None:
     config = configuration(create_app(services, conduct=False), settings)
     set_aside()
     scheme = "https" if settings.tls_cert else "http"
-    log.info("tessera.coordinator.server.serve", url=f"{scheme}://{settings.host}:{settings.port}")
+    log.info("coordinator.serving", url=f"{scheme}://{settings.host}:{settings.port}")
     if child:
         child.start()
     _Server(config, services, child).run()

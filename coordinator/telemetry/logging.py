@@ -1,4 +1,4 @@
-"""Structured logs: for people on a terminal, as JSON elsewhere. Both go to standard error."""
+"""Structured logs on standard error, also of what libraries log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import structlog
 
-from tessera.shared.telemetry.log_lines import Lines
+from tessera.shared.telemetry.logging import configure as configure_structlog
 
 
 class Forwarding(logging.Handler):
@@ -19,19 +19,5 @@ class Forwarding(logging.Handler):
 
 
 def configure() -> None:
-    people = sys.stderr.isatty()
-    # The default traceback shows local values, tokens among them, and takes seconds to draw.
-    plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-    renderer = plain if people else structlog.processors.JSONRenderer()
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            *([] if people else [structlog.processors.format_exc_info]),
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(20),
-        logger_factory=lambda *_: Lines(sys.stderr),
-    )
+    configure_structlog(sys.stderr, console=sys.stderr.isatty(), level=logging.INFO)
     logging.basicConfig(handlers=[Forwarding(logging.WARNING)], force=True)

@@ -20,6 +20,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.snapshots import live_workers
@@ -32,7 +33,7 @@ from tessera.coordinator.db.views import (
     rounds_by_state,
 )
 from tessera.coordinator.services import Services
-from tessera.coordinator.telemetry.readiness import readiness
+from tessera.shared.api.admin import Readiness
 from tessera.shared.problems import PROBLEMS
 from tessera.shared.schema import RoundState, RunState
 from tessera.shared.version import VERSION
@@ -182,3 +183,18 @@ def _of_sites(session: Session, now: float) -> Iterator[Metric]:
     for site, seconds in silences(session, now):
         silent.add_metric([site], seconds)
     yield silent
+
+
+def readiness(services: Services) -> Readiness:
+    """Return whether the schema is this version's or a later one and the store takes bytes, with what is lacking."""
+    try:
+        schema = services.database.at_head_or_later()
+    except SQLAlchemyError:
+        schema = False
+    writable = services.blobs.writable()
+    return Readiness(
+        ready=schema and writable,
+        schema_at_head=schema,
+        store_writable=writable,
+        store_has_room=services.room.has(),
+    )

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from pydantic import TypeAdapter, ValidationError
+from rich.console import Group
+from rich.live import Live
+from rich.markup import escape
 
-from tessera.shared.api.admin import Approval, Enrolment, IssuedToken, Site, Token, TokenSpec
+from tessera.shared.api.admin import Approval, Enrolment, IssuedToken, Site, Status, Token, TokenSpec
 from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_token
 from tessera.shared.cli.render import output
-from tessera.shared.cli.render.glance import status_picture, watch_status
 from tessera.shared.cli.render.output import AsJson
-from tessera.shared.cli.render.secret import place_for, put_secret
 from tessera.shared.client.client import Client
+from tessera.shared.client.round_outcomes import at_work
 from tessera.shared.problems import Conflict, Invalid, NotFound
 from tessera.shared.schema import Label, TokenRole
 from tessera.shared.token_format import normal_code
@@ -370,3 +376,90 @@ def revoke(
         output.print_json(next(token for token in client.tokens() if token.id == found.id))
     else:
         output.out().print(f"token {found.name} ({found.id}) is revoked")
+
+
+LOOK_SECONDS = 1.0
+
+
+def status_picture(found: Status) -> Group:
+    """Return two tables: the coordinator's facts, and the rounds that are open if there are any."""
+    facts = output.table(("", ""), list(_facts(found).items()))
+    if not found.open_rounds:
+        return Group(facts)
+    rows = [(r.number, r.stage, r.state, at_work(r)) for r in found.open_rounds]
+    return Group(facts, "", output.table(("round", "stage", "state", "tasks"), rows, right=("round",)))
+
+
+def watch_status(client: Client, *, as_json: bool) -> None:
+    """Show each status that differs from the one before, until it is interrupted."""
+    if as_json:
+        for found in _changes(client):
+            output.print_json(found, line=True)
+        return
+    console = output.out()
+    if not console.is_terminal:
+        before = ""
+        for found in _changes(client):
+            if (line := _line(found)) != before:
+                console.print(escape(line), soft_wrap=True)
+            before = line
+        return
+    with Live(console=console) as live:
+        for found in _changes(client):
+            live.update(status_picture(found))
+
+
+def _changes(client: Client) -> Iterator[Status]:
+    before: Status | None = None
+    while True:
+        found = client.status()
+        if found != before:
+            yield found
+        before = found
+        time.sleep(LOOK_SECONDS)
+
+
+def _facts(found: Status) -> dict[str, str]:
+    runs = ", ".join(f"{count} {state}" for state, count in sorted(found.runs.items()))
+    live = sum(worker.live for worker in found.workers)
+    return {
+        "version": f"{found.version}, protocol {found.protocol}",
+        "runs": runs or "none",
+        "workers": f"{live} live of {len(found.workers)}",
+        "blobs": f"{found.blobs}, {output.size(found.blob_bytes)}",
+    }
+
+
+def _line(found: Status) -> str:
+    facts = [f"{name} {value}" for name, value in _facts(found).items() if name != "version"]
+    return "; ".join((*facts, *(f"round {r.number} {r.stage} {r.state} ({at_work(r)})" for r in found.open_rounds)))
+
+
+@contextmanager
+def place_for(file: Path | None) -> Iterator[TextIO | None]:
+    """Yield a new file that only its owner may read, opened before the secret is issued: a lost one cannot be had
+    again.
+
+    Nothing if `file` is None. Raises Invalid if it exists or cannot be made; it is removed if no secret came.
+    """
+    if file is None:
+        yield None
+        return
+    try:
+        opened = os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii")
+    except OSError as fault:
+        detail = f"{file} cannot be made: {fault.strerror}; no token was issued"
+        raise Invalid(detail, remedy="Remove it or choose another name.") from fault
+    written = False
+    try:
+        with opened:
+            yield opened
+            written = opened.tell() > 0
+    finally:
+        if not written:
+            file.unlink()
+
+
+def put_secret(issued: IssuedToken, file: TextIO | None) -> None:
+    if file:
+        file.write(f"{issued.secret}\n")

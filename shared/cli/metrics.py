@@ -15,8 +15,7 @@ from tessera.shared.cli.connection import client_of, find_run
 from tessera.shared.cli.export import in_place_of
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
-from tessera.shared.metrics import csv_file
-from tessera.shared.metrics.rows import MetricRow, rows_of
+from tessera.shared.metrics.rows import MetricRow, rows_of, write_csv
 from tessera.shared.problems import Invalid
 
 # The modules that need an extra, imported only for those who ask for them, and that extra.
@@ -47,7 +46,7 @@ def metrics(
         output.out().print(f"{len(rows)} rows to {', '.join(written.values())}", soft_wrap=True)
     else:
         text = io.StringIO()
-        csv_file.write(rows, text)
+        write_csv(rows, text)
         typer.echo(text.getvalue(), nl=False)
 
 
@@ -59,7 +58,7 @@ def _write(
     if csv:
         with in_place_of(csv) as partial:
             with partial.open("w", encoding="utf-8", newline="") as file:
-                csv_file.write(rows, file)
+                write_csv(rows, file)
             partial.replace(csv)
         written["csv"] = str(csv)
     if parquet:

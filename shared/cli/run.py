@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from tessera.shared.api.runs import Round, Run, RunSpec
+from tessera.shared.api.runs import Preview, Round, RoundWorkload, Run, RunSpec, WorkerPreview
 from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_run
 from tessera.shared.cli.export import export_file, export_folder
 from tessera.shared.cli.metrics import metrics
@@ -20,13 +20,13 @@ from tessera.shared.cli.render import output
 from tessera.shared.cli.render.failures import print_troubles
 from tessera.shared.cli.render.metric_tables import epsilon_table, number_table, score_table, spread_table
 from tessera.shared.cli.render.output import AsJson
-from tessera.shared.cli.render.preview import preview_notes, preview_table, warn_of_few
 from tessera.shared.cli.render.watch import watch_as_json, watch_as_text
 from tessera.shared.cli.run_file import read_spec
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
 from tessera.shared.metrics.site_spread import scores_by_version, spreads
+from tessera.shared.problems import Problem
 from tessera.shared.schema import RoundState, RunState
 from tessera.shared.updates.model_folder import ModelFolder
 
@@ -309,3 +309,46 @@ def export(
         output.print_json({"run": found.id, "version": number, "path": str(out)})
     else:
         output.out().print(f"{out}: version {number} of {found.spec.name}", soft_wrap=True)
+
+
+def preview_table(found: Preview) -> Table:
+    columns = ("worker", "takes part", "fetches", "trains", "sends, at most", "because")
+    return output.table(columns, map(_preview_row, found.prospects))
+
+
+def _preview_row(prospect: WorkerPreview) -> tuple[object, ...]:
+    asked, said = prospect.asked, (*prospect.objections, *prospect.reservations)
+    because = "; ".join(f"{one.rule}: {one.detail}" for one in said)
+    willing = "yes, but" if prospect.reservations else "yes"
+    takes_part = "no" if prospect.objections else willing if asked else "not in the first round"
+    return (prospect.worker, takes_part, *_parts(asked), because or None)
+
+
+def _parts(asked: RoundWorkload | None) -> tuple[str | None, str | None, str | None]:
+    if asked is None:
+        return None, None, None
+    return (
+        f"{asked.fetch_blocks} blocks, {output.size(asked.fetch_bytes)}",
+        f"{asked.train_blocks} blocks, {output.size(asked.train_bytes)}",
+        f"{asked.upload_blocks} blocks, {output.size(asked.upload_bytes)}",
+    )
+
+
+def preview_notes(found: Preview) -> Iterator[str]:
+    """Yield what a person should know before the run is started."""
+    if found.missing_sites:
+        yield f"nobody was ever heard of from {', '.join(found.missing_sites)}"
+    if found.willing < found.quorum:
+        after = f"; {found.awaiting} more once their sites have approved it" if found.awaiting else ""
+        yield f"warning: {found.willing} would take part now, fewer than the quorum of {found.quorum}{after}"
+    yield from (f"warning: {warning}" for warning in found.warnings)
+
+
+def warn_of_few(client: Client, spec: RunSpec) -> None:
+    """Say if too few would take part. A coordinator that cannot tell is no reason not to start the run."""
+    try:
+        found = client.preview_run(spec)
+    except Problem:
+        return
+    for sentence in preview_notes(found):
+        output.note(sentence)

@@ -24,26 +24,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from statistics import median
-from typing import Literal
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from tessera.shared.methods.base import (
-    CoordinatorHalf,
     LocalResult,
     Method,
-    MethodSettings,
     Participant,
     Plan,
     State,
     TaskContext,
     TrainingStats,
-    UnsupportedRun,
     Update,
     WorkerHalf,
 )
-from tessera.shared.methods.population import SitePopulation
+from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings, SitePopulation
 from tessera.shared.model.selectors import Selector
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array, Computed, Derived, Tensor, weighted_steps
@@ -53,26 +49,12 @@ GRADIENT = "gradient/"
 ALPHA = "alpha"
 
 
-class FedDynSettings(MethodSettings):
+class FedDynSettings(PopulationSettings):
     alpha: float = Field(default=0.01, ge=0, le=1000, description="how strongly sites are held to one another")
-    weigh: Literal["equal", "examples"] = Field(
-        default="equal", description="what a site counts in the mean of what came back"
-    )
-    population: PositiveInt | None = Field(
-        default=None, description="sites that there are, if known; as many as ever took part if left out"
-    )
 
 
-class FedDynCoordinator(CoordinatorHalf[FedDynSettings]):
-    sticky = True
-
-    def start(self, state: State) -> State:
-        if self.run.workers_per_site > 1:
-            raise UnsupportedRun(
-                "feddyn keeps a gradient for each site, at the one worker that takes part for it: set "
-                "cohort.workers_per_site to 1"
-            )
-        return state
+class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
+    keeps = "a gradient"
 
     def plan(self, state: State, cohort: Sequence[Participant], rng: Random) -> Mapping[str, Plan]:
         if self.settings.weigh == "examples":
@@ -83,20 +65,13 @@ class FedDynCoordinator(CoordinatorHalf[FedDynSettings]):
         usual = population.mean or median(sizes.values())
         return {name: Plan(scalars={ALPHA: self.settings.alpha * usual / size}) for name, size in sizes.items()}
 
-    def check_robust(self) -> None:
-        raise UnsupportedRun(
-            "feddyn's drift is a sum of steps, which no robust rule guards: leave out robust, or choose "
-            "another method"
-        )
-
     def merge(self, state: State, updates: Sequence[Update]) -> State:
-        equal = self.settings.weigh == "equal"
         if not self.settings.alpha:
-            return super().merge(state, [replace(update, examples=1) for update in updates] if equal else updates)
+            return super().merge(state, self.counted(updates))
         before = SitePopulation.of(state, self.settings.population)
         population = before.joined(updates)
         updates = population.weighed(updates)
-        merged = super().merge(state, [replace(update, examples=1) for update in updates] if equal else updates)
+        merged = super().merge(state, self.counted(updates))
         kept = before.total / population.total or 1.0
         model, server_state = dict(merged.model), dict(merged.server_state)
         for name, base in state.model.items():

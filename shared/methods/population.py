@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 from statistics import fmean
+from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
+from pydantic import Field, PositiveInt
 
-from tessera.shared.methods.base import State, Update
-from tessera.shared.seeds import dice
+from tessera.shared.hashing import dice
+from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, State, UnsupportedRun, Update
 from tessera.shared.tensors.lazy import ArrayTensor, to_array
 
 MEMBERS = "members"
@@ -67,6 +69,43 @@ class SitePopulation:
     def server_state(self) -> dict[str, ArrayTensor]:
         """Return what the server remembers of it."""
         return {MEMBERS: ArrayTensor(np.array(sorted(self.weights.items()), np.float64), "F64")}
+
+
+class PopulationSettings(MethodSettings):
+    weigh: Literal["equal", "examples"] = Field(default="equal", description="what a site counts in the means")
+    population: PositiveInt | None = Field(
+        default=None, description="sites that there are, if known; as many as ever took part if left out"
+    )
+
+
+S = TypeVar("S", bound=PopulationSettings)
+
+
+class PopulationCoordinator(CoordinatorHalf[S]):
+    """A method that keeps something at each site, and a mean of it at the server."""
+
+    sticky = True
+    keeps: ClassVar[str]
+    """What is kept, with its article."""
+
+    def start(self, state: State) -> State:
+        if self.run.workers_per_site > 1:
+            raise UnsupportedRun(
+                f"the method keeps {self.keeps} for each site, at the one worker that takes part for it: set "
+                "cohort.workers_per_site to 1"
+            )
+        return state
+
+    def check_robust(self) -> None:
+        raise UnsupportedRun(
+            f"the method keeps {self.keeps} that is a mean of steps, which no robust rule guards: leave out robust, "
+            "or choose another method"
+        )
+
+    def counted(self, updates: Sequence[Update]) -> Sequence[Update]:
+        """Return the updates as they count in the mean of the sites."""
+        equal = self.settings.weigh == "equal"
+        return [replace(update, examples=1) for update in updates] if equal else updates
 
 
 def _digest(site: str) -> int:

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import ValidationError
-
 from tessera.shared.methods.base import (
     Chart,
     CoordinatorHalf,
@@ -107,16 +105,3 @@ def coordinator_half(chosen: MethodSpec, run: RunInfo) -> CoordinatorHalf[Any]:
 def worker_half(chosen: MethodSpec, run: RunInfo) -> WorkerHalf[Any]:
     method, settings = _method(chosen)
     return method.worker(settings, run)
-
-
-__all__ = [
-    "MethodSpec",
-    "MethodsUnusable",
-    "UnknownMethod",
-    "ValidationError",
-    "charts",
-    "check",
-    "coordinator_half",
-    "methods",
-    "worker_half",
-]

@@ -19,16 +19,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import fsum
-from typing import Literal
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from tessera.shared.methods.base import (
-    CoordinatorHalf,
     LocalResult,
     Method,
-    MethodSettings,
     Participant,
     Plan,
     State,
@@ -38,7 +35,7 @@ from tessera.shared.methods.base import (
     Update,
     WorkerHalf,
 )
-from tessera.shared.methods.population import SitePopulation
+from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings, SitePopulation
 from tessera.shared.model.selectors import Selector
 from tessera.shared.run_settings.training import local_steps
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
@@ -49,16 +46,12 @@ CONTROL = "control/"
 STEPS = "steps"
 
 
-class ScaffoldSettings(MethodSettings):
+class ScaffoldSettings(PopulationSettings):
     strength: float = Field(default=1.0, ge=0, le=1, description="how much of the difference is corrected for")
-    weigh: Literal["equal", "examples"] = Field(default="equal", description="what a site counts in the means")
-    population: PositiveInt | None = Field(
-        default=None, description="sites that there are, if known; as many as ever took part if left out"
-    )
 
 
-class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
-    sticky = True
+class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
+    keeps = "a control"
 
     def start(self, state: State) -> State:
         training = self.run.training
@@ -67,12 +60,7 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
                 f"scaffold reads gradients off plain SGD's steps, and the run trains with {training.optimizer} and "
                 f"momentum {training.momentum:g}: set training.optimizer to 'sgd' and training.momentum to 0"
             )
-        if self.run.workers_per_site > 1:
-            raise UnsupportedRun(
-                "scaffold keeps a control for each site, at the one worker that takes part for it: set "
-                "cohort.workers_per_site to 1"
-            )
-        return state
+        return super().start(state)
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
         # Before the first merge there is no c, which then counts as zero.
@@ -84,15 +72,8 @@ class ScaffoldCoordinator(CoordinatorHalf[ScaffoldSettings]):
         if metrics.get(STEPS) != (made := local_steps(self.run.training, examples)):
             raise ValueError(f"{STEPS} is {metrics.get(STEPS)}; {examples} examples make it {made}")
 
-    def check_robust(self) -> None:
-        raise UnsupportedRun(
-            "scaffold's controls are means of steps, which no robust rule guards: leave out robust, or choose "
-            "another method"
-        )
-
     def merge(self, state: State, updates: Sequence[Update]) -> State:
-        if self.settings.weigh == "equal":
-            updates = [replace(update, examples=1) for update in updates]
+        updates = self.counted(updates)
         if not self.settings.strength:
             return super().merge(state, updates)
         before = SitePopulation.of(state, self.settings.population)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from tessera.shared.api.runs import Measurement, Round, Run
 from tessera.shared.api.tasks import TaskView
@@ -91,3 +92,14 @@ def _fairness(run: Run, version: int, by_name: Mapping[str, Spread]) -> Iterator
                 site = spread.worst_site if figure == "worst" else None
                 where = (run.id, version, None, None, "fairness", run.spec.dataset, site, None)
                 yield MetricRow(*where, f"{name}.{figure}", float(value))
+
+
+def write_csv(rows: Iterable[MetricRow], file: TextIO) -> None:
+    """Write comma-separated values with a header; what does not apply is empty.
+
+    `file` is to be opened with newline="". Floats are written so that they read back as the same
+    bits.
+    """
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(MetricRow._fields)
+    writer.writerows(rows)

@@ -18,12 +18,12 @@ from tessera.shared.aggregation.robust import FEW_SENDERS
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.tasks import Receipt, Task
 from tessera.shared.api.versions import VersionRef
+from tessera.shared.hashing import dice
 from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State, UnsupportedRun, initial_state
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 from tessera.shared.rounds.cohort import choose
-from tessera.shared.seeds import dice
 
 MAX_WEIGHT_OF_MEDIAN = 4
 """How many times the median site's weight a site may have, unless its run says otherwise."""

@@ -14,6 +14,7 @@ from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import CHUNK, Array, Steps, Tensor, chunk_counts
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.codecs.delta import difference
+from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.errors import Kind
 from tessera.shared.updates.safetensors_file import ContainerError, Header, TensorEntry, read_header, write_streams
 
@@ -178,7 +179,7 @@ def _form_fault(block: Block, codec: str, entry: TensorEntry) -> tuple[Kind, str
         line = pipeline.parse(codec).line
         suited = pipeline.suited(codec, block)
         most = pipeline.longest(codec, block)
-    except pipeline.CodecError as fault:
+    except CodecError as fault:
         return fault.code, str(fault)
     if suited != codec:
         return "codec-unsuited", f"{codec[:64]} is of no use to a block of shape {list(block.shape)}"

@@ -12,7 +12,7 @@ from tessera.shared.model.layers import layers_of
 from tessera.shared.model.spec import Head
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import rows_of
-from tessera.worker.model.measuring import measuring
+from tessera.worker.model.forward import measuring
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Batch], Tensor]

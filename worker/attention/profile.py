@@ -33,7 +33,7 @@ from tessera.shared.model.layers import Layer, layers_of
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.attention.heads import by_head
 from tessera.worker.attention.probabilities import READERS, SOFTMAXES, Probabilities, UnknownAttention, of_softmax
-from tessera.worker.model.measuring import measuring
+from tessera.worker.model.forward import measuring
 
 OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states")
 """What an attention is handed, under either name, if its keys are not its queries' tokens."""

@@ -10,19 +10,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
-import structlog
 import typer
 
 from tessera.shared.cli.lazy_import import load
-from tessera.shared.cli.render.effective import tell_settings
-from tessera.shared.cli.render.findings import tell
-from tessera.shared.cli.render.output import AsJson, print_json
+from tessera.shared.cli.render.output import AsJson, print_json, tell_findings, tell_settings
 from tessera.shared.client.client import Client
 from tessera.shared.diagnostics.checks import examined
 from tessera.shared.methods.registry import MethodsUnusable, methods
 from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticated
-from tessera.shared.telemetry import spans
-from tessera.shared.telemetry.log_lines import Lines
+from tessera.shared.telemetry import logging, spans
 from tessera.shared.urls import without_password
 from tessera.worker.cli.approval import COMMANDS
 from tessera.worker.cli.join import join, rotate
@@ -151,7 +147,7 @@ def doctor(
     """
     with _bad_settings_in_one_line():
         settings = read_settings(config)
-    tell(examined(checks(settings, probe=probe)), as_json=as_json)
+    tell_findings(examined(checks(settings, probe=probe)), as_json=as_json)
 
 
 config_app = typer.Typer(no_args_is_help=True, help="The settings, as the file and the environment have them.")
@@ -210,19 +206,5 @@ def _alone(state_dir: Path) -> Iterator[None]:
 
 
 def _log_as(settings: WorkerSettings) -> None:
-    """Lines for people on a terminal, JSON for everything else."""
     console = sys.stdout.isatty() if settings.log == "auto" else settings.log == "console"
-    render: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer()]
-        if console
-        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    )
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *render,
-        ],
-        logger_factory=lambda *_: Lines(sys.stdout),
-    )
+    logging.configure(sys.stdout, console=console)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,3 +66,21 @@ def losses(output: Output, head: Head, labels: Tensor) -> Tensor:
     each = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
     counted = labels != IGNORED  # [examples, positions]
     return each.reshape(labels.shape).sum(dim=1) / counted.sum(dim=1).clamp(min=1)
+
+
+@contextmanager
+def measuring(model: nn.Module) -> Iterator[None]:
+    """Within, the model is in evaluation mode. Afterwards its modules' modes, what of it needs gradients, and the
+    state of torch's random numbers are what they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    needs = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    devices = sorted({parameter.device.index for parameter, _ in needs if parameter.is_cuda})
+    model.train(mode=False)
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for parameter, needed in needs:
+            parameter.requires_grad_(needed)

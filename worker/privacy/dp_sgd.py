@@ -21,8 +21,7 @@ from torch import Tensor
 
 from tessera.shared.methods.base import WorkerHalf
 from tessera.worker.data.registry import Dataset
-from tessera.worker.model.forward import IGNORED, losses
-from tessera.worker.model.measuring import measuring
+from tessera.worker.model.forward import IGNORED, losses, measuring
 from tessera.worker.privacy.noise import NoiseSource
 from tessera.worker.privacy.per_example_grads import (
     EXACT,

@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
+from tessera.shared.hashing import dice
 from tessera.shared.schema import Frozen, Label
-from tessera.shared.seeds import dice
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DeviceName
 

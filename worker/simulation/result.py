@@ -13,8 +13,7 @@ from tessera.shared.api.versions import Version, VersionRef
 from tessera.shared.cli.export import Progress, export_folder, in_place_of
 from tessera.shared.client.round_outcomes import Outcome, outcomes
 from tessera.shared.methods.base import State
-from tessera.shared.metrics import csv_file
-from tessera.shared.metrics.rows import rows_of
+from tessera.shared.metrics.rows import rows_of, write_csv
 from tessera.shared.metrics.site_spread import scores_by_version, spreads
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.export import Export
@@ -100,7 +99,7 @@ class Result:
         rows = rows_of(self.run, self.rounds, self.versions, self.measurements)
         with in_place_of(out) as partial:
             with partial.open("w", encoding="utf-8", newline="") as file:
-                csv_file.write(rows, file)
+                write_csv(rows, file)
             partial.replace(out)
 
 

@@ -14,6 +14,7 @@ from tessera.shared.api.runs import Bounds, Measurement, Round, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Manifest, Version, VersionRef
 from tessera.shared.client.round_outcomes import Outcome, outcomes
+from tessera.shared.hashing import dice
 from tessera.shared.methods.base import CoordinatorHalf, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.metrics.site_spread import scores_by_version, spreads
@@ -22,7 +23,6 @@ from tessera.shared.rounds.aggregate import Aggregation, Merged, norm_scores, ou
 from tessera.shared.rounds.outliers import median_norm
 from tessera.shared.rounds.planning import begun, bounds_of, plan_round, run_facts, warnings_of
 from tessera.shared.rounds.versions import States
-from tessera.shared.seeds import dice
 from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.simulation.checkpoint import CommittedVersion, Records
 from tessera.worker.simulation.conditions import Conditions

@@ -19,7 +19,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import InvalidUpdate
 from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
-from tessera.shared.updates.codecs.pipeline import CodecError
+from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import read_update
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import check_model, instantiate, write_block

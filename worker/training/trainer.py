@@ -17,7 +17,7 @@ from tessera.shared.methods.base import Phase, TrainingStats, UnsupportedRun, Wo
 from tessera.shared.run_settings.training import Training
 from tessera.worker.data.registry import Dataset
 from tessera.worker.model.block_map import named_tensors
-from tessera.worker.model.measuring import measuring
+from tessera.worker.model.forward import measuring
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.progress import Check, Report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -17,6 +18,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
+from tessera.shared.diagnostics.checks import Finding
+from tessera.shared.diagnostics.settings_origin import Setting
 from tessera.shared.problems import MAX_FAULTS, Problem
 from tessera.shared.sanitize import fit_to_show
 
@@ -131,3 +134,33 @@ def ago(instant: datetime, now: datetime | None = None) -> str:
         if passed >= length:
             return f"{passed // length} {unit} ago"
     return f"{passed} s ago"
+
+
+def tell_settings(settings: Iterable[Setting], *, as_json: bool) -> None:
+    listed = list(settings)
+    if as_json:
+        print_json({"settings": [asdict(setting) for setting in listed]})
+        return
+    rows = [(one.name, "none" if one.value is None else one.value, one.origin) for one in listed]
+    out().print(table(("setting", "value", "from"), rows))
+
+
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+def tell_findings(findings: Iterable[Finding], *, as_json: bool) -> None:
+    """Print each finding as it comes, or all as JSON. Raises Exit with code 1 if any is `fail`."""
+    seen: list[Finding] = []
+    console = out()
+    for finding in findings:
+        seen.append(finding)
+        if not as_json:
+            colour = COLOURS[finding.verdict]
+            console.print(f"[{colour}]{finding.verdict:4}[/] {finding.name:14} ", end="")
+            console.print(finding.detail, markup=False, soft_wrap=True)
+            if finding.remedy:
+                console.print(f"{'':20}{finding.remedy}", markup=False, soft_wrap=True)
+    if as_json:
+        print_json({"findings": [asdict(finding) for finding in seen]})
+    if any(finding.verdict == "fail" for finding in seen):
+        raise typer.Exit(1)

@@ -1,4 +1,4 @@
 """The stages of a codec, one file each, and the pipeline that chains them.
 
-Adding a stage means adding a file with a `STAGE`.
+Adding a stage means adding a file with `STAGES`.
 """

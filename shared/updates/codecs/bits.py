@@ -1,4 +1,4 @@
-"""The exact difference of bit patterns from the version that the worker started from.
+"""Exact differences of bit patterns from the version that the worker started from.
 
 Read as integers, a float and its slightly trained neighbour lie close together, and their difference, unlike that of
 the floats, undoes exactly. Zigzag puts the sign into the lowest bit, so that small steps of either sign have zeros on
@@ -23,7 +23,7 @@ class Bits(Stage):
     def layout(self, layout: ArrayLayout) -> ArrayLayout:
         width = layout.dtype.itemsize
         if width not in UNSIGNED:
-            raise CodecError("codec-type", "stage bits takes numbers of 2, 4 or 8 bytes; it comes first")
+            raise CodecError("codec-type", f"stage {self.name} takes numbers of 2, 4 or 8 bytes; it comes first")
         return ArrayLayout(layout.size, UNSIGNED[width])
 
     def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
@@ -41,4 +41,21 @@ class Bits(Stage):
         return values
 
 
-STAGE = Bits
+class Xor(Bits):
+    """The exclusive or. A little larger than `bits` on trained floats: a step over a power of two flips all bits
+    below it."""
+
+    name = "xor"
+
+    def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
+        kind = UNSIGNED[values.dtype.itemsize]
+        flipped: Array = values.view(kind) ^ base.view(kind)
+        return flipped
+
+    def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
+        kind = UNSIGNED[layout.dtype.itemsize]
+        values: Array = (encoded.view(kind) ^ base.view(kind)).view(layout.dtype)
+        return values
+
+
+STAGES = (Bits, Xor)

@@ -55,4 +55,4 @@ def _mantissa(dtype: np.dtype) -> int:
     return {"bfloat16": 7, "float16": 10}.get(dtype.name, 23)
 
 
-STAGE = Delta
+STAGES = (Delta,)

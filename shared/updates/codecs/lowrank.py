@@ -107,4 +107,4 @@ def _rows(chunks: Iterable[Array], columns: int) -> Iterator[tuple[int, Array]]:
         left = together[whole * columns :].copy()
 
 
-STAGE = LowRank
+STAGES = (LowRank,)

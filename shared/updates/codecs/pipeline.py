@@ -1,7 +1,7 @@
 """How a block is written for the wire: named stages in a row, such as `bits+shuffle+zstd` or `delta+int8+zstd`.
 
 A block is encoded chunk by chunk (`tensors.CHUNK` elements), each chunk on its own behind its length in four bytes,
-so that both ends stream. `raw` is the block's own bytes. A new codec is a new file here with a `STAGE`.
+so that both ends stream. `raw` is the block's own bytes. A new codec is a new file here with `STAGES`.
 """
 
 from __future__ import annotations
@@ -32,27 +32,11 @@ WORTH = 0.95
 """Stages that round nothing are kept for a block only if they bring its first chunk below this share of its size."""
 
 STAGES: dict[str, type[Stage | LowRank]] = {
-    module.STAGE.name: module.STAGE
+    stage.name: stage
     for info in pkgutil.iter_modules([str(Path(__file__).parent)])
     if info.name != Path(__file__).stem
-    if hasattr(module := importlib.import_module(f"{__package__}.{info.name}"), "STAGE")
+    for stage in getattr(importlib.import_module(f"{__package__}.{info.name}"), "STAGES", ())
 }
-
-__all__ = [
-    "LOSSLESS",
-    "RAW",
-    "STAGES",
-    "Codec",
-    "CodecError",
-    "CodecInput",
-    "decode",
-    "decode_steps",
-    "encode",
-    "longest",
-    "parse",
-    "suited",
-    "worthwhile",
-]
 
 
 @dataclass(frozen=True)

@@ -26,4 +26,4 @@ class Shuffle(Stage):
         return np.ascontiguousarray(planes.T).reshape(-1).view(layout.dtype)
 
 
-STAGE = Shuffle
+STAGES = (Shuffle,)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tessera.shared.tensors.lazy import Array, Sparse, unpacked
-from tessera.shared.updates.codecs.bf16 import BF16
+from tessera.shared.updates.codecs.half_floats import BF16
 from tessera.shared.updates.codecs.stage import F32, ArrayLayout, CodecError, Stage, floats_only
 
 RUN = 1 << 16
@@ -85,4 +85,4 @@ def _runs(values: Array) -> Iterator[Array]:
     return (values[start : start + RUN] for start in range(0, values.size, RUN))
 
 
-STAGE = TopK
+STAGES = (TopK,)

@@ -44,4 +44,4 @@ class Zstd(Stage):
         return np.frombuffer(data, dtype=layout.dtype)
 
 
-STAGE = Zstd
+STAGES = (Zstd,)

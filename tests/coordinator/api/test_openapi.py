@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tessera.coordinator.server.openapi import document
+from docs.describe_api import document
 from tessera.shared.problems import MEDIA_TYPE
 from tests.support.paths import ROOT
 
@@ -15,7 +15,7 @@ DESCRIBED = json.loads(COMMITTED.read_text())
 
 
 def test_the_committed_description_is_the_present_one() -> None:
-    made = "python -m tessera.coordinator.server.openapi > docs/openapi.json"
+    made = "python -m docs.describe_api > docs/openapi.json"
     assert COMMITTED.read_text() == document(), f"the API has changed; run: {made}"
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tessera.shared.cli.admin import place_for
 from tessera.shared.cli.connection import Connection, only
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import show_problem
-from tessera.shared.cli.render.secret import place_for
 from tessera.shared.cli.run_file import read_spec
 from tessera.shared.client.client import read_token
 from tessera.shared.problems import Fault, Invalid, NotFound

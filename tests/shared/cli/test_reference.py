@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from docs.describe_commands import document
 from tessera.shared.cli.main import SUMMARIES
-from tessera.shared.cli.reference import document
 from tests.support.paths import ROOT
 
 COMMITTED = ROOT / "docs" / "cli.md"
@@ -23,7 +23,7 @@ def sections() -> dict[str, str]:
 
 
 def test_the_committed_page_is_the_present_one() -> None:
-    made = "python -m tessera.shared.cli.reference > docs/cli.md"
+    made = "python -m docs.describe_commands > docs/cli.md"
     assert COMMITTED.read_text() == document(), f"the commands have changed; run: {made}"
 
 

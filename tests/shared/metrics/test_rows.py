@@ -10,8 +10,7 @@ from typing import Any
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version, VersionRef
-from tessera.shared.metrics import csv_file
-from tessera.shared.metrics.rows import MetricRow, rows_of
+from tessera.shared.metrics.rows import MetricRow, rows_of, write_csv
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 DIGEST = f"sha256:{'0' * 64}"
@@ -115,7 +114,7 @@ def test_what_a_method_tells_of_a_version_has_rows() -> None:
 def test_comma_separated_values_read_back_as_they_were() -> None:
     rows = [MetricRow("r", 1, None, None, "sites", "data", "a", "w", "loss", 1 / 3)]
     file = io.StringIO()
-    csv_file.write(rows, file)
+    write_csv(rows, file)
     (read,) = csv.DictReader(io.StringIO(file.getvalue()))
     assert list(read) == list(MetricRow._fields)
     assert (float(read["value"]), read["round"], read["site"]) == (1 / 3, "", "a")

@@ -17,7 +17,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, as_bytes, to_array
 from tessera.shared.updates.codecs import pipeline
-from tessera.shared.updates.codecs.pipeline import CodecError
+from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import TrainedBlock
 
 CODECS = [

@@ -21,7 +21,7 @@ from tessera.shared.rounds.validation import Inspector, NotFinite
 from tessera.shared.rounds.versions import States
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import as_bytes
-from tessera.shared.updates.codecs.pipeline import CodecError
+from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.errors import KINDS, ContentKind, FormKind, HeaderKind
 from tessera.shared.updates.safetensors_file import ContainerError
 from tessera.worker.simulation.blob_folder import Folder

@@ -12,9 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from tessera.worker.data.partition.algorithms import dirichlet, domains, iid, quantity, shards
 from tessera.worker.data.partition.division import divide, part_of
-from tessera.worker.data.partition.schemes import Partition, Scheme, SitePartition
+from tessera.worker.data.partition.schemes import (
+    Partition,
+    Scheme,
+    SitePartition,
+    dirichlet,
+    domains,
+    iid,
+    quantity,
+    shards,
+)
 from tessera.worker.data.registry import DataError, Dataset
 
 PARTITION: TypeAdapter[Scheme] = TypeAdapter(Partition)

@@ -7,10 +7,10 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tessera.worker.data.dataset import DataError, Dataset
-from tessera.worker.data.partition.distortion import distort
-from tessera.worker.data.partition.schemes import Scheme, Shift
+from tessera.worker.data.partition.schemes import Distortion, Scheme, Shift
 
 
 def divide(whole: Dataset, partition: Scheme) -> list[Dataset]:
@@ -43,3 +43,32 @@ def _made(whole: Dataset, partition: Scheme, rows: np.ndarray, index: int) -> Da
         return distort(part, whole, partition.distortion(index), partition.noise_seed(index))
     except DataError as fault:
         raise DataError(f"part: {fault}") from fault
+
+
+PIXELS = "pixel_values"
+
+
+def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Dataset:
+    """Return a part of `whole` with its `pixel_values` [n, channels, height, width] distorted.
+
+    Inverting mirrors each channel about the middle of the range that it has in `whole`. Raises DataError where there
+    are no such images, or they are turned and not square.
+    """
+    pixels = part.tensors.get(PIXELS)
+    if pixels is None or pixels.ndim != 4 or not pixels.is_floating_point():
+        raise DataError(f"scheme shift changes images, and there is no floating-point {PIXELS} [n, c, h, w] here")
+    if how.quarter_turns % 2 and pixels.shape[-1] != pixels.shape[-2]:
+        raise DataError(f"images of {pixels.shape[-2]} x {pixels.shape[-1]} do not keep their shape when turned")
+    pixels = torch.rot90(pixels, how.quarter_turns, (-2, -1))
+    if how.invert:
+        pixels = _range_sum(whole.tensors[PIXELS]) - pixels
+    if how.noise:
+        drawn = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(seed))
+        pixels = pixels + how.noise * drawn.to(pixels.dtype)
+    tensors = {**part.tensors, PIXELS: pixels.contiguous()}
+    return Dataset(tensors, part.common, domains=part.domains, sources=part.sources, groups=part.groups)
+
+
+def _range_sum(pixels: Tensor) -> Tensor:
+    """Return the smallest value of each channel plus the largest, [channels, 1, 1]."""
+    return pixels.amin(dim=(0, 2, 3)).add(pixels.amax(dim=(0, 2, 3)))[:, None, None]

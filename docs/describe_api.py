@@ -1,4 +1,4 @@
-"""The API's description, as it is committed: `python -m tessera.coordinator.server.openapi > docs/openapi.json`."""
+"""The API's description, as it is committed: `python -m docs.describe_api > docs/openapi.json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command, as it is committed: `python -m tessera.shared.cli.reference > docs/cli.md`."""
+"""Every command, as it is committed: `python -m docs.describe_commands > docs/cli.md`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tessera.shared.cli.main import SUMMARIES, app, installed
 PREAMBLE = """\
 # Commands
 
-Made from the commands themselves by `python -m tessera.shared.cli.reference > docs/cli.md`; a test compares the two.
+Made from the commands themselves by `python -m docs.describe_commands > docs/cli.md`; a test compares the two.
 
 Results go to stdout and everything about them to stderr. With `--json` stdout has JSON and nothing else, a refusal's
 problem document too; it stays empty where the command line itself, or a coordinator's or worker's settings, cannot be

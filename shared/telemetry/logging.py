@@ -1,0 +1,37 @@
+"""Structured logs: lines for people on a terminal, JSON elsewhere, on a stream that may fail."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TextIO
+
+import structlog
+
+
+class Lines(structlog.PrintLogger):
+    """Prints each line; one that cannot be written is lost. That the disk under the log is full is no reason to drop
+    a request, or the work of an hour."""
+
+    def msg(self, message: str) -> None:
+        with suppress(OSError):
+            super().msg(message)
+
+    # The base class binds each of these to its own `msg`.
+    log = debug = info = warn = warning = msg
+    fatal = failure = err = error = critical = exception = msg
+
+
+def configure(stream: TextIO, *, console: bool, level: int = 0) -> None:
+    """Write this process's logs to `stream`, those of `level` and above."""
+    # The default traceback shows local values, tokens among them, and takes seconds to draw.
+    plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            *([plain] if console else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=lambda *_: Lines(stream),
+    )
