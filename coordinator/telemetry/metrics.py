@@ -196,5 +196,5 @@ def readiness(services: Services) -> Readiness:
         ready=schema and writable,
         schema_at_head=schema,
         store_writable=writable,
-        store_has_room=services.room.has(),
+        store_has_space=services.room.has(),
     )

@@ -313,14 +313,14 @@ def export(
 
 def preview_table(found: Preview) -> Table:
     columns = ("worker", "takes part", "fetches", "trains", "sends, at most", "because")
-    return output.table(columns, map(_preview_row, found.prospects))
+    return output.table(columns, map(_preview_row, found.workers))
 
 
 def _preview_row(prospect: WorkerPreview) -> tuple[object, ...]:
-    asked, said = prospect.asked, (*prospect.objections, *prospect.reservations)
+    asked, said = prospect.workload, (*prospect.ineligibilities, *prospect.warnings)
     because = "; ".join(f"{one.rule}: {one.detail}" for one in said)
-    willing = "yes, but" if prospect.reservations else "yes"
-    takes_part = "no" if prospect.objections else willing if asked else "not in the first round"
+    willing = "yes, but" if prospect.warnings else "yes"
+    takes_part = "no" if prospect.ineligibilities else willing if asked else "not in the first round"
     return (prospect.worker, takes_part, *_parts(asked), because or None)
 
 
@@ -338,9 +338,11 @@ def preview_notes(found: Preview) -> Iterator[str]:
     """Yield what a person should know before the run is started."""
     if found.missing_sites:
         yield f"nobody was ever heard of from {', '.join(found.missing_sites)}"
-    if found.willing < found.quorum:
-        after = f"; {found.awaiting} more once their sites have approved it" if found.awaiting else ""
-        yield f"warning: {found.willing} would take part now, fewer than the quorum of {found.quorum}{after}"
+    if found.eligible < found.quorum:
+        after = (
+            f"; {found.awaiting_approval} more once their sites have approved it" if found.awaiting_approval else ""
+        )
+        yield f"warning: {found.eligible} would take part now, fewer than the quorum of {found.quorum}{after}"
     yield from (f"warning: {warning}" for warning in found.warnings)
 
 
