@@ -69,7 +69,9 @@ def create(
     key: Annotated[
         str | None,
         typer.Option(
-            callback=_sendable, help="Names this wish: creating with the same key again gives the same run."
+            "--idempotency-key",
+            callback=_sendable,
+            help="Repeating the command with the same key returns the same run.",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -130,7 +130,7 @@ def test_a_worker_that_speaks_another_protocol_is_told_which_is_spoken_here(stan
     http = standing.http("site", "old")
     answer = http.post("/v1/tasks/claim", json=CLAIM | {"protocol_min": 7, "protocol_max": 9})
     document = refused(answer, 422, "invalid")
-    assert document.detail == "this coordinator speaks protocol 1; the worker speaks 7 to 9"
+    assert document.detail == "this coordinator speaks protocol 2; the worker speaks 7 to 9"
     assert [fault.pointer for fault in document.errors] == ["/protocol_max"]
     assert http.post("/v1/tasks/claim", json=CLAIM | {"protocol_max": 9}).status_code == 204
 

@@ -281,7 +281,7 @@ def test_a_version_tells_its_method_s_numbers_and_warnings(coordinator: LiveCoor
         for _ in range(3):
             worker.train(worker.take())
         until(lambda: over(client, run))
-    told = [(v.number, v.metrics, v.warnings) for v in client.versions(run.id)]
+    told = [(v.number, v.scalars, v.warnings) for v in client.versions(run.id)]
     assert told == [
         (0, {}, ()),
         (1, {"moved": 1.0}, ()),

@@ -325,7 +325,7 @@ def test_a_users_method_has_the_charts_that_it_declares(
     assert "No distance moved: no version has any yet." in shown
     assert "No wind: they are measured if weather is bad." in shown
     with coordinator.services.database.transaction() as session:
-        session.get_one(VersionRow, (run.id, 0)).metrics = {"moved.10": 2.0, "moved.9": 1.0, "secret": 3.0}
+        session.get_one(VersionRow, (run.id, 0)).scalars = {"moved.10": 2.0, "moved.9": 1.0, "secret": 3.0}
     shown = viewer.http.get(page).text
     assert "Distance moved (nm)</h2>" in shown
     assert "Of each layer." in shown

@@ -141,7 +141,7 @@ def test_no_byte_of_a_layer_that_was_not_chosen_is_sent(live: LiveCoordinator, t
             value = client.read_blob(before.blocks[name])
             assert not any(value[row : row + 64] in up for row in range(0, len(value), 64)), name
         assert 0 < len(up) - ALWAYS_BYTES - 2 * LAYER_BYTES < OVERHEAD < LAYER_BYTES
-    assert sum(versions[1].metrics[f"picks.{layer}"] for layer in range(4)) == 2
+    assert sum(versions[1].scalars[f"picks.{layer}"] for layer in range(4)) == 2
 
 
 def test_everybody_fetches_the_union_of_what_anybody_sent(live: LiveCoordinator, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_private_choice_is_noisy_and_paid_for_and_what_it_leaves_out_is_neithe
     assert written.count("rho") == 2
     # Entropies and losses would tell of the examples as well.
     assert all(set(task.metrics) <= {"epsilon", "update_norm", "anomaly.norm"} for task in tasks(client, run))
-    assert not any(name.startswith("entropy") for name in versions[-1].metrics)
+    assert not any(name.startswith("entropy") for name in versions[-1].scalars)
 
 
 def test_an_update_file_names_only_what_was_chosen(live: LiveCoordinator, tmp_path: Path) -> None:
