@@ -17,8 +17,7 @@ from tessera.shared.problems import PROBLEMS
 from tessera.worker.data.partition.schemes import Scheme
 from tessera.worker.data.registry import adapters
 from tessera.worker.governance.policy import Policy
-from tessera.worker.settings import CoordinatorSettings as WorkerSettings
-from tessera.worker.settings import DataSource
+from tessera.worker.settings import DataSource, WorkerSettings
 from tessera.worker.simulation.config import SimulationTable
 from tests.support.paths import ROOT
 

@@ -104,7 +104,7 @@ class Rules:
             quorum=quorum,
             target_updates=random.choice((None, quorum)),
             deadline_seconds=150,
-            tries=random.choice((2, 5)),
+            max_attempts=random.choice((2, 5)),
             max_task_attempts=random.choice((1, 3)),
         )
         self.run = Run(cohort, random.randint(1, 6), random.randrange(1 << 30), resumed_at=self.now)

@@ -47,7 +47,7 @@ def test_a_small_version_comes_with_its_task_and_later_what_is_new_in_it(coordin
 def test_a_large_version_is_fetched(coordinator: LiveCoordinator) -> None:
     worker = worker_of(coordinator)
     start_run(coordinator.client(), LARGE, values(LARGE))
-    assert worker.take().along == ()
+    assert worker.take().inline_blobs == ()
 
 
 def test_a_worker_fetches_nothing_that_came_along(

@@ -72,7 +72,7 @@ def test_a_preview_tells_what_the_first_round_asks_and_changes_nothing(coordinat
     spec = spec_of(client, method=FROZEN)
     admin = coordinator.client()
     before = len(list(admin.audit()))
-    asked = by_name(client.preview_run(spec))["a/w"].asked
+    asked = by_name(client.preview_run(spec))["a/w"].workload
     assert asked
     # The warm-up trains it all: query, key, value and output of 4 x 4, an MLP of 4 x 16, a head of 2 x 4.
     whole = 4 * (4 * 16 + 64 + 8)
@@ -86,7 +86,7 @@ def test_what_is_previewed_is_what_the_round_then_asks(coordinator: LiveCoordina
     client = coordinator.client("orchestrator")
     spec = spec_of(client, cohort=Cohort(size=2, quorum=2), seed=7)
     prospects = by_name(client.preview_run(spec))
-    drawn = {name for name, prospect in prospects.items() if prospect.asked}
+    drawn = {name for name, prospect in prospects.items() if prospect.workload}
     assert len(drawn) == 2
     run = client.create_run(spec)
     until(lambda: list(client.rounds(run.id)))

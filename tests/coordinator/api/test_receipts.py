@@ -45,7 +45,7 @@ def begun(live: LiveCoordinator, sites: str, **spec: object) -> tuple[Client, Ru
     ]
     for worker in workers:
         worker.enrol()
-    cohort = Cohort(size=len(sites), quorum=len(sites), tries=3, max_task_attempts=1)
+    cohort = Cohort(size=len(sites), quorum=len(sites), max_attempts=3, max_task_attempts=1)
     run = start_run(client, MODEL, START, **{"dataset": name, "cohort": cohort, "rounds": 2, **spec})
     return client, run, [(worker, worker.take()) for worker in workers]
 

@@ -63,7 +63,7 @@ COHORT = [Participant(name, 24) for name in ("a/w", "b/w", "c/w")]
 
 
 def coordinator(divide: Any = "participants", **settings: Any) -> CoordinatorHalf[SAFLSettings]:
-    facts = RunInfo(BLOCKS, rounds=10, divide=divide, training=TRAINING)
+    facts = RunInfo(BLOCKS, rounds=10, normalization=divide, training=TRAINING)
     return coordinator_half(MethodSpec(name="safl", settings=settings), facts)
 
 

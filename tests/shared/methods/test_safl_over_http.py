@@ -99,7 +99,7 @@ def begin(client: Client, names: str = "a", settings: dict[str, Any] | None = No
     document = Model(config=VIT, head="image-classification", blocks=BLOCKS)
     wanted = {
         "rounds": 2, "codec": "raw", "training": Training(learning_rate=0.01, batch_size=64), "dataset": "digits",
-        "cohort": Cohort(quorum=len(names), tries=1, max_task_attempts=1, sites=tuple(names)), **spec,
+        "cohort": Cohort(quorum=len(names), max_attempts=1, max_task_attempts=1, sites=tuple(names)), **spec,
     }  # fmt: skip
     return start_run(client, document, start, method=MethodSpec(name="safl", settings=settings or {}), **wanted)
 
