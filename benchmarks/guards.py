@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     results = Results("guards", "the coordinator's limits, processor time for each request")
     admission = Admission(1e9, 1_000_000_000, 60, 60, 60)
     room, memory = DiskSpace([Path(tempfile.gettempdir())], 0), Memory(None)
-    results.add(guard="rate of a token", us=microseconds(lambda: admission.asked("token"), calls))
+    results.add(guard="rate of a token", us=microseconds(lambda: admission.count_request("token"), calls))
     results.add(guard="trace id", us=asyncio.run(asynchronously(tracing, calls)))
     results.add(guard="time of a request", us=asyncio.run(asynchronously(timing, calls)))
     results.add(guard="time of a body", us=asyncio.run(asynchronously(reading, calls)))

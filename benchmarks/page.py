@@ -37,7 +37,7 @@ from tessera.coordinator.db.tables import (
 )
 from tessera.coordinator.db.workers import create_site
 from tessera.coordinator.server.http_limits import configuration
-from tessera.coordinator.server.serve import set_aside
+from tessera.coordinator.server.serve import freeze_imports
 from tessera.coordinator.services import Services, assemble
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.admin import TokenSpec
@@ -213,7 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
             token = issue_token(session, services.database.now(), "benchmark", spec)[1]
         config = configuration(create_app(services, conduct=False), settings)
         config.port = 0
-        set_aside()
+        freeze_imports()
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
             time.sleep(0.01)
         url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         measure(results, url, token, run, times)
-        services.send_home()
+        services.release_waiters()
         server.should_exit = True
         thread.join()
     results.finish(given.out)

@@ -34,21 +34,21 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        services.gate.attach()
-        services.news.attach()
+        services.waiters.attach()
+        services.change_feed.attach()
         # A daemon, and not waited for without end: what is cut off is done again by the next process.
         thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
         if conduct:
             thread.start()
         else:
-            services.attendance.begin()
+            services.poller.start()
         yield
-        services.send_home()
+        services.release_waiters()
         services.conductor.end()
         if conduct:
             thread.join(GOODBYE_SECONDS)
         else:
-            services.attendance.end()
+            services.poller.stop()
         services.inspections.close()
         services.uploads.threads.close()
         services.database.close()

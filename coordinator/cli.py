@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
 from tessera.coordinator.auth.tokens import first_token, issue_token
-from tessera.coordinator.blobs.store import StagingElsewhere
+from tessera.coordinator.blobs.store import StagingOnOtherDisk
 from tessera.coordinator.conductor.child_process import GOODBYE_SECONDS, ChildConductor, end_with_parent
 from tessera.coordinator.db.engine import (
     DATABASE_AWAY,
@@ -219,10 +219,10 @@ def show(as_json: AsJson = False) -> None:
     tell_settings(effective(_settings().model_dump(), {}, os.environ, "TESSERA_"), as_json=as_json)
 
 
-def _copying(what: str, work: Callable[[], backup.Copied], *, as_json: bool) -> None:
+def _copying(what: str, work: Callable[[], backup.CopyCounts], *, as_json: bool) -> None:
     try:
         copied = work()
-    except (backup.NoBackup, backup.NotEmpty, Problem, OSError, SQLAlchemyError) as fault:
+    except (backup.BackupNotFound, backup.DatabaseNotEmpty, Problem, OSError, SQLAlchemyError) as fault:
         typer.echo(str(fault), err=True)
         raise typer.Exit(1) from None
     if as_json:
@@ -233,7 +233,7 @@ def _copying(what: str, work: Callable[[], backup.Copied], *, as_json: bool) -> 
 
 def _heed(services: Services) -> None:
     """Have the conductor look whenever its bell is rung."""
-    with services.bells.hung_up(CONDUCTOR) as bell:
+    with services.wakeups.listener(CONDUCTOR) as bell:
         services.conductor.call()
         while True:
             bell.wait()
@@ -282,7 +282,7 @@ def _assembled(duty: Duty = "both", ready: Callable[[Services], None] = lambda _
     try:
         services = assemble(settings, duty=duty)
         ready(services)
-    except (DatabaseInUse, NotAFile, SchemaBehind, StagingElsewhere, UnknownDatabase) as refusal:
+    except (DatabaseInUse, NotAFile, SchemaBehind, StagingOnOtherDisk, UnknownDatabase) as refusal:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
     except (OSError, ImportError, ValueError, SQLAlchemyError, BaseError) as fault:

@@ -1,4 +1,4 @@
-"""What the request handlers work with, put together once."""
+"""The parts of a coordinator, assembled from its settings."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tessera.coordinator.domain.decide import Timeouts
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.memory import Memory
 from tessera.coordinator.limits.rate import Admission
-from tessera.coordinator.limits.response_memory import Answers
-from tessera.coordinator.limits.thread_shares import OneAtATime, Shares
+from tessera.coordinator.limits.response_memory import ResponseMemory
+from tessera.coordinator.limits.thread_pool import FairThreadPool, KeyedLocks
 from tessera.coordinator.maintenance.garbage_collection import Housekeeping, Retention
 from tessera.coordinator.notify.event_stream import ChangeFeed
 from tessera.coordinator.notify.long_poll import LastSeen, LongPollWaiters
 from tessera.coordinator.notify.poller import Poller
-from tessera.coordinator.notify.wakeup import FolderBells, PostgresWakeups, WakeupChannel
+from tessera.coordinator.notify.wakeup import PostgresWakeups, SocketWakeups, WakeupChannel
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.rounds.aggregate import Aggregation
 from tessera.shared.rounds.validation import Inspector
@@ -39,57 +39,56 @@ if TYPE_CHECKING:
     from tessera.coordinator.auth.oidc_login import OIDCLogin
 
 Duty = Literal["both", "serve", "conduct"]
-"""What a process does of a coordinator's work."""
-
+"""A process's share of a coordinator's work."""
 
 UPLOAD_THREADS = 8
-"""Most of what they do is waiting for the disk."""
+"""More than processors: they mostly wait for the disk."""
 
 
 @dataclass(frozen=True)
 class Services:
     settings: CoordinatorSettings
     database: Database
-    room: DiskSpace
+    disk: DiskSpace
     memory: Memory
     admission: Admission
-    answers: Answers
+    answers: ResponseMemory
     blobs: Blobs
     states: States
     inspector: Inspector
-    inspections: Shares
-    """For what takes long of each submission."""
-    submitting: OneAtATime
+    inspections: FairThreadPool
+    """For the slow part of each submission."""
+    submitting: KeyedLocks
     uploads: Uploads
     differences: Differences
-    presence: LastSeen
-    gate: LongPollWaiters
-    news: ChangeFeed
+    last_seen: LastSeen
+    waiters: LongPollWaiters
+    change_feed: ChangeFeed
     conductor: Conductor
-    bells: WakeupChannel
-    attendance: Poller
+    wakeups: WakeupChannel
+    poller: Poller
     people: OIDCVerifier | None
-    """Who holds a token of the OpenID provider, if there is one."""
+    """Verifies tokens of the OpenID provider, if there is one."""
     sign_in: OIDCLogin | None
-    """Where people sign in to the page, if that is at the provider."""
+    """Sign-in to the dashboard at the OpenID provider, if it is enabled."""
     housekeeping: Housekeeping
-    call: Callable[[], None]
-    """Something happened: the conductor, in whatever process, is to look at once."""
-    wake: Callable[[Sequence[str]], None]
-    """These workers have something to do, wherever they wait."""
+    wake_conductor: Callable[[], None]
+    """Has the conductor, in any process, look at once."""
+    wake_workers: Callable[[Sequence[str]], None]
+    """Wakes these workers in every process where they may wait."""
 
-    def send_home(self) -> None:
-        """Let go of everybody who waits or listens, so that the server can stop."""
-        self.gate.close()
-        self.news.close()
+    def release_waiters(self) -> None:
+        """End every long poll and event stream, so that the server can stop."""
+        self.waiters.close()
+        self.change_feed.close()
 
 
 def assemble(
     settings: CoordinatorSettings, clock: Callable[[], float] | None = None, duty: Duty = "both"
 ) -> Services:
-    """Open the database and the blob store that the settings name.
+    """Open the database and the blob store of the settings, and assemble what the duty needs.
 
-    A process that does both tells itself; the others tell each other by bells.
+    A process that both serves and conducts wakes itself; others wake each other by `wakeups`.
     """
     database = Database(settings.database_url, clock, connections=settings.database_connections)
     blobs = Blobs(
@@ -99,34 +98,44 @@ def assemble(
         inline_bytes=settings.inline_bytes,
         readahead_bytes=settings.merge_readahead_bytes,
     )
-    room = DiskSpace(_folders(database, blobs), settings.disk_reserve_bytes)
+    disk = DiskSpace(_folders(database, blobs), settings.disk_reserve_bytes)
     states = States(blobs, _engine(settings) if duty != "serve" else None)
     inspector = Inspector(blobs, states)
-    presence, gate = LastSeen(), LongPollWaiters()
-    bells: WakeupChannel = (
-        FolderBells(settings.staging_dir / "bells") if database.is_sqlite else PostgresWakeups(database)
+    last_seen, waiters = LastSeen(), LongPollWaiters()
+    wakeups: WakeupChannel = (
+        SocketWakeups(settings.staging_dir / "bells") if database.is_sqlite else PostgresWakeups(database)
     )
-    wake = gate.notify if duty == "both" else bells.wake
-    news = ChangeFeed(database, tick_seconds=settings.tick_seconds, most_listeners=settings.max_event_streams)
+    wake_workers = waiters.notify if duty == "both" else wakeups.wake_workers
+    change_feed = ChangeFeed(database, tick_seconds=settings.tick_seconds, most_listeners=settings.max_event_streams)
     liveness = Liveness(database, settings.liveness_seconds)
     conductor = Conductor(
         database,
         liveness,
         Actions(database, states, liveness),
-        RoundMerger(database, blobs, states, Aggregation(states, inspector), room, liveness),
-        presence,
+        RoundMerger(database, blobs, states, Aggregation(states, inspector), disk, liveness),
+        last_seen,
         patience=Timeouts(settings.cohort_wait_seconds, settings.evaluation_seconds),
         tick_seconds=settings.tick_seconds,
         heartbeat_file=settings.heartbeat_file,
-        notify=wake,
+        notify=wake_workers,
     )
     quota = Quota(_bytes_per_day(settings, blobs), settings.site_unfinished_uploads)
-    uploads = Uploads(database, blobs, room, quota, settings.idle_timeout_seconds, Shares("upload", UPLOAD_THREADS))
+    uploads = Uploads(
+        database, blobs, disk, quota, settings.idle_timeout_seconds, FairThreadPool("upload", UPLOAD_THREADS)
+    )
     people = _people(settings) if duty != "conduct" else None
+
+    def wake_conductor() -> None:
+        if duty == "both":
+            conductor.call()
+        else:
+            wakeups.wake_conductor()
+        change_feed.notify()
+
     return Services(
         settings=settings,
         database=database,
-        room=room,
+        disk=disk,
         memory=Memory(settings.memory_limit_bytes),
         admission=Admission(
             settings.requests_per_second,
@@ -136,63 +145,48 @@ def assemble(
             settings.declarations_per_hour,
             clock or time.monotonic,
         ),
-        answers=Answers(settings.response_bytes_per_token),
+        answers=ResponseMemory(settings.response_bytes_per_token),
         blobs=blobs,
         states=states,
         inspector=inspector,
-        inspections=Shares("inspection", max(2, len(os.sched_getaffinity(0)))),
-        submitting=OneAtATime(),
+        inspections=FairThreadPool("inspection", max(2, len(os.sched_getaffinity(0)))),
+        submitting=KeyedLocks(),
         uploads=uploads,
         differences=Differences(database, blobs, states),
-        presence=presence,
-        gate=gate,
-        news=news,
+        last_seen=last_seen,
+        waiters=waiters,
+        change_feed=change_feed,
         conductor=conductor,
-        bells=bells,
-        attendance=Poller(database, presence, gate, news, bells, tick_seconds=settings.tick_seconds),
+        wakeups=wakeups,
+        poller=Poller(database, last_seen, waiters, change_feed, wakeups, tick_seconds=settings.tick_seconds),
         people=people,
         sign_in=_sign_in(settings, people) if people else None,
         housekeeping=Housekeeping(
-            _retention(settings, database, blobs, states, uploads), settings.gc_interval_seconds
+            Retention(
+                database,
+                blobs,
+                states,
+                uploads,
+                updates_seconds=settings.keep_updates_seconds,
+                unused_seconds=settings.keep_unused_seconds,
+                versions=settings.keep_versions,
+            ),
+            settings.gc_interval_seconds,
         ),
-        call=_each(conductor.call if duty == "both" else bells.call, news.ring),
-        wake=wake,
-    )
-
-
-def _each(*calls: Callable[[], None]) -> Callable[[], None]:
-    def all_of_them() -> None:
-        for call in calls:
-            call()
-
-    return all_of_them
-
-
-def _retention(
-    settings: CoordinatorSettings, database: Database, blobs: Blobs, states: States, uploads: Uploads
-) -> Retention:
-    return Retention(
-        database,
-        blobs,
-        states,
-        uploads,
-        updates_seconds=settings.keep_updates_seconds,
-        unused_seconds=settings.keep_unused_seconds,
-        versions=settings.keep_versions,
+        wake_conductor=wake_conductor,
+        wake_workers=wake_workers,
     )
 
 
 def _folders(database: Database, blobs: Blobs) -> list[Path]:
-    """Return where what is written goes, as far as it is on this machine. Blobs in a folder share a disk with
-    staging."""
+    """Return the folders written to on this machine. Blobs in a folder share the staging folder's disk."""
     url = database.url
-    embedded = [Path(url.database).parent] if url.get_backend_name() == "sqlite" and url.database else []
+    embedded = [Path(url.database).parent] if database.is_sqlite and url.database else []
     return [blobs.staging_dir, *embedded]
 
 
 def _bytes_per_day(settings: CoordinatorSettings, blobs: Blobs) -> int | None:
-    """Return what a site may announce within a day: if no setting says so, half of what the disk of the blobs
-    holds."""
+    """Return the bytes that a site may announce within a day: half of the blobs' disk by default."""
     if settings.site_bytes_per_day is not None or "://" in settings.blob_url:
         return settings.site_bytes_per_day
     disk = os.statvfs(blobs.staging_dir)
@@ -202,24 +196,24 @@ def _bytes_per_day(settings: CoordinatorSettings, blobs: Blobs) -> int | None:
 def _people(settings: CoordinatorSettings) -> OIDCVerifier | None:
     if settings.oidc_issuer is None:
         return None
-    # Its libraries take long to import, and most coordinators have no use for them.
-    found: OIDCVerifier = importlib.import_module("tessera.coordinator.auth.oidc").OIDCVerifier(settings)
-    return found
+    # Its libraries are slow to import, and most coordinators do not need them.
+    verifier: OIDCVerifier = importlib.import_module("tessera.coordinator.auth.oidc").OIDCVerifier(settings)
+    return verifier
 
 
 def _sign_in(settings: CoordinatorSettings, people: OIDCVerifier) -> OIDCLogin | None:
     if settings.oidc_client_id is None:
         return None
-    found: OIDCLogin = importlib.import_module("tessera.coordinator.auth.oidc_login").OIDCLogin(settings, people)
-    return found
+    login: OIDCLogin = importlib.import_module("tessera.coordinator.auth.oidc_login").OIDCLogin(settings, people)
+    return login
 
 
 def _engine(settings: CoordinatorSettings) -> MergeEngine:
-    """Return what merges: all cores of this machine, or a Ray cluster."""
+    """Return the merge engine: threads on all cores of this machine, or a Ray cluster."""
     if settings.merge_engine == "ray":
         # Ray is an extra, and slow to import.
-        made: MergeEngine = importlib.import_module("tessera.coordinator.conductor.ray_engine").RayEngine(
+        engine: MergeEngine = importlib.import_module("tessera.coordinator.conductor.ray_engine").RayEngine(
             settings.ray_address
         )
-        return made
+        return engine
     return partial(materialize, threads=len(os.sched_getaffinity(0)))

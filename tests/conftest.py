@@ -22,6 +22,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Nobody cuts this machine's power, and a disk takes milliseconds for each. Processes that tests start do wait.
+os.fsync = lambda _: None
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """What a test draws without a generator of its own is the same each time, so that it fails always or never."""

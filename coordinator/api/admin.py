@@ -59,7 +59,7 @@ def revoke_token(token_id: str, serving: Serving, caller: Admin) -> None:
         now, admins_sign_in = serving.database.now(), "admin" in serving.settings.oidc_roles.values()
         row = tokens.revoke_token(session, now, caller.actor, token_id, admins_sign_in=admins_sign_in)
         waiting = workers_of(session, row.site_id)
-    serving.wake(waiting)
+    serving.wake_workers(waiting)
 
 
 @router.get("/v1/admin/audit", operation_id="listAudit")

@@ -22,7 +22,7 @@ from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.auth.permissions import readable_blobs
 from tessera.coordinator.blobs.uploads import Upload, Uploads
 from tessera.coordinator.domain.principal import Principal
-from tessera.coordinator.limits.response_memory import Answers
+from tessera.coordinator.limits.response_memory import ResponseMemory
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES
 from tessera.shared.api.versions import BlobRequest
 from tessera.shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
@@ -133,7 +133,7 @@ class BlobAnswer(StreamingResponse):
 
     def __init__(
         self,
-        answers: Answers,
+        answers: ResponseMemory,
         caller: Principal,
         body: AsyncIterator[bytes],
         length: int,
@@ -144,7 +144,7 @@ class BlobAnswer(StreamingResponse):
         self._answers, self._caller, self._length = answers, caller, length
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._answers.under_way(self._caller.token_id, self._length):
+        with self._answers.reserve(self._caller.token_id, self._length):
             await super().__call__(scope, receive, send)
 
 

@@ -35,9 +35,9 @@ def principal(
     try:
         caller = holder(serving, credentials)
     except Unauthenticated:
-        serving.admission.failed(address_of(request))
+        serving.admission.count_failure(address_of(request))
         raise
-    serving.admission.asked(caller.token_id)
+    serving.admission.count_request(caller.token_id)
     return caller
 
 

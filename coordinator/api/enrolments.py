@@ -31,7 +31,7 @@ def create_enrolment(spec: EnrolmentSpec, request: Request, serving: Serving, sh
 def get_enrolment(enrolment_id: str, request: Request, serving: Serving, shown: Shown) -> Enrolment:
     """Return what became of a wish to be admitted, told to whoever shows the secret that it was made for."""
     if shown is None:
-        serving.admission.failed(address_of(request))
+        serving.admission.count_failure(address_of(request))
         raise Unauthenticated("the request carries no bearer token", headers={"WWW-Authenticate": "Bearer"})
     return enrolments.get_enrolment(serving, enrolment_id, address_of(request), shown.credentials)
 

@@ -52,8 +52,10 @@ def stream(
     serving: Services, run_id: str | None, since: int | None, holder: str, still: Callable[[], bool]
 ) -> EventStream:
     """Answer with events for as long as the holder of the token is `still` admitted. Raises Busy."""
-    serving.news.require_place(holder)
-    return EventStream(serving.news.listen(run_id, since, holder, still), headers={"Cache-Control": "no-store"})
+    serving.change_feed.require_capacity(holder)
+    return EventStream(
+        serving.change_feed.listen(run_id, since, holder, still), headers={"Cache-Control": "no-store"}
+    )
 
 
 def require_run(serving: Services, run_id: str) -> None:

@@ -42,7 +42,7 @@ def suspend_site(site_id: str, serving: Serving, caller: Admin) -> Site:
         row = workers_module.suspend_site(session, serving.database.now(), caller.actor, site_id)
         waiting = workers_of(session, site_id)
         site = views.site_view(row)
-    serving.wake(waiting)
+    serving.wake_workers(waiting)
     return site
 
 

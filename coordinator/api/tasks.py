@@ -57,11 +57,11 @@ async def claim(
     wanted = _WAIT.search(prefer)
     wait = min(float(wanted.group(1)) if wanted else 0.0, serving.settings.max_wait_seconds)
 
-    async def hung_up() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task = await tasks.claim(serving, caller, body, wait, hung_up)
+    task = await tasks.claim(serving, caller, body, wait, disconnected)
     if task is None:
         return Response(status_code=204)
     # Without defaults: a worker of the version before understands what does not use what is new.
@@ -97,7 +97,7 @@ async def submit_update(task_id: str, body: Submission, serving: Serving, caller
     """Hand in an update, which was uploaded before or comes along. It is accepted when this returns, or refused and
     named why."""
     # Who asks the same at once waits for the answer, rather than have all of it inspected again.
-    async with serving.submitting.at(f"{caller.owner} {task_id}"):
+    async with serving.submitting.hold(f"{caller.owner} {task_id}"):
         return await serving.inspections.run(caller.owner, tasks.submit_update, serving, caller, task_id, body)
 
 

@@ -71,7 +71,7 @@ class Portion:
         return sum(blob.size for blob in self.blobs)
 
 
-class StagingElsewhere(RuntimeError):
+class StagingOnOtherDisk(RuntimeError):
     """The staging folder is not on the blobs' file system."""
 
 
@@ -105,7 +105,7 @@ class Blobs:
         if self._objects is None:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._root.stat().st_dev != staging_dir.stat().st_dev:
-                raise StagingElsewhere(
+                raise StagingOnOtherDisk(
                     f"{staging_dir} and {url} are on two file systems; finishing an upload is a rename"
                 )
 

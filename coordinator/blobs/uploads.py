@@ -23,7 +23,7 @@ from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import AnnouncedRow, SiteRow, UploadRow, new_id
 from tessera.coordinator.limits.disk import DiskSpace
-from tessera.coordinator.limits.thread_shares import Shares
+from tessera.coordinator.limits.thread_pool import FairThreadPool
 from tessera.shared.problems import (
     BadRequest,
     DigestMismatch,
@@ -101,10 +101,10 @@ class Quota:
 class Uploads:
     database: Database
     blobs: Blobs
-    room: DiskSpace
+    disk: DiskSpace
     quota: Quota
     idle_timeout_seconds: float
-    threads: Shares
+    threads: FairThreadPool
     """Where what takes long is done, in the turns of the owners."""
 
     # ------------------------------------------------------------ the table
@@ -140,7 +140,7 @@ class Uploads:
         unfinished = session.scalars(select(UploadRow).where(others)).all()
         # What this owner has announced and not sent yet needs room too. That of others takes none from it: they may
         # never send it. What has come is no longer among what is free.
-        self.room.require(sum(each.length - self.offset(_record(each)) for each in (*unfinished, row)))
+        self.disk.require(sum(each.length - self.offset(_record(each)) for each in (*unfinished, row)))
         if site_id is not None:
             self.quota.spend(session, self.database.now(), site_id, len(unfinished), more_bytes)
 
@@ -214,7 +214,7 @@ class Uploads:
         """
         if upload.complete:
             return upload.length
-        with self._locked(upload) as file, self.room.expecting(max(0, upload.length - offset)) as written:
+        with self._locked(upload) as file, self.disk.expecting(max(0, upload.length - offset)) as written:
             upload = await self.threads.run(upload.owner, self._locked_row, upload)
             _require_end(file, upload, offset)
             # Hashed as it comes, or else when it is whole: never again for each part, which costs its sender nothing.

@@ -63,7 +63,7 @@ def sign_in(request: Request, serving: Serving, fields: Fields) -> Response:
     try:
         secret, seconds = _begun(serving, _holder(serving, fields.get("token", "").strip()))
     except Unauthenticated as refusal:
-        serving.admission.failed(address_of(request))
+        serving.admission.count_failure(address_of(request))
         return _sign_in(request, serving, wanted, as_sentence(refusal.detail), status=401)
     response = RedirectResponse(f"{PREFIX}/signed-in?{urlencode({'next': wanted})}", status_code=303)
     keep_session(request, response, secret, seconds)
@@ -86,7 +86,7 @@ def come_back(request: Request, serving: Serving) -> Response:
     try:
         caller = _provider(serving).finish(secret, request.query_params)
     except (Unauthenticated, Forbidden) as refusal:
-        serving.admission.failed(address_of(request))
+        serving.admission.count_failure(address_of(request))
         response = _sign_in(request, serving, wanted, as_sentence(refusal.detail), status=refusal.status)
     else:
         # Not a redirect: it would count as the provider's, and no cookie of this site's own would go with it.

@@ -93,7 +93,7 @@ def overview(request: Request, serving: Serving, who: Signed) -> Response:
             moved=together(moved),
             rows=[_line(session, row, moved) for row in rows],
             concerns=list(_concerns(session, serving, now)),
-            free_bytes=serving.room.free_bytes(),
+            free_bytes=serving.disk.free_bytes(),
             memory=serving.memory.share(),
             blobs=blobs,
             blob_bytes=blob_bytes,
@@ -177,10 +177,10 @@ def _concerns(session: Session, serving: Services, now: float) -> Iterator[Alert
             f"{one.name} waits for sites", detail, "A person at each site approves it there.", f"{PREFIX}/approvals"
         )
     yield from _of_tasks(session, now)
-    if not serving.room.has():
+    if not serving.disk.has():
         yield Alert(
             "The disk is nearly full",
-            f"{size(serving.room.free_bytes())} are free, less than the reserve: uploads and merges are refused.",
+            f"{size(serving.disk.free_bytes())} are free, less than the reserve: uploads and merges are refused.",
             "Make room, or keep fewer versions (setting keep_versions).",
             f"{PREFIX}/storage",
             "bad",

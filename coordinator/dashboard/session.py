@@ -95,7 +95,7 @@ def count_stranger(request: Request) -> None:
     """Count a refusal of whoever is not signed in. Raises TooManyRequests."""
     if not getattr(request.state, "signed", False):
         serving: Services = request.app.state.services
-        serving.admission.strayed(address_of(request))
+        serving.admission.count_anonymous(address_of(request))
 
 
 def visitor(request: Request, serving: Serving) -> Visitor:
@@ -107,10 +107,10 @@ def visitor(request: Request, serving: Serving) -> Visitor:
         with serving.database.snapshot() as session:
             found = sessions.holder(session, serving.database.now(), secret, serving.settings.oidc_issuer)
     except Unauthenticated:
-        serving.admission.failed(address_of(request))
+        serving.admission.count_failure(address_of(request))
         raise
     request.state.signed = True
-    serving.admission.asked(found.token_id)
+    serving.admission.count_request(found.token_id)
     return Visitor(found, secret)
 
 

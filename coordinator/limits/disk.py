@@ -1,4 +1,4 @@
-"""Room on the disk: nothing new is begun that could fill it, and what fills it all the same is told as such."""
+"""Free disk space: work that could fill the disk does not start, and a full disk is reported as such."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _POSTGRES_FULL = "53100"
 
 
 class DiskSpace:
-    """What is free where blobs, uploads and the embedded database lie, less a reserve in which what is under way may
-    finish."""
+    """Free space in the folders of blobs, uploads and the embedded database, less a reserve for work in progress."""
 
     def __init__(self, folders: Sequence[Path], reserve_bytes: int) -> None:
         self._folders = folders
@@ -30,29 +29,29 @@ class DiskSpace:
         self._lock = threading.Lock()
 
     def free_bytes(self) -> int:
-        """Return what is free on the fullest of the file systems; nothing where a folder has gone."""
+        """Return the free bytes of the fullest file system; 0 if a folder is missing."""
         try:
-            found = [os.statvfs(folder) for folder in self._folders]
+            statuses = [os.statvfs(folder) for folder in self._folders]
         except FileNotFoundError:
             return 0
-        return min(status.f_bavail * status.f_frsize for status in found)
+        return min(status.f_bavail * status.f_frsize for status in statuses)
 
     def has(self, count: int = 0) -> bool:
-        """Return whether `count` bytes may come, after all that this process already expects."""
+        """Return whether there is space for `count` bytes more than this process already expects."""
         return self.free_bytes() - self._expected_bytes >= self._reserve_bytes + count
 
     def require(self, count: int) -> None:
-        """Raise StoreFull unless there is room for so many bytes."""
+        """Raise StoreFull unless there is space for `count` bytes."""
         if not self.has(count):
             raise StoreFull(
-                f"{count} bytes and a reserve of {self._reserve_bytes} (setting disk_reserve_bytes) are more than is "
-                "free",
+                f"{count} bytes and the reserve of {self._reserve_bytes} (setting disk_reserve_bytes) exceed the "
+                "free disk space",
                 retry_after_seconds=RETRY_SECONDS,
             )
 
     @contextmanager
     def expecting(self, count: int) -> Iterator[Callable[[int], None]]:
-        """Keep room for bytes that are coming; told of those that were written. Raises StoreFull."""
+        """Reserve space for bytes to come; yield a function that reports written ones. Raise StoreFull."""
         left = count
 
         def written(number: int) -> None:
@@ -71,7 +70,7 @@ class DiskSpace:
 
 
 def is_full(fault: BaseException) -> bool:
-    """Return whether this is what a full disk comes out as, from a file or from the database."""
+    """Return whether a file's or the database's error means that the disk is full."""
     if isinstance(fault, OSError):
         return fault.errno in _FULL
     if isinstance(fault, OperationalError):

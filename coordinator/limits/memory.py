@@ -1,4 +1,4 @@
-"""How much memory is left: near the limit nothing new is begun, because who crosses it is killed without a word."""
+"""Memory in use: near the limit no work starts, because a process above it is killed without warning."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ FRESH_SECONDS = 1.0
 
 
 class Memory:
-    """This process's memory against the limit that is set, else that of the control groups that it is in."""
+    """This process's memory against the configured limit, or else that of its control groups."""
 
     def __init__(self, limit_bytes: int | None, cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> None:
         self._limit_bytes = limit_bytes
         self._groups = [] if limit_bytes else groups(cgroups, membership)
         self._lock = threading.Lock()
         self._share = 0.0
-        self._looked_at = float("-inf")
+        self._measured_at = float("-inf")
 
     def share(self) -> float:
-        """Return how much of the limit is used, 0 without one; as it was a second ago at most."""
+        """Return the used share of the limit, at most a second old; 0 without a limit."""
         with self._lock:
-            if time.monotonic() - self._looked_at > FRESH_SECONDS:
+            if time.monotonic() - self._measured_at > FRESH_SECONDS:
                 self._share = self._measure()
-                self._looked_at = time.monotonic()
+                self._measured_at = time.monotonic()
             return self._share
 
     def require(self) -> None:
-        """Raise Busy if there is too little left to begin anything."""
+        """Raise Busy if too little memory is left to start work."""
         if (share := self.share()) > WATERMARK:
             raise Busy(f"{share:.0%} of the coordinator's memory is in use", retry_after_seconds=RETRY_SECONDS)
 
@@ -46,14 +46,14 @@ class Memory:
 
 
 def used_bytes(group: Path) -> int:
-    """Return what a group uses, without the cached pages of files, which it gives back."""
+    """Return the bytes that a control group uses, without cached pages of files, which it can release."""
     used = next(group / name for name in ("memory.current", "memory.usage_in_bytes") if (group / name).exists())
     cached = re.findall(r"^(?:total_)?(?:in)?active_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
-    # Version 1 tells each twice: of the group alone, and with what is below it.
+    # Version 1 lists each twice: for the group alone, and including its children.
     return int(used.read_text()) - sum(map(int, cached[-2:]))
 
 
 def _own_bytes() -> int:
-    """Return what this process holds, without the pages of files that it has mapped."""
+    """Return the resident bytes of this process, without mapped files."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")

@@ -1,6 +1,6 @@
-"""How often somebody may ask: so many requests a second in the long run, and so many at once.
+"""Token-bucket rate limiting (sustained rate and burst) per caller.
 
-Counted in this process alone: what bounds work need not be exact, and idle polls are to cost no database anything.
+Counts are kept in this process alone: a limit need not be exact, and idle polls must cost no database anything.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from tessera.shared.problems import QuotaExceeded, TooManyRequests
 from tessera.shared.urls import networks_of
 
 MAX_KEYS = 16_384
-"""Callers that are remembered, the latest of them; one who is forgotten begins with a whole burst."""
-
+"""Most recent callers that are remembered; a forgotten one has a whole burst again."""
 
 WIDER = 10
-"""Times as much as a /64 of IPv6 a /48 may ask, in which there are 65,536 of them."""
+"""Rate of an IPv6 /48, which holds 65,536 /64s, as a multiple of that of a /64."""
 
-STRANGERS = 10
-"""Times `auth_failures_per_minute` a browser may be sent to sign in: behind one address there may be many people."""
+ANONYMOUS = 10
+"""Rate of browsers without a session, as a multiple of `auth_failures_per_minute`: many people may share
+an address."""
 
 
 class Rate:
-    """A bucket for each key that holds `burst` requests and is filled with `per_second`.
+    """A bucket of `burst` requests for each key, refilled with `per_second`.
 
-    Written as the instant at which the bucket will be full again (the 'generic cell rate algorithm' of ITU-T I.371).
+    Stored as the instant when the bucket is full again (the 'generic cell rate algorithm' of ITU-T I.371).
     """
 
     def __init__(self, per_second: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,10 +37,10 @@ class Rate:
         self._lock = threading.Lock()
 
     def take(self, key: str) -> float:
-        """0.0, and one request fewer in the bucket; or the seconds until there is one."""
+        """Take one request from the bucket and return 0.0, or return the seconds until there is one."""
         with self._lock:
             now = self._clock()
-            # Taken out and put in again, so that the first is the one that was not used for longest.
+            # Removed and inserted again, so that the first key is the least recently used.
             full_at = max(self._full_at.pop(key, now), now)
             wait = full_at - now - self._slack
             self._full_at[key] = full_at if wait > 0 else full_at + self._interval
@@ -50,21 +50,21 @@ class Rate:
 
 
 class AddressRate:
-    """A rate for each address: for each /64 of IPv6, and ten times as much for each /48."""
+    """A rate for each address, which is a /64 in IPv6, and ten times as much for each /48."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         wider = WIDER * per_minute
         self._rates = Rate(per_minute / 60, per_minute, clock), Rate(wider / 60, wider, clock)
 
     def take(self, address: str) -> float:
-        """As `Rate.take`."""
+        """Take a request as `Rate.take` does."""
         return max(rate.take(network) for rate, network in zip(self._rates, networks_of(address), strict=False))
 
 
 class Admission:
-    """Bounds the requests of each token, and of each address those that show no valid one.
+    """Rate limits per token, and per address for requests without a valid one.
 
-    Who shows a valid token is never refused for what others do behind the same proxy.
+    A request with a valid token is never refused because of others behind the same proxy.
     """
 
     def __init__(
@@ -79,26 +79,27 @@ class Admission:
         self._tokens = Rate(per_second, burst, clock)
         self._declarations = Rate(declarations_per_hour / 3600, declarations_per_hour, clock)
         self._failures = AddressRate(auth_failures_per_minute, clock)
-        self._strangers = AddressRate(STRANGERS * auth_failures_per_minute, clock)
+        self._anonymous = AddressRate(ANONYMOUS * auth_failures_per_minute, clock)
         self._enrolments = AddressRate(enrolments_per_minute, clock)
 
-    def asked(self, token_id: str) -> None:
-        """Raise TooManyRequests."""
+    def count_request(self, token_id: str) -> None:
+        """Raise TooManyRequests if the token sends too many requests."""
         if wait := self._tokens.take(token_id):
             raise TooManyRequests(
-                "this token asks too often (settings requests_per_second, request_burst)", retry_after_seconds=wait
-            )
-
-    def declares(self, site_id: str) -> None:
-        """Raise QuotaExceeded."""
-        if wait := self._declarations.take(site_id):
-            raise QuotaExceeded(
-                "the workers of this site change too often what they declare (setting declarations_per_hour)",
+                "this token sends too many requests (settings requests_per_second, request_burst)",
                 retry_after_seconds=wait,
             )
 
-    def failed(self, address: str) -> None:
-        """Raise TooManyRequests."""
+    def count_declaration(self, site_id: str) -> None:
+        """Raise QuotaExceeded if the site's workers change their declarations too often."""
+        if wait := self._declarations.take(site_id):
+            raise QuotaExceeded(
+                "the workers of this site change their declarations too often (setting declarations_per_hour)",
+                retry_after_seconds=wait,
+            )
+
+    def count_failure(self, address: str) -> None:
+        """Raise TooManyRequests if the address sends too many requests without a valid token."""
         if wait := self._failures.take(address):
             raise TooManyRequests(
                 "too many requests without a valid token came from your address (setting auth_failures_per_minute)",
@@ -106,19 +107,19 @@ class Admission:
                 retry_after_seconds=wait,
             )
 
-    def strayed(self, address: str) -> None:
-        """Count a refusal at the page of whoever is not signed in. Raises TooManyRequests."""
-        if wait := self._strangers.take(address):
+    def count_anonymous(self, address: str) -> None:
+        """Raise TooManyRequests if the address sends the dashboard too many requests without a session."""
+        if wait := self._anonymous.take(address):
             raise TooManyRequests(
                 "too many requests without a session came from your address (setting auth_failures_per_minute)",
-                remedy="Sign in; wait as long as Retry-After says before.",
+                remedy="Wait as long as Retry-After says, then sign in.",
                 retry_after_seconds=wait,
             )
 
-    def enrols(self, address: str) -> None:
-        """Raise TooManyRequests."""
+    def count_enrolment(self, address: str) -> None:
+        """Raise TooManyRequests if the address sends too many enrolment requests."""
         if wait := self._enrolments.take(address):
             raise TooManyRequests(
-                "too many workers asked from your address to be admitted (setting enrolments_per_minute)",
+                "too many enrolment requests came from your address (setting enrolments_per_minute)",
                 retry_after_seconds=wait,
             )

@@ -1,6 +1,6 @@
-"""How much memory the answers of one token may take while they are under way.
+"""Memory of a token's responses in progress.
 
-A receiver that takes nothing keeps what was read for it until its connection is cut.
+A receiver that reads nothing keeps the bytes read for it in memory until its connection is closed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from tessera.shared.problems import TooManyRequests
 
 HELD_BYTES = 2 << 20
-"""What an answer holds at most: the piece that is being sent and the next one."""
+"""Most bytes of a response in memory: the piece being sent and the next one."""
 
 RETRY_SECONDS = 1.0
 
 
-class Answers:
-    """The answers with blobs that are under way at this process, by token."""
+class ResponseMemory:
+    """Memory of the responses with blobs that this process sends, by token."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -27,13 +27,13 @@ class Answers:
         self._lock = threading.Lock()
 
     @contextmanager
-    def under_way(self, token_id: str, length: int) -> Iterator[None]:
-        """Count one more answer of `length` bytes while it lasts. Raises TooManyRequests."""
+    def reserve(self, token_id: str, length: int) -> Iterator[None]:
+        """Reserve memory for a response of `length` bytes while it is sent. Raise TooManyRequests."""
         held = min(length, HELD_BYTES)
         with self._lock:
             if self._held[token_id] + held > self._most:
                 raise TooManyRequests(
-                    "too many answers with blobs are under way for this token (setting response_bytes_per_token)",
+                    "too many responses with blobs are in progress for this token (setting response_bytes_per_token)",
                     remedy="Wait as long as Retry-After says, and read fewer blobs at a time.",
                     retry_after_seconds=RETRY_SECONDS,
                 )

@@ -34,26 +34,26 @@ ROWS = 500
 """Rows that are held at a time."""
 
 
-class NotEmpty(RuntimeError):
+class DatabaseNotEmpty(RuntimeError):
     """A backup goes back into an empty database only."""
 
 
-class NoBackup(RuntimeError):
+class BackupNotFound(RuntimeError):
     """A folder without one."""
 
 
 @dataclass
-class Copied:
+class CopyCounts:
     rows: int = 0
     blobs: int = 0
     """Those that the other side did not have yet."""
     bytes: int = 0
 
 
-def back_up(database: Database, blobs: Blobs, folder: Path) -> Copied:
+def back_up(database: Database, blobs: Blobs, folder: Path) -> CopyCounts:
     """Copy everything into the folder, while the coordinator works on. Raises StoreSpoilt for a blob that is not what
     its name says: what is in the folder is sound."""
-    copied = Copied()
+    copied = CopyCounts()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
         with _opened(Path(partial), folder / "blobs") as (made, kept):
@@ -67,15 +67,14 @@ def back_up(database: Database, blobs: Blobs, folder: Path) -> Copied:
     return copied
 
 
-def restore(folder: Path, database: Database, blobs: Blobs) -> Copied:
-    """Copy a backup into an empty database, of this version of the schema, and into the blob store.
+def restore(folder: Path, database: Database, blobs: Blobs) -> CopyCounts:
+    """Copy a backup into the blob store and into an empty database at head, in one transaction after all blobs.
 
-    Raises NoBackup, NotEmpty, and StoreSpoilt for a blob of the backup that is not what its name says; the tables
-    are filled in one transaction, after all blobs are safe.
+    Raises BackupNotFound, DatabaseNotEmpty, and StoreSpoilt for a blob of the backup with other bytes than its name.
     """
     if not (folder / NAME).is_file():
-        raise NoBackup(f"{folder} holds no {NAME}; give the folder that was given to 'backup'")
-    copied = Copied()
+        raise BackupNotFound(f"{folder} holds no {NAME}; give the folder that was given to 'backup'")
+    copied = CopyCounts()
     with tempfile.TemporaryDirectory(prefix="restore-", dir=blobs.staging_dir) as partial:
         # A backup that an older version made is brought to head, and stays as it is in its folder.
         shutil.copy(folder / NAME, Path(partial) / NAME)
@@ -158,7 +157,7 @@ def _one_moment(database: Database) -> Iterator[Connection]:
             yield connection
 
 
-def _copy_rows(source: Connection, target: Session, copied: Copied) -> None:
+def _copy_rows(source: Connection, target: Session, copied: CopyCounts) -> None:
     for table in Table.metadata.sorted_tables:
         with closing(source.execute(select(table), execution_options={"yield_per": ROWS})) as rows:
             for some in rows.mappings().partitions():
@@ -166,7 +165,7 @@ def _copy_rows(source: Connection, target: Session, copied: Copied) -> None:
                 copied.rows += len(some)
 
 
-def _copy_blobs(source: Connection, blobs: Blobs, target: Blobs, copied: Copied) -> None:
+def _copy_blobs(source: Connection, blobs: Blobs, target: Blobs, copied: CopyCounts) -> None:
     """Those that are no rows of the table and that the target lacks."""
     stored = select(BlobRow.digest, BlobRow.size).where(BlobRow.inline.is_(None))
     with target.batch() as batch:
@@ -186,7 +185,7 @@ def _copy_blobs(source: Connection, blobs: Blobs, target: Blobs, copied: Copied)
 def _require_empty(session: Session) -> None:
     for table in Table.metadata.sorted_tables:
         if session.execute(select(table).limit(1)).first() is not None:
-            raise NotEmpty(
+            raise DatabaseNotEmpty(
                 f"the database is in use: there are {table.name}. A backup goes into an empty one: name another in "
                 "TESSERA_DATABASE_URL and run 'tessera coordinator migrate'."
             )

@@ -1,8 +1,8 @@
-"""What happens, told as it happens to whoever listens: server-sent events, out of the tables.
+"""Server-sent events, read from the audit table.
 
-Each change of state is in the audit chain, whose numbers are the ids. A process looks once for all who listen:
-when it recorded something or was rung for, and at every tick while anybody listens. So it is the same news from every
-process, and who was cut off goes on after the last event that they saw.
+Every change of state is an entry of the audit chain, whose number is the event's id, so that a client that reconnects
+to any process resumes after the last event that it received. Each process reads the table once for all its clients:
+after its own changes, on a wakeup, and at every tick.
 """
 
 from __future__ import annotations
@@ -26,36 +26,38 @@ from tessera.shared.problems import Busy
 log = structlog.get_logger()
 
 KEPT = 2_000
-"""Events that are held for who comes to them late; older ones are read from the tables."""
-AT_A_TIME = 500
+"""Events kept in memory for clients that are behind; older ones are read from the table."""
+BATCH = 500
+"""Events read in one query."""
 MIN_SECONDS = 0.1
-"""Between two looks, whatever happens."""
+"""Minimum time between two reads."""
 BEAT_SECONDS = 15.0
-"""How often a listener is told that nothing happened, and is judged anew."""
+"""Interval of keep-alive messages and of checks that the client is still permitted to listen."""
 ENDINGS = frozenset({"token.revoke", "session.end", "site.suspend"})
-"""What may end somebody's right to listen. That time has passed is seen at the next beat."""
+"""Actions that may end a client's permission at once; expiry is noticed at the next beat."""
 RETRY_MILLISECONDS = 1_000
 RETRY_SECONDS = 5.0
 TOKENS = 10
-"""So many tokens, at least, it takes to have all places: one has no more than its share."""
+"""Number of tokens among which the places are divided."""
 
 
 @dataclass(eq=False)
 class _Listener:
-    """One who listens, to one run or to all."""
+    """A client of one run's events, or of all."""
 
     run_id: str | None
     holder: str
-    """The id of the token with which it was asked for."""
-    bell: asyncio.Event = field(default_factory=asyncio.Event)
-    heard: bool = False
-    """Whether workers were heard of since this was last told."""
-    doubted: bool = True
-    """Whether it is to be asked anew if it may listen."""
+    """The id of its token."""
+    wakeup: asyncio.Event = field(default_factory=asyncio.Event)
+    progressed: bool = False
+    """Whether a worker sent a heartbeat since the client last received a progress event."""
+    unchecked: bool = True
+    """Whether its permission must be checked before the next event."""
 
 
 class ChangeFeed:
-    """Belongs to one event loop; `ring` and `close` may be called from any thread."""
+    """Events for the clients of one process. Belongs to one event loop; `notify` and `close` may be called from any
+    thread."""
 
     def __init__(self, database: Database, *, tick_seconds: float, most_listeners: int) -> None:
         self._database = database
@@ -64,122 +66,122 @@ class ChangeFeed:
         self._listeners: set[_Listener] = set()
         self._kept: deque[ChangeEvent] = deque(maxlen=KEPT)
         self._last = 0
-        self._renewed: dict[str, tuple[float, int]] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._leases: dict[str, tuple[float, int]] = {}
+        self._reader: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.closed = False
 
     def attach(self) -> None:
-        """Bind it to the running loop."""
+        """Bind the feed to the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._rung = asyncio.Event()
+        self._changed = asyncio.Event()
 
-    def ring(self) -> None:
-        """Something happened: look at once, if anybody listens."""
+    def notify(self) -> None:
+        """Read the table at once if there are clients."""
         if self._listeners and self._loop and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._rung.set)
+            self._loop.call_soon_threadsafe(self._changed.set)
 
     def close(self) -> None:
-        """Send everybody home, so that the server can stop."""
+        """End every stream, so that the server can stop."""
         self.closed = True
         if self._loop and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake)
 
-    def require_place(self, holder: str) -> None:
-        """Require that another may listen with this token. Raises Busy."""
+    def require_capacity(self, holder: str) -> None:
+        """Raise Busy if no further client may listen, or none with this token."""
         if len(self._listeners) >= self._most:
             raise Busy(
-                f"{self._most} others listen here (setting max_event_streams)", retry_after_seconds=RETRY_SECONDS
+                f"{self._most} clients already listen here (setting max_event_streams)",
+                retry_after_seconds=RETRY_SECONDS,
             )
         most = max(1, self._most // TOKENS)
         if sum(listener.holder == holder for listener in self._listeners) >= most:
             raise Busy(
-                f"{most} listen with this token already, a {TOKENS}th of max_event_streams",
+                f"{most} clients already listen with this token, 1/{TOKENS} of max_event_streams",
                 retry_after_seconds=RETRY_SECONDS,
             )
 
     async def listen(
         self, run_id: str | None, since: int | None, holder: str, admitted: Callable[[], bool]
     ) -> AsyncIterator[bytes]:
-        """Yield events behind `since`, or from now on, of one run or of all, until nobody takes them, they are not
-        `admitted` any more, or the process ends."""
+        """Yield events after `since`, or from now on, of one run or of all, until the client disconnects, `admitted`
+        returns False, or the process ends."""
         listener = _Listener(run_id, holder)
         self._listeners.add(listener)
         now = asyncio.get_running_loop().time
-        judged_at = now()
+        checked_at = now()
         try:
-            seq = await self._begin() if since is None else since
-            await self._begin()
+            last = await self._ensure_reader()
+            seq = last if since is None else since
             yield f"retry: {RETRY_MILLISECONDS}\n\n".encode()
             while not self.closed:
-                listener.bell.clear()
-                # By the clock, however much happens; and at once when somebody's admission has ended.
-                if listener.doubted or now() >= judged_at + BEAT_SECONDS:
-                    listener.doubted, judged_at = False, now()
+                listener.wakeup.clear()
+                # By the clock, however many events there are; and at once after an action that may end permission.
+                if listener.unchecked or now() >= checked_at + BEAT_SECONDS:
+                    listener.unchecked, checked_at = False, now()
                     if not await to_thread.run_sync(admitted):
                         return
-                found, seq = await self._after(seq, listener.run_id)
-                for one in found:
-                    yield f"id: {one.seq}\nevent: change\ndata: {one.model_dump_json()}\n\n".encode()
-                if listener.heard:
-                    listener.heard = False
+                events, seq = await self._after(seq, listener.run_id)
+                for event in events:
+                    yield f"id: {event.seq}\nevent: change\ndata: {event.model_dump_json()}\n\n".encode()
+                if listener.progressed:
+                    listener.progressed = False
                     yield b"event: progress\ndata: {}\n\n"
-                if found:
+                if events:
                     continue
                 try:
-                    await asyncio.wait_for(listener.bell.wait(), BEAT_SECONDS)
+                    await asyncio.wait_for(listener.wakeup.wait(), BEAT_SECONDS)
                 except TimeoutError:
                     yield b": nothing new\n\n"
         finally:
             self._listeners.discard(listener)
 
-    async def _begin(self) -> int:
-        """See to it that somebody looks; the number of the last event."""
-        if self._looking is None or self._looking.done():
+    async def _ensure_reader(self) -> int:
+        """Start the reader unless it runs; return the number of the last event."""
+        if self._reader is None or self._reader.done():
             self._kept.clear()
             self._last = await to_thread.run_sync(self._head)
-            self._looking = asyncio.create_task(self._look_on())
+            self._reader = asyncio.create_task(self._read_on())
         return self._last
 
-    async def _look_on(self) -> None:
-        """While anybody listens."""
+    async def _read_on(self) -> None:
+        """Read new events while there are clients."""
         while self._listeners and not self.closed:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._rung.wait(), self._tick_seconds)
-            self._rung.clear()
+                await asyncio.wait_for(self._changed.wait(), self._tick_seconds)
+            self._changed.clear()
             try:
-                found = await to_thread.run_sync(self._read, self._last, None)
-                renewed = await to_thread.run_sync(self._renewals)
+                events = await to_thread.run_sync(self._read, self._last, None)
+                leases = await to_thread.run_sync(self._read_leases)
             except DATABASE_AWAY as fault:
                 log.warning("news.not_read", detail=str(fault).partition("\n")[0])
                 continue
-            if found:
-                self._kept.extend(found)
-                self._last = found[-1].seq
-            ended = any(one.action in ENDINGS for one in found)
-            moved = {run for run in renewed if renewed[run] != self._renewed.get(run)}
-            self._renewed = renewed
+            if events:
+                self._kept.extend(events)
+                self._last = events[-1].seq
+            ended = any(event.action in ENDINGS for event in events)
+            progressed = {run for run, lease in leases.items() if lease != self._leases.get(run)}
+            self._leases = leases
             for listener in self._listeners:
-                listener.heard |= bool(moved) if listener.run_id is None else listener.run_id in moved
-                listener.doubted |= ended
-            if found or moved:
+                listener.progressed |= bool(progressed) if listener.run_id is None else listener.run_id in progressed
+                listener.unchecked |= ended
+            if events or progressed:
                 self._wake()
             await asyncio.sleep(MIN_SECONDS)
 
     def _wake(self) -> None:
         for listener in self._listeners:
-            listener.bell.set()
+            listener.wakeup.set()
 
     async def _after(self, seq: int, run_id: str | None) -> tuple[list[ChangeEvent], int]:
-        """Return the next events behind one, and up to where that is all."""
-        if seq >= self._last:
+        """Return the next events after `seq`, and the number up to which they are complete."""
+        last = self._last
+        if seq >= last:
             return [], seq
         if self._kept and self._kept[0].seq <= seq + 1:
-            last = self._last
-            return [one for one in self._kept if one.seq > seq and run_id in (None, one.run)], last
-        last = self._last
-        found = await to_thread.run_sync(self._read, seq, run_id)
-        return found, found[-1].seq if len(found) == AT_A_TIME else max(last, found[-1].seq if found else 0)
+            return [event for event in self._kept if event.seq > seq and run_id in (None, event.run)], last
+        events = await to_thread.run_sync(self._read, seq, run_id)
+        return events, events[-1].seq if len(events) == BATCH else max(last, events[-1].seq if events else 0)
 
     # ------------------------------------------------------------ the tables
 
@@ -193,14 +195,14 @@ class ChangeFeed:
         if run_id is not None:
             query = query.where(AuditRow.run_id == run_id)
         with self._database.snapshot() as session:
-            rows = session.execute(query.order_by(AuditRow.seq).limit(AT_A_TIME)).all()
+            rows = session.execute(query.order_by(AuditRow.seq).limit(BATCH)).all()
         return [
             ChangeEvent(seq=row.seq, at=instant(row.at), action=row.action, subject=row.subject, run=row.run_id)
             for row in rows
         ]
 
-    def _renewals(self) -> dict[str, tuple[float, int]]:
-        """By run, until when its latest lease runs, and how many there are: it changes with every heartbeat."""
+    def _read_leases(self) -> dict[str, tuple[float, int]]:
+        """Return each run's latest end of a lease and number of leases, which every heartbeat changes."""
         query = select(TaskRow.run_id, func.max(TaskRow.lease_expires_at), func.count())
         with self._database.snapshot() as session:
             rows = session.execute(query.where(TaskRow.state == "leased").group_by(TaskRow.run_id))

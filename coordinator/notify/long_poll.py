@@ -1,7 +1,7 @@
-"""Who was heard of lately, and who is waiting for a task.
+"""Workers that were seen lately, and claims that wait for a task.
 
-Both live in memory because losing them costs nothing: a worker is heard of again at its next call, and who waits asks
-again. Idle workers therefore cost the database nothing.
+Both are kept in memory: after a restart workers call again and claims are repeated. Idle workers therefore cost the
+database nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 
 class LastSeen:
-    """When each worker was last heard of, since the last time this was asked."""
+    """When each worker last called, since the last `take`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,45 +31,45 @@ class LastSeen:
 
 
 class LongPollWaiters:
-    """Where claims wait. Belongs to one event loop; `notify` and `close` may be called from any thread."""
+    """Claims that wait. Belongs to one event loop; `notify` and `close` may be called from any thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._bells: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self._events: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self.closed = False
 
     def attach(self) -> None:
-        """Bind the gate to the running loop."""
+        """Bind the waiters to the running loop."""
         self._loop = asyncio.get_running_loop()
 
     @contextmanager
     def waiting(self, worker_id: str) -> Iterator[asyncio.Event]:
-        """Yield a bell that rings when there may be a task for the worker. Rings before anything is missed."""
-        bell = asyncio.Event()
-        self._bells[worker_id].add(bell)
+        """Yield an event that is set when there may be a task for the worker; enter before looking for one."""
+        event = asyncio.Event()
+        self._events[worker_id].add(event)
         try:
-            yield bell
+            yield event
         finally:
-            self._bells[worker_id].discard(bell)
-            if not self._bells[worker_id]:
-                del self._bells[worker_id]
+            self._events[worker_id].discard(event)
+            if not self._events[worker_id]:
+                del self._events[worker_id]
 
     @property
     def workers(self) -> list[str]:
-        """Who is waiting now."""
-        return list(self._bells)
+        """The workers with a waiting claim."""
+        return list(self._events)
 
     def notify(self, worker_ids: Sequence[str]) -> None:
         if worker_ids and self._loop and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._ring, worker_ids)
+            self._loop.call_soon_threadsafe(self._set, worker_ids)
 
     def close(self) -> None:
-        """Send everybody home, so that the server can stop."""
+        """End every wait, so that the server can stop."""
         self.closed = True
         if self._loop and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(lambda: self._ring(list(self._bells)))
+            self._loop.call_soon_threadsafe(lambda: self._set(self.workers))
 
-    def _ring(self, worker_ids: Sequence[str]) -> None:
+    def _set(self, worker_ids: Sequence[str]) -> None:
         for worker_id in worker_ids:
-            for bell in self._bells.get(worker_id, ()):
-                bell.set()
+            for event in self._events.get(worker_id, ()):
+                event.set()

@@ -1,4 +1,4 @@
-"""What a process that serves does at every tick when the conductor is another process."""
+"""Wakeups for waiting workers in a process that serves while another one conducts."""
 
 from __future__ import annotations
 
@@ -13,51 +13,53 @@ from tessera.coordinator.db.tasks import offered_to
 from tessera.coordinator.db.workers import note_seen
 from tessera.coordinator.notify.event_stream import ChangeFeed
 from tessera.coordinator.notify.long_poll import LastSeen, LongPollWaiters
-from tessera.coordinator.notify.wakeup import WakeupChannel, WakeupListener, own_name
+from tessera.coordinator.notify.wakeup import WakeupChannel, serving_name
 
 log = structlog.get_logger()
 
 
 class Poller:
-    """Enters who was heard of, and opens the gate for those who have a task: at once when its bell is rung, and at
-    every tick, in case that a bell was lost or the conductor is on another machine."""
+    """Wakes workers that have a task on every wakeup from the conductor, and stores who was seen at every tick.
+
+    Each tick also looks for tasks: a wakeup may be lost, and datagrams do not reach other machines.
+    """
 
     def __init__(
         self,
         database: Database,
-        presence: LastSeen,
-        gate: LongPollWaiters,
-        news: ChangeFeed,
-        bells: WakeupChannel,
+        last_seen: LastSeen,
+        waiters: LongPollWaiters,
+        change_feed: ChangeFeed,
+        wakeups: WakeupChannel,
         *,
         tick_seconds: float,
     ) -> None:
         self._database = database
-        self._presence = presence
-        self._gate = gate
-        self._news = news
-        self._bells = bells
+        self._last_seen = last_seen
+        self._waiters = waiters
+        self._change_feed = change_feed
+        self._wakeups = wakeups
         self._tick_seconds = tick_seconds
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._attend, name="attendance", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="poller", daemon=True)
 
-    def begin(self) -> None:
-        """To be called within the event loop that the gate belongs to."""
-        self._bell: WakeupListener = self._bells.hung_up(own_name())
-        asyncio.get_running_loop().add_reader(self._bell.socket, self._rung)
+    def start(self) -> None:
+        """Start polling. Call it in the event loop of the waiters."""
+        self._listener = self._wakeups.listener(serving_name())
+        asyncio.get_running_loop().add_reader(self._listener.socket, self._on_wakeup)
         self._thread.start()
 
-    def end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._bell.socket)
-        self._bell.__exit__()
+    def stop(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._listener.socket)
+        self._listener.__exit__()
         self._ended.set()
         self._thread.join(self._tick_seconds)
 
-    def _rung(self) -> None:
-        self._gate.notify(self._bell.rung_for())
-        self._news.ring()
+    def _on_wakeup(self) -> None:
+        self._waiters.notify(self._listener.received())
+        self._change_feed.notify()
 
-    def _attend(self) -> None:
+    def _poll(self) -> None:
         while not self._ended.wait(self._tick_seconds):
             try:
                 self._tick()
@@ -65,9 +67,9 @@ class Poller:
                 log.exception("attendance.failed")
 
     def _tick(self) -> None:
-        if seen := self._presence.take():
+        if seen := self._last_seen.take():
             with self._database.transaction() as session:
                 note_seen(session, seen)
-        if waiting := self._gate.workers:
+        if waiting := self._waiters.workers:
             with self._database.snapshot() as session:
-                self._gate.notify(offered_to(session, waiting))
+                self._waiters.notify(offered_to(session, waiting))

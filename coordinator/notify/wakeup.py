@@ -1,8 +1,8 @@
-"""How the processes of one coordinator wake each other at once.
+"""Wakeups between the processes of one coordinator.
 
-Whoever serves rings for the conductors when something happened, and a conductor rings at everyone who serves for
-workers that have something to do. Beside SQLite, by datagrams in a folder of the machine; on PostgreSQL, by its
-notifications. A bell says nothing that the tables do not; one that is lost costs a tick.
+A process that serves wakes the conductors after a change; a conductor wakes every process that serves when workers
+have a task. With SQLite they are datagrams to sockets in a folder of the machine, with PostgreSQL its notifications.
+A wakeup carries nothing that the tables do not; a lost one costs a tick.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ CONDUCTOR = "conductor"
 SERVING = "serving-"
 _CONDUCTING, _SERVING = "tessera_conducting", "tessera_serving"
 BATCH = 200
-"""Workers that one ring is about: PostgreSQL takes 8,000 bytes."""
+"""Workers of one message: PostgreSQL permits 8,000 bytes."""
 SEND_SECONDS = 1
-"""How long the conductor waits for a process that does not listen."""
+"""How long the conductor waits for a process that does not read its socket."""
 
 MAX_ADDRESS_LENGTH = 100
-"""Bytes; Linux takes 107, others less."""
+"""Bytes of a socket's address; Linux permits 107, other systems fewer."""
 
 log = structlog.get_logger()
 
 
 class WakeupChannel(Protocol):
-    def call(self) -> None:
-        """Ring for the conductors. One that has not come to its last few rings yet needs no further one."""
+    def wake_conductor(self) -> None:
+        """Wake the conductors. One with unread wakeups may miss this one."""
 
-    def wake(self, worker_ids: Sequence[str]) -> None:
-        """Ring for workers, wherever they wait."""
+    def wake_workers(self, worker_ids: Sequence[str]) -> None:
+        """Wake these workers in every process where they may wait."""
 
-    def hung_up(self, name: str) -> WakeupListener:
-        """Return a bell under this name, which nobody else alive on this machine has."""
+    def listener(self, name: str) -> WakeupListener:
+        """Return a listener of this name, which must be unique among the live processes of this machine."""
 
 
-class FolderBells:
-    """A folder of bells."""
+class SocketWakeups:
+    """Wakeups by datagrams to the sockets in a folder."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
 
-    def call(self) -> None:
-        with suppress(OSError), _datagrams() as sender, self._addressed(CONDUCTOR) as address:
+    def wake_conductor(self) -> None:
+        with suppress(OSError), _datagrams() as sender, self._address(CONDUCTOR) as address:
             sender.sendto(b"", socket.MSG_DONTWAIT, address)
 
-    def wake(self, worker_ids: Sequence[str]) -> None:
+    def wake_workers(self, worker_ids: Sequence[str]) -> None:
         batches = _batches(worker_ids)
         for path in self._folder.glob(f"{SERVING}*") if batches else ():
             try:
-                with _datagrams() as sender, self._addressed(path.name) as address:
+                with _datagrams() as sender, self._address(path.name) as address:
                     for batch in batches:
                         sender.sendto(batch.encode(), address)
             except ConnectionRefusedError:
@@ -71,17 +71,17 @@ class FolderBells:
             except OSError as fault:
                 log.warning("bell.not_heard", name=path.name, detail=str(fault))
 
-    def hung_up(self, name: str) -> WakeupListener:
+    def listener(self, name: str) -> WakeupListener:
         path = self._folder / name
         path.unlink(missing_ok=True)
         listening = _datagrams()
-        with self._addressed(name) as address:
+        with self._address(name) as address:
             listening.bind(address)
         return WakeupListener(listening, lambda: path.unlink(missing_ok=True))
 
     @contextmanager
-    def _addressed(self, name: str) -> Iterator[str]:
-        """Yield a bell's address, which may not be as long as a path may."""
+    def _address(self, name: str) -> Iterator[str]:
+        """Yield a socket's address, by a descriptor of the folder if the path is too long for one."""
         direct = self._folder / name
         if len(os.fsencode(direct)) < MAX_ADDRESS_LENGTH:
             yield str(direct)
@@ -94,41 +94,40 @@ class FolderBells:
 
 
 class PostgresWakeups:
-    """Bells by notifications of PostgreSQL, which reach every machine."""
+    """Wakeups by notifications of PostgreSQL, which reach every machine."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def call(self) -> None:
-        self._tell(_CONDUCTING, "")
+    def wake_conductor(self) -> None:
+        self._send(_CONDUCTING, "")
 
-    def wake(self, worker_ids: Sequence[str]) -> None:
+    def wake_workers(self, worker_ids: Sequence[str]) -> None:
         for batch in _batches(worker_ids):
-            self._tell(_SERVING, batch)
+            self._send(_SERVING, batch)
 
-    def _tell(self, channel: str, message: str) -> None:
+    def _send(self, channel: str, message: str) -> None:
         try:
             self._database.tell(channel, message)
         except DATABASE_AWAY as fault:
-            # What it is about was committed: the next tick finds it.
+            # The change was committed: the next tick finds it.
             log.warning("bell.not_rung", channel=channel, detail=str(fault))
 
-    def hung_up(self, name: str) -> WakeupListener:
+    def listener(self, name: str) -> WakeupListener:
         channel = _CONDUCTING if name == CONDUCTOR else _SERVING
         ended = threading.Event()
-        listening, ringing = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        threading.Thread(
-            target=_pass_on, args=(self._database, channel, ringing, ended), name=channel, daemon=True
-        ).start()
+        listening, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        arguments = (self._database, channel, sender, ended)
+        threading.Thread(target=_forward, args=arguments, name=channel, daemon=True).start()
         return WakeupListener(listening, ended.set)
 
 
-def _pass_on(database: Database, channel: str, ringing: socket.socket, ended: threading.Event) -> None:
-    with ringing:
+def _forward(database: Database, channel: str, sender: socket.socket, ended: threading.Event) -> None:
+    with sender:
         for message in database.heard(channel, ended):
-            # Whoever has not come to the rings before, or is gone, needs no further one.
+            # A listener with unread wakeups, or one that is gone, needs no further one.
             with suppress(OSError):
-                ringing.send(message.encode() or b"[]", socket.MSG_DONTWAIT)
+                sender.send(message.encode() or b"[]", socket.MSG_DONTWAIT)
 
 
 def _batches(worker_ids: Sequence[str]) -> list[str]:
@@ -136,41 +135,41 @@ def _batches(worker_ids: Sequence[str]) -> list[str]:
 
 
 def _datagrams() -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_SECONDS, 0))
-    return made
+    created = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    created.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_SECONDS, 0))
+    return created
 
 
-def own_name() -> str:
-    """Return a name under which one process that serves is woken."""
+def serving_name() -> str:
+    """Return a unique listener name for a process that serves."""
     return SERVING + uuid.uuid4().hex
 
 
 class WakeupListener:
-    """What is listened to, until the end of `with`."""
+    """A socket that receives wakeups until the end of `with`."""
 
-    def __init__(self, listening: socket.socket, take_down: Callable[[], object]) -> None:
+    def __init__(self, listening: socket.socket, close: Callable[[], object]) -> None:
         self.socket = listening
-        self._take_down = take_down
+        self._close = close
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *fault: object) -> None:
         self.socket.close()
-        self._take_down()
+        self._close()
 
     def wait(self) -> None:
-        """Until it is rung. All rings so far count as one."""
+        """Wait for a wakeup; all unread ones count as one."""
         self.socket.recv(1)
         with suppress(BlockingIOError):
             while True:
                 self.socket.recv(1, socket.MSG_DONTWAIT)
 
-    def rung_for(self) -> list[str]:
-        """Return the workers that it was rung for since the last time; does not wait."""
-        found: list[str] = []
+    def received(self) -> list[str]:
+        """Return the workers of all unread wakeups, without waiting."""
+        workers: list[str] = []
         with suppress(BlockingIOError):
             while True:
-                found += json.loads(self.socket.recv(1 << 16, socket.MSG_DONTWAIT))
-        return found
+                workers += json.loads(self.socket.recv(1 << 16, socket.MSG_DONTWAIT))
+        return workers

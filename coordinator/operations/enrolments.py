@@ -51,7 +51,7 @@ def ask(services: Services, spec: EnrolmentSpec, address: str, secret: str | Non
 
     The same hash again is the same request.
     """
-    services.admission.enrols(address)
+    services.admission.count_enrolment(address)
     try:
         with services.database.transaction() as session:
             now = services.database.now()
@@ -65,7 +65,7 @@ def ask(services: Services, spec: EnrolmentSpec, address: str, secret: str | Non
                 row = _wait(session, now, spec, address, services.settings.pending_enrolments)
             return views.enrolment_view(row, now)
     except Unauthenticated:
-        services.admission.failed(address)
+        services.admission.count_failure(address)
         raise
 
 
@@ -74,10 +74,10 @@ def get_enrolment(services: Services, enrolment_id: str, address: str, secret: s
     with services.database.snapshot() as session:
         row = session.get(EnrolmentRow, enrolment_id)
         if row is None or not secrets.compare_digest(row.secret_hash, hash_of(secret)):
-            services.admission.failed(address)
+            services.admission.count_failure(address)
             raise NotFound(f"there is no enrolment {enrolment_id} with this secret")
         view = views.enrolment_view(row, services.database.now())
-    services.admission.asked(view.id)
+    services.admission.count_request(view.id)
     return view
 
 

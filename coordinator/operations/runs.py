@@ -64,7 +64,7 @@ def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | 
             return views.run_view(session, run)
 
         run = once(session, now, caller, key, spec, Run, create)
-    services.call()
+    services.wake_conductor()
     get_current_span().add_link(ids_in(traceparent_of(run.id, 1)))
     return run
 
@@ -102,7 +102,7 @@ def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatc
         move_run(session, services.database.now(), caller.actor, run_id, event)
         session.refresh(row)
         run = views.run_view(session, row)
-    services.call()
+    services.wake_conductor()
     return run
 
 

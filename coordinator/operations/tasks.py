@@ -44,17 +44,17 @@ async def claim(
     caller: Principal,
     request: Claim,
     wait_seconds: float,
-    hung_up: Callable[[], Coroutine[Any, Any, None]],
+    disconnected: Callable[[], Coroutine[Any, Any, None]],
 ) -> Task | None:
     """Lease the next task that is offered to the worker, waiting for one until the time is over.
 
-    `hung_up` returns when the caller has hung up: nothing may be leased to it then.
+    `disconnected` returns when the caller has hung up: nothing may be leased to it then.
     """
     clock = asyncio.get_running_loop().time
     deadline = clock() + wait_seconds
     worker_id = await to_thread.run_sync(declare, services, caller, request)
-    with services.gate.waiting(worker_id) as bell:
-        watcher, rung = asyncio.create_task(hung_up()), False
+    with services.waiters.waiting(worker_id) as bell:
+        watcher, rung = asyncio.create_task(disconnected()), False
         watcher.add_done_callback(lambda _: bell.set())
         try:
             while not watcher.done():
@@ -63,10 +63,10 @@ async def claim(
                 if task := await to_thread.run_sync(next_task):
                     return task
                 with suppress(TimeoutError):
-                    if not services.gate.closed:
+                    if not services.waiters.closed:
                         await asyncio.wait_for(bell.wait(), deadline - clock())
                 rung = bell.is_set()
-                if services.gate.closed or not rung:
+                if services.waiters.closed or not rung:
                     break
         finally:
             watcher.cancel()
@@ -80,14 +80,14 @@ def declare(services: Services, caller: Principal, request: Claim) -> str:
     with services.database.snapshot() as session:
         worker_id = enrolled(session, site_id, request)
     if worker_id is None:
-        services.admission.declares(site_id)
+        services.admission.count_declaration(site_id)
         with services.database.transaction() as session:
             worker_id, nbytes = enrol(session, now, site_id, request, services.settings.max_workers_per_site)
-            services.room.require(nbytes)
+            services.disk.require(nbytes)
             services.uploads.quota.note_bytes(session, now, site_id, nbytes)
             tasks.withhold(session, now, caller.actor, worker_id, request.withheld)
-        services.call()
-    services.presence.note(worker_id, now)
+        services.wake_conductor()
+    services.last_seen.note(worker_id, now)
     return worker_id
 
 
@@ -184,7 +184,7 @@ def heartbeat(services: Services, caller: Principal, task_id: str, request: Hear
         record = tasks.find_task(session, task_id, caller.site_id)
         record.require_lease(request.token)
         tasks.renew(session, record.task, now + seconds, request.progress)
-        services.presence.note(record.worker.id, now)
+        services.last_seen.note(record.worker.id, now)
     return Lease(lease_seconds=seconds)
 
 
@@ -252,7 +252,7 @@ def fail(services: Services, caller: Principal, task_id: str, report: Failure) -
             if withheld:
                 tasks.note_withheld(record, problem.detail)
         view = _view(record, caller)
-    services.call()
+    services.wake_conductor()
     return view
 
 
@@ -265,7 +265,7 @@ def release(services: Services, caller: Principal, task_id: str, request: Heartb
             now = services.database.now()
             tasks.settle(session, now, caller.actor, record, request.token, "release", columns)
         view, worker_id = _view(record, caller), record.worker.id
-    services.wake([worker_id])
+    services.wake_workers([worker_id])
     return view
 
 
@@ -316,7 +316,7 @@ def _accept(
             nbytes = len(json.dumps(columns["metrics"]))
             services.uploads.quota.note_bytes(session, now, caller.site_id or "", nbytes)
         view = _view(record, caller)
-    services.call()
+    services.wake_conductor()
     return view
 
 
@@ -324,5 +324,5 @@ def _reject(services: Services, caller: Principal, judged: TaskRecord, columns: 
     with services.database.transaction() as session:
         now, record = services.database.now(), tasks.reload(session, judged)
         tasks.settle(session, now, caller.actor, record, judged.task.token, "reject", columns)
-    services.call()
+    services.wake_conductor()
     UPDATES_TOTAL.labels(outcome="rejected").inc()

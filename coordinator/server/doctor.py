@@ -109,7 +109,7 @@ def _blobs(services: Services) -> Iterator[Finding]:
 
 def _disk(services: Services) -> Iterator[Finding]:
     reserve = services.settings.disk_reserve_bytes
-    if services.room.has():
+    if services.disk.has():
         yield ok("disk", f"more is free than the reserve of {reserve} bytes")
     else:
         yield fail("disk", f"less is free than the reserve of {reserve} bytes", "Free some, or add a disk.")

@@ -123,7 +123,7 @@ def require_free(settings: CoordinatorSettings) -> None:
         ) from fault
 
 
-def make_room(connections: int) -> None:
+def raise_file_limit(connections: int) -> None:
     """Let this process open as many files as it takes connections, as far as the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES

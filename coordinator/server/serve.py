@@ -14,7 +14,7 @@ from tessera.coordinator.app import create_app
 from tessera.coordinator.conductor.child_process import ChildConductor
 from tessera.coordinator.server.http_limits import (
     configuration,
-    make_room,
+    raise_file_limit,
 )
 from tessera.coordinator.services import Services
 from tessera.shared.telemetry import spans
@@ -25,10 +25,10 @@ log = structlog.get_logger()
 def serve(services: Services, child: ChildConductor | None) -> None:
     """Serve the API until a signal ends it, with the child beside it that moves the rounds."""
     settings = services.settings
-    make_room(settings.max_connections)
+    raise_file_limit(settings.max_connections)
     spans.begin("tessera-coordinator")
     config = configuration(create_app(services, conduct=False), settings)
-    set_aside()
+    freeze_imports()
     scheme = "https" if settings.tls_cert else "http"
     log.info("coordinator.serving", url=f"{scheme}://{settings.host}:{settings.port}")
     if child:
@@ -36,7 +36,7 @@ def serve(services: Services, child: ChildConductor | None) -> None:
     _Server(config, services, child).run()
 
 
-def set_aside() -> None:
+def freeze_imports() -> None:
     """Have the garbage collector pass over what is there by now, which stays.
 
     Else it goes through all that was imported each few dozen requests, one of which takes 80 ms longer.
@@ -53,7 +53,7 @@ class _Server(uvicorn.Server):
         self._child = child
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._services.send_home()
+        self._services.release_waiters()
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

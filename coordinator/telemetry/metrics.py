@@ -124,9 +124,11 @@ class TableCollector(Collector):
         ready = float(readiness(self._services).ready)
         yield GaugeMetricFamily("tessera_ready", "Whether this process can do its work", ready)
         yield GaugeMetricFamily("tessera_live_workers", "Workers heard of lately", live)
-        yield GaugeMetricFamily("tessera_waiting_workers", "Workers waiting here", len(self._services.gate.workers))
+        yield GaugeMetricFamily(
+            "tessera_waiting_workers", "Workers waiting here", len(self._services.waiters.workers)
+        )
         yield GaugeMetricFamily("tessera_blobs", "Blobs stored", blobs)
-        yield GaugeMetricFamily("tessera_disk_free_bytes", "Bytes free on the disk", self._services.room.free_bytes())
+        yield GaugeMetricFamily("tessera_disk_free_bytes", "Bytes free on the disk", self._services.disk.free_bytes())
         yield GaugeMetricFamily(
             "tessera_memory_used_ratio", "Share of the memory in use", self._services.memory.share()
         )
@@ -196,5 +198,5 @@ def readiness(services: Services) -> Readiness:
         ready=schema and writable,
         schema_at_head=schema,
         store_writable=writable,
-        store_has_space=services.room.has(),
+        store_has_space=services.disk.has(),
     )

@@ -368,7 +368,7 @@ class World:
             for where, name, virtual in (
                 (conductor, "threading", threads),
                 (services_module, "_engine", lambda settings: None),
-                (services_module, "Shares", AtOnce),
+                (services_module, "FairThreadPool", AtOnce),
                 (blobs_module, "ThreadPoolExecutor", Inline),
                 (blobs_module, "_flush", flush),
                 (uploads_module, "asyncio", async_io),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 from sqlalchemy import func, select, update
 
 from tessera.coordinator.db.tables import AuditRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.services import Services, assemble
 from tessera.shared.api.runs import Cohort
+from tests.support import databases
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.histories import Finding, Log, RecordingClient, check, read
@@ -19,40 +23,55 @@ Lines = list[dict[str, Any]]
 MODEL = small_model()
 
 
+@pytest.fixture(scope="module")
+def past(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """What a run of two rounds leaves, in files, and two workers' history of it, as their clients wrote it."""
+    folder = tmp_path_factory.mktemp("past")
+    logs, workers = [folder / f"{site}.jsonl" for site in "ab"], []
+    with databases.running_on("sqlite"), LiveCoordinator(folder / "coordinator") as coordinator:
+        for site, path in zip("ab", logs, strict=True):
+            token = coordinator.token("site", site)
+            recording = RecordingClient(coordinator.url, token, Log(path=path), f"{site}/w", verify=False)
+            workers.append(ScriptedWorker(recording))
+            workers[-1].enrol()
+        client = coordinator.client()
+        run = start_run(client, MODEL, values(MODEL), rounds=2, cohort=Cohort(size=2, quorum=2))
+        for _ in range(2):
+            for step, worker in enumerate(workers, start=1):
+                worker.train(worker.take(), step=step)
+        until(lambda: client.run(run.id).state == "completed")
+        for worker in workers:
+            worker.client.close()
+    return folder / "coordinator", logs
+
+
 @pytest.fixture
-def history(coordinator: LiveCoordinator, tmp_path: Path) -> Lines:
-    """Two workers' history of a run of two rounds, as their clients wrote it."""
-    logs = []
-    workers = []
-    for site in "ab":
-        token = coordinator.token("site", site)
-        logs.append(tmp_path / f"{site}.jsonl")
-        log = Log(path=logs[-1])
-        workers.append(ScriptedWorker(RecordingClient(coordinator.url, token, log, f"{site}/w", verify=False)))
-        workers[-1].enrol()
-    client = coordinator.client()
-    run = start_run(client, MODEL, values(MODEL), rounds=2, cohort=Cohort(size=2, quorum=2))
-    for _ in range(2):
-        for step, worker in enumerate(workers, start=1):
-            worker.train(worker.take(), step=step)
-    until(lambda: client.run(run.id).state == "completed")
-    for worker in workers:
-        worker.client.close()
-    return read(logs)
+def history(past: tuple[Path, list[Path]]) -> Lines:
+    return read(past[1])
 
 
-def found(coordinator: LiveCoordinator, lines: Lines) -> list[Finding]:
-    return check(lines, coordinator.services.database, coordinator.services.blobs)
+@pytest.fixture
+def services(past: tuple[Path, list[Path]], tmp_path: Path) -> Iterator[Services]:
+    """Over a copy of what the run left, to be spoilt."""
+    folder = shutil.copytree(past[0], tmp_path / "coordinator")
+    with databases.running_on("sqlite"):
+        made = assemble(LiveCoordinator(folder).settings)
+    yield made
+    made.database.close()
 
 
-def kinds(coordinator: LiveCoordinator, lines: Lines) -> set[str]:
-    return {finding.kind for finding in found(coordinator, lines)}
+def found(services: Services, lines: Lines) -> list[Finding]:
+    return check(lines, services.database, services.blobs)
 
 
-def test_a_good_history_has_nothing_to_be_found(coordinator: LiveCoordinator, history: Lines) -> None:
+def kinds(services: Services, lines: Lines) -> set[str]:
+    return {finding.kind for finding in found(services, lines)}
+
+
+def test_a_good_history_has_nothing_to_be_found(services: Services, history: Lines) -> None:
     assert sum(line.get("did") == "submit" for line in history) == 4
     assert sum(line.get("told", {}).get("state") == "accepted" for line in history) == 4
-    assert found(coordinator, history) == []
+    assert found(services, history) == []
 
 
 def repeated(history: Lines, **changes: object) -> Lines:
@@ -64,33 +83,31 @@ def repeated(history: Lines, **changes: object) -> Lines:
     return [*history, {**asked, **again, **changes}, {**told, **again}]
 
 
-def test_two_tokens_that_were_both_accepted_are_found(coordinator: LiveCoordinator, history: Lines) -> None:
-    assert kinds(coordinator, repeated(history, token=2)) == {"twice", "lost"}
+def test_two_tokens_that_were_both_accepted_are_found(services: Services, history: Lines) -> None:
+    assert kinds(services, repeated(history, token=2)) == {"twice", "lost"}
 
 
-def test_two_updates_of_one_task_that_were_both_accepted_are_found(
-    coordinator: LiveCoordinator, history: Lines
-) -> None:
-    assert kinds(coordinator, repeated(history, update=f"sha256:{'1' * 64}")) == {"twice", "lost"}
+def test_two_updates_of_one_task_that_were_both_accepted_are_found(services: Services, history: Lines) -> None:
+    assert kinds(services, repeated(history, update=f"sha256:{'1' * 64}")) == {"twice", "lost"}
 
 
-def test_an_update_that_was_made_from_another_version_is_found(coordinator: LiveCoordinator, history: Lines) -> None:
-    assert kinds(coordinator, repeated(history, version=f"sha256:{'1' * 64}")) == {"wrong-round"}
+def test_an_update_that_was_made_from_another_version_is_found(services: Services, history: Lines) -> None:
+    assert kinds(services, repeated(history, version=f"sha256:{'1' * 64}")) == {"wrong-round"}
 
 
-def test_an_update_that_was_made_for_another_round_is_found(coordinator: LiveCoordinator, history: Lines) -> None:
-    assert kinds(coordinator, repeated(history, round=7)) == {"wrong-round"}
+def test_an_update_that_was_made_for_another_round_is_found(services: Services, history: Lines) -> None:
+    assert kinds(services, repeated(history, round=7)) == {"wrong-round"}
 
 
-def test_a_refusal_after_an_acceptance_is_found(coordinator: LiveCoordinator, history: Lines) -> None:
+def test_a_refusal_after_an_acceptance_is_found(services: Services, history: Lines) -> None:
     lines = repeated(history)
     lines[-1]["told"] = {"problem": "lease-lost"}
-    assert kinds(coordinator, lines) == {"contradiction"}
+    assert kinds(services, lines) == {"contradiction"}
 
 
-def test_an_accepted_update_that_nobody_sent_is_found(coordinator: LiveCoordinator, history: Lines) -> None:
+def test_an_accepted_update_that_nobody_sent_is_found(services: Services, history: Lines) -> None:
     first = next(line["id"] for line in history if line.get("did") == "submit")
-    assert kinds(coordinator, [line for line in history if line["id"] != first]) == {"never-sent"}
+    assert kinds(services, [line for line in history if line["id"] != first]) == {"never-sent"}
 
 
 FIRST = select(VersionRow.digest).where(VersionRow.number == 0).scalar_subquery()
@@ -115,11 +132,11 @@ SPOILT: dict[str, tuple[Any, set[str]]] = {
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_a_spoilt_database_is_found(coordinator: LiveCoordinator, history: Lines, name: str) -> None:
+def test_a_spoilt_database_is_found(services: Services, history: Lines, name: str) -> None:
     spoil, wanted = SPOILT[name]
-    with coordinator.services.database.transaction() as session:
+    with services.database.transaction() as session:
         session.execute(spoil)
-    assert kinds(coordinator, history) == wanted
+    assert kinds(services, history) == wanted
 
 
 def test_a_line_that_was_cut_off_is_no_line(tmp_path: Path) -> None:
@@ -128,15 +145,15 @@ def test_a_line_that_was_cut_off_is_no_line(tmp_path: Path) -> None:
     assert [line["id"] for line in read([path])] == ["w.jsonl:0"]
 
 
-def test_one_wish_that_made_two_runs_is_found(coordinator: LiveCoordinator, history: Lines) -> None:
+def test_one_wish_that_made_two_runs_is_found(services: Services, history: Lines) -> None:
     created = [{"id": f"c{n}", "at": n, "who": "o", "did": "create", "key": "k"} for n in range(2)]
     run = next(line["told"]["run"] for line in history if "run" in line.get("told", {}))
     answers = [{"id": f"c{n}", "at": n, "told": {"id": name}} for n, name in enumerate([run, "another"])]
-    assert kinds(coordinator, [*history, *created, *answers]) == {"twice", "lost"}
+    assert kinds(services, [*history, *created, *answers]) == {"twice", "lost"}
 
 
-def test_a_cancellation_that_was_lost_is_found(coordinator: LiveCoordinator, history: Lines) -> None:
+def test_a_cancellation_that_was_lost_is_found(services: Services, history: Lines) -> None:
     run = next(line["told"]["run"] for line in history if "run" in line.get("told", {}))
     asked = {"id": "p", "at": 0.0, "who": "o", "did": "patch", "run": run, "state": "cancelled"}
     told = {"id": "p", "at": 1.0, "told": {"id": run, "state": "cancelled"}}
-    assert kinds(coordinator, [*history, asked, told]) == {"lost"}
+    assert kinds(services, [*history, asked, told]) == {"lost"}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import fastapi.routing
@@ -16,6 +18,8 @@ import httpx
 import pytest
 import structlog
 import uvicorn
+import uvicorn.server
+from sqlalchemy import event
 
 from tessera.coordinator.app import create_app
 from tessera.coordinator.auth.tokens import issue_token
@@ -29,16 +33,25 @@ from tessera.shared.problems import MEDIA_TYPE, Problem, ProblemDocument
 from tessera.shared.schema import TokenRole
 from tests.support.databases import url_in
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
+"""More than the busiest machine needs; what comes does so long before."""
+
+TICK_SECONDS = 0.5
+"""Far apart, since a look at the runs costs more than most tests; what happens, and a clock that is moved, calls for
+one at once."""
 
 ROOMY = {"disk_reserve_bytes": 0, "memory_limit_bytes": 1 << 40}
 """How full the machine is that runs the tests is no matter of theirs."""
 
+# What is logged is shown with a test that fails. Neither on stderr, where a command of the same process says its own,
+# nor in pytest's output, which anything else would litter that a thread says between two tests.
+LOG = logging.getLogger("tessera")
+LOG.setLevel(logging.DEBUG)
+LOG.addHandler(logging.NullHandler())
 # The default renders a traceback with all local values, which takes seconds.
 structlog.configure(
     [structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)],
-    # And what a command says meanwhile, in this process, is its own.
-    logger_factory=structlog.PrintLoggerFactory(sys.__stderr__),
+    logger_factory=lambda *_: LOG,
 )
 
 
@@ -63,17 +76,28 @@ def _make_routes_once() -> None:
 _make_routes_once()
 
 
+def _look_often() -> None:
+    """Uvicorn looks every 0.1 s whether it is to stop, and again for each thing it waits for then."""
+    uvicorn.server.asyncio = SimpleNamespace(**{**vars(asyncio), "sleep": lambda s: asyncio.sleep(s / 10)})
+
+
+_look_often()
+
+
 class Clock:
-    """A clock that moves only when a test moves it."""
+    """A clock that moves only when a test moves it, and then wakes the coordinators that go by it."""
 
     def __init__(self, at: float = 1_800_000_000.0) -> None:
         self.at = at
+        self.moved: list[Callable[[], None]] = []
 
     def __call__(self) -> float:
         return self.at
 
     def advance(self, seconds: float) -> None:
         self.at += seconds
+        for call in self.moved:
+            call()
 
 
 class LiveCoordinator:
@@ -85,7 +109,7 @@ class LiveCoordinator:
             "blob_url": str(folder / "blobs"),
             "staging_dir": folder / "staging",
         }
-        quick = {"tick_seconds": 0.05, "cohort_wait_seconds": 0, "max_wait_seconds": 5.0, **ROOMY}
+        quick = {"tick_seconds": TICK_SECONDS, "cohort_wait_seconds": 0, "max_wait_seconds": 5.0, **ROOMY}
         self.settings = CoordinatorSettings(**{**places, **quick, **settings})
         self._port = settings.get("port", 0)
         self._clock = clock
@@ -93,6 +117,10 @@ class LiveCoordinator:
 
     def __enter__(self) -> Self:
         self.services: Services = assemble(self.settings, self._clock)
+        if self.services.database.is_sqlite:
+            event.listen(self.services.database.engine, "connect", _without_waiting)
+        if isinstance(self._clock, Clock):
+            self._clock.moved.append(self.services.wake_conductor)
         self.services.blobs.sweep()
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", self._port))
@@ -105,10 +133,12 @@ class LiveCoordinator:
         return self
 
     def __exit__(self, *fault: object) -> None:
-        self.services.send_home()
+        self.services.release_waiters()
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()
+        if isinstance(self._clock, Clock):
+            self._clock.moved.remove(self.services.wake_conductor)
         for client in self._clients:
             client.close()
 
@@ -145,6 +175,11 @@ class LiveCoordinator:
         client = httpx.Client(base_url=self.url, headers=headers, verify=False, timeout=30)  # noqa: S501 (no TLS)
         self._clients.append(client)
         return client
+
+
+def _without_waiting(connection: Any, record: object) -> None:
+    """Nobody cuts this machine's power."""
+    connection.execute("PRAGMA synchronous=OFF")
 
 
 def until(condition: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:

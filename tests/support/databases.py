@@ -17,11 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from alembic import command
-from sqlalchemy import URL, create_engine, make_url
+from sqlalchemy import URL, Engine, create_engine, make_url
+from sqlalchemy.util import LRUCache
 
 from tessera.coordinator.db.engine import Database, alembic_config
+from tessera.coordinator.db.tables import Table
 
 CHOSEN = os.environ.get("TESSERA_TEST_DATABASE", "")
 EACH = {"": ("sqlite", "postgresql"), "sqlite": ("sqlite",)}.get(CHOSEN, ("postgresql",))
@@ -31,6 +34,44 @@ on = EACH[0]
 """What the present test runs on."""
 _made: dict[tuple[Path, str], str] = {}
 """The databases of PostgreSQL by the folder and name that they were asked for under."""
+_whole: list[str] = []
+"""Those of them that were made with the schema at head, and those that are there to be had again."""
+_free: list[str] = []
+
+SCHEMA = """
+SELECT md5(string_agg(told, '|' ORDER BY told)) FROM (
+  SELECT version_num AS told FROM alembic_version
+  UNION ALL SELECT indexdef FROM pg_indexes WHERE schemaname = 'public'
+  UNION ALL SELECT conname || pg_get_constraintdef(oid) FROM pg_constraint
+  UNION ALL SELECT tgname FROM pg_trigger
+  UNION ALL SELECT table_name || column_name || data_type || is_nullable
+    FROM information_schema.columns WHERE table_schema = 'public'
+) AS all_of_it
+"""
+
+
+class _Compiled(LRUCache[Any, Any]):
+    """Statements by what they say and the kind of database, whichever engine they were compiled for."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get((key[0].name, *key[1:]), default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__((key[0].name, *key[1:]), value)
+
+
+def _compile_once() -> None:
+    """Each test has an engine of its own, which would compile all statements anew: a tenth of what many tests do."""
+    make, compiled = Engine.__init__, _Compiled(5000)
+
+    def make_with_compiled(self: Engine, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        self._compiled_cache = compiled
+
+    Engine.__init__ = make_with_compiled  # type: ignore[method-assign]
+
+
+_compile_once()
 
 
 def url_in(folder: Path, name: str = "tessera") -> str:
@@ -63,19 +104,51 @@ def running_on(kind: str) -> Iterator[None]:
 
 @contextmanager
 def dropped() -> Iterator[None]:
-    """Drops at its end what was made since its beginning."""
+    """Drops at its end what was made since its beginning, or empties it for the next test, which is much faster."""
     before = set(_made)
     yield
     for key in set(_made) - before:
-        _execute(f'DROP DATABASE "{make_url(_made.pop(key)).database}" WITH (FORCE)')
+        url = _made.pop(key)
+        if url in _whole and _emptied(url):
+            _free.append(url)
+        else:
+            _execute(f'DROP DATABASE "{make_url(url).database}" WITH (FORCE)')
+
+
+def _emptied(url: str) -> bool:
+    """Takes everything out of a database, unless its schema was changed; whether it is as if newly made."""
+    name = make_url(url).database
+    _execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'")
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        whole = connection.exec_driver_sql(SCHEMA).scalar() == _schema()
+        if whole:
+            tables = reversed(Table.metadata.sorted_tables)
+            connection.exec_driver_sql("; ".join(f"DELETE FROM {table.name}" for table in tables))
+    engine.dispose()
+    return whole
 
 
 def _new(folder: Path, name: str, template: str) -> str:
+    if template != "template1" and _free:
+        _made[folder, name] = _free.pop()
+        return _made[folder, name]
     database = f"tessera_{uuid.uuid4().hex}"
     _execute(f'CREATE DATABASE "{database}" TEMPLATE "{template}"')
     url = server().set(database=database).render_as_string(hide_password=False)
     _made[folder, name] = url
+    if template != "template1":
+        _whole.append(url)
     return url
+
+
+@lru_cache(maxsize=1)
+def _schema() -> str:
+    engine = create_engine(server().set(database=_template()))
+    with engine.connect() as connection:
+        told = str(connection.exec_driver_sql(SCHEMA).scalar())
+    engine.dispose()  # nothing may be connected to what is copied
+    return told
 
 
 @lru_cache(maxsize=1)
@@ -108,7 +181,8 @@ def close() -> None:
     """To be called once at the end, for a server that goes on."""
     if _template.cache_info().currsize:
         with suppress(Exception):
-            _execute(f'DROP DATABASE "{_template()}" WITH (FORCE)')
+            for name in (_template(), *(make_url(url).database for url in _free)):
+                _execute(f'DROP DATABASE "{name}" WITH (FORCE)')
 
 
 def _execute(statement: str) -> None:

@@ -24,6 +24,9 @@ from tessera.shared.updates.update_file import TrainedBlock, write_update
 
 Arrays = Mapping[str, np.ndarray]
 
+_FETCHED: dict[str, bytes] = {}
+"""Blobs by their digest: what has the same is the same, whichever coordinator it came from."""
+
 
 def small_model(width: int = 4) -> Model:
     """One attention layer, its query, key and value fused, with an MLP and a head."""
@@ -74,6 +77,8 @@ class ScriptedWorker:
     withheld: dict[str, str] = field(default_factory=dict)
     version: str = ""
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
+    forgets: bool = False
+    """Fetches each blob every time, for tests of which requests are made."""
 
     def claim(self, wait_seconds: int = 5) -> Task | None:
         claim = Claim(
@@ -93,17 +98,20 @@ class ScriptedWorker:
         """Makes itself known. A task that it gets by the way, `take` gets again."""
         self.claim(0)
 
-    def take(self, wait_seconds: int = 5) -> Task:
-        task = self.claim(wait_seconds)
-        assert task is not None, f"no task was offered to {self.name} within {wait_seconds} s"
-        return task
+    def take(self) -> Task:
+        """A task, for which it asks again for as long as a busy machine may need to offer one."""
+        for _ in range(12):
+            if task := self.claim():
+                return task
+        raise AssertionError(f"no task was offered to {self.name}")
 
     def fetch(self, task: Task) -> dict[str, np.ndarray]:
         model, manifest = self.client.model(task.model), self.client.manifest(task.version.digest)
-        return {
-            b.name: from_bytes(self.client.read_blob(manifest.blocks[b.name]), b.dtype).reshape(b.shape)
-            for b in task.plan.fetch.resolve(model.blocks)
-        }
+        digests = {b: manifest.blocks[b.name] for b in task.plan.fetch.resolve(model.blocks)}
+        for digest in digests.values():
+            if self.forgets or digest not in _FETCHED:
+                _FETCHED[digest] = self.client.read_blob(digest)
+        return {b.name: from_bytes(_FETCHED[at], b.dtype).reshape(b.shape) for b, at in digests.items()}
 
     def upload(self, task: Task, changed: Arrays) -> str:
         """Writes these blocks as an update, asked for or not, uploads it and returns its digest."""

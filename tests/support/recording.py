@@ -67,7 +67,7 @@ def conversation(client: Client, begin: Callable[[], object]) -> list[Task]:
 
     `begin` has the run started, on a coordinator that has no other.
     """
-    worker = ScriptedWorker(client, instance="0" * 32)
+    worker = ScriptedWorker(client, instance="0" * 32, forgets=True)
     judge = ScriptedWorker(client, "judge", kinds=("evaluate",), datasets={"test": 5}, instance="1" * 32)
     worker.enrol()
     judge.enrol()

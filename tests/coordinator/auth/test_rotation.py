@@ -75,7 +75,7 @@ def test_a_claim_that_waits_ends_when_its_token_is_revoked(coordinator: LiveCoor
         waiting = pool.submit(http.post, "/v1/tasks/claim", json=CLAIM, headers={"Prefer": "wait=5"})
         beside = {**CLAIM, "worker": "v"}
         other = pool.submit(colleague.post, "/v1/tasks/claim", json=beside, headers={"Prefer": "wait=2"})
-        until(lambda: len(coordinator.services.gate.workers) == 2)
+        until(lambda: len(coordinator.services.waiters.workers) == 2)
         admin.revoke_token(token.id)
         # Long before the five seconds that it would wait, after which it would be 204.
         assert "revoked" in refused(waiting.result(4), 401, "unauthenticated").detail
@@ -123,7 +123,7 @@ def test_a_suspended_site_is_chosen_for_no_round_and_waits_for_nothing(coordinat
     (site,) = (site for site in admin.sites() if site.name == "b")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(gone.claim, 5)
-        until(lambda: coordinator.services.gate.workers)
+        until(lambda: coordinator.services.waiters.workers)
         admin.suspend_site(site.id)
         with refusing("site-suspended", "suspended"):
             waiting.result(4)

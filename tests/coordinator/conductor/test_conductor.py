@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import update
 
-from tessera.coordinator.blobs.store import StagingElsewhere
+from tessera.coordinator.blobs.store import StagingOnOtherDisk
 from tessera.coordinator.db.tables import RunRow
 from tessera.coordinator.services import assemble
 from tessera.coordinator.settings import CoordinatorSettings
@@ -119,8 +119,8 @@ def test_no_task_is_leased_to_a_caller_that_has_hung_up(coordinator: LiveCoordin
             f"POST /v1/tasks/claim HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nPrefer: wait=5\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(claim)}\r\n\r\n{claim}".encode()
         )
-        until(lambda: coordinator.services.gate.workers)
-    until(lambda: not coordinator.services.gate.workers)
+        until(lambda: coordinator.services.waiters.workers)
+    until(lambda: not coordinator.services.waiters.workers)
     run = start_run(client, model, values(model))
     until(lambda: list(client.rounds(run.id)))
     ((task,),) = [round_.tasks for round_ in client.rounds(run.id)]
@@ -134,7 +134,7 @@ def test_a_staging_folder_on_another_file_system_is_refused(tmp_path: Path) -> N
     settings = CoordinatorSettings(
         database_url=f"sqlite:///{tmp_path}/tessera.db", blob_url=str(tmp_path / "blobs"), staging_dir=elsewhere
     )
-    with pytest.raises(StagingElsewhere, match="two file systems"):
+    with pytest.raises(StagingOnOtherDisk, match="two file systems"):
         assemble(settings)
 
 

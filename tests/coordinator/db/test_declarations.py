@@ -134,7 +134,7 @@ def test_what_a_site_declares_counts_against_its_quota_and_the_disk_and_claims_g
             assert claim(http, device=device, withheld=withheld).status_code == 204
         answer = http.post("/v1/uploads", headers=announced(b"x"))
         assert "site_bytes_per_day" in refused(answer, 429, "quota-exceeded").detail
-        live.services.room._reserve_bytes = 1 << 60
+        live.services.disk._reserve_bytes = 1 << 60
         assert "disk_reserve_bytes" in refused(claim(live.http("site", "b")), 503, "store-full").detail
 
 

@@ -24,7 +24,7 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db import engine as module
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database, UnknownDatabase
 from tessera.coordinator.db.tables import AnnouncedRow, AuditRow, RunRow, UploadRow
-from tessera.coordinator.notify.wakeup import BATCH, CONDUCTOR, PostgresWakeups, own_name
+from tessera.coordinator.notify.wakeup import BATCH, CONDUCTOR, PostgresWakeups, serving_name
 from tests.support import databases
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.storage import add_run
@@ -261,42 +261,42 @@ def test_all_who_serve_and_all_who_conduct_hear_what_is_rung_anywhere(shared: li
     workers = [f"{index:032}" for index in range(2 * BATCH + 1)]
     bells = [PostgresWakeups(database) for database in shared]
     with (
-        bells[0].hung_up(own_name()) as serving,
-        bells[1].hung_up(own_name()) as other,
-        bells[1].hung_up(CONDUCTOR) as conducting,
-        bells[2].hung_up(CONDUCTOR) as second,
+        bells[0].listener(serving_name()) as serving,
+        bells[1].listener(serving_name()) as other,
+        bells[1].listener(CONDUCTOR) as conducting,
+        bells[2].listener(CONDUCTOR) as second,
     ):
         # Each is told once that it listens now.
         for bell in (serving, other):
             assert bell.socket.recv(1 << 16) == b"[]"
         conducting.wait()
         second.wait()
-        bells[2].wake(workers)
+        bells[2].wake_workers(workers)
         for bell in (serving, other):
             heard: list[str] = []
             while len(heard) < len(workers):
                 heard += json.loads(bell.socket.recv(1 << 16))
             assert heard == workers
-        bells[0].call()
+        bells[0].wake_conductor()
         conducting.wait()
         second.wait()
 
 
 def test_after_the_server_was_restarted_bells_are_heard_again(shared: list[Database]) -> None:
     bells = PostgresWakeups(shared[0])
-    with bells.hung_up(CONDUCTOR) as bell:
+    with bells.listener(CONDUCTOR) as bell:
         bell.wait()
         restarted(shared[1])
         # What may have been missed counts as a ring.
         bell.wait()
-        bells.call()
+        bells.wake_conductor()
         bell.wait()
 
 
 def test_a_bell_that_cannot_be_rung_is_no_failure(shared: list[Database]) -> None:
     nowhere = Database("postgresql://nobody@127.0.0.1:1/none")
-    PostgresWakeups(nowhere).call()
-    PostgresWakeups(nowhere).wake(["w"])
+    PostgresWakeups(nowhere).wake_conductor()
+    PostgresWakeups(nowhere).wake_workers(["w"])
     nowhere.close()
 
 

@@ -147,7 +147,7 @@ def test_a_site_may_announce_half_of_the_disk_a_day_if_no_setting_says_otherwise
 
 def reserve_all_but(live: LiveCoordinator, count: int) -> None:
     """Sets the reserve so that there is room for some `count` bytes, by what is free of the disk now."""
-    live.services.room._reserve_bytes = live.services.room.free_bytes() - count
+    live.services.disk._reserve_bytes = live.services.disk.free_bytes() - count
 
 
 LARGE = bytes(range(256)) * 16_384  # 4 MiB
@@ -174,7 +174,7 @@ def test_what_there_is_no_room_for_is_refused_before_it_is_sent(coordinator: Liv
 
 def test_what_was_announced_and_not_sent_needs_room_too(coordinator: LiveCoordinator) -> None:
     site, other = coordinator.http("site", "a"), coordinator.http("site", "b")
-    share = coordinator.services.room.free_bytes() // 10
+    share = coordinator.services.disk.free_bytes() // 10
 
     def announce(http: httpx.Client, name: bytes) -> httpx.Response:
         return http.post("/v1/uploads", headers={**announced(name), "Upload-Length": str(share)})

@@ -13,14 +13,14 @@ from sqlalchemy import delete, update
 from tessera.coordinator.db.engine import Database, alembic_config
 from tessera.coordinator.db.tables import AuditRow, BlobRow, RunBlobRow
 from tessera.coordinator.maintenance import backup
-from tessera.coordinator.maintenance.backup import NoBackup, NotEmpty
+from tessera.coordinator.maintenance.backup import BackupNotFound, DatabaseNotEmpty
 from tessera.shared.problems import StoreSpoilt
 from tests.coordinator.maintenance.test_retention import exported, play, played
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker
 
 
-def saved(live: LiveCoordinator, folder: Path) -> backup.Copied:
+def saved(live: LiveCoordinator, folder: Path) -> backup.CopyCounts:
     return backup.back_up(live.services.database, live.services.blobs, folder)
 
 
@@ -85,9 +85,9 @@ def test_a_backup_goes_into_an_empty_database_only(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path / "one") as live:
         played(live, 1)
         saved(live, tmp_path / "backup")
-        with pytest.raises(NotEmpty, match="TESSERA_DATABASE_URL"):
+        with pytest.raises(DatabaseNotEmpty, match="TESSERA_DATABASE_URL"):
             backup.restore(tmp_path / "backup", live.services.database, live.services.blobs)
-        with pytest.raises(NoBackup, match=r"tessera\.db"):
+        with pytest.raises(BackupNotFound, match=r"tessera\.db"):
             backup.restore(tmp_path, live.services.database, live.services.blobs)
 
 

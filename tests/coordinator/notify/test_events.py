@@ -138,7 +138,7 @@ def test_the_events_of_a_run_are_that_runs_alone(coordinator: LiveCoordinator) -
 def test_more_events_than_are_read_at_a_time_come_whole(
     coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_stream, "AT_A_TIME", 2)
+    monkeypatch.setattr(event_stream, "BATCH", 2)
     run = one_round(coordinator)
     until(lambda: coordinator.client().run(run).state == "completed")
     assert len(listening(coordinator, f"/v1/runs/{run}/events", since=0).until("run.complete")) == 8
@@ -183,7 +183,7 @@ def much_happening(coordinator: LiveCoordinator) -> Iterator[None]:
         while not over.wait(0.01):
             with database.transaction() as session:
                 audit.record(session, database.now(), "test", "happens", "again")
-            coordinator.services.news.ring()
+            coordinator.services.change_feed.notify()
 
     busy = threading.Thread(target=record)
     busy.start()
@@ -282,7 +282,7 @@ def test_no_more_listen_than_may_and_who_leaves_makes_room(tmp_path: Path) -> No
             answer = coordinator.http().get("/v1/events")
             refused(answer, 503, "busy")
             assert answer.headers["Retry-After"] == "5"
-        until(lambda: len(coordinator.services.news._listeners) == 1)
+        until(lambda: len(coordinator.services.change_feed._listeners) == 1)
         listening(coordinator)
 
 
@@ -298,5 +298,5 @@ def test_nobody_looks_while_nobody_listens(coordinator: LiveCoordinator) -> None
     http = coordinator.http("viewer")
     with http.stream("GET", "/v1/events") as answer:
         next(answer.iter_lines())
-    looking = coordinator.services.news
-    until(lambda: looking._looking is not None and looking._looking.done())
+    looking = coordinator.services.change_feed
+    until(lambda: looking._reader is not None and looking._reader.done())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tessera.coordinator.server.http_limits import OTHER_FILES, make_room
+from tessera.coordinator.server.http_limits import OTHER_FILES, raise_file_limit
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
@@ -157,10 +157,10 @@ def test_files_may_be_opened_for_all_connections_as_far_as_the_system_allows() -
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-        make_room(100)
+        raise_file_limit(100)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(100 + OTHER_FILES, hard)
         with capture_logs() as lines:
-            make_room(hard)
+            raise_file_limit(hard)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
         assert [line["event"] for line in lines] == ["coordinator.few_files"]
     finally:

@@ -11,7 +11,7 @@ import pytest
 from tessera.coordinator.server.doctor import checks, insecure, unknown
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.diagnostics.checks import Finding, examined
-from tests.support.cli import process
+from tests.support.cli import tessera
 from tests.support.coordinator import LiveCoordinator
 from tests.support.provider import providing, settings
 
@@ -92,9 +92,9 @@ def test_a_database_that_is_behind_fails_and_the_command_says_so(tmp_path: Path)
         "TESSERA_DATABASE_URL": f"sqlite:///{tmp_path}/t.db", "TESSERA_BLOB_URL": str(tmp_path / "blobs"),
         "TESSERA_STAGING_DIR": str(tmp_path / "staging"), "TESSERA_DISK_RESERVE_BYTES": "0", "TESSERA_PORT": "1",
     }  # fmt: skip
-    said = process("coordinator", "doctor", "--json", **settings)
+    said = tessera("coordinator", "doctor", "--json", **settings)
     assert said.returncode == 1, said.stderr
     found = {one["name"]: one for one in json.loads(said.stdout)["findings"]}
     assert (found["schema"]["verdict"], found["schema"]["remedy"]) == ("fail", "Run `tessera coordinator migrate`.")
-    assert process("coordinator", "migrate", **settings).returncode == 0
-    assert process("coordinator", "doctor", **settings).returncode == 0
+    assert tessera("coordinator", "migrate", **settings).returncode == 0
+    assert tessera("coordinator", "doctor", **settings).returncode == 0

@@ -1,4 +1,4 @@
-"""Threads that sites share for work that takes long: each has its turn, however much another asks for."""
+"""A thread pool that is fair to its owners, and locks by name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Shares:
-    """A pool of threads. One owner has at most half of them at a time, and who waits is served in turns, by owner.
+class FairThreadPool:
+    """A thread pool for long work of several owners: each uses at most half of the threads, and they take turns.
 
-    For any thread and event loop.
+    Safe to use from any thread and event loop.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -29,17 +29,16 @@ class Shares:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._lock = Lock()
         self._working: Counter[str] = Counter()
-        # By owner, the one whose turn is next first.
+        # By owner, in the order of their turns.
         self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
 
     async def run(self, owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do the work in a thread when it is the owner's turn, and returns what comes of it."""
+        """Run the work in a thread when it is the owner's turn, and return its result."""
         async with self._turn(owner):
             inside = partial(copy_context().run, work, *args, **kwargs)
             return await asyncio.get_running_loop().run_in_executor(self._pool, inside)
 
     def close(self) -> None:
-        """Let the threads end."""
         self._pool.shutdown(wait=False)
 
     @asynccontextmanager
@@ -53,14 +52,14 @@ class Shares:
         except asyncio.CancelledError:
             # It may have been granted at the same moment.
             if not granted.cancelled():
-                self._give_back(owner)
+                self._release(owner)
             raise
         try:
             yield
         finally:
-            self._give_back(owner)
+            self._release(owner)
 
-    def _give_back(self, owner: str) -> None:
+    def _release(self, owner: str) -> None:
         with self._lock:
             self._working[owner] -= 1
             if not self._working[owner]:
@@ -82,14 +81,13 @@ class Shares:
                 granted.set_result(None)
 
 
-class OneAtATime:
-    """A lock for each name, for one event loop: who does the same waits, and holds no thread meanwhile."""
+class KeyedLocks:
+    """A lock for each name in one event loop: waiting for it takes no thread."""
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
-    async def at(self, name: str) -> AsyncIterator[None]:
-        lock = self._locks.setdefault(name, asyncio.Lock())
-        async with lock:
+    async def hold(self, name: str) -> AsyncIterator[None]:
+        async with self._locks.setdefault(name, asyncio.Lock()):
             yield

@@ -7,12 +7,12 @@ from threading import Event, get_ident
 
 import pytest
 
-from tessera.coordinator.limits.thread_shares import OneAtATime, Shares
+from tessera.coordinator.limits.thread_pool import FairThreadPool, KeyedLocks
 
 
 def test_one_owner_s_work_keeps_half_of_the_threads_free_for_others() -> None:
     async def scenario() -> None:
-        shares, ended, begun = Shares("test", 4), Event(), []
+        shares, ended, begun = FairThreadPool("test", 4), Event(), []
 
         def long(number: int) -> None:
             begun.append(number)
@@ -33,7 +33,7 @@ def test_one_owner_s_work_keeps_half_of_the_threads_free_for_others() -> None:
 
 def test_those_who_wait_are_served_in_turns() -> None:
     async def scenario() -> None:
-        shares, ended, served = Shares("test", 1), Event(), []
+        shares, ended, served = FairThreadPool("test", 1), Event(), []
         first = asyncio.create_task(shares.run("a", ended.wait))
         await asyncio.sleep(0)
         more = [asyncio.create_task(shares.run(owner, served.append, owner)) for owner in "aaabbc"]
@@ -48,7 +48,7 @@ def test_those_who_wait_are_served_in_turns() -> None:
 
 def test_who_is_cancelled_while_waiting_or_at_work_gives_its_turn_back() -> None:
     async def scenario() -> None:
-        shares, ended = Shares("test", 2), Event()
+        shares, ended = FairThreadPool("test", 2), Event()
         first = asyncio.create_task(shares.run("a", ended.wait))
         second = asyncio.create_task(shares.run("a", ended.wait))
         await asyncio.sleep(0)
@@ -68,10 +68,10 @@ def test_who_is_cancelled_while_waiting_or_at_work_gives_its_turn_back() -> None
 
 def test_what_is_done_one_at_a_time_leaves_nothing_behind() -> None:
     async def scenario() -> None:
-        one, order = OneAtATime(), []
+        one, order = KeyedLocks(), []
 
         async def work(number: int) -> None:
-            async with one.at("x"):
+            async with one.hold("x"):
                 order.append(number)
                 await asyncio.sleep(0)
                 order.append(number)
