@@ -33,10 +33,10 @@ PATIENCE = Timeouts(cohort_wait_seconds=30, evaluation_seconds=600)
 
 
 def task(
-    state: str, name: str = "t", *, leases: int = 1, expires_at: float | None = NOW + 60, site: str | None = None
+    state: str, name: str = "t", *, attempts: int = 1, expires_at: float | None = NOW + 60, site: str | None = None
 ) -> TaskSnapshot:
     """A task of a worker that is a site's only one, unless `site` says whose else it is."""
-    return TaskSnapshot(name, site or name, state, token=leases, attempts=leases, lease_expires_at=expires_at)
+    return TaskSnapshot(name, site or name, state, token=attempts, attempts=attempts, lease_expires_at=expires_at)
 
 
 def a_round(*states: str, state: str = "open", deadline_at: float = NOW + 100) -> RoundSnapshot:
