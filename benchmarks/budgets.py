@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tessera.shared.run_settings.privacy import Budget
+from tessera.shared.run_settings import Budget
 from tessera.worker.privacy.accountant import epsilon, least_budget, noise_multiplier
 from tessera.worker.state.privacy_ledger import NoisySteps
 

@@ -25,7 +25,7 @@ from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.round_outcomes import Outcome
 from tessera.shared.methods.base import Plan, RunInfo
 from tessera.shared.methods.fedavg import METHOD
-from tessera.shared.run_settings.training import Training
+from tessera.shared.run_settings import Training
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.registry import Dataset
 from tessera.worker.inventory import load_source

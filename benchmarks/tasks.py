@@ -11,8 +11,7 @@ from benchmarks.arms import Arm, Task
 from benchmarks.docstrings import AREAS, docstrings
 from benchmarks.docstrings import pretrained as docstring_encoder
 from benchmarks.pairs import pairs, pretrained
-from tessera.worker.data.partition.division import divide
-from tessera.worker.data.partition.held_out import hold_out, key_of_seed
+from tessera.worker.data.partition.division import divide, hold_out, key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet, Scheme, Shift
 from tessera.worker.data.registry import Dataset, load
 

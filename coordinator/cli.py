@@ -37,9 +37,8 @@ from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry import logging
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.cli.lazy_import import load
-from tessera.shared.cli.render.output import AsJson, print_json, tell_findings, tell_settings
-from tessera.shared.diagnostics.checks import examined
-from tessera.shared.diagnostics.settings_origin import effective
+from tessera.shared.cli.render.output import AsJson, print_findings, print_json, print_settings
+from tessera.shared.diagnostics import effective, examined
 from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.methods.registry import MethodsUnusable, methods
 from tessera.shared.problems import Problem, said_of
@@ -206,7 +205,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     # As for `serve`.
     checks = load("tessera.coordinator.server.doctor").checks
-    tell_findings(examined(checks(_assembled())), as_json=as_json)
+    print_findings(examined(checks(_assembled())), as_json=as_json)
 
 
 config_app = typer.Typer(no_args_is_help=True, help="The settings that are in force.")
@@ -216,7 +215,7 @@ app.add_typer(config_app, name="config")
 @config_app.command()
 def show(as_json: AsJson = False) -> None:
     """Show every setting, and whether it comes from the environment or is the default. Hides secrets."""
-    tell_settings(effective(_settings().model_dump(), {}, os.environ, "TESSERA_"), as_json=as_json)
+    print_settings(effective(_settings().model_dump(), {}, os.environ, "TESSERA_"), as_json=as_json)
 
 
 def _copying(what: str, work: Callable[[], backup.CopyCounts], *, as_json: bool) -> None:

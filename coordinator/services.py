@@ -35,8 +35,7 @@ from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import MergeEngine, States, materialize
 
 if TYPE_CHECKING:
-    from tessera.coordinator.auth.oidc import OIDCVerifier
-    from tessera.coordinator.auth.oidc_login import OIDCLogin
+    from tessera.coordinator.auth.oidc import OIDCLogin, OIDCVerifier
 
 Duty = Literal["both", "serve", "conduct"]
 """A process's share of a coordinator's work."""
@@ -204,7 +203,7 @@ def _people(settings: CoordinatorSettings) -> OIDCVerifier | None:
 def _sign_in(settings: CoordinatorSettings, people: OIDCVerifier) -> OIDCLogin | None:
     if settings.oidc_client_id is None:
         return None
-    login: OIDCLogin = importlib.import_module("tessera.coordinator.auth.oidc_login").OIDCLogin(settings, people)
+    login: OIDCLogin = importlib.import_module("tessera.coordinator.auth.oidc").OIDCLogin(settings, people)
     return login
 
 

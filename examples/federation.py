@@ -17,7 +17,7 @@ from tessera.shared.api.admin import TokenSpec
 from tessera.shared.client.client import Client
 from tessera.shared.schema import TaskKind
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet
 from tessera.worker.inventory import HELD_OUT_KEY_FILE, load_source
 from tessera.worker.settings import DataSource

@@ -53,7 +53,7 @@ from tessera.worker.settings import SettingsError, WorkerSettings, credential_of
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 from tessera.worker.state.audit import Action
 from tessera.worker.state.blob_cache import BlobTooLarge
-from tessera.worker.state.hash_chain import ChainError
+from tessera.worker.state.hash_chain import ChainError, TaskRef
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
 from tessera.worker.task.upload_budget import OverBudget
@@ -298,7 +298,8 @@ class Agent:
     def _note(self, action: Action, task: Task | None = None, **detail: JsonValue) -> None:
         """Write down a deed that is over. One that is not begun while it cannot be written down."""
         try:
-            self._runner.note(action, task, **detail)
+            if self._runner.audit:
+                self._runner.audit.record(action, TaskRef.of(task) if task else None, **detail)
         except (ChainError, OSError) as fault:
             self._log.error("audit-not-written", action=action, detail=str(fault))
 

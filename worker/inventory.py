@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.registry import DataError, Dataset, load
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
 from tessera.worker.settings import DataSource, DeviceName, SettingsError, WorkerSettings

@@ -38,7 +38,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings import SettingsError as SourceError
 
 from tessera.shared.client.transport import Credential, tls_context
-from tessera.shared.diagnostics.settings_origin import Setting, effective
+from tessera.shared.diagnostics import Setting, effective
 from tessera.shared.problems import Invalid, said_of
 from tessera.shared.schema import Label, Resources, TaskKind
 from tessera.shared.urls import require_private

@@ -6,12 +6,16 @@ A request goes to the provider that the settings name and to nobody else: what a
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import json
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
-from urllib.parse import urlsplit
+from typing import Any, Generic, TypeVar, get_args
+from urllib.parse import quote, urlencode, urlsplit
 
 import httpx
 import jwt
@@ -20,6 +24,7 @@ import structlog
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.settings import CoordinatorSettings, PersonRole
 from tessera.shared.problems import Forbidden, Unauthenticated, Unavailable
+from tessera.shared.urls import is_loopback
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 """Those with a public key. Neither `none` nor one whose key a verifier could sign with."""
@@ -44,6 +49,48 @@ class ProviderFault(Exception):
     """The provider did not answer, or not with what an OpenID provider answers."""
 
 
+T = TypeVar("T")
+
+
+class _Hourly(Generic[T]):
+    """What the provider says, asked anew once an hour, by one caller at a time and at most every 30 seconds."""
+
+    def __init__(self, issuer: str, ask: Callable[[], T], nothing: T, clock: Callable[[], float], event: str) -> None:
+        self._issuer = issuer
+        self._ask = ask
+        self._found = nothing
+        self._clock = clock
+        self._event = event
+        self._lock = threading.Lock()
+        self._found_at: float | None = None
+        self._tried_at: float | None = None
+
+    def get(self, lacks: Callable[[T], bool] = lambda _: False, *, outdated: T | None = None) -> T:
+        """Return what was said last, asking before its time if that `lacks` something.
+
+        Where the provider does not answer for an hour, that is `outdated` if it is given.
+        """
+        now = self._clock()
+        with self._lock:
+            old = self._found_at is None or now - self._found_at > KEYS_SECONDS
+            asks = old or lacks(self._found)
+            # A slow provider holds up one caller alone, and callers do not decide how often it is asked.
+            if not asks or (self._tried_at is not None and now - self._tried_at < AGAIN_SECONDS):
+                return self._found
+            self._tried_at = now
+        try:
+            found = self._ask()
+        except ProviderFault as fault:
+            log.warning(self._event, issuer=self._issuer, fault=str(fault))
+            with self._lock:
+                if old and outdated is not None:
+                    self._found = outdated
+                return self._found
+        with self._lock:
+            self._found, self._found_at = found, now
+        return found
+
+
 class OIDCVerifier:
     """Who the holders of a provider's tokens are. Safe to use from several threads."""
 
@@ -53,11 +100,9 @@ class OIDCVerifier:
         self._claim = settings.oidc_role_claim
         self._roles = settings.oidc_roles
         self._keys_url = settings.oidc_keys_url
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._keys: dict[str, jwt.PyJWK] = {}
-        self._fetched_at: float | None = None
-        self._tried_at: float | None = None
+        self._keys: _Hourly[dict[str, jwt.PyJWK]] = _Hourly(
+            self._issuer, self.fetched, {}, clock, "oidc.keys_not_fetched"
+        )
 
     def principal(self, token: str) -> Principal:
         """Return who holds this token. Raises Unauthenticated, Forbidden for a person without a role here, and
@@ -101,41 +146,14 @@ class OIDCVerifier:
         return claims
 
     def _key(self, kid: object) -> jwt.PyJWK:
-        now = self._clock()
-        if self._is_due(kid, now):
-            self._refresh(now)
-        with self._lock:
-            keys = self._keys
+        # Keys that may have been withdrawn meanwhile are worse than none.
+        keys = self._keys.get(lambda keys: kid not in keys, outdated={})
         if not keys:
             raise Unavailable("the OpenID provider's keys cannot be had", retry_after_seconds=1)
         found = keys.get(kid) if isinstance(kid, str) else None
         if found is None:
             raise jwt.InvalidKeyError("it names no key of the provider's")
         return found
-
-    def _is_due(self, kid: object, now: float) -> bool:
-        """Return whether the caller is to fetch the keys: one at a time, so that a slow provider holds up one
-        alone."""
-        with self._lock:
-            old = self._fetched_at is None or now - self._fetched_at > KEYS_SECONDS
-            tried = self._tried_at is not None and now - self._tried_at < AGAIN_SECONDS
-            if tried or not (old or kid not in self._keys):
-                return False
-            self._tried_at = now
-            return True
-
-    def _refresh(self, now: float) -> None:
-        try:
-            keys = self.fetched()
-        except ProviderFault as fault:
-            log.warning("oidc.keys_not_fetched", issuer=self._issuer, fault=str(fault))
-            with self._lock:
-                if self._fetched_at is not None and now - self._fetched_at > KEYS_SECONDS:
-                    # Keys that may have been withdrawn meanwhile are worse than none.
-                    self._keys = {}
-            return
-        with self._lock:
-            self._keys, self._fetched_at = keys, now
 
     def fetched(self) -> dict[str, jwt.PyJWK]:
         """Return the provider's keys by their names. Raises ProviderFault."""
@@ -221,3 +239,116 @@ def _claim(claims: Mapping[str, Any], name: str) -> object:
 def _texts(value: object) -> list[str]:
     values = value if isinstance(value, list) else [value]
     return [text for text in values if isinstance(text, str)]
+
+
+BACK = "/page/sign-in/provider/back"
+"""Where the provider sends people, below the public URL: it has to be registered there."""
+
+SECRET_BYTES = 32
+
+
+class OIDCLogin:
+    """The page as a client of the provider, by the authorization code flow with PKCE (OpenID Connect Core 3.1, RFC
+    7636). Safe to use from several threads.
+
+    Between the two requests nothing is kept here. What ties them together is one secret in the browser: what the
+    provider is shown of it are HMACs, each for one purpose.
+    """
+
+    def __init__(
+        self, settings: CoordinatorSettings, people: OIDCVerifier, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._issuer = settings.oidc_issuer or ""
+        self._client_id = settings.oidc_client_id or ""
+        self._secret_file = settings.oidc_client_secret_file
+        self._scope = settings.oidc_scope
+        self._token_url = settings.oidc_token_url
+        self._back = (settings.public_url or "").rstrip("/") + BACK
+        self._people = people
+        self._about: _Hourly[dict[str, Any]] = _Hourly(
+            self._issuer, lambda: discovered(self._issuer), {}, clock, "oidc.provider_away"
+        )
+
+    @property
+    def host(self) -> str:
+        """The provider as people know it."""
+        return urlsplit(self._issuer).netloc
+
+    def begin(self) -> tuple[str, str]:
+        """Return where the browser is to go, and a secret that it alone is to keep meanwhile. Raises Unavailable."""
+        secret = secrets.token_urlsafe(SECRET_BYTES)
+        challenge = hashlib.sha256(_derived(secret, "verifier").encode()).digest()
+        asks = {
+            "response_type": "code",
+            "client_id": self._client_id,
+            "redirect_uri": self._back,
+            "scope": self._scope,
+            "state": _derived(secret, "state"),
+            "nonce": _derived(secret, "nonce"),
+            "code_challenge": base64.urlsafe_b64encode(challenge).rstrip(b"=").decode(),
+            "code_challenge_method": "S256",
+        }
+        place = str(self._provider().get("authorization_endpoint"))
+        parts = urlsplit(place)
+        if parts.scheme != "https" and not (parts.scheme == "http" and is_loopback(parts.hostname or "")):
+            raise Unavailable(
+                f"the OpenID provider says that people sign in at {place[:200]!r}, which is no https:// URL"
+            )
+        return f"{place}{'&' if parts.query else '?'}{urlencode(asks)}", secret
+
+    def finish(self, secret: str, answer: Mapping[str, str]) -> Principal:
+        """Return who came back from the provider, with what it said in the query.
+
+        Raises Unauthenticated, Forbidden for a person without a role here, and Unavailable.
+        """
+        if not secret or not _same(answer.get("state", ""), _derived(secret, "state")):
+            raise Unauthenticated("signing in was begun in another browser, or took too long; begin anew")
+        if answer.get("iss", self._issuer) != self._issuer:
+            raise Unauthenticated("this is the answer of another provider (RFC 9207)")
+        if "code" not in answer:
+            said = answer.get("error_description") or answer.get("error") or "nothing"
+            raise Unauthenticated(f"the provider did not let you in: it says {said[:200]!r}")
+        claims = self._people.verified(self._id_token(answer["code"], secret), self._client_id)
+        if not _same(str(claims.get("nonce")), _derived(secret, "nonce")):
+            raise Unauthenticated("the provider's token is of another signing in")
+        if claims.get("azp", self._client_id) != self._client_id:
+            raise Unauthenticated("the provider's token was made for another client")
+        return self._people.person(claims)
+
+    def _id_token(self, code: str, secret: str) -> str:
+        form = {
+            "grant_type": "authorization_code",
+            "code": code,
+            "redirect_uri": self._back,
+            "client_id": self._client_id,
+            "code_verifier": _derived(secret, "verifier"),
+        }
+        try:
+            place = self._token_url or own_url(
+                self._provider(), self._issuer, "token_endpoint", "TESSERA_OIDC_TOKEN_URL"
+            )
+            return str(asked(place, form, self._credentials()).get("id_token"))
+        except (ProviderFault, OSError, UnicodeDecodeError) as fault:
+            log.warning("oidc.no_token", issuer=self._issuer, fault=str(fault))
+            raise Unauthenticated("the provider gave no token for what it sent you back with; begin anew") from fault
+
+    def _credentials(self) -> tuple[str, str] | None:
+        """Return encoded as OAuth has it (RFC 6749, 2.3.1). Read each time, so that another secret needs no
+        restart."""
+        if self._secret_file is None:
+            return None
+        return quote(self._client_id, safe=""), quote(self._secret_file.read_text().strip(), safe="")
+
+    def _provider(self) -> dict[str, Any]:
+        """Return what the provider says of itself. Raises Unavailable."""
+        if not (about := self._about.get()):
+            raise Unavailable("the OpenID provider does not answer", retry_after_seconds=AGAIN_SECONDS)
+        return about
+
+
+def _derived(secret: str, purpose: str) -> str:
+    return hmac.new(secret.encode(), purpose.encode(), hashlib.sha256).hexdigest()
+
+
+def _same(shown: str, known: str) -> bool:
+    return hmac.compare_digest(shown.encode(), known.encode())

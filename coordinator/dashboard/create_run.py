@@ -39,8 +39,7 @@ from tessera.shared.methods.base import Method
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, faults_of
-from tessera.shared.run_settings.privacy import Privacy
-from tessera.shared.run_settings.training import Training
+from tessera.shared.run_settings import Privacy, Training
 
 router = APIRouter(prefix=f"{PREFIX}/runs/new", include_in_schema=False, route_class=PageRoute)
 

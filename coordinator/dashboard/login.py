@@ -34,7 +34,7 @@ from tessera.shared.problems import Forbidden, NotFound, Unauthenticated
 from tessera.shared.schema import TokenRole
 
 if TYPE_CHECKING:
-    from tessera.coordinator.auth.oidc_login import OIDCLogin
+    from tessera.coordinator.auth.oidc import OIDCLogin
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 

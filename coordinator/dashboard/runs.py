@@ -59,7 +59,7 @@ from tessera.shared.methods.registry import charts
 from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site, scores_by_version, spreads
 from tessera.shared.problems import Fault, Invalid, NotFound
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
-from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.run_settings import Privacy
 from tessera.shared.schema import RunState
 
 router = APIRouter(prefix=f"{PREFIX}/runs", include_in_schema=False, route_class=PageRoute)

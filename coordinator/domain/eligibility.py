@@ -17,7 +17,7 @@ from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
-from tessera.shared.run_settings.privacy import Budget, about_together
+from tessera.shared.run_settings import Budget, about_together
 
 SHOWN = 4
 

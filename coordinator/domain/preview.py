@@ -21,7 +21,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import Selector
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.planning import plan_round, warnings_of
-from tessera.shared.run_settings.schedule import is_open, minutes_until_open
+from tessera.shared.run_settings import is_open, minutes_until_open
 
 AWAITING = "awaiting-approval"
 

@@ -22,7 +22,7 @@ from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES, UPDATES_TOTAL
 from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Lease, Submission, Task, TaskView
-from tessera.shared.model.layers import layers_of
+from tessera.shared.model.blocks import layers_of
 from tessera.shared.problems import (
     Conflict,
     Fault,

@@ -26,7 +26,7 @@ from tessera.coordinator.server.http_limits import (
 )
 from tessera.coordinator.services import Services
 from tessera.coordinator.settings import CoordinatorSettings
-from tessera.shared.diagnostics.checks import Check, Finding, fail, ok, warn
+from tessera.shared.diagnostics import Check, Finding, fail, ok, warn
 from tessera.shared.urls import is_loopback, without_password
 
 SPARE_FILES = 1_024

@@ -20,8 +20,7 @@ from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.run_settings.privacy import Privacy
-from tessera.shared.run_settings.training import Training
+from tessera.shared.run_settings import Privacy, Training
 from tessera.shared.schema import Bytes, Digest, Frozen, Label, Message, Rounds, RoundState, RunState, Seed
 from tessera.shared.updates.codecs import pipeline
 

@@ -25,9 +25,7 @@ from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block, Name
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.problems import ProblemDocument
-from tessera.shared.run_settings.privacy import Budget, Privacy
-from tessera.shared.run_settings.schedule import Span
-from tessera.shared.run_settings.training import Training
+from tessera.shared.run_settings import Budget, Privacy, Span, Training
 from tessera.shared.schema import (
     ACCEPTED,
     MAX_CLAIM_BYTES,

@@ -77,21 +77,15 @@ def status(
         watch_status(client_of(ctx, WATCHING_PATIENCE_SECONDS), as_json=as_json)
         return
     found = client_of(ctx).status()
-    if as_json:
-        output.print_json(found)
-    else:
-        output.out().print(status_picture(found))
+    output.show(found, status_picture(found), as_json=as_json)
 
 
 @app.command()
 def sites(ctx: typer.Context, as_json: AsJson = False) -> None:
     """List the sites."""
     found = list(client_of(ctx).sites())
-    if as_json:
-        output.print_json(found)
-        return
     rows = [(site.id, site.name, _state(site), output.ago(site.created_at)) for site in found]
-    output.out().print(output.table(("id", "name", "state", "added"), rows))
+    output.show(found, output.table(("id", "name", "state", "added"), rows), as_json=as_json)
 
 
 def _state(site: Site) -> str:
@@ -102,9 +96,6 @@ def _state(site: Site) -> str:
 def workers(ctx: typer.Context, as_json: AsJson = False) -> None:
     """List the workers that were ever heard of."""
     found = list(client_of(ctx).workers())
-    if as_json:
-        output.print_json(found)
-        return
     rows = [
         (
             f"{worker.site}/{worker.name}",
@@ -117,7 +108,8 @@ def workers(ctx: typer.Context, as_json: AsJson = False) -> None:
         )
         for worker in found
     ]
-    output.out().print(output.table(("worker", "state", "heard of", "does", "datasets", "device", "version"), rows))
+    columns = ("worker", "state", "heard of", "does", "datasets", "device", "version")
+    output.show(found, output.table(columns, rows), as_json=as_json)
 
 
 @app.command()
@@ -128,9 +120,6 @@ def audit(
 ) -> None:
     """Show the latest changes of state, oldest first."""
     found = deque(client_of(ctx).audit(), maxlen=limit)
-    if as_json:
-        output.print_json(list(found))
-        return
     rows = [
         (
             entry.seq,
@@ -142,7 +131,8 @@ def audit(
         )
         for entry in found
     ]
-    output.out().print(output.table(("seq", "at", "actor", "action", "subject", "detail"), rows, right=("seq",)))
+    columns = ("seq", "at", "actor", "action", "subject", "detail")
+    output.show(list(found), output.table(columns, rows, right=("seq",)), as_json=as_json)
 
 
 @site_app.command("add")
@@ -185,19 +175,13 @@ def _site(client: Client, name: str) -> Site:
 
 
 def _tell_site(site: Site, *, as_json: bool) -> None:
-    if as_json:
-        output.print_json(site)
-    else:
-        output.out().print(f"site {site.name} is {'suspended' if site.suspended_at else 'admitted'}")
+    output.show(site, f"site {site.name} is {'suspended' if site.suspended_at else 'admitted'}", as_json=as_json)
 
 
 @join_app.command("list")
 def list_joining(ctx: typer.Context, as_json: AsJson = False) -> None:
     """List the workers that wait to be admitted."""
     found = list(client_of(ctx).enrolments())
-    if as_json:
-        output.print_json(found)
-        return
     rows = [
         (
             asked.code,
@@ -210,7 +194,8 @@ def list_joining(ctx: typer.Context, as_json: AsJson = False) -> None:
         )
         for asked in found
     ]
-    output.out().print(output.table(("code", "site", "worker", "device", "version", "from", "asked"), rows))
+    columns = ("code", "site", "worker", "device", "version", "from", "asked")
+    output.show(found, output.table(columns, rows), as_json=as_json)
 
 
 @join_app.command()
@@ -230,10 +215,7 @@ def approve(
     if site is None and not known:
         _confirm_new(name)
     admitted = client.approve(asked.id, Approval(code=code, site=name, create_site=not known))
-    if as_json:
-        output.print_json(admitted)
-    else:
-        output.out().print(f"{admitted.worker} is admitted as a worker of site {admitted.site}")
+    output.show(admitted, f"{admitted.worker} is admitted as a worker of site {admitted.site}", as_json=as_json)
 
 
 @join_app.command()
@@ -241,10 +223,7 @@ def decline(ctx: typer.Context, code: Code, as_json: AsJson = False) -> None:
     """Turn away the worker that shows this code."""
     client = client_of(ctx)
     declined = client.decline(_waiting(client, code).id)
-    if as_json:
-        output.print_json(declined)
-    else:
-        output.out().print(f"{declined.worker} of {declined.site} is not admitted")
+    output.show(declined, f"{declined.worker} of {declined.site} is not admitted", as_json=as_json)
 
 
 @join_app.command("token")
@@ -335,9 +314,6 @@ def _tell_issued(issued: IssuedToken, file: Path | None, *, as_json: bool, more:
 def list_tokens(ctx: typer.Context, as_json: AsJson = False) -> None:
     """List the tokens, without their secrets."""
     found = list(client_of(ctx).tokens())
-    if as_json:
-        output.print_json(found)
-        return
     rows = [
         (
             token.id,
@@ -351,7 +327,7 @@ def list_tokens(ctx: typer.Context, as_json: AsJson = False) -> None:
         for token in found
     ]
     columns = ("id", "name", "role", "site", "expires", "state", "uses left")
-    output.out().print(output.table(columns, rows, right=("uses left",)))
+    output.show(found, output.table(columns, rows, right=("uses left",)), as_json=as_json)
 
 
 def _validity(token: Token) -> str:

@@ -127,9 +127,6 @@ def _uploaded(
 def list_runs(ctx: typer.Context, as_json: AsJson = False) -> None:
     """List the runs."""
     runs = list(client_of(ctx).runs())
-    if as_json:
-        output.print_json(runs)
-        return
     rows = [
         (
             run.id,
@@ -141,7 +138,7 @@ def list_runs(ctx: typer.Context, as_json: AsJson = False) -> None:
         )
         for run in runs
     ]
-    output.out().print(output.table(("id", "name", "state", "method", "rounds", "changed"), rows))
+    output.show(runs, output.table(("id", "name", "state", "method", "rounds", "changed"), rows), as_json=as_json)
 
 
 @app.command()
@@ -276,10 +273,7 @@ def cancel(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
 def _set_state(ctx: typer.Context, named: str, state: RunState, *, as_json: bool) -> None:
     client = client_of(ctx)
     run = client.set_run_state(find_run(client, named).id, state)
-    if as_json:
-        output.print_json(run)
-    else:
-        output.out().print(f"{run.spec.name} is {run.state}")
+    output.show(run, f"{run.spec.name} is {run.state}", as_json=as_json)
 
 
 @app.command()

@@ -1,5 +1,5 @@
 """The federated methods, one file each, and what they build on: `base`, `population` and the `registry` that finds
 them.
 
-Imports `aggregation`, `model`, `run_settings` and `tensors`.
+Imports `aggregation`, `model` and `tensors`.
 """

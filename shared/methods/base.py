@@ -21,8 +21,7 @@ from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector
 from tessera.shared.model.spec import Fusion, LocalStart, Modality
-from tessera.shared.run_settings.privacy import Privacy
-from tessera.shared.run_settings.training import Training
+from tessera.shared.run_settings import Privacy, Training
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import Array, Tensor
 
@@ -273,7 +272,7 @@ class TaskContext(Protocol):
     def attention(
         self, batches: Iterable[Mapping[str, torch.Tensor]], tokens: TaskTokens
     ) -> Mapping[str, LayerAttention]:
-        """Return how each layer that attends does so, by the layer's name (`shared.model.layers`). Leaves the model
+        """Return how each layer that attends does so, by the layer's name (`shared.model.blocks`). Leaves the model
         as it was.
 
         Raises ValueError for attention that cannot be measured, and for tokens that cannot be told.

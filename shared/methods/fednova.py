@@ -33,7 +33,7 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.model.selectors import Selector
-from tessera.shared.run_settings.training import Training, local_steps
+from tessera.shared.run_settings import Training, local_steps
 from tessera.shared.tensors.lazy import Stretched
 
 EFFECTIVE_STEPS = "effective_steps"

@@ -43,11 +43,9 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.model.attention_stats import ByHead, LayerAttention, TaskTokens
-from tessera.shared.model.blocks import Block, Role
-from tessera.shared.model.layers import Layer, layers_of
+from tessera.shared.model.blocks import Block, Layer, Role, layers_of
 from tessera.shared.model.selectors import NOTHING, Match, Selector
-from tessera.shared.run_settings.privacy import Privacy
-from tessera.shared.run_settings.training import Training
+from tessera.shared.run_settings import Privacy, Training
 from tessera.shared.tensors.lazy import Array
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings, SitePopulation
 from tessera.shared.model.selectors import Selector
-from tessera.shared.run_settings.training import local_steps
+from tessera.shared.run_settings import local_steps
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array, Computed, Tensor, weighted_steps
 

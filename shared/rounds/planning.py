@@ -23,7 +23,6 @@ from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, 
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
-from tessera.shared.rounds.cohort import choose
 
 MAX_WEIGHT_OF_MEDIAN = 4
 """How many times the median site's weight a site may have, unless its run says otherwise."""
@@ -215,3 +214,9 @@ def _of_rule(spec: RunSpec, state: State) -> list[str]:
         return []
     few = f"some blocks stayed as they were, sent by fewer than the {rule.least} sites that {rule.rule} takes"
     return [f"{few}: {FEW_SENDERS} of the version says how many"]
+
+
+def choose(eligible: Sequence[str], size: int | None, rng: Random) -> list[str]:
+    """`size` sites, or all of them, in the order of their names, whatever the order they are given in."""
+    names = sorted(eligible)
+    return names if size is None or size >= len(names) else sorted(rng.sample(names, size))

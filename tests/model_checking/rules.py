@@ -18,7 +18,7 @@ from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN, ROUND, RU
 from tessera.coordinator.domain.snapshot import RoundSnapshot, RunSnapshot, TaskSnapshot
 from tessera.shared.api.runs import Cohort
 from tessera.shared.hashing import dice
-from tessera.shared.rounds.cohort import choose
+from tessera.shared.rounds.planning import choose
 from tessera.shared.schema import ACCEPTED
 from tests.model_checking.invariants import LEGAL, Violated
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.partition.schemes import Iid
 from tessera.worker.data.registry import load
 

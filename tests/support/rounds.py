@@ -12,7 +12,7 @@ import torch
 from tessera.shared.methods.base import LocalResult, MethodSpec, Participant, RunInfo, State, Update, initial_state
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.selectors import Selector
-from tessera.shared.run_settings.training import Training
+from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, to_array
 from tessera.worker.data.registry import Dataset
 from tessera.worker.model.block_map import block_table

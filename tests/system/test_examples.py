@@ -16,7 +16,7 @@ from examples.reports import __main__ as reports
 from examples.reports.notes import DEPARTMENTS, WORDINGS, notes
 from tessera.shared.cli.run_file import read_spec
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.inventory import load_source
 from tests.support.cli import environment
 from tests.system.test_demo import left_of

@@ -43,7 +43,7 @@ from tessera.shared.methods.registry import methods
 from tessera.shared.model.selectors import named, roles
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import MEDIA_TYPE, OF_WORKERS, Invalid, Unauthenticated
-from tessera.shared.run_settings.schedule import DAYS
+from tessera.shared.run_settings import DAYS
 from tessera.shared.tensors.lazy import ArrayTensor
 from tessera.worker.agent import TELLABLE, Agent, told
 from tessera.worker.attention.probabilities import UnknownAttention

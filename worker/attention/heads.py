@@ -10,8 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from tessera.shared.model.attention_stats import ByHead
-from tessera.shared.model.blocks import Block, Role
-from tessera.shared.model.layers import Layer
+from tessera.shared.model.blocks import Block, Layer, Role
 from tessera.shared.tensors.lazy import Array
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from tessera.shared.model.blocks import Block
-from tessera.shared.model.layers import layers_of
+from tessera.shared.model.blocks import Block, layers_of
 from tessera.shared.model.spec import Head
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import rows_of

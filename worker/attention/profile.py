@@ -28,8 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
-from tessera.shared.model.blocks import Block
-from tessera.shared.model.layers import Layer, layers_of
+from tessera.shared.model.blocks import Block, Layer, layers_of
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.attention.heads import by_head
 from tessera.worker.attention.probabilities import READERS, SOFTMAXES, Probabilities, UnknownAttention, of_softmax
@@ -104,7 +103,7 @@ def attention_profile(
     tokens: TaskTokens,
     common: Callable[[Mapping[str, Tensor]], Collection[str]] = lambda _: (),
 ) -> dict[str, LayerAttention]:
-    """Return how each layer with an attention attends over the batches, by the layer's name (`shared.model.layers`).
+    """Return how each layer with an attention attends over the batches, by the layer's name (`shared.model.blocks`).
 
     `forward` runs the model on a batch; `common` says which of its inputs belong to no example. The model is run for
     evaluation, without gradients, and left as it was: its modules' modes, its implementation of attention, and the

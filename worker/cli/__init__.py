@@ -1,6 +1,6 @@
 """The commands of a worker, a site and a simulation.
 
-Imports `agent`, `data`, `diagnostics`, `enrolment`, `governance`, `inventory`, `model`, `privacy`, `settings`,
+Imports `agent`, `data`, `doctor`, `enrolment`, `governance`, `inventory`, `model`, `privacy`, `settings`,
 `settings_reload`, `simulation`, `state`, `stores` and `task`.
 """
 

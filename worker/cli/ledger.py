@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import JsonValue
 
-from tessera.shared.cli.render.output import AsJson, complain, note, out, print_json, table
+from tessera.shared.cli.render.output import AsJson, complain, note, print_json, show, table
 from tessera.worker.governance.policy import Allowance
 from tessera.worker.privacy.cost import epsilon_of, least_budget_of
 from tessera.worker.settings import SettingsError, WorkerSettings, read_settings
@@ -43,11 +43,8 @@ def ledger(
     except ImportError as fault:
         complain(f"what was spent cannot be added up here ({fault}): install tessera[privacy]")
         raise typer.Exit(1) from fault
-    if as_json:
-        print_json(shown)
-        return
     columns = ("data set", "run", "rounds", "tasks", "epsilon", "at most", "delta")
-    out().print(table(columns, _rows(shown), right=columns[2:]))
+    show(shown, table(columns, _rows(shown), right=columns[2:]), as_json=as_json)
 
 
 def adopt(

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tessera.shared.cli.lazy_import import load
-from tessera.shared.cli.render.output import AsJson, print_json, tell_findings, tell_settings
+from tessera.shared.cli.render.output import AsJson, print_findings, print_json, print_settings
 from tessera.shared.client.client import Client
-from tessera.shared.diagnostics.checks import examined
+from tessera.shared.diagnostics import examined
 from tessera.shared.methods.registry import MethodsUnusable, methods
 from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from tessera.shared.telemetry import logging, spans
@@ -23,7 +23,7 @@ from tessera.shared.urls import without_password
 from tessera.worker.cli.approval import COMMANDS
 from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
-from tessera.worker.diagnostics.doctor import checks
+from tessera.worker.doctor import checks
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.inventory import datasets_of, describe, device_of
 from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, tls_of, token_of
@@ -147,7 +147,7 @@ def doctor(
     """
     with _bad_settings_in_one_line():
         settings = read_settings(config)
-    tell_findings(examined(checks(settings, probe=probe)), as_json=as_json)
+    print_findings(examined(checks(settings, probe=probe)), as_json=as_json)
 
 
 config_app = typer.Typer(no_args_is_help=True, help="The settings, as the file and the environment have them.")
@@ -162,7 +162,7 @@ def show(config: ConfigFile, as_json: AsJson = False) -> None:
     """
     with _bad_settings_in_one_line():
         found = effective_settings(config)
-    tell_settings(found, as_json=as_json)
+    print_settings(found, as_json=as_json)
 
 
 for command in (join, rotate, ledger, adopt, *COMMANDS):

@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from tessera.shared.problems import said_of
 from tessera.worker.data.dataset import Adapter, DataError, Dataset
-from tessera.worker.data.partition.division import part_of
-from tessera.worker.data.partition.held_out import hold_out
+from tessera.worker.data.partition.division import hold_out, part_of
 from tessera.worker.data.partition.schemes import SitePartition
 
 __all__ = ["DataError", "Dataset", "SitePartition", "adapters", "load"]

@@ -17,9 +17,9 @@ from typing import Any, Literal
 from pydantic import ValidationError, model_validator
 
 from tessera.shared import renamed_keys
-from tessera.shared.api.tasks import Task
 from tessera.shared.schema import Digest, Frozen, canonical
 from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.state.hash_chain import TaskRef
 
 AIRLOCK_FOLDER = "airlock"
 """What the folder is called beside a worker's other state."""
@@ -154,8 +154,10 @@ class Airlock:
 
 
 def summary_of(
-    task: Task,
+    about: TaskRef,
     *,
+    orchestrator: str | None,
+    dataset: str,
     examples: int,
     held_at: datetime,
     update: Digest,
@@ -166,13 +168,13 @@ def summary_of(
 ) -> Summary:
     return Summary(
         # A task is tried under one token after the other, and each try is another update.
-        id=f"{task.id[:12]}-{task.token}",
-        task=task.id,
-        run=task.run,
-        run_name=task.run_name,
-        orchestrator=task.orchestrator,
-        round=task.round,
-        dataset=task.dataset,
+        id=f"{about.task[:12]}-{about.token}",
+        task=about.task,
+        run=about.run,
+        run_name=about.run_name,
+        orchestrator=orchestrator,
+        round=about.round,
+        dataset=dataset,
         examples=examples,
         held_at=held_at,
         update=update,

@@ -6,21 +6,18 @@ should they change, the run has to be approved anew.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
-from tessera.shared.api.tasks import Task
 from tessera.shared.schema import MAX_WITHHELD, Frozen, TaskKind, canonical
-from tessera.worker.governance.run_history import terms_of
-from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.governance.run_history import RunSnapshot
+from tessera.worker.state.atomic_files import alone, written_whole
 
 INBOX_FOLDER = "inbox"
 """What the folder is called beside a worker's other state."""
@@ -92,26 +89,26 @@ class Inbox:
         self._folder = folder
         self._now = now
 
-    def require(self, task: Task, make: Callable[[str], Request]) -> None:
+    def require(self, snapshot: RunSnapshot, make: Callable[[str], Request]) -> None:
         """Let a task of an approved run pass. `make` makes the request of a run whose terms, of the digest that it is
         handed, nobody was asked about yet.
 
         Raises Unapproved.
         """
-        terms = terms_digest(task)
+        terms = terms_digest(snapshot)
         now = self._now()
         # Who lets a run train was told that it measures on what is held out too.
-        trained = self._find(task.run, terms_digest(task, "train")) if task.held_out else None
+        trained = self._find(snapshot.run, terms_digest(snapshot, "train")) if snapshot.held_out else None
         if trained and trained.standing(now) == "approved":
             return
-        request = self._find(task.run, terms)
+        request = self._find(snapshot.run, terms)
         if request is None:
             request = self._ask(make(terms))
         if (standing := request.standing(now)) != "approved":
             raise Unapproved(standing, request.reason(now))
 
     def _ask(self, request: Request) -> Request:
-        with self._alone():
+        with alone(self._folder, wait=True):
             # Another worker of the site may have asked meanwhile, and a person answered.
             if found := self._find(request.run, request.terms):
                 return found
@@ -123,7 +120,7 @@ class Inbox:
 
         Raises InboxError if there is no such run, or more than one.
         """
-        with self._alone():
+        with alone(self._folder, wait=True):
             meant = self.find(named)
             decided = [request.model_copy(update={"decision": decision}) for request in meant]
             for request in decided:
@@ -170,18 +167,11 @@ class Inbox:
         # A run's identifier cannot be a path.
         return self._folder / f"{run}.{terms[:16]}.json"
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self._folder / "lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
-
-def terms_digest(task: Task, kind: TaskKind | None = None) -> str:
+def terms_digest(snapshot: RunSnapshot, kind: TaskKind | None = None) -> str:
     """Return what an approval is bound to: all that a run says once for all of its tasks, on which data set, and
     whether it trains on it or measures."""
-    terms = {**terms_of(task), "dataset": task.dataset, "kind": kind or task.kind}
+    terms = {**snapshot.terms, "dataset": snapshot.dataset, "kind": kind or snapshot.kind}
     # Under the name that it had at first, so that approvals of versions before still hold.
     terms["divide"] = terms.pop("normalization")
     return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import NonNegativeFloat, ValidationError
 
-from tessera.shared.run_settings.schedule import is_open, minutes_until_open
+from tessera.shared.run_settings import is_open, minutes_until_open
 from tessera.shared.schema import Frozen, canonical
 from tessera.worker.governance.policy import Policy
 from tessera.worker.state.atomic_files import written_whole

@@ -13,8 +13,7 @@ from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector
-from tessera.shared.run_settings.privacy import Budget
-from tessera.shared.run_settings.schedule import Span
+from tessera.shared.run_settings import Budget, Span
 from tessera.shared.schema import MAX_NUMBER, Frozen, Label, TaskKind
 from tessera.worker.state.privacy_ledger import LedgerEntry, Use, exact_in
 
@@ -61,6 +60,12 @@ class PolicyViolation(Exception):
         return REMEDIES.get(self.rule, f"Have the run ask for less, or change policy.{self.rule} in the settings.")
 
 
+def require(allowed: bool, rule: str, detail: str) -> None:
+    """Raise PolicyViolation for what is not allowed."""
+    if not allowed:
+        raise PolicyViolation(rule, detail)
+
+
 EVALUATIONS = "whether versions may be measured on examples that nothing trains on; the figures are exact"
 
 
@@ -85,23 +90,17 @@ class PrivacyFloor(Frozen):
 
     def check(self, task: Task) -> None:
         """Judge what a task is, before what it would spend. Raises PolicyViolation."""
+        rule, privacy = "require_privacy", task.privacy
         if task.kind == "evaluate":
-            if not self.evaluations:
-                raise PolicyViolation(
-                    "require_privacy", "this site requires privacy, and a version's figures are exact"
-                )
+            require(self.evaluations, rule, "this site requires privacy, and a version's figures are exact")
             return
-        if task.privacy is None:
-            raise PolicyViolation("require_privacy", "the run has no differential privacy, and this site requires it")
-        if task.privacy.selection == "uncovered":
-            raise PolicyViolation(
-                "require_privacy", "this site requires privacy, which covers no exact choice of blocks"
-            )
-        if task.privacy.epsilon > self.epsilon or task.privacy.delta > self.delta:
-            asked = f"epsilon {task.privacy.epsilon:g} at delta {task.privacy.delta:g}"
-            raise PolicyViolation(
-                "require_privacy", f"the run has {asked}; this site requires {self.epsilon:g} at {self.delta:g}"
-            )
+        if privacy is None:
+            raise PolicyViolation(rule, "the run has no differential privacy, and this site requires it")
+        covered = privacy.selection != "uncovered"
+        require(covered, rule, "this site requires privacy, which covers no exact choice of blocks")
+        asked = f"epsilon {privacy.epsilon:g} at delta {privacy.delta:g}"
+        told = f"the run has {asked}; this site requires {self.epsilon:g} at {self.delta:g}"
+        require(privacy.epsilon <= self.epsilon and privacy.delta <= self.delta, rule, told)
 
     def check_noise(self, noise_multiplier: float) -> None:
         """Judge the noise that a task's steps would have. Raises PolicyViolation."""
@@ -227,27 +226,16 @@ class Policy(Frozen):
     ) -> AdvertisedPolicy:
         """Return what of it a coordinator is shown, to plan with: no promise, and nothing secret."""
         floor = self.require_privacy
-        return AdvertisedPolicy(
-            orchestrators=self.orchestrators,
-            models=self.models,
-            may_send=self.may_send,
-            never_send=self.never_send,
-            max_epochs=self.max_epochs,
-            max_batch=self.max_batch,
-            max_model_bytes=self.max_model_bytes,
-            max_upload_bytes=self.max_upload_bytes,
-            max_run_upload_bytes=self.max_run_upload_bytes,
-            max_upload_bytes_per_second=self.max_upload_bytes_per_second,
-            max_task_seconds=self.max_task_seconds,
-            max_minutes_per_day=self.max_minutes_per_day,
-            hours=self.hours,
-            utc_offset_minutes=utc_offset_minutes,
-            require_privacy=Budget(epsilon=floor.epsilon, delta=floor.delta) if floor else None,
-            budgets={name: Budget(epsilon=most.epsilon, delta=most.delta) for name, most in budgets.items()},
-            # At a delta that nothing was planned for, there may be no bound at all.
-            spent={name: min(epsilon, MAX_NUMBER) for name, epsilon in (spent or {}).items() if epsilon},
-            approve_runs=self.approve_runs,
-            airlock=self.airlock,
+        shown = {name: getattr(self, name) for name in AdvertisedPolicy.model_fields if name in Policy.model_fields}
+        return AdvertisedPolicy.model_validate(
+            {
+                **shown,
+                "utc_offset_minutes": utc_offset_minutes,
+                "require_privacy": Budget(epsilon=floor.epsilon, delta=floor.delta) if floor else None,
+                "budgets": {name: Budget(epsilon=most.epsilon, delta=most.delta) for name, most in budgets.items()},
+                # At a delta that nothing was planned for, there may be no bound at all.
+                "spent": {name: min(epsilon, MAX_NUMBER) for name, epsilon in (spent or {}).items() if epsilon},
+            }
         )
 
     def _withholds(self, block: Block) -> bool:
@@ -255,87 +243,64 @@ class Policy(Frozen):
 
     def check_task(self, task: Task, kinds: Sequence[TaskKind]) -> None:
         """Judge a task by itself, before anything is fetched for it. Raises PolicyViolation."""
-        if task.kind not in kinds:
-            raise PolicyViolation("kinds", f"this worker does not {task.kind}")
+        require(task.kind in kinds, "kinds", f"this worker does not {task.kind}")
         if self.orchestrators is not None and task.orchestrator not in self.orchestrators:
             who = repr(task.orchestrator[:80]) if task.orchestrator else "whom the coordinator does not name"
             raise PolicyViolation("orchestrators", f"runs of {who} are not taken here")
-        if not self.allows_method(task.method.name):
-            raise PolicyViolation("methods", f"the method {task.method.name[:80]!r} is not allowed here")
-        if not self.allows_dataset(task.dataset):
-            raise PolicyViolation("datasets", f"runs may not use the data set {task.dataset!r}")
+        method, dataset, lease, longest = task.method.name, task.dataset, task.lease_seconds, self.max_lease_seconds
+        require(self.allows_method(method), "methods", f"the method {method[:80]!r} is not allowed here")
+        require(self.allows_dataset(dataset), "datasets", f"runs may not use the data set {dataset!r}")
         if task.kind == "train":
             self.check_epochs(task.training.epochs)
         if self.require_privacy:
             self.require_privacy.check(task)
-        if task.lease_seconds > self.max_lease_seconds:
-            raise PolicyViolation(
-                "max_lease_seconds",
-                f"a lease of {task.lease_seconds} s is longer than the {self.max_lease_seconds} s allowed",
-            )
+        told = f"a lease of {lease} s is longer than the {longest} s allowed"
+        require(lease <= longest, "max_lease_seconds", told)
 
     def check_epochs(self, epochs: int) -> None:
-        if epochs > self.max_epochs:
-            raise PolicyViolation("max_epochs", f"{epochs} epochs are more than the {self.max_epochs} allowed")
+        most = self.max_epochs
+        require(epochs <= most, "max_epochs", f"{epochs} epochs are more than the {most} allowed")
 
     def check_batch(self, size: int | None, examples: int) -> None:
         """Judge the batches that so many examples make; all in one if `size` is None. Raises PolicyViolation."""
-        if (largest := min(size or examples, examples)) > self.max_batch:
-            raise PolicyViolation("max_batch", f"a batch of {largest} is more than the {self.max_batch} allowed")
+        largest, most = min(size or examples, examples), self.max_batch
+        require(largest <= most, "max_batch", f"a batch of {largest} is more than the {most} allowed")
 
     def check_measured(self, examples: int) -> None:
-        if examples < self.min_evaluation_examples:
-            raise PolicyViolation(
-                "min_evaluation_examples",
-                f"figures of {examples} examples tell too much of each; {self.min_evaluation_examples} are wanted",
-            )
+        least = self.min_evaluation_examples
+        told = f"figures of {examples} examples tell too much of each; {least} are wanted"
+        require(examples >= least, "min_evaluation_examples", told)
 
     def check_measurements(self, dataset: str, times: int) -> None:
         """Judge how often versions were measured on a data set, with the one that is about to be."""
-        if times > self.max_evaluations:
-            raise PolicyViolation(
-                "max_evaluations",
-                f"{self.max_evaluations} versions were measured on the data set {dataset!r}, as many as are allowed",
-            )
+        most = self.max_evaluations
+        told = f"{most} versions were measured on the data set {dataset!r}, as many as are allowed"
+        require(times <= most, "max_evaluations", told)
 
     def check_duration(self, seconds: float) -> None:
-        if seconds > self.max_task_seconds:
-            raise PolicyViolation(
-                "max_task_seconds", f"the task takes longer than the {self.max_task_seconds:g} s allowed"
-            )
+        most = self.max_task_seconds
+        require(seconds <= most, "max_task_seconds", f"the task takes longer than the {most:g} s allowed")
 
     def check_day(self, used_seconds: float) -> None:
         """Judge how long was worked today. Raises PolicyViolation."""
-        if self.max_minutes_per_day is not None and used_seconds > 60 * self.max_minutes_per_day:
-            raise PolicyViolation(
-                "max_minutes_per_day", f"the {self.max_minutes_per_day:g} minutes of this day are used up"
-            )
+        if (most := self.max_minutes_per_day) is not None:
+            told = f"the {most:g} minutes of this day are used up"
+            require(used_seconds <= 60 * most, "max_minutes_per_day", told)
 
     def check_run_upload(self, nbytes: int) -> None:
         """Judge what all updates of a run come to, with the one that is about to leave. Raises PolicyViolation."""
-        if self.max_run_upload_bytes is not None and nbytes > self.max_run_upload_bytes:
-            raise PolicyViolation(
-                "max_run_upload_bytes",
-                f"the run's updates would come to {nbytes} bytes, more than the {self.max_run_upload_bytes} allowed",
-            )
+        if (most := self.max_run_upload_bytes) is not None:
+            told = f"the run's updates would come to {nbytes} bytes, more than the {most} allowed"
+            require(nbytes <= most, "max_run_upload_bytes", told)
 
     def check_model_type(self, model_type: str) -> None:
-        if self.models is not None and model_type not in self.models:
-            raise PolicyViolation("models", f"the model type {model_type[:80]!r} is not allowed here")
+        allowed = self.models is None or model_type in self.models
+        require(allowed, "models", f"the model type {model_type[:80]!r} is not allowed here")
 
-    def check_model(self, nbytes: int) -> None:
-        if nbytes > self.max_model_bytes:
-            raise PolicyViolation(
-                "max_model_bytes", f"a model of {nbytes} bytes is larger than the {self.max_model_bytes} allowed"
-            )
-
-    def check_memory(self, nbytes: int) -> None:
-        """Judge the server state that a plan fetches, which may be as large as a model. Raises PolicyViolation."""
-        if nbytes > self.max_model_bytes:
-            raise PolicyViolation(
-                "max_model_bytes",
-                f"server state of {nbytes} bytes is larger than the {self.max_model_bytes} allowed",
-            )
+    def check_model(self, nbytes: int, what: str = "a model") -> None:
+        """Judge what would be held of a model's size: the model, or the server state that a plan fetches."""
+        most = self.max_model_bytes
+        require(nbytes <= most, "max_model_bytes", f"{what} of {nbytes} bytes is larger than the {most} allowed")
 
     def check_upload(self, asked: Iterable[Block]) -> None:
         """Judge the blocks that a plan asks for, before they are trained. Raises PolicyViolation naming them."""

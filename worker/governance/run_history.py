@@ -8,9 +8,8 @@ shown is written down before its result leaves, and not before: what is refused 
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from pydantic import JsonValue, NonNegativeInt, PositiveInt, ValidationError, fi
 
 from tessera.shared import renamed_keys
 from tessera.shared.api.tasks import Task
-from tessera.shared.schema import Digest, Frozen, Label, canonical
+from tessera.shared.schema import Digest, Frozen, Label, TaskKind, canonical
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.state.atomic_files import alone, written_whole
 
 RUNS_FOLDER = "runs"
 """What the folder is called beside a worker's other state."""
@@ -69,6 +68,31 @@ class EvaluationCount(Frozen):
     times: NonNegativeInt = 0
 
 
+@dataclass(frozen=True)
+class RunSnapshot:
+    """What one task says of its run: the run's terms, and how far it has come."""
+
+    run: str
+    kind: TaskKind
+    dataset: str
+    held_out: bool
+    terms: Mapping[str, JsonValue]
+    round: int
+    version: int
+    digest: Digest
+    """The version's."""
+    seed: int
+
+    @classmethod
+    def of(cls, task: Task) -> RunSnapshot:
+        said = task.model_dump(mode="json", include=set(TERMS))
+        # What a central evaluation measures on is another data set than the run's.
+        central = task.kind == "evaluate" and not task.held_out
+        terms = {name: said[name] for name in TERMS if not (central and name == "dataset")}
+        number, digest = task.version.number, task.version.digest
+        return cls(task.run, task.kind, task.dataset, task.held_out, terms, task.round, number, digest, task.seed)
+
+
 class RunHistory:
     """The records of all runs, a file each in `folder`, which several workers of a site may share."""
 
@@ -76,19 +100,19 @@ class RunHistory:
         self._folder = folder
         self._worker = worker
 
-    def check(self, task: Task, policy: Policy) -> None:
+    def check(self, snapshot: RunSnapshot, policy: Policy) -> None:
         """Judge a task by what the run has shown before. Raises PolicyViolation."""
         # An update that still has a byte to come is begun.
-        self._next(self._read(task), task, policy, 1 if task.kind == "train" else 0)
-        if task.kind == "evaluate":
-            policy.check_measurements(task.dataset, self.measured(task.dataset) + 1)
+        self._next(self._read(snapshot), snapshot, policy, 1 if snapshot.kind == "train" else 0)
+        if snapshot.kind == "evaluate":
+            policy.check_measurements(snapshot.dataset, self.measured(snapshot.dataset) + 1)
 
-    def add(self, task: Task, policy: Policy, upload_bytes: int = 0) -> None:
+    def add(self, snapshot: RunSnapshot, policy: Policy, upload_bytes: int = 0) -> None:
         """Judge it once more, with the bytes of its update, and write down what it shows, which is on disk when this
         returns."""
-        with self._alone():
-            record = self._next(self._read(task), task, policy, upload_bytes)
-            with written_whole(self._path(task)) as file:
+        with alone(self._folder, wait=True):
+            record = self._next(self._read(snapshot), snapshot, policy, upload_bytes)
+            with written_whole(self._path(snapshot)) as file:
                 file.write(canonical(record))
 
     def measured(self, dataset: str) -> int:
@@ -105,7 +129,7 @@ class RunHistory:
 
         Call it before the data are read: that a measurement fails tells of them too.
         """
-        with self._alone():
+        with alone(self._folder, wait=True):
             times = self.measured(dataset) + 1
             policy.check_measurements(dataset, times)
             with written_whole(self._measured_path(dataset)) as file:
@@ -115,61 +139,48 @@ class RunHistory:
         # A data set's name is a label, which cannot be a path.
         return self._folder / MEASURED_FOLDER / f"{dataset}.json"
 
-    def _path(self, task: Task) -> Path:
+    def _path(self, snapshot: RunSnapshot) -> Path:
         # A run's identifier cannot be a path.
-        return self._folder / f"{task.run}.json"
+        return self._folder / f"{snapshot.run}.json"
 
-    def _read(self, task: Task) -> Record:
-        path = self._path(task)
+    def _read(self, snapshot: RunSnapshot) -> Record:
+        path = self._path(snapshot)
         try:
             return Record.model_validate_json(path.read_bytes()) if path.exists() else Record()
         except ValidationError as fault:
-            raise PolicyViolation("run", f"what is written down of the run {task.run} cannot be read") from fault
+            raise PolicyViolation("run", f"what is written down of the run {snapshot.run} cannot be read") from fault
 
-    def _next(self, record: Record, task: Task, policy: Policy, upload_bytes: int) -> Record:
+    def _next(self, record: Record, snapshot: RunSnapshot, policy: Policy, upload_bytes: int) -> Record:
         """Return the record with what the task shows. Raises PolicyViolation if the two do not go together."""
-        terms = terms_of(task)
-        if changed := [name for name, said in terms.items() if name in record.terms and record.terms[name] != said]:
-            raise PolicyViolation("run", f"the run {task.run} was another before, in {', '.join(changed)}")
-        versions = _with_version(record.versions, task)
+        terms = snapshot.terms
+        if changed := [name for name, now in terms.items() if name in record.terms and record.terms[name] != now]:
+            raise PolicyViolation("run", f"the run {snapshot.run} was another before, in {', '.join(changed)}")
+        versions = _with_version(record.versions, snapshot)
         handed = dict(record.handed)
-        if task.kind == "train":
-            handed[self._worker] = _next_round(record.handed.get(self._worker), task, policy.max_attempts)
+        if snapshot.kind == "train":
+            handed[self._worker] = _next_round(record.handed.get(self._worker), snapshot, policy.max_attempts)
         total_bytes = record.upload_bytes + upload_bytes
         policy.check_run_upload(total_bytes)
         known = {**record.terms, **terms}
         return Record(terms=known, versions=versions, handed=handed, upload_bytes=total_bytes)
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self._folder / "lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
-
-def terms_of(task: Task) -> dict[str, JsonValue]:
-    """Return what the task says of its run."""
-    said = task.model_dump(mode="json", include=set(TERMS))
-    # What a central evaluation measures on is another data set than the run's.
-    central = task.kind == "evaluate" and not task.held_out
-    return {name: said[name] for name in TERMS if not (central and name == "dataset")}
-
-
-def _with_version(versions: Mapping[int, Digest], task: Task) -> dict[int, Digest]:
-    number, digest = task.version.number, task.version.digest
+def _with_version(versions: Mapping[int, Digest], snapshot: RunSnapshot) -> dict[int, Digest]:
+    number, digest = snapshot.version, snapshot.digest
     if versions.get(number, digest) != digest:
-        raise PolicyViolation("version", f"version {number} of the run {task.run} was another one before")
+        raise PolicyViolation("version", f"version {number} of the run {snapshot.run} was another one before")
     if len(versions) >= VERSIONS_KEPT and number < min(versions):
-        raise PolicyViolation("version", f"version {number} of the run {task.run} is older than what is remembered")
+        raise PolicyViolation(
+            "version", f"version {number} of the run {snapshot.run} is older than what is remembered"
+        )
     known = {**versions, number: digest}
     return {number: known[number] for number in sorted(known)[-VERSIONS_KEPT:]}
 
 
-def _next_round(last: Handed | None, task: Task, max_attempts: int) -> Handed:
+def _next_round(last: Handed | None, snapshot: RunSnapshot, max_attempts: int) -> Handed:
     """Return what is written down of a task that trains. It may be the same round again, if what was handed in came
     to nothing."""
-    asked = Handed(round=task.round, version=task.version.number, seed=task.seed, times=1)
+    asked = Handed(round=snapshot.round, version=snapshot.version, seed=snapshot.seed, times=1)
     if last is None or (asked.round > last.round and asked.version > last.version):
         return asked
     if (asked.round, asked.version, asked.seed) != (last.round, last.version, last.seed):

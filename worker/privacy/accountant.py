@@ -21,7 +21,7 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution,
 from dp_accounting.rdp import RdpAccountant
 from scipy.optimize import brentq
 
-from tessera.shared.run_settings.privacy import Budget
+from tessera.shared.run_settings import Budget
 from tessera.worker.state.privacy_ledger import Event, NoisyChoice, NoisySteps
 
 MIN_NOISE = 0.3125

@@ -15,13 +15,14 @@ import numpy as np
 import structlog
 
 from tessera.shared.api.tasks import Task
-from tessera.shared.run_settings.privacy import Budget, Privacy, rho_of
+from tessera.shared.run_settings import Budget, Privacy, rho_of
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.policy import Allowance, PolicyViolation, PrivacyFloor
 from tessera.worker.privacy.accountant import Overspent, admits, epsilon, least_budget, noise_multiplier, within
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
 from tessera.worker.privacy.noise import NoiseSource, secret_key
+from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import (
     Event,
     Ledger,
@@ -62,7 +63,11 @@ class PrivateTask:
     ) -> None:
         """`key` is what all randomness follows from; a secret one of this task alone if None."""
         _check_delta(privacy.delta, examples)
-        self._task = task
+        self._task = TaskRef.of(task)
+        self._dataset = task.dataset
+        self._rounds = task.rounds
+        self._rounds_left = max(1, task.rounds - task.round + 1)
+        """With this one."""
         self._privacy = privacy
         self._target = Budget(epsilon=privacy.epsilon, delta=privacy.delta)
         self._sampling = sampling(examples, task.training.batch_size)
@@ -109,7 +114,7 @@ class PrivateTask:
         if self._privacy.selection == "noisy" and not self._looked:
             self._spend([self._choice])
         if self._privacy.selection == "uncovered" and not self._looked:
-            with self._ledger.page(self._task.dataset) as page:
+            with self._ledger.page(self._dataset) as page:
                 page.exact(self._task, self._sampling.examples, "choice")
         self._looked = True
 
@@ -137,10 +142,10 @@ class PrivateTask:
 
     def begin(self, epochs: int) -> None:
         """Pay for so many epochs, and makes all randomness the worker's own. Raises PolicyViolation."""
-        entries = self._ledger.check(self._task.dataset)
+        entries = self._ledger.check(self._dataset)
         # What takes long is worked out, and remembered, before other workers have to wait for the page.
         self._judge(entries, [self._noisy_steps(entries, epochs)])
-        with self._ledger.page(self._task.dataset) as page:
+        with self._ledger.page(self._dataset) as page:
             event = self._noisy_steps(page.entries, epochs)
             self._write(page, [event])
         self._mechanism = Mechanism(self._sampling, self._privacy.clip_norm, event.noise_multiplier)
@@ -158,7 +163,7 @@ class PrivateTask:
 
     def spent(self) -> float:
         """Return the epsilon of all that the run was allowed here so far, at the run's delta."""
-        return epsilon(self._of_run(self._ledger.read(self._task.dataset)), self._target.delta)
+        return epsilon(self._of_run(self._ledger.read(self._dataset)), self._target.delta)
 
     def leave(self) -> None:
         """Say that something made of the data is about to leave: what was reserved stays spent."""
@@ -168,9 +173,9 @@ class PrivateTask:
         """Take back what was reserved, unless something may have left."""
         if self._leaves or not self._reserved:
             return
-        log = structlog.get_logger("worker").bind(dataset=self._task.dataset)
+        log = structlog.get_logger("worker").bind(dataset=self._dataset)
         try:
-            with self._ledger.page(self._task.dataset) as page:
+            with self._ledger.page(self._dataset) as page:
                 page.void(self._task, self._reserved)
         except (LedgerError, OSError) as fault:
             # It stays spent, which is safe; and why the task ended must not be lost.
@@ -193,31 +198,26 @@ class PrivateTask:
 
         The same in every round, unless tasks were tried more than once, which costs anew, or rounds differ.
         """
-        steps, rate, task = epochs * self._sampling.steps, self._sampling.rate, self._task
+        steps, rate = epochs * self._sampling.steps, self._sampling.rate
         spent = self._of_run(entries)
         ahead = [*spent, *self._choices_left(spent)]
         noises = [event.noise_multiplier for event in spent if isinstance(event, NoisySteps)]
         try:
-            planned = noise_multiplier(self._target, [self._choice] * self._selections, rate, task.rounds * steps)
+            planned = noise_multiplier(self._target, [self._choice] * self._selections, rate, self._rounds * steps)
             for noise in (planned, *noises[-1:]):
                 if within([*ahead, _noisy(noise, rate, steps * self._rounds_left)], self._target):
                     return _noisy(noise, rate, steps)
             return _noisy(noise_multiplier(self._target, ahead, rate, steps * self._rounds_left), rate, steps)
         except Overspent as fault:
-            raise PolicyViolation("privacy", f"the run has spent its target on {task.dataset!r}: {fault}") from fault
-
-    @property
-    def _rounds_left(self) -> int:
-        """With this one."""
-        return max(1, self._task.rounds - self._task.round + 1)
+            raise PolicyViolation("privacy", f"the run has spent its target on {self._dataset!r}: {fault}") from fault
 
     def _choices_left(self, spent: Sequence[Event]) -> list[Event]:
         chosen = sum(isinstance(event, NoisyChoice) for event in spent)
         return [self._choice] * max(0, self._selections - chosen)
 
     def _spend(self, events: Sequence[Event]) -> None:
-        self._judge(self._ledger.check(self._task.dataset), events)
-        with self._ledger.page(self._task.dataset) as page:
+        self._judge(self._ledger.check(self._dataset), events)
+        with self._ledger.page(self._dataset) as page:
             self._write(page, events)
 
     def _write(self, page: LedgerPage, events: Sequence[Event]) -> None:
@@ -225,13 +225,13 @@ class PrivateTask:
         entry = page.spend(self._task, self._sampling.examples, self._target, events)
         self._reserved.append(entry.seq)
         structlog.get_logger("worker").info(
-            "privacy-spent", dataset=self._task.dataset, events=[event.model_dump() for event in events]
+            "privacy-spent", dataset=self._dataset, events=[event.model_dump() for event in events]
         )
 
     def _judge(self, entries: Sequence[LedgerEntry], events: Sequence[Event]) -> None:
         """Raise PolicyViolation if the events would take the data set beyond the site's budget, or what it allows in
         a week."""
-        name = self._task.dataset
+        name = self._dataset
         if self._budget:
             self._budget.check_exact(name, entries)
         lately = _since(entries, datetime.now(UTC) - WEEK)
@@ -260,7 +260,7 @@ class PrivateTask:
         if self._budget and not admits([*noisy_in(entries), *self._ahead], self._budget):
             structlog.get_logger("worker").warning(
                 "budget-below-run",
-                dataset=self._task.dataset,
+                dataset=self._dataset,
                 run=self._task.run,
                 detail=f"the site allows {self._budget.epsilon:g}{self._to_the_end(self._budget, entries)}",
                 remedy="raise the budget, or have the run spend less: its last rounds are refused otherwise",

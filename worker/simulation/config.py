@@ -29,8 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tessera.shared.cli.run_file import check_spec, read_toml
 from tessera.shared.problems import Invalid, faults_of
 from tessera.shared.schema import Label, Resources
-from tessera.worker.data.partition.division import makers
-from tessera.worker.data.partition.held_out import hold_out, key_of_seed
+from tessera.worker.data.partition.division import hold_out, key_of_seed, makers
 from tessera.worker.data.partition.schemes import MAX_SITES, Partition
 from tessera.worker.data.registry import DataError, Dataset, load
 from tessera.worker.inventory import load_source

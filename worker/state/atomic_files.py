@@ -53,7 +53,7 @@ def secret_key(path: Path) -> bytes:
             os.fsync(file.fileno())
             with suppress(FileExistsError):
                 os.link(temporary, path)
-        _sync(path.parent)
+        sync_names(path.parent)
     key = bytes.fromhex(path.read_text(encoding="ascii"))
     if len(key) != KEY_BYTES:
         raise ValueError(f"it has {len(key)} bytes in place of {KEY_BYTES}")
@@ -81,10 +81,10 @@ def replace(old: Path, new: Path, *, durable: bool = True) -> None:
     """Renames a file over another in the same folder. If `durable`, that survives a power cut when it returns."""
     old.replace(new)
     if durable:
-        _sync(new.parent)
+        sync_names(new.parent)
 
 
-def _sync(path: Path) -> None:
+def sync_names(path: Path) -> None:
     """Have the names in a folder survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -94,11 +94,11 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder that is one's own. Raises BlockingIOError if one is in it already."""
+def alone(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Keep other processes out of a folder. `wait` for one that is in it already, or raise BlockingIOError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (folder / "lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 
 

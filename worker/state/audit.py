@@ -14,8 +14,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from tessera.shared.api.tasks import Task
-from tessera.worker.state.hash_chain import Chain, Head, Link, derived
+from tessera.worker.state.hash_chain import Chain, Head, Link, TaskRef, derived
 
 AUDIT_FOLDER = "audit"
 """What the folder is called beside a worker's other state."""
@@ -53,20 +52,9 @@ class Audit:
         self._chain: Chain[SiteAuditEntry] = Chain(folder / AUDIT_FILE, SiteAuditEntry, key=derived(key, "audit"))
         self._worker = worker
 
-    def record(self, action: Action, task: Task | None = None, /, **detail: JsonValue) -> SiteAuditEntry:
+    def record(self, action: Action, task: TaskRef | None = None, /, **detail: JsonValue) -> SiteAuditEntry:
         """Add an entry, which is on disk when this returns. Raises ChainError if the file's end was changed."""
-        about: dict[str, str | int] = (
-            {}
-            if task is None
-            else {
-                "run": task.run,
-                "run_name": task.run_name,
-                "round": task.round,
-                "task": task.id,
-                "token": task.token,
-            }
-        )
-        return self._record(action, about, detail)
+        return self._record(action, task._asdict() if task else {}, detail)
 
     def record_of_run(self, action: Action, run: str, run_name: str, /, **detail: JsonValue) -> SiteAuditEntry:
         """Return the same of what is about a run and no task."""

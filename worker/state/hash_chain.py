@@ -17,11 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Literal, TypeVar
+from typing import Any, BinaryIO, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import Field, JsonValue, NonNegativeInt, ValidationError
 
+from tessera.shared.api.tasks import Task
 from tessera.shared.schema import Frozen
+from tessera.worker.state.atomic_files import sync_names
 
 BEGINNING = "0" * 64
 """The digest that the first entry names as the one before it."""
@@ -51,6 +53,20 @@ class Link(Frozen):
     """The SHA-256 of all lines before this one, which a person took as they were: they need not be under the key."""
     digest: str = Field(default="", exclude=True)
     """What the next entry names. The chain fills it in."""
+
+
+class TaskRef(NamedTuple):
+    """Which task, at which try, an entry is about, by the names of the entry's own fields."""
+
+    run: str
+    run_name: str
+    round: int
+    task: str
+    token: int
+
+    @classmethod
+    def of(cls, task: Task) -> TaskRef:
+        return cls(task.run, task.run_name, task.round, task.id, task.token)
 
 
 class Head(Frozen):
@@ -248,11 +264,7 @@ class Chain(Generic[L]):
             return
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path.touch(mode=0o600)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_names(self._path.parent)
 
 
 class LockedChain(Generic[L]):

@@ -15,10 +15,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from tessera.shared.api.tasks import Task
-from tessera.shared.run_settings.privacy import Budget
+from tessera.shared.run_settings import Budget
 from tessera.shared.schema import Frozen, Label
-from tessera.worker.state.hash_chain import Chain, ChainError, Head, Link, LockedChain, derived, head_of, missing
+from tessera.worker.state.hash_chain import (
+    Chain,
+    ChainError,
+    Head,
+    Link,
+    LockedChain,
+    TaskRef,
+    derived,
+    head_of,
+    missing,
+)
 
 LEDGER_FOLDER = "ledger"
 """What the folder of ledgers is called beside a worker's other state."""
@@ -96,7 +105,7 @@ class LedgerPage:
     def head(self) -> Head | None:
         return head_of(self._held.entries)
 
-    def spend(self, task: Task, examples: int, target: Budget, events: Sequence[Event]) -> LedgerEntry:
+    def spend(self, task: TaskRef, examples: int, target: Budget, events: Sequence[Event]) -> LedgerEntry:
         """Reserve what the events cost. The entry is on disk when this returns, and counts unless it is made void."""
         return self._add(
             task,
@@ -105,7 +114,7 @@ class LedgerPage:
             events=tuple(events),
         )
 
-    def void(self, task: Task, seqs: Collection[int]) -> LedgerEntry:
+    def void(self, task: TaskRef, seqs: Collection[int]) -> LedgerEntry:
         """Take back entries of this task of which nothing left."""
         return self._add(task, voids=tuple(sorted(seqs)))
 
@@ -114,29 +123,25 @@ class LedgerPage:
         """The latest."""
         return _latest_sketch(self._held.entries)
 
-    def know(self, task: Task, examples: int, sketch: tuple[int, ...]) -> None:
+    def know(self, task: TaskRef, examples: int, sketch: tuple[int, ...]) -> None:
         """Write down which examples there are, unless that is known."""
         if sketch != self.sketch:
             self._add(task, examples=examples, sketch=sketch)
 
-    def exact(self, task: Task, examples: int, use: Use) -> None:
+    def exact(self, task: TaskRef, examples: int, use: Use) -> None:
         """Write down that a run uses the data without noise, unless that is known of this run."""
         event = Exact(use=use)
         if not any(entry.run == task.run and event in entry.events for entry in self._held.entries):
             self._add(task, examples=examples, events=(event,))
 
-    def _add(self, task: Task, **given: Any) -> LedgerEntry:
+    def _add(self, task: TaskRef, **given: Any) -> LedgerEntry:
         return self._held.append(
             lambda seq, previous: LedgerEntry(
                 seq=seq,
                 at=datetime.now(UTC),
                 previous=previous,
                 dataset=self._dataset,
-                run=task.run,
-                run_name=task.run_name,
-                round=task.round,
-                task=task.id,
-                token=task.token,
+                **task._asdict(),
                 **given,
             )
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import summary
 from tessera.worker.governance.policy import PolicyViolation, check_use
+from tessera.worker.governance.run_history import RunSnapshot
 from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure, faults_in
@@ -25,15 +27,27 @@ if TYPE_CHECKING:
     from tessera.worker.privacy.private_task import PrivateTask
 
 
-def admit(run: TaskRun) -> tuple[Dataset, PrivateTask | None]:
-    """Return the task's data set, and what the task may spend if it is a private one.
+@dataclass(frozen=True)
+class Admission:
+    """What the first gate found of a task that the site does."""
+
+    dataset: Dataset
+    snapshot: RunSnapshot
+    """What the task says of its run."""
+    private: PrivateTask | None
+    """What the task may spend, if it is a private one."""
+
+
+def admit(run: TaskRun) -> Admission:
+    """Judge a task by the site's rules.
 
     Raises PolicyViolation, Unapproved, TaskFailure, UnknownMethod, CodecError.
     """
     env, task = run.env, run.task
+    snapshot = RunSnapshot.of(task)
     env.policy.check_task(task, env.kinds)
     if env.history:
-        env.history.check(task, env.policy)
+        env.history.check(snapshot, env.policy)
     try:
         check_method(task.method)
     except ValidationError as refusal:
@@ -45,14 +59,14 @@ def admit(run: TaskRun) -> tuple[Dataset, PrivateTask | None]:
     check_use(task, for_evaluation=task.dataset in env.for_evaluation)
     env.policy.check_batch(task.training.batch_size, dataset.examples)
     if env.inbox:
-        _require_approval(run, env.inbox, dataset)
+        _require_approval(run, env.inbox, snapshot, dataset)
     if allowance := env.allowances.get(task.dataset):
         allowance.check(task)
     check_overlap(run, dataset)
-    return dataset, _private(run, dataset) if task.kind == "train" else None
+    return Admission(dataset, snapshot, _private(run, dataset) if task.kind == "train" else None)
 
 
-def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset) -> None:
+def _require_approval(run: TaskRun, inbox: Inbox, snapshot: RunSnapshot, dataset: Dataset) -> None:
     """Raise Unapproved for a run without approval. A person is shown its first task."""
     task = run.task
     measured = dataset.held_out if task.kind == "evaluate" and task.held_out else dataset
@@ -70,10 +84,10 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset) -> None:
             asked_at=datetime.now(UTC),
             summary=summary(task, read_model(run), examples),
         )
-        run.note("run.ask", terms=terms, summary=made.summary)
+        run.journal.note("run.ask", terms=terms, summary=made.summary)
         return made
 
-    inbox.require(task, request)
+    inbox.require(snapshot, request)
 
 
 def check_overlap(run: TaskRun, dataset: Dataset) -> None:
@@ -87,7 +101,7 @@ def check_overlap(run: TaskRun, dataset: Dataset) -> None:
     prints = _fingerprints(run, name, ledger)
     with ledger.page(name) as page:
         sketch = sketch_of(prints, page.sketch)
-        page.know(run.task, dataset.examples, sketch)
+        page.know(run.journal.task, dataset.examples, sketch)
     limited = {ledger.name(name) for name in env.allowances}
     others = ledger.besides([name])
     if ledger.name(name) not in limited:

@@ -26,6 +26,7 @@ from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.state.audit import Action, Audit
 from tessera.worker.state.blob_cache import Row, Source
+from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, Use
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.model_cache import ModelCache
@@ -112,9 +113,30 @@ class TaskEnvironment:
     noise_key: Callable[[Task], bytes | None] = lambda _: None
     """The key of a private task's noise; a secret of that task if None. Any other key protects nobody."""
 
-    def note(self, action: Action, task: Task | None = None, **detail: JsonValue) -> str | None:
+
+@dataclass(frozen=True)
+class Journal:
+    """What the site writes down of one task: in its audit, and in the data set's privacy ledger."""
+
+    task: TaskRef
+    dataset: str
+    audit: Audit | None
+    ledger: Ledger | None
+
+    def note(self, action: Action, **detail: JsonValue) -> str | None:
         """Add an entry to the audit. Return its digest."""
-        return self.audit.record(action, task, **detail).digest if self.audit else None
+        return self.audit.record(action, self.task, **detail).digest if self.audit else None
+
+    def note_exact(self, examples: int, use: Use) -> None:
+        """Add to the ledger that the task uses the data without noise, before it does."""
+        if self.ledger:
+            with self.ledger.page(self.dataset) as page:
+                page.exact(self.task, examples, use)
+
+    def ledger_head(self) -> JsonValue:
+        """Return how far the ledger has come, for the audit."""
+        head = self.ledger.leaving(self.dataset) if self.ledger else None
+        return {self.dataset: head.model_dump(mode="json")} if head else {}
 
 
 @dataclass(frozen=True)
@@ -126,18 +148,4 @@ class TaskRun:
     check: Check
     """Raises whatever ends the task early."""
     report: Report
-
-    def note(self, action: Action, **detail: JsonValue) -> str | None:
-        """Add an entry about the task to the audit. Return its digest."""
-        return self.env.note(action, self.task, **detail)
-
-    def note_exact(self, examples: int, use: Use) -> None:
-        """Add to the ledger that the task uses the data without noise, before it does."""
-        if self.env.ledger:
-            with self.env.ledger.page(self.task.dataset) as page:
-                page.exact(self.task, examples, use)
-
-    def received(self, nbytes: int) -> None:
-        """Count bytes that were fetched."""
-        self.report.download_bytes += nbytes
-        self.check()
+    journal: Journal

@@ -31,7 +31,7 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
         report.advance()
         run.check()
 
-    run.note_exact(measured.examples, "evaluation")
+    run.journal.note_exact(measured.examples, "evaluation")
     context = loaded.context
     batches = Batches(measured, task.training.batch_size, env.device)
     found = measure(context.model, context.head, batches, counted)
@@ -57,7 +57,7 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
         # It would train on the examples themselves, and its figures would tell of them.
         return False
     if phases:
-        run.note_exact(dataset.examples, "training")
+        run.journal.note_exact(dataset.examples, "training")
         scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
         Trainer(half, context, task.training, env.device, run.check, scaler=scaler).train(phases, dataset, task.seed)
         env.scalers[task.run] = scaler

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ def _fetch_memory(run: TaskRun, manifest: Manifest) -> dict[str, Array]:
         if not named:
             raise TaskFailure("invalid-plan", f"the version holds no memory called {pattern}")
         entries |= named
-    run.env.policy.check_memory(sum(entry.nbytes for entry in entries.values()))
+    run.env.policy.check_model(sum(entry.nbytes for entry in entries.values()), "server state")
     found: dict[str, Array] = {}
     for name, entry in entries.items():
         raw = _blob(run, entry.digest, entry.nbytes).read_bytes()
@@ -191,8 +192,14 @@ def _require_finite(name: str, values: Array) -> None:
         raise TaskFailure("invalid-version", f"{name} holds values that are NaN or infinite")
 
 
+def _count(run: TaskRun, nbytes: int) -> None:
+    """Count bytes that were fetched."""
+    run.report.download_bytes += nbytes
+    run.check()
+
+
 def _blob(run: TaskRun, digest: str, max_bytes: int) -> Path:
-    return run.env.shelf.fetch(digest, max_bytes, run.env.coordinator.copy_blob, run.received)
+    return run.env.shelf.fetch(digest, max_bytes, run.env.coordinator.copy_blob, partial(_count, run))
 
 
 def _document(run: TaskRun, digest: str) -> bytes:
@@ -211,7 +218,7 @@ def _fetch_blocks(
     lacking_bytes = sum(nbytes for digest, nbytes in sizes.items() if digest not in shelf)
     report.begin("fetching", total_bytes=report.download_bytes + lacking_bytes)
     _catch_up(run, manifest, wanted, blocks)
-    shelf.fetch_all(sizes, run.env.coordinator.copy_blobs, run.received)
+    shelf.fetch_all(sizes, run.env.coordinator.copy_blobs, partial(_count, run))
     bases: dict[str, BlobTensor] = {}
     for block in wanted:
         path = _blob(run, manifest.blocks[block.name], block.nbytes)
@@ -240,7 +247,7 @@ def _catch_up(run: TaskRun, manifest: Manifest, wanted: Sequence[Block], blocks:
         return
 
     def received(nbytes: int) -> None:
-        run.received(nbytes)
+        _count(run, nbytes)
         if file.tell() > lacking_bytes:
             raise BlobTooLarge(f"{difference.digest} has more than the {difference.nbytes} bytes of a difference")
 

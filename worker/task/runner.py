@@ -16,9 +16,10 @@ from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.privacy.cost import least_budget_of
+from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import LedgerError, noisy_in
 from tessera.worker.task.admission import admit
-from tessera.worker.task.environment import TaskEnvironment, TaskRun
+from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.evaluate import evaluate
 from tessera.worker.task.fetch import fetch, load
 from tessera.worker.task.heartbeat import Stopped
@@ -44,8 +45,8 @@ class TaskRunner(TaskEnvironment):
         run without approval, Problem for what the coordinator refuses, whatever `check` raises to end the task early,
         and other exceptions for a task that cannot be done.
         """
-        run = TaskRun(self, task, check, report)
-        run.note(
+        run = TaskRun(self, task, check, report, Journal(TaskRef.of(task), task.dataset, self.audit, self.ledger))
+        run.journal.note(
             "task.start",
             kind=task.kind,
             method=task.method.name,
@@ -54,12 +55,13 @@ class TaskRunner(TaskEnvironment):
             plan=digest_of(canonical(task.plan)),
             version=task.version.digest,
         )
-        dataset, private = admit(run)
+        admission = admit(run)
+        dataset, private = admission.dataset, admission.private
         report.begin("fetching")
         with self.shelf.pinning(), _settling(private):
             with spans.span("fetch"):
                 loaded = load(run, fetch(run))
-            egress = Egress(run, private)
+            egress = Egress(run, admission.snapshot, private)
             if task.kind == "train":
                 with spans.span("train"):
                     result, stats = train(run, loaded, dataset, private)

@@ -40,7 +40,7 @@ def train(
     else:
         # Not when the update leaves: a heartbeat may tell the loss of the first batches, and a failure of the
         # choice is told too.
-        run.note_exact(dataset.examples, "training")
+        run.journal.note_exact(dataset.examples, "training")
     batches = Batches(dataset, task.training.batch_size, env.device)
     selected = half.select(context, private.watched(batches) if private else batches)
     if private:

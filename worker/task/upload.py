@@ -24,6 +24,7 @@ from tessera.shared.updates.safetensors_file import read_header
 from tessera.shared.updates.update_file import TrainedBlock, read_update, write_update
 from tessera.worker.governance.airlock import Airlock, BlockOut, Summary, UpdateWithheld, summary_of
 from tessera.worker.governance.policy import PolicyViolation
+from tessera.worker.governance.run_history import RunSnapshot
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import names_digest
 from tessera.worker.state.blob_cache import BlobTensor
@@ -54,6 +55,7 @@ class Egress:
     """The way out of a worker for what one task made."""
 
     run: TaskRun
+    snapshot: RunSnapshot
     private: PrivateTask | None = None
 
     def upload(self, result: LocalResult, loaded: Loaded, examples: int) -> Sent:
@@ -83,7 +85,7 @@ class Egress:
             if self.private:
                 self.private.leave()
             if env.history:
-                env.history.add(task, env.policy, nbytes)
+                env.history.add(self.snapshot, env.policy, nbytes)
             head = self._note_leaving(summary) if summary else None
             report.begin("uploading", total_bytes=nbytes)
             sent = self._counting()
@@ -117,7 +119,7 @@ class Egress:
             raise
         if view.state == "accepted":
             staged.accept()
-            self.run.note("update.count", update=update.digest)
+            self.run.journal.note("update.count", update=update.digest)
         else:
             staged.discard()
 
@@ -125,10 +127,14 @@ class Egress:
         """Submit what was measured on so many examples."""
         env, task, metrics = self.run.env, self.run.task, self.run.report.metrics
         if env.history:
-            env.history.add(task, env.policy)
+            env.history.add(self.snapshot, env.policy)
         names = list[JsonValue](sorted(metrics))
-        head = self.run.note(
-            "figures.leave", dataset=task.dataset, examples=examples, names=names, ledger=self._ledger_head()
+        head = self.run.journal.note(
+            "figures.leave",
+            dataset=task.dataset,
+            examples=examples,
+            names=names,
+            ledger=self.run.journal.ledger_head(),
         )
         evaluated = EvaluationResult(
             token=task.token,
@@ -139,7 +145,7 @@ class Egress:
             audit_head=head,
         )
         env.coordinator.submit_evaluation(task.id, evaluated)
-        self.run.note("figures.count")
+        self.run.journal.note("figures.count")
 
     # ------------------------------------------------------------ before an update leaves
 
@@ -178,7 +184,9 @@ class Egress:
     def _summary(self, digest: str, path: Path, changes: Sequence[TrainedBlock], examples: int) -> Summary:
         """Return what the update would tell."""
         return summary_of(
-            self.run.task,
+            self.run.journal.task,
+            orchestrator=self.run.task.orchestrator,
+            dataset=self.run.task.dataset,
             examples=examples,
             held_at=datetime.now(UTC),
             update=digest,
@@ -190,19 +198,19 @@ class Egress:
 
     def _hold(self, airlock: Airlock, path: Path, summary: Summary) -> None:
         """Wait until a person has released the update. Raises UpdateWithheld."""
-        self.run.note("update.hold", id=summary.id, update=summary.update, bytes=summary.nbytes)
+        self.run.journal.note("update.hold", id=summary.id, update=summary.update, bytes=summary.nbytes)
         try:
             decision = airlock.hold(path, summary, self.run.check)
         except UpdateWithheld as withheld:
-            self.run.note("update.withhold", id=summary.id, update=summary.update, reason=str(withheld))
+            self.run.journal.note("update.withhold", id=summary.id, update=summary.update, reason=str(withheld))
             raise
-        self.run.note("update.release", id=summary.id, update=summary.update, by=decision.by)
+        self.run.journal.note("update.release", id=summary.id, update=summary.update, by=decision.by)
         if digest_at(path) != decision.update:
             raise PolicyViolation("airlock", "what would leave is not what was released")
 
     def _note_leaving(self, summary: Summary) -> str | None:
         """Add what leaves to the audit, before it does. Return the entry's digest."""
-        return self.run.note(
+        return self.run.journal.note(
             "update.leave",
             dataset=summary.dataset,
             examples=summary.examples,
@@ -213,13 +221,8 @@ class Egress:
             norm=summary.norm,
             epsilon=summary.epsilon,
             metrics=list[JsonValue](sorted(summary.metrics)),
-            ledger=self._ledger_head(),
+            ledger=self.run.journal.ledger_head(),
         )
-
-    def _ledger_head(self) -> JsonValue:
-        """Return how far the data set's ledger has come, for the audit."""
-        head = self.run.env.ledger.leaving(self.run.task.dataset) if self.run.env.ledger else None
-        return {self.run.task.dataset: head.model_dump(mode="json")} if head else {}
 
     def _counting(self) -> Callable[[int], None]:
         """Return what counts each piece as it is sent, and keeps to the site's rate."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tessera.shared.methods.base import Phase, TrainingStats, UnsupportedRun, WorkerHalf
-from tessera.shared.run_settings.training import Training
+from tessera.shared.run_settings import Training
 from tessera.worker.data.registry import Dataset
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.forward import measuring

@@ -11,15 +11,14 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel, TypeAdapter
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
-from tessera.shared.diagnostics.checks import Finding
-from tessera.shared.diagnostics.settings_origin import Setting
+from tessera.shared.diagnostics import Finding, Setting
 from tessera.shared.problems import MAX_FAULTS, Problem
 from tessera.shared.sanitize import fit_to_show
 
@@ -93,6 +92,14 @@ def print_json(value: BaseModel | Iterable[BaseModel] | dict[str, Any], *, line:
     typer.echo(json.dumps(plain, indent=None if line else 2))
 
 
+def show(value: BaseModel | Iterable[BaseModel] | dict[str, Any], shown: RenderableType, *, as_json: bool) -> None:
+    """Print a result, as JSON or as people read it."""
+    if as_json:
+        print_json(value)
+    else:
+        out().print(shown)
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()) -> Table:
     """Return a table with these columns, those in `right` aligned for numbers. None is shown as a dash."""
     made = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
@@ -136,19 +143,17 @@ def ago(instant: datetime, now: datetime | None = None) -> str:
     return f"{passed} s ago"
 
 
-def tell_settings(settings: Iterable[Setting], *, as_json: bool) -> None:
+def print_settings(settings: Iterable[Setting], *, as_json: bool) -> None:
     listed = list(settings)
-    if as_json:
-        print_json({"settings": [asdict(setting) for setting in listed]})
-        return
     rows = [(one.name, "none" if one.value is None else one.value, one.origin) for one in listed]
-    out().print(table(("setting", "value", "from"), rows))
+    shown = table(("setting", "value", "from"), rows)
+    show({"settings": [asdict(setting) for setting in listed]}, shown, as_json=as_json)
 
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
-def tell_findings(findings: Iterable[Finding], *, as_json: bool) -> None:
+def print_findings(findings: Iterable[Finding], *, as_json: bool) -> None:
     """Print each finding as it comes, or all as JSON. Raises Exit with code 1 if any is `fail`."""
     seen: list[Finding] = []
     console = out()

@@ -14,7 +14,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.selectors import roles
 from tessera.shared.problems import Forbidden, Invalid
-from tessera.shared.run_settings.privacy import Budget
+from tessera.shared.run_settings import Budget
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import as_bytes
 from tests.support.coordinator import Clock, LiveCoordinator, until

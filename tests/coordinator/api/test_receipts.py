@@ -15,7 +15,7 @@ from tessera.shared.api.tasks import Submission, Task, TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
-from tessera.shared.run_settings.training import Training
+from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import from_bytes
 from tessera.worker.data.registry import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors

@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 from sqlalchemy import select, update
 
-from tessera.coordinator.auth.oidc_login import BACK
+from tessera.coordinator.auth.oidc import BACK
 from tessera.coordinator.db.tables import PersonSessionRow
 from tests.coordinator.dashboard.conftest import Person
 from tests.coordinator.dashboard.test_browser import visiting

@@ -16,7 +16,7 @@ from tessera.shared.api.tasks import Failure, Progress
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS, methods
-from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.run_settings import Privacy
 from tessera.shared.token_format import hash_of
 from tests.coordinator.dashboard.conftest import Person, signed_in
 from tests.support.coordinator import LiveCoordinator, until

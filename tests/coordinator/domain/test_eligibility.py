@@ -20,7 +20,7 @@ from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.selectors import roles
-from tessera.shared.run_settings.privacy import Budget, Privacy
+from tessera.shared.run_settings import Budget, Privacy
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tests.support.federation import small_model
 

@@ -10,7 +10,7 @@ import pytest
 
 from tessera.coordinator.server.doctor import checks, insecure, unknown
 from tessera.coordinator.settings import CoordinatorSettings
-from tessera.shared.diagnostics.checks import Finding, examined
+from tessera.shared.diagnostics import Finding, examined
 from tests.support.cli import tessera
 from tests.support.coordinator import LiveCoordinator
 from tests.support.provider import providing, settings

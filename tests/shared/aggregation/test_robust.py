@@ -45,7 +45,7 @@ from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.model.blocks import Block
 from tessera.shared.rounds.planning import warnings_of
 from tessera.shared.rounds.server_step import merge
-from tessera.shared.run_settings.training import Training
+from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, Stretched, Tensor, to_array
 from tessera.shared.updates.update_file import TrainedBlock, read_update, write_update
 from tests.support.federation import small_model, values

@@ -32,11 +32,9 @@ from tessera.shared.methods.base import (
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.methods.safl import Candidates, SAFLSettings, beyond_the_sink, copies_in_training, pruned
 from tessera.shared.model.attention_stats import ByHead, LayerAttention, TaskTokens
-from tessera.shared.model.blocks import Block
-from tessera.shared.model.layers import layers_of
+from tessera.shared.model.blocks import Block, layers_of
 from tessera.shared.model.spec import Head, Prompts
-from tessera.shared.run_settings.privacy import Privacy
-from tessera.shared.run_settings.training import Training
+from tessera.shared.run_settings import Privacy, Training
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.update_file import TrainedBlock

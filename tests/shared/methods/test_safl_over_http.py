@@ -15,9 +15,9 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.model.layers import layers_of
+from tessera.shared.model.blocks import layers_of
 from tessera.shared.model.spec import Model
-from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.run_settings import Privacy
 from tessera.shared.updates.safetensors_file import read_header
 from tessera.worker.agent import Agent
 from tessera.worker.model.block_map import block_table, named_tensors

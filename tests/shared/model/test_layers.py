@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tessera.shared.model.blocks import Block
-from tessera.shared.model.layers import layers_of, stack_of
+from tessera.shared.model.blocks import Block, layers_of, stack_of
 
 
 def block(tensor: str, layer: int | None) -> Block:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.shared.hashing import dice
-from tessera.shared.rounds.cohort import choose
+from tessera.shared.rounds.planning import choose
 
 NAMES = st.lists(st.text("abcdef/", min_size=1, max_size=6), unique=True, max_size=12)
 

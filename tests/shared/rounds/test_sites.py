@@ -16,7 +16,7 @@ from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.problems import Invalid
 from tessera.shared.rounds.aggregate import Accepted, norm_scores, observed, outlying, pooled
 from tessera.shared.rounds.planning import begun, bounds_of, plan_round
-from tessera.shared.run_settings.training import Training
+from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import ArrayTensor, Tensor, to_array
 from tests.support.federation import small_model
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tessera.shared.run_settings.schedule import is_open, minutes_until_open
+from tessera.shared.run_settings import is_open, minutes_until_open
 
 MONDAY = datetime(2026, 11, 23, tzinfo=UTC)
 

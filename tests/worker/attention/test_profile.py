@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
-from tessera.shared.model.layers import layers_of
+from tessera.shared.model.blocks import layers_of
 from tessera.worker.attention.probabilities import CHUNK, UnknownAttention
 from tessera.worker.attention.profile import _Context, _Frame, _located, attention_profile
 from tessera.worker.model.block_map import block_table

@@ -20,6 +20,7 @@ from tessera.worker.agent import Agent
 from tessera.worker.cli.audit import app
 from tessera.worker.cli.worker import app as worker_app
 from tessera.worker.settings import SettingsError, read_settings
+from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.stores import audit_of, ledger_of
 from tessera.worker.task.heartbeat import Stop
@@ -135,7 +136,7 @@ def send(site: Site, worker: ScriptedWorker) -> None:
     """Hands in an update as a worker does that writes to the site's audit."""
     task = worker.take()
     digest = worker.upload(task, {"head.weight": worker.fetch(task)["head.weight"] + 1})
-    head = site.audit.record("update.leave", task, update=digest, examples=10).digest
+    head = site.audit.record("update.leave", TaskRef.of(task), update=digest, examples=10).digest
     worker.client.submit(
         task.id,
         Submission(token=task.token, version=task.version.digest, update=digest, examples=10, audit_head=head),
@@ -167,7 +168,7 @@ def test_a_site_whose_folders_were_emptied_or_restored_finds_it_by_what_its_subm
 def test_a_ledger_that_is_behind_the_audit_is_found_and_adopted_as_lost(site: Site) -> None:
     ledger = ledger_of(read_settings(site.config))
     with ledger.page("digits") as page:
-        page.exact(task(dataset="digits"), 10, "training")
+        page.exact(TaskRef.of(task(dataset="digits")), 10, "training")
     head = ledger.leaving("digits")
     assert head
     site.audit.record("update.leave", None, ledger={"digits": head.model_dump()})
@@ -191,7 +192,7 @@ def test_a_removed_data_set_s_ledger_under_a_lost_key_is_found_at_the_start_and_
         file.write('ledger = "people"\n')
     for name in ("digits", "old"):
         with Ledger(site.file.parents[1] / "ledger", b"lost" * 8).page(name) as page:
-            page.exact(task(dataset=name), 10, "training")
+            page.exact(TaskRef.of(task(dataset=name)), 10, "training")
     with pytest.raises(SettingsError, match=r"digits\.jsonl.*tessera worker adopt"):
         Agent(read_settings(site.config), Stop())
     assert site.say("verify").exit_code == 1

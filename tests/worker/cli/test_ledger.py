@@ -13,9 +13,10 @@ from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
-from tessera.shared.run_settings.privacy import Budget
+from tessera.shared.run_settings import Budget
 from tessera.worker.cli.worker import app
 from tessera.worker.privacy.accountant import epsilon, least_budget
+from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, NoisySteps
 
 SETTINGS = """
@@ -51,7 +52,7 @@ def spend(folder: Path, run: str, number: int, token: int) -> None:
         normalization="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
     )  # fmt: skip
     with Ledger(folder / "ledger").page("wards") as page:
-        page.spend(task, 100, Budget(epsilon=3.0, delta=1e-5), [STEPS])
+        page.spend(TaskRef.of(task), 100, Budget(epsilon=3.0, delta=1e-5), [STEPS])
 
 
 def test_what_was_spent_is_shown_by_run_and_in_all(config: Path) -> None:

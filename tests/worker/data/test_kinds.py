@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet, Iid
 from tessera.worker.data.registry import DataError, Dataset, load
 from tests.support.paths import ROOT

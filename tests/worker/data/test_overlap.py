@@ -16,11 +16,12 @@ from tessera.worker.data.registry import Dataset, load
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, LedgerError
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import ledger_of
 from tessera.worker.task.admission import check_overlap
-from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.environment import Journal, TaskRun
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
@@ -104,7 +105,9 @@ def runner(folder: Path, shared: dict[str, str] | None = None) -> TaskRunner:
 
 
 def uses(made: TaskRunner, dataset: str) -> None:
-    run = TaskRun(made, task_of(dataset=dataset), lambda: None, Report())
+    task = task_of(dataset=dataset)
+    journal = Journal(TaskRef.of(task), dataset, made.audit, made.ledger)
+    run = TaskRun(made, task, lambda: None, Report(), journal)
     check_overlap(run, made.datasets[dataset])
 
 
@@ -134,7 +137,7 @@ def test_names_that_share_a_ledger_share_what_is_spent(tmp_path: Path) -> None:
     uses(made, "again")
     assert made.ledger
     with made.ledger.page("wards") as page:
-        page.exact(task_of(dataset="wards"), 200, "training")
+        page.exact(TaskRef.of(task_of(dataset="wards")), 200, "training")
     assert made.ledger.read("again") == made.ledger.read("wards") != ()
     assert [path.name for path in (tmp_path / "ledger").iterdir()] == ["people.jsonl"]
 

@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tessera.shared.api.runs import Training
-from tessera.shared.api.tasks import Task
-from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.problems import RoundClosed
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.governance.airlock import (
@@ -24,6 +20,7 @@ from tessera.worker.governance.airlock import (
     UpdateWithheld,
     summary_of,
 )
+from tessera.worker.state.hash_chain import TaskRef
 from tests.support.coordinator import until
 
 DIGEST = f"sha256:{'0' * 64}"
@@ -31,13 +28,10 @@ BYTES = b"an update"
 
 
 def summary(token: int = 1, update: bytes = BYTES) -> Summary:
-    task = Task(
-        id="abcdef0123456789", token=token, kind="train", run="r", run_name="demo", round=1, rounds=2, seed=0,
-        method=MethodSpec(name="fedavg"), plan=Plan(), dataset="wards", training=Training(), codec="raw",
-        normalization="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
-    )  # fmt: skip
+    task = TaskRef(run="r", run_name="demo", round=1, task="abcdef0123456789", token=token)
     return summary_of(
-        task, examples=10, held_at=datetime.now(UTC), update=digest_of(update), nbytes=len(update),
+        task, orchestrator=None, dataset="wards", examples=10, held_at=datetime.now(UTC), update=digest_of(update),
+        nbytes=len(update),
         blocks={"a": BlockOut(nbytes=4, norm=3.0), "b": BlockOut(nbytes=5, norm=4.0)}, metrics={}, epsilon=None,
     )  # fmt: skip
 

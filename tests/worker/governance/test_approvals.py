@@ -12,6 +12,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.worker.governance.approvals import ApprovalDecision, Inbox, InboxError, Request, Unapproved, terms_digest
+from tessera.worker.governance.run_history import RunSnapshot
 
 DIGEST = f"sha256:{'0' * 64}"
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
@@ -31,7 +32,7 @@ class Asking:
                 examples=10, worker="w", asked_at=self.now, summary="Trains.",
             )  # fmt: skip
 
-        self.inbox.require(asked, request)
+        self.inbox.require(RunSnapshot.of(asked), request)
 
     def code(self, asked: Task) -> str | None:
         try:
@@ -80,7 +81,7 @@ def test_an_approval_is_of_the_terms_that_were_shown(asking: Asking) -> None:
         task(dataset="clinics"),
         task(orchestrator="somebody else"),
     ):
-        assert terms_digest(changed) != terms_digest(task())
+        assert terms_digest(RunSnapshot.of(changed)) != terms_digest(RunSnapshot.of(task()))
         assert asking.code(changed) == "awaiting-approval"
     # What is approved is done, if it is offered; the run as a whole waits for a person.
     assert asking.code(task()) is None

@@ -7,7 +7,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.selectors import roles
-from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.run_settings import Privacy
 from tessera.worker.governance.descriptions import in_words, size, summary
 from tests.support.federation import small_model
 

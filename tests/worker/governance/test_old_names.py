@@ -12,11 +12,11 @@ import pytest
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
-from tessera.shared.run_settings.training import Training
+from tessera.shared.run_settings import Training
 from tessera.worker.governance.airlock import Summary
 from tessera.worker.governance.approvals import terms_digest
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.governance.run_history import RunHistory
+from tessera.worker.governance.run_history import RunHistory, RunSnapshot
 from tessera.worker.settings import SettingsError, read_settings
 
 DIGEST = "sha256:" + "0" * 64
@@ -39,15 +39,15 @@ def task(normalization: str = "participants") -> Task:
 def test_an_approval_of_the_version_before_still_holds() -> None:
     terms = {**OLD_TERMS, "kind": "train"}
     digest = hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    assert terms_digest(task()) == digest
+    assert terms_digest(RunSnapshot.of(task())) == digest
 
 
 def test_a_run_s_record_of_the_version_before_is_read_and_still_binds_the_run(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(json.dumps({"terms": OLD_TERMS, "versions": {}, "handed": {}}))
     history = RunHistory(tmp_path, "w")
-    history.check(task(), Policy())
+    history.check(RunSnapshot.of(task()), Policy())
     with pytest.raises(PolicyViolation, match="was another before, in normalization"):
-        history.check(task("cohort"), Policy())
+        history.check(RunSnapshot.of(task("cohort")), Policy())
 
 
 def test_an_update_in_the_airlock_of_the_version_before_is_read() -> None:

@@ -10,7 +10,7 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import roles
-from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.run_settings import Privacy
 from tessera.worker.governance.policy import REMEDIES, Allowance, Policy, PolicyViolation, PrivacyFloor, check_use
 
 TABLE = tuple(

@@ -11,12 +11,12 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.governance.run_history import VERSIONS_KEPT, RunHistory
+from tessera.worker.governance.run_history import VERSIONS_KEPT, RunHistory, RunSnapshot
 
 DIGESTS = [f"sha256:{number:064x}" for number in range(100)]
 
 
-def task(number: int, digest: str | None = None, **more: object) -> Task:
+def task(number: int, digest: str | None = None, **more: object) -> RunSnapshot:
     """Round `number` on the version before it."""
     version = VersionRef(number=number - 1, digest=digest or DIGESTS[number - 1])
     given = {
@@ -25,10 +25,10 @@ def task(number: int, digest: str | None = None, **more: object) -> Task:
         "codec": "raw", "normalization": "participants", "model": DIGESTS[0],
         "version": version, "lease_seconds": 60.0,
     }  # fmt: skip
-    return Task.model_validate({**given, **more})
+    return RunSnapshot.of(Task.model_validate({**given, **more}))
 
 
-def refused(seen: RunHistory, asked: Task, rule: str, max_attempts: int = 10) -> str:
+def refused(seen: RunHistory, asked: RunSnapshot, rule: str, max_attempts: int = 10) -> str:
     with pytest.raises(PolicyViolation) as violation:
         seen.check(asked, Policy(max_attempts=max_attempts))
     assert violation.value.rule == rule

@@ -11,7 +11,7 @@ import pytest
 from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp
 
-from tessera.shared.run_settings.privacy import Budget, about_together, rho_of
+from tessera.shared.run_settings import Budget, about_together, rho_of
 from tessera.worker.privacy.accountant import (
     MAX_COMPOSED,
     MIN_NOISE,

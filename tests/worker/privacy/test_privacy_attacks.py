@@ -19,7 +19,7 @@ from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo, Unsupp
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.attention_stats import TaskTokens
 from tessera.shared.model.selectors import EVERYTHING, Selector, named
-from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.run_settings import Privacy
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.registry import Dataset
 from tessera.worker.model.block_map import block_table

@@ -17,7 +17,7 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
-from tessera.shared.run_settings.privacy import Privacy
+from tessera.shared.run_settings import Privacy
 from tessera.worker.agent import Agent
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.block_map import block_table, named_tensors

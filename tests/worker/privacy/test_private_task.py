@@ -22,7 +22,7 @@ from tessera.shared.methods.registry import coordinator_half, methods, worker_ha
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector, named, roles
 from tessera.shared.model.spec import Head
-from tessera.shared.run_settings.privacy import Budget, Privacy
+from tessera.shared.run_settings import Budget, Privacy
 from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.model.block_map import block_table
@@ -32,6 +32,7 @@ from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, clipped_sum
 from tessera.worker.privacy.noise import NoiseSource, secret_key
 from tessera.worker.privacy.per_example_grads import norms
 from tessera.worker.privacy.private_task import PrivateTask, bounded_sums, epsilon_per_pick, private_top_k
+from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Event, Exact, Ledger, NoisyChoice, NoisySteps
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
@@ -509,7 +510,7 @@ def test_a_task_that_is_tried_again_costs_again_and_later_rounds_make_up_for_it(
 
 def test_a_run_that_has_spent_its_target_is_refused(tmp_path: Path) -> None:
     with Ledger(tmp_path).page("wards") as page:
-        page.spend(task(), 40, PRIVACY, [NoisySteps(noise_multiplier=0.5, sampling_rate=0.2, steps=50)])
+        page.spend(TaskRef.of(task()), 40, PRIVACY, [NoisySteps(noise_multiplier=0.5, sampling_rate=0.2, steps=50)])
     with pytest.raises(PolicyViolation, match="the run has spent its target on 'wards'"):
         private_task(tmp_path)
 
@@ -520,7 +521,7 @@ def test_a_task_beyond_the_sites_budget_is_refused_before_it_spends_anything(tmp
         private_task(tmp_path, budget, round=number).begin(epochs=1)
     # The first run took 3 of 3.5; half a run more, with as much noise, would come to more than that.
     with Ledger(tmp_path).page("wards") as page:
-        page.spend(task(), 40, PRIVACY, spent(tmp_path)[:2])
+        page.spend(TaskRef.of(task()), 40, PRIVACY, spent(tmp_path)[:2])
     before = spent(tmp_path)
     with pytest.raises(
         PolicyViolation, match=r"epsilon of \d\.\d+ at delta 1e-05, and the site allows 3.5"
@@ -533,7 +534,8 @@ def test_a_task_beyond_the_sites_budget_is_refused_before_it_spends_anything(tmp
 def test_a_run_that_was_chosen_by_the_answers_of_another_needs_the_budget_of_the_filter(tmp_path: Path) -> None:
     # Lines of a worker from before budgets were filters count like any other, and stay as they are.
     with Ledger(tmp_path).page("wards") as page:
-        page.spend(task(run="old"), 40, PRIVACY, [NoisySteps(noise_multiplier=2.0, sampling_rate=0.4, steps=20)])
+        steps = NoisySteps(noise_multiplier=2.0, sampling_rate=0.4, steps=20)
+        page.spend(TaskRef.of(task(run="old")), 40, PRIVACY, [steps])
     lines = (tmp_path / "wards.jsonl").read_bytes()
     private_task(tmp_path / "alone").begin(epochs=1)
     together = [*spent(tmp_path), *spent(tmp_path / "alone")]

@@ -12,8 +12,8 @@ from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
-from tessera.shared.run_settings.privacy import Budget
-from tessera.worker.state.hash_chain import BEGINNING
+from tessera.shared.run_settings import Budget
+from tessera.worker.state.hash_chain import BEGINNING, TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, LedgerError, NoisyChoice, NoisySteps
 
 DIGEST = f"sha256:{'0' * 64}"
@@ -34,7 +34,7 @@ def task(**more: object) -> Task:
 
 def spend(ledger: Ledger, **more: object) -> None:
     with ledger.page("wards") as page:
-        page.spend(task(**more), 100, TARGET, [STEPS])
+        page.spend(TaskRef.of(task(**more)), 100, TARGET, [STEPS])
 
 
 def file_of(folder: Path) -> Path:
@@ -44,7 +44,7 @@ def file_of(folder: Path) -> Path:
 def test_what_was_spent_is_there_for_the_next_process(tmp_path: Path) -> None:
     assert Ledger(tmp_path).read("wards") == ()
     with Ledger(tmp_path).page("wards") as page:
-        page.spend(task(round=3, rounds=3, token=7), 100, TARGET, [NoisyChoice(rho=0.01), STEPS])
+        page.spend(TaskRef.of(task(round=3, rounds=3, token=7)), 100, TARGET, [NoisyChoice(rho=0.01), STEPS])
     (entry,) = Ledger(tmp_path).read("wards")
     assert (entry.run, entry.round, entry.token, entry.examples) == ("r", 3, 7, 100)
     assert entry.events == (NoisyChoice(rho=0.01), STEPS)

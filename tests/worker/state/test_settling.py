@@ -20,7 +20,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import LeaseLost
-from tessera.shared.run_settings.privacy import Budget, Privacy
+from tessera.shared.run_settings import Budget, Privacy
 from tessera.shared.schema import MAX_NUMBER
 from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.airlock import Airlock, UpdateWithheld
@@ -30,7 +30,7 @@ from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.state.audit import Audit, heads_of
 from tessera.worker.state.blob_cache import Cache
-from tessera.worker.state.hash_chain import Chain
+from tessera.worker.state.hash_chain import Chain, TaskRef
 from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerEntry, NoisySteps
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.runner import TaskRunner
@@ -242,12 +242,12 @@ def test_an_uncovered_choice_is_written_down_when_the_data_are_looked_at(tmp_pat
 def test_figures_are_covered_by_a_budget_s_own_leave_and_training_is_not(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     with ledger.page("wards") as page:
-        page.exact(task_of(), 10, "evaluation")
+        page.exact(TaskRef.of(task_of()), 10, "evaluation")
     entries = ledger.read("wards")
     Allowance(epsilon=1.0, delta=1e-5, evaluations=True).check_exact("wards", entries)
     with pytest.raises(PolicyViolation, match="evaluation without noise"):
         Allowance(epsilon=1.0, delta=1e-5).check_exact("wards", entries)
     with ledger.page("wards") as page:
-        page.exact(task_of(), 40, "training")
+        page.exact(TaskRef.of(task_of()), 40, "training")
     with pytest.raises(PolicyViolation, match="training without noise"):
         Allowance(epsilon=1.0, delta=1e-5, evaluations=True).check_exact("wards", ledger.read("wards"))

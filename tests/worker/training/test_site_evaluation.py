@@ -18,7 +18,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model, Prompts
 from tessera.worker.agent import Agent
-from tessera.worker.data.partition.held_out import key_of_seed
+from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.policy import Policy, PrivacyFloor
 from tessera.worker.inventory import datasets_of

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
 from collections.abc import Callable
 from functools import partial
 
@@ -72,3 +75,29 @@ def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Datase
 def _range_sum(pixels: Tensor) -> Tensor:
     """Return the smallest value of each channel plus the largest, [channels, 1, 1]."""
     return pixels.amin(dim=(0, 2, 3)).add(pixels.amax(dim=(0, 2, 3)))[:, None, None]
+
+
+def hold_out(dataset: Dataset, share: float, key: bytes) -> Dataset:
+    """Return the data set without a share of its examples, which are its `held_out`.
+
+    Each example is held out with probability `share`, by a keyed hash of its group, or else its identity: examples of
+    the same are on the same side. One example more or less, or another label, moves no other example. Differential
+    privacy needs that, since it compares two data sets that differ in one example. Raises DataError if either side is
+    empty.
+    """
+    most = share * (1 << 64)
+    digests = (hmac.digest(key, identity, "sha256") for identity in dataset.sides())
+    held = torch.tensor([int.from_bytes(digest[:8], "big") < most for digest in digests])
+    if bool(held.all()) or not bool(held.any()):
+        empty = "trained on" if bool(held.all()) else "held out"
+        raise DataError(
+            f"held_out: of {dataset.examples} examples none is {empty} with a share of {share:g}, which the site's "
+            "secret key decides for each. Change held_out, bring more examples, or leave held_out out"
+        )
+    kept, out = (dataset.rows(chosen.nonzero().flatten()) for chosen in (~held, held))
+    return Dataset(kept.tensors, kept.common, out, kept.domains, kept.sources, kept.padding, kept.groups)
+
+
+def key_of_seed(seed: int) -> bytes:
+    """Return the key of a simulation, in which the same seed holds out the same examples. It is no secret."""
+    return hashlib.sha256(json.dumps(["tessera held out", seed]).encode()).digest()

@@ -1,16 +1,52 @@
-"""Settings as they took effect: each value, and where it came from. Secrets are not among what is shown."""
+"""Checks that `doctor` commands run, and where each setting comes from."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import SecretStr
 
 from tessera.shared.urls import without_password
+
+Verdict = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    verdict: Verdict
+    detail: str
+    remedy: str = ""
+
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def ok(name: str, detail: str) -> Finding:
+    return Finding(name, "ok", detail)
+
+
+def warn(name: str, detail: str, remedy: str) -> Finding:
+    return Finding(name, "warn", detail, remedy)
+
+
+def fail(name: str, detail: str, remedy: str) -> Finding:
+    return Finding(name, "fail", detail, remedy)
+
+
+def examined(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
+    """Yield the findings of each check. One that breaks is a finding too: an examination goes on to its end."""
+    for name, check in checks:
+        try:
+            yield from check()
+        except Exception as fault:  # noqa: BLE001  (what is not well may be anything)
+            reason = str(fault).splitlines()[0] if str(fault) else ""
+            yield fail(name, f"could not be looked at: {type(fault).__name__}: {reason[:300]}", "See what it names.")
+
 
 HIDDEN = "***"
 

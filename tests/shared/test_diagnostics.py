@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tessera.coordinator.cli import app as coordinator_app
-from tessera.shared.diagnostics.settings_origin import HIDDEN, effective, shown
+from tessera.shared.diagnostics import HIDDEN, effective, shown
 from tessera.worker.cli.worker import app as worker_app
 
 SECRET = "hunter2hunter2"

@@ -21,11 +21,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.diagnostics.checks import Finding, examined
+from tessera.shared.diagnostics import Finding, examined
 from tessera.shared.urls import is_loopback, without_password
 from tessera.worker.cli.worker import app
-from tessera.worker.diagnostics.doctor import checks, forecast, under_way
-from tessera.worker.diagnostics.network import clock, expiry, way_to
+from tessera.worker.doctor import checks, clock, expiry, forecast, under_way, way_to
 from tessera.worker.governance.descriptions import policy_in_words, size
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import WorkerSettings

@@ -1,1 +1,0 @@
-"""Checks that `doctor` commands run, and where each setting comes from. Imports no other package of `shared`."""

@@ -1,0 +1,128 @@
+"""Settings of a run that no method owns: local training, differential privacy, hours."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from datetime import datetime
+from math import ceil
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, PositiveInt
+
+from tessera.shared.schema import Frozen
+
+
+class Training(Frozen):
+    """How a worker trains locally. The same for every method."""
+
+    epochs: PositiveInt = Field(default=1, le=1000)
+    batch_size: PositiveInt | None = Field(default=32, description="all examples in one batch if null")
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = Field(default=1e-4, gt=0, le=100)
+    weight_decay: float = Field(default=0.01, ge=0, le=10)
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="for sgd")
+    max_gradient_norm: float | None = Field(default=None, gt=0)
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+def local_steps(training: Training, examples: int) -> int:
+    """Return the optimizer steps that a worker makes in one phase over so many examples."""
+    return training.epochs * ceil(examples / (training.batch_size or examples))
+
+
+class Budget(Frozen):
+    """How much may be told of one example: (epsilon, delta), of neighbours of which one has nothing in the place
+    of one example of the other."""
+
+    epsilon: float = Field(gt=0, le=1000)
+    delta: float = Field(gt=0, lt=0.1, description="well below one over the number of examples")
+
+
+def rho_of(target: Budget) -> float:
+    """Return the zCDP that would use up the target (Bun and Steinke 2016, arXiv 1605.02065, proposition 1.3)."""
+    log = math.log(1 / target.delta)
+    # epsilon = rho + 2 sqrt(rho log(1/delta)), solved for the root of rho.
+    return (math.sqrt(log + target.epsilon) - math.sqrt(log)) ** 2
+
+
+def about_together(budgets: Iterable[Budget], delta: float) -> float:
+    """Return the epsilon at `delta` of what would use up all of the budgets, if it were zCDP: an estimate, within
+    some percent of what an accountant of the mechanisms themselves finds."""
+    rho = sum(map(rho_of, budgets))
+    return rho + 2 * math.sqrt(rho * math.log(1 / delta))
+
+
+class Privacy(Budget):
+    """DP-SGD at each worker, on whatever the round trains (Abadi et al. 2016, arXiv 1607.00133, algorithm 1).
+
+    (epsilon, delta) is what all of the run's updates together may tell of one example of one worker's data set. It
+    says nothing of whole patients, users or sites that bring many examples, and nothing of evaluations.
+    """
+
+    clip_norm: float = Field(
+        gt=0, le=1e6, description="l2 norm that one example's gradient over all that trains is clipped to"
+    )
+    selection: Literal["refused", "noisy", "uncovered"] = Field(
+        default="refused",
+        description="what becomes of a method that looks at the data to choose blocks: it may not, it chooses with "
+        "noise that is paid for, or it chooses freely and what the choice tells is not covered",
+    )
+    selection_share: float = Field(
+        default=0.1, gt=0, lt=1, description="of the budget, for noisy selection (measured in zCDP)"
+    )
+    selections: PositiveInt | None = Field(
+        default=None, description="noisy choices that a worker makes in the run; one a round if left out"
+    )
+
+
+DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+DAY_MINUTES = 24 * 60
+WEEK_MINUTES = 7 * DAY_MINUTES
+
+_DAY = "|".join(DAYS)
+_SPAN = re.compile(rf"(?:({_DAY})(?:-({_DAY}))? )?([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-4]):([0-5]\d)")
+
+
+def _parsed(text: str) -> list[tuple[int, int]]:
+    """Return when it begins, in minutes of the week, and how many minutes it lasts: once for each of its days."""
+    found = _SPAN.fullmatch(text)
+    if not found:
+        raise ValueError(f"{text!r} is no time of the week such as 'Mon-Fri 19:00-07:00' or '00:00-06:30'")
+    first, last, *clock = found.groups()
+    from_hour, from_minute, to_hour, to_minute = map(int, clock)
+    begin, end = 60 * from_hour + from_minute, 60 * to_hour + to_minute
+    if begin == end or end > DAY_MINUTES:
+        raise ValueError(f"{text!r} does not end, or ends at no time of day")
+    at = DAYS.index(first) if first else 0
+    days = 7 if first is None else 1 if last is None else (DAYS.index(last) - at) % 7 + 1
+    lasts = (end - begin) % DAY_MINUTES or DAY_MINUTES
+    return [(((at + day) % 7) * DAY_MINUTES + begin, lasts) for day in range(days)]
+
+
+def _checked(text: str) -> str:
+    _parsed(text)
+    return text
+
+
+Span = Annotated[
+    str, Field(max_length=32, json_schema_extra={"pattern": f"^{_SPAN.pattern}$"}), AfterValidator(_checked)
+]
+"""A time of the week, such as `Mon-Fri 19:00-07:00`. It begins on each of its days, or on every day without them; one
+whose end is not after its beginning ends the day after."""
+
+
+def is_open(hours: Iterable[Span], local: datetime) -> bool:
+    """Return whether the wall clock `local` is within one of the spans."""
+    return any((_minute(local) - begin) % WEEK_MINUTES < lasts for span in hours for begin, lasts in _parsed(span))
+
+
+def minutes_until_open(hours: Iterable[Span], local: datetime) -> int:
+    """Return how many minutes of the wall clock it is until the next span begins; at least one."""
+    begins = (begin for span in hours for begin, _ in _parsed(span))
+    return min(((begin - _minute(local) - 1) % WEEK_MINUTES + 1 for begin in begins), default=WEEK_MINUTES)
+
+
+def _minute(local: datetime) -> int:
+    return local.weekday() * DAY_MINUTES + 60 * local.hour + local.minute
