@@ -105,11 +105,11 @@ class Simulation:
     def _merge(self, attempts: Sequence[Round]) -> Round:
         """Commit what the last attempt came to, and returns it with the scores of its updates."""
         reports = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
-        accepted = [reported.accepted(self.population.site_of(reported.view.worker)) for reported in reports]
-        bounds = self.bounds
-        manifest, new, merged = self.aggregation.merge(self.spec, bounds, _ref(self.latest), accepted)
+        bounds, base = self.bounds, _ref(self.latest)
+        accepted = [one.accepted(self.population.site_of(one.view.worker), base) for one in reports]
+        manifest, new, merged = self.aggregation.merge(self.spec, bounds, base, accepted)
         state = self.states.load(self.model, manifest, self.latest.number + 1)
-        scores = self.aggregation.scores(self.spec, bounds, _ref(self.latest), accepted)
+        scores = self.aggregation.scores(self.spec, bounds, base, accepted)
         found = [norm_scores(self._half, bounds, accepted), scores]
         made = _ended(_scored(attempts[-1], found), merged)
         aside = outlying(self._half, bounds, accepted)

@@ -343,7 +343,7 @@ CASES = [
     ),
     Case(
         "a model of two loops over all pairs of places",
-        "model-refused: .*laying its model out takes more than",
+        "model-refused: .*laying out its model takes more than",
         lambda scene: scene.other_model(config=LEVIT, head="features"),
     ),
     Case(
