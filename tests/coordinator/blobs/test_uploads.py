@@ -208,7 +208,7 @@ def test_bytes_that_are_not_those_announced_are_thrown_away(http: httpx.Client, 
 
 def test_a_body_that_is_shorter_than_announced_leaves_a_small_upload_where_it_was(http: httpx.Client) -> None:
     answer = http.post("/v1/uploads", headers=announced(SMALL, complete=True), content=SMALL[:3])
-    assert "3 bytes came of 10" in refused(answer, 400, "bad-request").detail
+    assert "3 of 10 bytes were received" in refused(answer, 400, "bad-request").detail
     assert progress(http.post("/v1/uploads", headers=announced(SMALL))) == (0, "?0")
 
 
@@ -347,7 +347,7 @@ def test_a_silent_sender_is_cut_off_and_a_slow_one_is_not(tmp_path: Path) -> Non
                 raw.settimeout(until_silent)
                 raw.sendall(bytes([byte]))
             answer = raw.recv(65536)
-        assert b"no byte came for 0.3 s" in answer
+        assert b"no byte was received for 0.3 s" in answer
         assert progress(http.head(location)) == (4, "?0")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import UPDATE_NORM, MethodSpec, Participant, Plan, RunInfo, State, Update
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.problems import Invalid
-from tessera.shared.rounds.aggregate import Accepted, norm_scores, observed, outlying, pooled
+from tessera.shared.rounds.aggregate import Accepted, _by_site, norm_scores, observed, outlying, pooled
 from tessera.shared.rounds.planning import begun, bounds_of, plan_round
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import ArrayTensor, Tensor, to_array
@@ -160,6 +161,13 @@ def test_a_site_that_returns_to_a_run_that_has_nearly_converged_is_not_left_out(
     assert outlying(FEDAVG, later, reported(0.01, 0.01, 5.0)) == []
     assert outlying(FEDAVG, later, reported(0.01, 0.01, 21.0)) == ["s2/w"]
     assert observed(FEDAVG, later, reported(0.01, 0.01, 5.0)).median_norm == 2.0
+
+
+def test_sites_and_their_workers_are_merged_in_the_order_of_their_names() -> None:
+    first, second, third = reported(1.0, 2.0, 3.0)
+    twin = replace(first, worker="s0/v")
+    for came in permutations((first, second, third, twin)):
+        assert _by_site(came) == [[twin, first], [second], [third]]
 
 
 def worked(steps: float, *norms: float, liar: float | None = None) -> list[Accepted]:
