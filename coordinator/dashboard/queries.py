@@ -26,7 +26,7 @@ MAX_POINTS = 60
 MAX_BARS = 60
 PAST_ROUNDS = 5
 
-LIVE_TASKS = ("offered", "leased", "lapsed")
+LIVE_TASKS = ("offered", "leased", "expired")
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def measured(session: Session, run: Run) -> list[Measurement]:
     step, latest = thinned(run.version.number), run.version.number
     rows = session.execute(
         select(
-            TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.numbers, WorkerRow.name, SiteRow.name
+            TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.metrics, WorkerRow.name, SiteRow.name
         )
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
@@ -172,9 +172,9 @@ def measured(session: Session, run: Run) -> list[Measurement]:
             worker=f"{site}/{worker}",
             held_out=held_out,
             examples=examples or 0,
-            numbers=numbers,
+            metrics=metrics,
         )
-        for version, held_out, examples, numbers, worker, site in rows
+        for version, held_out, examples, metrics, worker, site in rows
     ]
 
 
@@ -182,14 +182,14 @@ def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> di
     """Return the method's metrics of versions, by name and version, for names with these prefixes."""
     step = thinned(run.version.number)
     rows = session.execute(
-        select(VersionRow.number, VersionRow.numbers)
+        select(VersionRow.number, VersionRow.scalars)
         .where(VersionRow.run_id == run.id)
         .where((VersionRow.number % step == 0) | (VersionRow.number == run.version.number))
         .order_by(VersionRow.number)
     )
     found: dict[str, dict[int, float]] = {}
-    for number, numbers in rows:
-        for name, value in numbers.items():
+    for number, metrics in rows:
+        for name, value in metrics.items():
             if name.startswith(prefixes):
                 found.setdefault(name, {})[number] = value
     return found
@@ -200,16 +200,16 @@ def epsilon_by_worker(session: Session, run: Run) -> dict[str, dict[int, float]]
     # What is not merged yet is for the next version.
     step, version_number = thinned(run.version.number), func.coalesce(TaskRow.merged_in, TaskRow.version_number + 1)
     rows = session.execute(
-        select(SiteRow.name, WorkerRow.name, version_number, TaskRow.numbers)
+        select(SiteRow.name, WorkerRow.name, version_number, TaskRow.metrics)
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
         .where(TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
         .where((version_number % step == 0) | (version_number >= run.version.number))
     )
     found: dict[str, dict[int, float]] = {}
-    for site, worker, version, numbers in rows:
-        if EPSILON in numbers:
-            found.setdefault(f"{site}/{worker}", {})[version] = numbers[EPSILON]
+    for site, worker, version, metrics in rows:
+        if EPSILON in metrics:
+            found.setdefault(f"{site}/{worker}", {})[version] = metrics[EPSILON]
     return found
 
 
@@ -292,8 +292,8 @@ def pace(task: TaskView, began_at: float | None) -> Pace:
     if task.state != "leased" or progress is None:
         return Pace(over=False)
     done = (progress.step or 0) / progress.steps if progress.steps else None
-    if done is None and progress.of_bytes:
-        done = (progress.bytes or 0) / progress.of_bytes
+    if done is None and progress.total_bytes:
+        done = (progress.bytes or 0) / progress.total_bytes
     return Pace(over=False, began_at=began_at, phase=progress.phase, done=done)
 
 
@@ -326,7 +326,7 @@ def latest_scores(session: Session, run: RunRow) -> list[Measurement]:
         return []
     spec = RunSpec.model_validate(run.spec)
     # Only these columns: a task's plan is slow to decode.
-    columns = select(TaskRow.kind, TaskRow.held_out, TaskRow.examples, TaskRow.numbers)
+    columns = select(TaskRow.kind, TaskRow.held_out, TaskRow.examples, TaskRow.metrics)
     rows = session.execute(columns.where(done, TaskRow.version_number == number).limit(200))
     return [
         Measurement(
@@ -335,7 +335,7 @@ def latest_scores(session: Session, run: RunRow) -> list[Measurement]:
             worker="",
             held_out=row.held_out,
             examples=row.examples or 0,
-            numbers=row.numbers,
+            metrics=row.metrics,
         )
         for row in rows
     ]

@@ -82,9 +82,9 @@ def test_any_numbers_make_a_picture(ends: tuple[float, float]) -> None:
 
 def test_bars_stand_on_each_other() -> None:
     down, up = Series("down", {1: 300.0}), Series("up", {1: 100.0})
-    first, second = parsed(bars("x", "t", [down, up], Series("full", {1: 400.0}), along="round", description=HOSTILE)).iter(
-        "rect"
-    )
+    first, second = parsed(
+        bars("x", "t", [down, up], Series("full", {1: 400.0}), along="round", description=HOSTILE)
+    ).iter("rect")
     assert float(second.attrib["y"]) + float(second.attrib["height"]) == pytest.approx(
         float(first.attrib["y"]), abs=0.11
     )
