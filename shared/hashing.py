@@ -10,7 +10,7 @@ from tessera.shared.problems import DigestMismatch
 
 
 class Sink(Protocol):
-    """What bytes are written to: a binary file, say."""
+    """A destination of bytes, such as a binary file."""
 
     def write(self, data: bytes | memoryview, /) -> int: ...
     def tell(self) -> int: ...

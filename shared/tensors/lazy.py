@@ -247,7 +247,7 @@ def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
 
 
 def _identity(tensor: Tensor) -> tuple[int, bool]:
-    """Return what tells tensors apart. The steps of one tensor are the same however many sums need them."""
+    """Return the identity of a tensor. The steps of one tensor are computed once for all sums that need them."""
     return (id(tensor.tensor), True) if isinstance(tensor, _StepsOf) else (id(tensor), False)
 
 
@@ -317,7 +317,7 @@ def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> Wei
     """Return the sum of each sender's difference from `base` times its weight, which may be of any sign.
 
     It runs in the order given, in float32, or in float64 for a base of that (docs/decisions/0019): the same senders
-    in the same order give the same bits on every machine, and where nobody changed anything it is exactly 0.0.
+    in the same order give the same bits on every machine, and elements that no sender changed are exactly 0.0.
     """
     weights: list[float] = []
     sources: list[Tensor] = [base]
