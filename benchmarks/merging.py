@@ -263,7 +263,7 @@ def measured(bench: Bench) -> tuple[Speed, Speed, float]:
     )
     base = VersionRef(number=0, digest=bench.version)
     accepted = [
-        Accepted(f"{index:02}", f"{index:02}/w", digest, 100, {}, Plan())
+        Accepted(f"{index:02}", f"{index:02}/w", digest, 100, {}, Plan(), base)
         for index, digest in enumerate(bench.updates)
     ]
     held, _ = memory_mib(reset=True)

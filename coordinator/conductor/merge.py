@@ -52,7 +52,7 @@ class RoundMerger:
         invited, base = read_base(self.database, run_id)
         notify(self._merge(run_id, round_id, invited, base))
         # Beside the next round, which need not wait for it.
-        self._score(run_id, round_id, invited.spec, base)
+        self._score(run_id, invited.spec, base)
 
     def _merge(self, run_id: str, round_id: str, invited: RunTerms, base: VersionRef) -> list[str]:
         """Merge and plan outside of any transaction, then commit version, round and next round in one (I3)."""
@@ -61,7 +61,7 @@ class RoundMerger:
         self.room.require(model.nbytes)
         with self.database.snapshot() as session:
             require(session.get_one(RoundRow, round_id).state == "merging", "the round was merged already")
-            accepted = rounds.accepted_updates(session, round_id)
+            accepted = rounds.assigned_updates(session, run_id, base.number + 1)
             bounds = rounds.bounds_in_force(session.get_one(RunRow, run_id))
 
         manifest, new, merged = self.aggregation.merge(spec, bounds, base, accepted)
@@ -90,7 +90,7 @@ class RoundMerger:
             round_ = session.get_one(RoundRow, round_id)
             for warning in rounds.commit_round(session, now, run, round_, made, manifest, warnings, merged):
                 log.warning("version.warning", run=run_id, number=made.number, warning=warning)
-            rounds.note_scores(session, round_id, norm_scores(half, bounds, accepted))
+            rounds.note_scores(session, run_id, made.number, norm_scores(half, bounds, accepted))
             if run.bounds is not None:
                 run.bounds = observed(half, bounds, accepted).model_dump()
             # Before the next round is offered: a site measures its own model as this round left it.
@@ -100,12 +100,12 @@ class RoundMerger:
             with spans.span("open", parent=traceparent_of(run.id, made.number + 1)):
                 return [*woken, *open_planned(session, self.database.now(), run, willing, plans)]
 
-    def _score(self, run_id: str, round_id: str, spec: RunSpec, base: VersionRef) -> None:
+    def _score(self, run_id: str, spec: RunSpec, base: VersionRef) -> None:
         """Note how far each worker's update is from what they were merged to. A process that ends before it has
         done so leaves this round without."""
         with self.database.snapshot() as session:
-            accepted = rounds.accepted_updates(session, round_id)
+            accepted = rounds.assigned_updates(session, run_id, base.number + 1)
             bounds = rounds.bounds_in_force(session.get_one(RunRow, run_id))
         if found := self.aggregation.scores(spec, bounds, base, accepted):
             with self.database.transaction() as session:
-                rounds.note_scores(session, round_id, found)
+                rounds.note_scores(session, run_id, base.number + 1, found)

@@ -204,7 +204,8 @@ def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> di
 def epsilon_by_worker(session: Session, run: Run) -> dict[str, dict[int, float]]:
     """Return what a run with privacy had spent at each worker with the update for each version, as the worker
     says."""
-    step, made = thinned(run.version.number), TaskRow.version_number + 1
+    # What is not merged yet is for the next version.
+    step, made = thinned(run.version.number), func.coalesce(TaskRow.merged_in, TaskRow.version_number + 1)
     rows = session.execute(
         select(SiteRow.name, WorkerRow.name, made, TaskRow.numbers)
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Row, func, select
+from sqlalchemy import Row, func, select, update
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
@@ -30,7 +30,6 @@ from tessera.shared.methods.base import Plan
 from tessera.shared.problems import Conflict
 from tessera.shared.rounds.aggregate import Accepted, Merged
 from tessera.shared.rounds.planning import bounds_of, evaluation_seed, training_seed
-from tessera.shared.schema import ACCEPTED
 
 ACTOR = "conductor"
 
@@ -146,16 +145,18 @@ def evaluations_of(session: Session, run_id: str) -> Sequence[TaskRow]:
 
 
 def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
-    """No more updates are taken; what was accepted is to be merged."""
+    """Take no more updates, and assign to the next version those that were accepted."""
     move_round(session, now, ACTOR, round_, "close", reason)
     cancel_tasks(session, now, tasks_of(session, round_.id))
+    accepted = (TaskRow.round_id == round_.id) & (TaskRow.state == "accepted")
+    session.execute(update(TaskRow).where(accepted).values(merged_in=round_.number))
 
 
 def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
     """What was accepted came to nothing."""
     move_round(session, now, ACTOR, round_, "abandon", reason)
     cancel_tasks(session, now, tasks_of(session, round_.id))
-    move_tasks(session, "leave_out", TaskRow.round_id == round_.id)
+    move_tasks(session, "leave_out", TaskRow.round_id == round_.id, merged_in=None)
 
 
 def bounds_in_force(run: RunRow) -> Bounds:
@@ -167,34 +168,44 @@ def bounds_in_force(run: RunRow) -> Bounds:
     return Bounds(max_examples=examples, max_norm_of_median=norm)
 
 
-def accepted_updates(session: Session, round_id: str) -> list[Accepted]:
+def assigned_updates(session: Session, run_id: str, number: int) -> list[Accepted]:
+    """Return the updates that were assigned to a version."""
     # An accepted task has a digest and a count: they are written together with that state.
     return [
-        Accepted(s, f"{s}/{n}", t.update_digest or "", t.examples or 0, t.numbers, Plan.model_validate(t.plan))
-        for t, n, s in _accepted(session, round_id)
+        Accepted(
+            site=site,
+            worker=f"{site}/{name}",
+            digest=task.update_digest or "",
+            examples=task.examples or 0,
+            numbers=task.numbers,
+            plan=Plan.model_validate(task.plan),
+            base=VersionRef(number=task.version_number, digest=base),
+        )
+        for task, name, site, base in _assigned(session, run_id, number)
     ]
 
 
-def _accepted(session: Session, round_id: str) -> Sequence[Row[TaskRow, str, str]]:
-    """Return the accepted tasks of a round, each with the names of its worker and its site."""
+def _assigned(session: Session, run_id: str, number: int) -> Sequence[Row[TaskRow, str, str, str]]:
+    """Return the tasks assigned to a version, with the names of worker and site and their base version's digest."""
     return session.execute(
-        select(TaskRow, WorkerRow.name, SiteRow.name)
+        select(TaskRow, WorkerRow.name, SiteRow.name, VersionRow.digest)
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .where(TaskRow.round_id == round_id, TaskRow.state.in_(ACCEPTED))
+        .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
+        .where(TaskRow.run_id == run_id, TaskRow.merged_in == number)
     ).all()
 
 
-def note_scores(session: Session, round_id: str, scores: Mapping[str, Mapping[str, float]]) -> None:
-    """Add what was found of each worker's update in a round to its numbers."""
-    for task, name, site in _accepted(session, round_id):
+def note_scores(session: Session, run_id: str, number: int, scores: Mapping[str, Mapping[str, float]]) -> None:
+    """Add the scores of each update that was assigned to a version to its numbers."""
+    for task, name, site, _ in _assigned(session, run_id, number):
         task.numbers = {**task.numbers, **scores.get(f"{site}/{name}", {})}
 
 
-def _leave_out(session: Session, round_id: str, merged: Merged) -> list[str]:
-    """Enter which of the accepted updates were not merged, or not in every block; the tasks left out."""
+def _leave_out(session: Session, run_id: str, number: int, merged: Merged) -> list[str]:
+    """Enter which of a version's updates were not merged, or not in every block; return the tasks left out."""
     left_out = []
-    for task, name, site in _accepted(session, round_id):
+    for task, name, site, _ in _assigned(session, run_id, number):
         unmerged = merged.get(f"{site}/{name}")
         if unmerged is None:
             left_out.append(task.id)
@@ -236,11 +247,13 @@ def commit_round(
     warnings: Sequence[str],
     merged: Merged,
 ) -> list[str]:
-    """Return the round's end and its version, in the caller's one transaction. Returns the warnings that are new."""
-    left_out = _leave_out(session, round_.id, merged)
+    """Enter the round's end, its version and what was merged, in the caller's one transaction. Return the warnings
+    that are new."""
+    left_out = _leave_out(session, run.id, version.number, merged)
     move_round(session, now, ACTOR, round_, "commit", round_.reason, left_out=left_out)
-    if move_tasks(session, "merge", TaskRow.round_id == round_.id) != len(merged):
-        raise Conflict("other updates were accepted in the round than were merged")
+    assigned = (TaskRow.run_id == run.id) & (TaskRow.merged_in == version.number)
+    if move_tasks(session, "merge", assigned) != len(merged):
+        raise Conflict("other updates were assigned to the version than were merged")
     news = add_version(session, now, run.id, version, manifest, warnings)
     run.version_number = version.number
     run.revision += 1

@@ -18,7 +18,6 @@ from tessera.coordinator.db.views import measurement_view
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.metrics.site_spread import PERSONAL, spreads
-from tessera.shared.schema import ACCEPTED
 
 MAX_RUNS = 100
 """Live runs that are told of one by one, the latest first: what watches keeps a series of figures for each."""
@@ -88,21 +87,16 @@ def _figures(session: Session, run: RunRow) -> RunFigures:
     spec = RunSpec.model_validate(run.spec)
     last = (RoundRow.run_id == run.id) & (RoundRow.number == run.version_number) & (RoundRow.state == "committed")
     # A site's token admits as many workers as the site likes.
-    sites = WorkerRow.site_id.distinct()
-    accepted = func.count(sites).filter(TaskRow.state.in_(ACCEPTED))
+    sites = select(func.count(WorkerRow.site_id.distinct())).join(TaskRow, TaskRow.worker_id == WorkerRow.id)
     up, down = func.sum(TaskRow.upload_bytes), func.sum(TaskRow.download_bytes)
-    of_round = (
-        select(func.count(sites), accepted, up, down)
-        .join(RoundRow, RoundRow.id == TaskRow.round_id)
-        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-    )
-    cohort, updates, upload_bytes, download_bytes = session.execute(of_round.where(last)).one()
+    assigned = (TaskRow.run_id == run.id) & (TaskRow.merged_in == run.version_number)
+    updates, upload_bytes, download_bytes = session.execute(sites.add_columns(up, down).where(assigned)).one()
     return RunFigures(
         run=run.id,
         name=spec.name,
         version=run.version_number,
         rounds=spec.rounds,
-        cohort=cohort,
+        cohort=session.scalar(sites.join(RoundRow, RoundRow.id == TaskRow.round_id).where(last)) or 0,
         updates=updates,
         upload_bytes=int(upload_bytes or 0),
         download_bytes=int(download_bytes or 0),

@@ -233,11 +233,25 @@ EVALUATION = "kind = 'evaluate' and state in ('offered', 'leased', 'lapsed', 'ac
 """An evaluation that is done or may still be."""
 
 
+UPDATE = "kind = 'train' and state in ('offered', 'leased', 'lapsed', 'accepted', 'merged')"
+"""A task whose update counts or still may."""
+
+
 class TaskRow(Table):
     __tablename__ = "tasks"
     __table_args__ = (
-        # A worker has one task a round, hence one accepted update a round (invariant I1).
+        # A worker has one task a round,
         UniqueConstraint("round_id", "worker_id"),
+        # and one update that counts from each version, in whichever round it was asked for (invariant I1).
+        Index(
+            "uq_tasks_update",
+            "run_id",
+            "version_number",
+            "worker_id",
+            unique=True,
+            sqlite_where=text(UPDATE),
+            postgresql_where=text(UPDATE),
+        ),
         # A version is evaluated once on the central data set, by whichever worker,
         Index(
             "uq_tasks_central",
@@ -259,6 +273,7 @@ class TaskRow(Table):
         ),
         Index("ix_tasks_claim", "worker_id", "state", "kind", "created_at"),
         Index("ix_tasks_run_id_kind", "run_id", "kind"),
+        Index("ix_tasks_merged_in", "run_id", "merged_in"),
         # From the end, where a worker's last accepted update of a run is.
         Index("ix_tasks_receipt", "worker_id", "run_id", "created_at"),
         # What is looked at again and again while people watch: who is at work, what failed, what was moved.
@@ -306,6 +321,8 @@ class TaskRow(Table):
     progress: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     # Of which layers the update that was accepted holds blocks.
     layers: Mapped[list[str]] = mapped_column(server_default="[]")
+    # The version that takes the accepted update in, set when a round closes. The state says what became of it there.
+    merged_in: Mapped[int | None]
     # The blocks of the merged update that stayed as they were in the version.
     unmerged: Mapped[list[str]] = mapped_column(server_default="[]")
     problem: Mapped[dict[str, Any] | None]

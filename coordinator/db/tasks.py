@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import Row, select, update
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
@@ -63,21 +63,28 @@ class TaskRecord:
             raise problem
 
 
-def find_task(session: Session, task_id: str, site_id: str | None) -> TaskRecord:
-    """Load a task. Raise NotFound if there is no such task, or if it is another site's."""
-    row = session.execute(
-        select(TaskRow, WorkerRow, SiteRow.name, RunRow, RoundRow, VersionRow)
-        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .join(RunRow, RunRow.id == TaskRow.run_id)
-        .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
-        .outerjoin(RoundRow, RoundRow.id == TaskRow.round_id)
-        .where(TaskRow.id == task_id)
-    ).one_or_none()
-    if row is None or (site_id is not None and row[1].site_id != site_id):
-        raise NotFound(f"there is no task {task_id}")
+RECORDS = (
+    select(TaskRow, WorkerRow, SiteRow.name, RunRow, RoundRow, VersionRow)
+    .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+    .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+    .join(RunRow, RunRow.id == TaskRow.run_id)
+    .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
+    .outerjoin(RoundRow, RoundRow.id == TaskRow.round_id)
+)
+"""Tasks with the rows around them, for `record_of`."""
+
+
+def record_of(row: Row[TaskRow, WorkerRow, str, RunRow, RoundRow, VersionRow]) -> TaskRecord:
     task, worker, site, run, round_, version = row
     return TaskRecord(task, worker, site, run, round_, VersionRef(number=version.number, digest=version.digest))
+
+
+def find_task(session: Session, task_id: str, site_id: str | None) -> TaskRecord:
+    """Load a task. Raise NotFound if there is no such task, or if it is another site's."""
+    row = session.execute(RECORDS.where(TaskRow.id == task_id)).one_or_none()
+    if row is None or (site_id is not None and row[1].site_id != site_id):
+        raise NotFound(f"there is no task {task_id}")
+    return record_of(row)
 
 
 def reload(session: Session, record: TaskRecord) -> TaskRecord:

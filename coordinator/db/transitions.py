@@ -62,13 +62,13 @@ def move_task(
     )
 
 
-def move_tasks(session: Session, event: str, which: ColumnElement[bool]) -> int:
+def move_tasks(session: Session, event: str, which: ColumnElement[bool], **values: Any) -> int:
     """Move all of these tasks that are in a state from which `event` starts, and returns how many there were.
 
     For what follows from the end of their round, whose entry in the audit says so.
     """
     move = TASK[event]
-    statement = update(TaskRow).where(which, TaskRow.state.in_(move.sources)).values(state=move.target)
+    statement = update(TaskRow).where(which, TaskRow.state.in_(move.sources)).values(state=move.target, **values)
     moved: int = session.execute(statement.execution_options(synchronize_session=False)).rowcount  # type: ignore[attr-defined]
     return moved
 

@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.blobs.store import PIECE_BYTES, Blobs
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import Database, alembic_config
-from tessera.coordinator.db.tables import BlobRow, RoundRow, RunRow, Table, TaskRow, VersionRow
+from tessera.coordinator.db.tables import BlobRow, RunRow, Table, TaskRow, VersionRow
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.problems import NotFound, Problem, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
@@ -102,9 +102,7 @@ def verify(database: Database, blobs: Blobs, states: States) -> Iterator[str]:
                     yield fault.detail
         for run in session.scalars(select(RunRow)).all():
             yield from _faulty_versions(session, run, blobs, states)
-        live = select(RoundRow.id).where(RoundRow.state.in_(("open", "merging")))
-        accepted = select(TaskRow).where(TaskRow.round_id.in_(live), TaskRow.state == "accepted")
-        for task in session.scalars(accepted):
+        for task in session.scalars(select(TaskRow).where(TaskRow.kind == "train", TaskRow.state == "accepted")):
             if task.update_digest and session.get(BlobRow, task.update_digest) is None:
                 yield f"task {task.id}: its accepted update {task.update_digest} is not stored"
 

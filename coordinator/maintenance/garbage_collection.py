@@ -42,6 +42,9 @@ ACTOR = "retention"
 ANSWERS_SECONDS = 7 * 86_400.0
 """How long the answer to a creating request is kept for its repeats."""
 
+UNMERGED = (TaskRow.kind == "train") & (TaskRow.state == "accepted")
+"""Updates that are neither merged nor left out yet."""
+
 log = structlog.get_logger()
 
 
@@ -171,10 +174,10 @@ class Retention:
             return len(old)
 
     def _wanted(self, session: Session, run: RunRow, keep: int) -> set[int]:
-        """Return the first version, the latest ones, those that a task is about, and those that are yet to be
-        measured."""
-        live = (TaskRow.run_id == run.id) & TaskRow.state.in_(("offered", "leased", "lapsed"))
-        about = session.scalars(select(TaskRow.version_number).where(live))
+        """Return the first version, the latest ones, those that a task or an update not yet merged starts from, and
+        those that are yet to be measured."""
+        live = TaskRow.state.in_(("offered", "leased", "lapsed")) | UNMERGED
+        about = session.scalars(select(TaskRow.version_number).where(TaskRow.run_id == run.id, live))
         due = central_due(session, run, RunSpec.model_validate(run.spec), None)
         latest = range(run.version_number - keep + 1, run.version_number + 1)
         return {0, *latest, *about, *(one.version for one in due)}
@@ -208,7 +211,7 @@ def _unreferenced(before: float) -> ColumnElement[bool]:
 
 def _over(before: float) -> ColumnElement[bool]:
     ended = RoundRow.state.in_(("committed", "abandoned")) & (RoundRow.closed_at < before)
-    return exists().where(RoundRow.id == TaskRow.round_id, ended)
+    return ~UNMERGED & exists().where(RoundRow.id == TaskRow.round_id, ended)
 
 
 def _batches(digests: Sequence[str]) -> Iterator[Sequence[str]]:

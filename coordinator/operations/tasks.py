@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from anyio import to_thread
-from sqlalchemy import Row, select
 
 from tessera.coordinator.auth import tokens
 from tessera.coordinator.blobs.uploads import Upload, find_finished, retain
@@ -150,16 +149,12 @@ def list_tasks(
     services: Services, caller: Principal, run: str | None, limit: int, cursor: str | None
 ) -> Page[TaskView]:
     """Return a page of the calling site's tasks, oldest first."""
-    query = select(TaskRow).join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-    query = query.where(WorkerRow.site_id == caller.site_id)
+    query = tasks.RECORDS.where(WorkerRow.site_id == caller.site_id)
     if run is not None:
         query = query.where(TaskRow.run_id == run)
-
-    def view(row: Row[TaskRow]) -> TaskView:
-        return _view(tasks.find_task(session, row[0].id, caller.site_id), caller)
-
+    keys = (TaskRow.created_at, TaskRow.id)
     with services.database.snapshot() as session:
-        return views.page(session, query, (TaskRow.created_at, TaskRow.id), view, limit, cursor)
+        return views.page(session, query, keys, lambda row: _view(tasks.record_of(row), caller), limit, cursor)
 
 
 def get_task(services: Services, caller: Principal, task_id: str) -> TaskView:

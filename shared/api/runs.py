@@ -85,8 +85,8 @@ class Bounds(Message):
     the others without being an attacker. Norms are as the method stretches them (`CoordinatorHalf.stretch`)."""
 
     @property
-    def told(self) -> str:
-        """The bounds in words, for people."""
+    def summary(self) -> str:
+        """Return the bounds in words, for people."""
         examples = f"at most {self.max_examples} examples" if self.max_examples else "any number of examples"
         norm = f"{self.max_norm_of_median:g} times the median norm" if self.max_norm_of_median else "any norm"
         return f"{examples}, {norm}"
@@ -145,8 +145,8 @@ class RunSpec(Frozen):
             )
         if (reached := self.cohort.quorum) < self.robust.least:
             raise ValueError(
-                f"{self.robust.rule} with attackers={self.robust.attackers} needs updates of at least "
-                f"{self.robust.least} sites; cohort.quorum is {reached}. Raise it to {self.robust.least}."
+                f"{self.robust.rule} with these settings needs updates of at least {self.robust.least} sites; "
+                f"cohort.quorum is {reached}. Raise it to {self.robust.least}."
             )
         return self
 

@@ -103,6 +103,8 @@ class Update:
     """The admitted site whose token the worker showed; as `Participant.site`."""
     plan: Plan = field(default_factory=Plan)
     """What was asked of the worker."""
+    staleness: int = 0
+    """Versions since the one that it started from. Of several workers' updates, the most."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "site", self.site or self.worker)
@@ -162,13 +164,17 @@ class CoordinatorHalf(Generic[C]):
         rounds, so it depends on nothing but these numbers."""
         return 1.0
 
+    def weight(self, update: Update) -> float:
+        """Return what an update counts in the mean."""
+        return float(update.examples)
+
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         """Return the next state. `updates` come sorted by worker; tensors are lazy and are read block by block."""
         if not self.run.robust.neutral:
             blocks = [update.blocks for update in updates]
             moved, few = guarded(self.run.robust, state.model, blocks, self.run.divide)
             return replace(state.advanced(moved), numbers={**state.numbers, FEW_SENDERS: float(len(few))})
-        senders = [(float(update.examples), update.blocks) for update in updates]
+        senders = [(self.weight(update), update.blocks) for update in updates]
         by_name = {block.name: block for block in self.run.blocks}
         return state.advanced(
             average(state.model, senders, self.run.divide, lambda name: self.inclusion_probability(by_name[name]))
@@ -185,6 +191,13 @@ class CoordinatorHalf(Generic[C]):
                 "the method merges in a way of its own, which no robust rule guards: leave out robust, or choose "
                 "another method"
             )
+
+    def check_buffered(self) -> None:
+        """Raise UnsupportedRun if the method cannot merge an update that started from an earlier version.
+
+        A method that can says so itself: what one remembers of its sites may rest on their having the present one.
+        """
+        raise UnsupportedRun("the method merges only updates that started from the present version")
 
     def inclusion_probability(self, block: Block) -> float:
         """Return the probability with which a worker sends the block, for the `inverse-probability` average.

@@ -200,7 +200,7 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
         self, state: State, updates: Sequence[Update], numbers: dict[str, float], memory: dict[str, Tensor]
     ) -> None:
         """Add a round's signals to the numbers, and its mean step to the memory. Reads the updates once more."""
-        seen = agreement(state.model, self._watched(), [(float(u.examples), u.blocks) for u in updates])
+        seen = agreement(state.model, self._watched(), [(self.weight(u), u.blocks) for u in updates])
         last = memory.get(SKETCH)
         numbers |= observed(numbers, seen, None if last is None else to_array(last))
         if seen.senders > 1:

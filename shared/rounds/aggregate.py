@@ -19,13 +19,14 @@ from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, State, Update
 from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.model.spec import Model
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.outliers import LEFT_OUT, NORM, median_norm, relative_norms, scores
 from tessera.shared.rounds.planning import run_facts
 from tessera.shared.rounds.server_step import merge
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
-from tessera.shared.tensors.lazy import Tensor
+from tessera.shared.tensors.lazy import Rebased, Tensor
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Accepted:
     examples: int
     numbers: Mapping[str, float]
     plan: Plan
+    base: VersionRef
+    """The version that it started from."""
 
 
 Merged = Mapping[str, tuple[str, ...]]
@@ -52,20 +55,20 @@ class Aggregation:
     inspector: Inspector
 
     def merge(
-        self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
+        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted]
     ) -> tuple[Manifest, list[Stored], Merged]:
         """Return the next version, its new blobs made safe (the last is the manifest's own), and what was merged."""
-        state, merged = self._merged(spec, bounds, base, accepted)
-        return *self.states.store(state, base.digest), merged
+        state, merged = self._merged(spec, bounds, current, accepted)
+        return *self.states.store(state, current.digest), merged
 
-    def next_state(self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]) -> State:
+    def next_state(self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted]) -> State:
         """Return the next version, nothing of it computed yet."""
-        return self._merged(spec, bounds, base, accepted)[0]
+        return self._merged(spec, bounds, current, accepted)[0]
 
     def _merged(
-        self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
+        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted]
     ) -> tuple[State, Merged]:
-        half, state, updates, sent = self._round(spec, bounds, base, accepted)
+        half, state, updates, sent = self._round(spec, bounds, current, accepted)
         after = merge(half, spec.server_optimizer, state, updates)
         same = {name for name, tensor in after.model.items() if tensor is state.model[name]}
         # An update of which no block was merged came to nothing. One that has none is a method's that sends none.
@@ -73,24 +76,23 @@ class Aggregation:
         return after, merged
 
     def scores(
-        self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
+        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted]
     ) -> dict[str, dict[str, float]]:
         """Return how far each site's update is from what the run's robust rule makes of them, by the names of its
         workers. Reads the updates once more; nothing for a run without such a rule."""
         if spec.robust.neutral:
             return {}
-        half, state, updates, _ = self._round(spec, bounds, base, accepted)
+        half, state, updates, _ = self._round(spec, bounds, current, accepted)
         found = scores(state.model, half.merge(state, updates).model, updates)
         by_site = {update.site: found[update.worker] for update in updates}
         return {entry.worker: by_site[entry.site] for entry in accepted if entry.site in by_site}
 
     def _round(
-        self, spec: RunSpec, bounds: Bounds, base: VersionRef, accepted: Sequence[Accepted]
+        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted]
     ) -> tuple[CoordinatorHalf[Any], State, list[Update], dict[str, set[str]]]:
         """Return the method's half, the version, an update of each site, and the blocks that each worker sent."""
         model = self.states.model(spec.model)
-        manifest = self.states.manifest(base.digest)
-        state = self.states.load(model, manifest, base.number)
+        state = self.states.load(model, self.states.manifest(current.digest), current.number)
         half = coordinator_half(spec.method, run_facts(spec, model))
         aside = set(outlying(half, bounds, accepted))
         updates: list[Update] = []
@@ -100,17 +102,25 @@ class Aggregation:
                 Update(
                     worker=entry.worker,
                     examples=entry.examples,
-                    blocks=self.inspector.open(entry.digest, model, manifest, entry.plan),
+                    blocks=self._opened(entry, model, state),
                     numbers=entry.numbers,
                     site=entry.site,
                     plan=entry.plan,
+                    staleness=current.number - entry.base.number,
                 )
                 for entry in entries
             ]
+            if any(update.staleness for update in sent):
+                half.check_buffered()
             blocks |= {update.worker: set(update.blocks) for update in sent}
             update = pooled(state.model, sent, spec.divide)
             updates.append(replace(update, examples=min(update.examples, bounds.max_examples or update.examples)))
         return half, state, updates, blocks
+
+    def _opened(self, entry: Accepted, model: Model, state: State) -> dict[str, Tensor]:
+        """Return an update's blocks. One that has changed since the update started is moved by the update's steps."""
+        sent = self.inspector.open(entry.digest, model, self.states.manifest(entry.base.digest), entry.plan)
+        return {n: t if t.base == state.model[n] else Rebased(state.model[n], t) for n, t in sent.items()}
 
 
 def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], divide: Divide) -> Update:
@@ -124,7 +134,8 @@ def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], divide: Divid
     senders = [(float(update.examples), update.blocks) for update in updates]
     blocks = average(model, senders, "participants" if divide == "participants" else "cohort")
     numbers = _means([(update.examples, update.numbers) for update in updates])
-    return replace(updates[0], examples=sum(update.examples for update in updates), blocks=blocks, numbers=numbers)
+    examples, staleness = sum(update.examples for update in updates), max(update.staleness for update in updates)
+    return replace(updates[0], examples=examples, blocks=blocks, numbers=numbers, staleness=staleness)
 
 
 def _by_site(accepted: Iterable[Accepted]) -> list[list[Accepted]]:
@@ -137,8 +148,8 @@ def _by_site(accepted: Iterable[Accepted]) -> list[list[Accepted]]:
 
 def _means(reported: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     """Return each metric's mean, weighted by examples, over the workers that reported it."""
-    names = sorted({name for _, numbers in told for name in numbers})
-    having = {name: [(weight, numbers[name]) for weight, numbers in told if name in numbers] for name in names}
+    names = sorted({name for _, numbers in reported for name in numbers})
+    having = {name: [(weight, numbers[name]) for weight, numbers in reported if name in numbers] for name in names}
     return {
         name: fsum(weight * number for weight, number in those) / sum(weight for weight, _ in those)
         for name, those in having.items()

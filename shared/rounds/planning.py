@@ -18,7 +18,7 @@ from tessera.shared.aggregation.robust import FEW_SENDERS
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.tasks import Receipt, Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.hashing import dice
+from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State, UnsupportedRun, initial_state
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half
 from tessera.shared.model.spec import Model
@@ -77,7 +77,7 @@ def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Part
     the model does not have, and anything that the method raises.
     """
     number = state.round + 1
-    rng = Random(dice(spec.seed, "cohort", number))  # noqa: S311 (no secret: reproducible)
+    rng = Random(derive_seed(spec.seed, "cohort", number))  # noqa: S311 (no secret: reproducible)
     of_sites = by_site(willing)
     drawn = [_of_site(spec, number, of_sites[site]) for site in choose(list(of_sites), spec.cohort.size, rng)]
     cohort = sorted(chain.from_iterable(drawn), key=attrgetter("name"))
@@ -101,7 +101,7 @@ def _of_site(spec: RunSpec, number: int, workers: Sequence[Participant]) -> list
     then others at random."""
 
     def place(worker: Participant) -> tuple[int, int]:
-        return -worker.last_round, dice(spec.seed, "worker", number, worker.name)
+        return -worker.last_round, derive_seed(spec.seed, "worker", number, worker.name)
 
     return sorted(workers, key=place)[: spec.cohort.workers_per_site]
 
@@ -188,11 +188,11 @@ def task_of(
 
 def training_seed(spec: RunSpec, number: int, worker: str) -> int:
     """Return the seed of one worker in one round: the same at every attempt, so that a retry repeats it."""
-    return dice(spec.seed, "train", number, worker)
+    return derive_seed(spec.seed, "train", number, worker)
 
 
 def evaluation_seed(spec: RunSpec, version: int) -> int:
-    return dice(spec.seed, "evaluate", version)
+    return derive_seed(spec.seed, "evaluate", version)
 
 
 def warnings_of(

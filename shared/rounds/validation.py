@@ -22,7 +22,7 @@ from tessera.shared.updates.update_file import EncodedTensor, of_whole, read_upd
 
 MAX_TIMES = 2.0**23
 """Limit on the norm of a block's step, in multiples of the version's norm, with 1 added to both mean squares for
-blocks that start at zero. In float32, a sum with such a step retains no bit of the version: it would replace the version."""
+blocks that start at zero. In float32, a sum with such a step retains no bit of the version: it replaces it."""
 
 
 @dataclass(frozen=True)

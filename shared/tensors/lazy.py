@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
-from typing import Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 import numpy as np
 
@@ -123,6 +123,10 @@ class Stepped(Protocol):
     A sum of differences from that same value reads `steps` instead of `chunks` where `sent_as_steps` says so.
     """
 
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> DType: ...
     @property
     def sent_as_steps(self) -> bool: ...
     def steps(self) -> Iterator[Array | Steps]:
@@ -313,11 +317,37 @@ class Stretched:
         return _moved(self.base, weighted_steps(self.base, [(-self.factor, self.tensor)])).chunks()
 
 
+@dataclass(frozen=True)
+class Rebased:
+    """`base` moved by the steps of an update that started from another value."""
+
+    base: Tensor
+    update: Stepped
+    sent_as_steps: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.update.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.update.dtype
+
+    def steps(self) -> Iterator[Array | Steps]:
+        return self.update.steps()
+
+    def chunks(self) -> Iterator[Array]:
+        return _moved(self.base, weighted_steps(self.base, [(-1.0, self)])).chunks()
+
+
 def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> WeightedSum:
     """Return the sum of each sender's difference from `base` times its weight, which may be of any sign.
 
     It runs in the order given, in float32, or in float64 for a base of that (docs/decisions/0019): the same senders
     in the same order give the same bits on every machine, and elements that no sender changed are exactly 0.0.
+
+    Raise ValueError for an update that started from another base and is not `Rebased`: its difference from this one
+    would undo the changes in between.
     """
     weights: list[float] = []
     sources: list[Tensor] = [base]
@@ -325,6 +355,8 @@ def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> Wei
         factor, tensor = weight, sent
         while isinstance(tensor, Stretched):
             factor, tensor = factor * tensor.factor, tensor.tensor
+        if _name(getattr(tensor, "base", base)) != _name(base):
+            raise ValueError(f"an update of {_name(base)} started from {_name(getattr(tensor, 'base', base))}")
         weights.append(factor)
         if getattr(tensor, "sent_as_steps", False):
             sources.append(_StepsOf(cast("Stepped", tensor), sent.shape, sent.dtype))
@@ -333,8 +365,14 @@ def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> Wei
     return WeightedSum(base.shape, "F64" if base.dtype == "F64" else "F32", tuple(sources), tuple(weights))
 
 
+def _name(tensor: Tensor) -> str | None:
+    """Return the digest of a stored tensor; None for one that is only in memory."""
+    return getattr(tensor, "digest", None)
+
+
 def mean_step(base: Tensor, senders: Sequence[tuple[float, Tensor]], whole: float | None = None) -> SteppedTensor:
-    """`base` plus the weighted sum of each sender's difference from it, over `whole` (default: the weights' sum).
+    """Return `base` plus the weighted sum of each sender's difference from it, divided by `whole` (default: the sum
+    of the weights).
 
     With the default this is the senders' weighted mean; with the weight of a whole cohort it is a step damped by
     the share that sent. A block that no sender changed comes out bit for bit as it was.

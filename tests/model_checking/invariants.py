@@ -229,6 +229,10 @@ class Watch:
             if row["state"] in ("committed", "abandoned"):
                 waiting = [task["id"] for task in tasks if task["state"] == "accepted"]
                 _hold(not waiting, "receipts", f"round {key} is {row['state']}; tasks {waiting} are not told")
+            # A round's end assigns what was accepted in it, and its abandonment takes that back.
+            number = row["number"] if row["state"] in ("merging", "committed") else None
+            assigned = {task["merged_in"] for task in accepted}
+            _hold(assigned <= {number}, "I1", f"updates of round {key}, {row['state']}, are of versions {assigned}")
             if row["state"] in ("merging", "committed"):
                 quorum = spec["cohort"]["quorum"]
                 _hold(
@@ -257,8 +261,9 @@ class Watch:
                 # How an update compares with the others of its round is noted when they are all there.
                 if _unscored(new) == _unscored(old):
                     continue
-                # What became of an accepted update, with the end of its round.
-                if _unscored(new) == {**_unscored(old), "state": new["state"]} and old["state"] == "accepted":
+                # What becomes of an accepted update, with the end of its round.
+                became = {"state": new["state"], "merged_in": new["merged_in"]}
+                if _unscored(new) == {**_unscored(old), **became} and old["state"] == "accepted":
                     continue
                 _hold(False, "states", f"task {key}, which was {old['state']}, changed")
             if new["state"] == "accepted" and new["round_id"]:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from tessera.coordinator.blobs import store as blobs
 from tessera.coordinator.blobs import uploads
 from tessera.coordinator.conductor import actions
 from tessera.coordinator.db import rounds, snapshots, tasks, transitions
-from tessera.coordinator.db.tables import AuditRow, RoundRow, TaskRow
+from tessera.coordinator.db.tables import AuditRow, TaskRow
 from tessera.coordinator.domain import acceptance, decide, lifecycle
 from tessera.coordinator.domain.lifecycle import Move
 from tessera.coordinator.operations import runs as run_operations
@@ -31,7 +31,8 @@ Change = tuple[Any, str, Any]
 
 # As they are before anything is planted.
 REFUSAL = acceptance.refusal
-ACCEPTED = rounds.accepted_updates
+ASSIGNED = rounds.assigned_updates
+CLOSE = rounds.close_round
 LEASE = tasks.lease
 LIVE = snapshots.live_workers
 MOVE = transitions._move
@@ -116,36 +117,35 @@ def in_two_transactions(session: Any, now: float, run: Any, round_: Any, version
         schedule.kill(schedule.current.process)
         raise Crash
     rounds.move_round(session, now, rounds.ACTOR, round_, "commit", round_.reason)
-    rounds.move_tasks(session, "merge", TaskRow.round_id == round_.id)
+    rounds.move_tasks(session, "merge", TaskRow.merged_in == version.number)
     run.version_number, run.revision, run.updated_at = version.number, run.revision + 1, now
     session.flush()
     return news
 
 
-def leaking(session: Any, round_id: str) -> Any:
-    """With what earlier attempts at the round had accepted."""
-    row = session.get_one(RoundRow, round_id)
-    attempts = session.scalars(
-        select(RoundRow.id).where(RoundRow.run_id == row.run_id, RoundRow.number == row.number)
-    )
-    return list({one.worker: one for attempt in attempts for one in ACCEPTED(session, attempt)}.values())
+def leaking(session: Any, now: float, round_: Any, reason: str) -> None:
+    """Assigns what earlier attempts at the round had accepted, too."""
+    CLOSE(session, now, round_, reason)
+    attempts = (TaskRow.run_id == round_.run_id) & (TaskRow.version_number == round_.number - 1)
+    accepted = TaskRow.state.in_(("accepted", "left_out"))
+    session.execute(update(TaskRow).where(attempts, accepted).values(merged_in=round_.number))
 
 
-def by_arrival(session: Any, round_id: str) -> Any:
+def by_arrival(session: Any, run_id: str, number: int) -> Any:
     seq = select(AuditRow.subject).where(AuditRow.action == "task.accept").order_by(AuditRow.seq)
-    digests = select(TaskRow.id, TaskRow.update_digest).where(TaskRow.round_id == round_id)
+    digests = select(TaskRow.id, TaskRow.update_digest).where(TaskRow.run_id == run_id, TaskRow.merged_in == number)
     of_task = dict(session.execute(digests).all())
     order = [of_task[task] for task in session.scalars(seq) if task in of_task]
-    return sorted(ACCEPTED(session, round_id), key=lambda one: order.index(one.digest))
+    return sorted(ASSIGNED(session, run_id, number), key=lambda one: order.index(one.digest))
 
 
-def twice(session: Any, round_id: str) -> Any:
-    found = ACCEPTED(session, round_id)
+def twice(session: Any, run_id: str, number: int) -> Any:
+    found = ASSIGNED(session, run_id, number)
     return [*found, replace(found[0], worker=f"{found[0].worker}-again")]
 
 
-def one_lost(session: Any, round_id: str) -> Any:
-    found = ACCEPTED(session, round_id)
+def one_lost(session: Any, run_id: str, number: int) -> Any:
+    found = ASSIGNED(session, run_id, number)
     return found[:-1] if len(found) > 1 else found
 
 
@@ -216,8 +216,8 @@ class Fault:
     """What is changed of the code, or of the schema."""
 
     changes: tuple[Change, ...] = ()
-    without: str | None = None
-    """An index that the schema lacks."""
+    without: tuple[str, ...] = ()
+    """Indexes that the schema lacks."""
 
 
 def _sourced(event: str, *more: str) -> Mapping[str, Move]:
@@ -228,7 +228,7 @@ def _sourced(event: str, *more: str) -> Mapping[str, Move]:
 FAULTS: dict[str, Fault] = {
     "the token is not checked": Fault(((tasks, "refusal", no_token),)),
     "a new lease has the old token": Fault(((tasks, "lease", same_token),)),
-    "no index keeps a run to one live round": Fault(without="uq_rounds_live"),
+    "no index keeps a run to one live round": Fault(without=("uq_rounds_live", "uq_tasks_update")),
     "a write does not look at the state it starts from": Fault(((transitions, "_move", unguarded),)),
     "an answer is given before the commit": Fault(((task_operations, "_accept", acknowledged_first),)),
     "a file is not flushed before its rename": Fault(((blobs.Blobs, "move", unflushed),)),
@@ -240,16 +240,16 @@ FAULTS: dict[str, Fault] = {
     "a cancelled task is accepted": Fault(
         ((tasks, "refusal", any_state), (transitions, "TASK", _sourced("accept", "cancelled")))
     ),
-    "an update leaks into the next attempt": Fault(((rounds, "accepted_updates", leaking),)),
+    "an update leaks into the next attempt": Fault(((rounds, "close_round", leaking),)),
     "the quorum is off by one": Fault(((decide, "_round", one_less),)),
     "updates are merged in the order of arrival": Fault(
         (
-            (rounds, "accepted_updates", by_arrival),
+            (rounds, "assigned_updates", by_arrival),
             (aggregation, "sorted", lambda entries, key: list(entries)),
         )
     ),
-    "an update counts twice": Fault(((rounds, "accepted_updates", twice),)),
-    "an accepted update is left out": Fault(((rounds, "accepted_updates", one_lost),)),
+    "an update counts twice": Fault(((rounds, "assigned_updates", twice),)),
+    "an accepted update is left out": Fault(((rounds, "assigned_updates", one_lost),)),
     "a repeated report is not recognised": Fault(((tasks, "was_accepted", lambda *arguments: False),)),
     "a repeated creation creates again": Fault(((run_operations, "once", lambda *arguments: arguments[-1]()),)),
     "digests are not verified": Fault(
@@ -287,9 +287,9 @@ def planted(fault: Fault) -> Iterator[None]:
         def noted(world: World) -> None:
             started(world)
             SCHEDULES.append(world.schedule)
-            if fault.without:
-                with closing(sqlite3.connect(world.folder / "tessera.db")) as raw:
-                    raw.execute(f"DROP INDEX {fault.without}")
+            with closing(sqlite3.connect(world.folder / "tessera.db")) as raw:
+                for index in fault.without:
+                    raw.execute(f"DROP INDEX {index}")
 
         stack.enter_context(patch.object(World, "__post_init__", noted))
         yield

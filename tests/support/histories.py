@@ -19,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from tessera.shared.tensors.lazy import as_bytes, digest_of, to_array
 
 # What is to be found wrong must not judge itself: simulations plant faults in the code that merges.
 NEXT_STATE = Aggregation.next_state
-ACCEPTED = rounds.accepted_updates
+ASSIGNED = rounds.assigned_updates
 STATES = ("accepted", "merged", "left_out")
 """Of a task whose report was accepted."""
 
@@ -288,10 +288,11 @@ def misfit(session: Session, blobs: Blobs, round_id: str) -> str | None:
     made = session.get(VersionRow, (run.id, round_.number))
     if base is None or made is None:
         return f"round {round_.number} of run {run.id} is committed without its version"
-    accepted = sorted(ACCEPTED(session, round_id), key=lambda entry: entry.worker)
     states = States(blobs)
     aggregation = Aggregation(states, Inspector(blobs, states))
     ref = VersionRef(number=base.number, digest=base.digest)
+    accepted = sorted(ASSIGNED(session, run.id, made.number), key=lambda entry: entry.worker)
+    accepted = [replace(entry, base=ref) for entry in accepted]
     wanted = NEXT_STATE(aggregation, spec, rounds.bounds_in_force(run), ref, accepted)
     found = states.manifest(made.digest).blocks
     wrong = [

@@ -32,8 +32,8 @@ def test_a_round_on_an_object_store_survives_kill_9(
             first, second = (ScriptedWorker(coordinator.site(site)) for site in "ab")
             first.enrol()
             second.enrol()
-            first.train(first.take(20), step=1.0)
-            task = second.take(20)
+            first.train(first.take(), step=1.0)
+            task = second.take()
 
             coordinator.kill()
             coordinator.start()

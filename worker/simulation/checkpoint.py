@@ -12,7 +12,7 @@ from pydantic import BaseModel, JsonValue
 
 from tessera.shared.api.runs import Measurement, Round
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.api.versions import Version
+from tessera.shared.api.versions import Version, VersionRef
 from tessera.shared.methods.base import Plan
 from tessera.shared.problems import Fault, Invalid
 from tessera.shared.rounds.aggregate import Accepted
@@ -36,9 +36,9 @@ class Reported(Message):
     update: str
     plan: Plan
 
-    def accepted(self, site: str) -> Accepted:
+    def accepted(self, site: str, base: VersionRef) -> Accepted:
         view = self.view
-        return Accepted(site, view.worker, self.update, view.examples or 0, view.numbers, self.plan)
+        return Accepted(site, view.worker, self.update, view.examples or 0, view.numbers, self.plan, base)
 
 
 class MeasuredVersion(Message):

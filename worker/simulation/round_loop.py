@@ -14,7 +14,7 @@ from tessera.shared.api.runs import Bounds, Measurement, Round, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Manifest, Version, VersionRef
 from tessera.shared.client.round_outcomes import Outcome, outcomes
-from tessera.shared.hashing import dice
+from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import CoordinatorHalf, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.metrics.site_spread import scores_by_version, spreads
@@ -105,11 +105,11 @@ class Simulation:
     def _merge(self, attempts: Sequence[Round]) -> Round:
         """Commit what the last attempt came to, and returns it with the scores of its updates."""
         reports = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
-        accepted = [reported.accepted(self.population.site_of(reported.view.worker)) for reported in reports]
-        bounds = self.bounds
-        manifest, new, merged = self.aggregation.merge(self.spec, bounds, _ref(self.latest), accepted)
+        bounds, base = self.bounds, _ref(self.latest)
+        accepted = [one.accepted(self.population.site_of(one.view.worker), base) for one in reports]
+        manifest, new, merged = self.aggregation.merge(self.spec, bounds, base, accepted)
         state = self.states.load(self.model, manifest, self.latest.number + 1)
-        scores = self.aggregation.scores(self.spec, bounds, _ref(self.latest), accepted)
+        scores = self.aggregation.scores(self.spec, bounds, base, accepted)
         found = [norm_scores(self._half, bounds, accepted), scores]
         made = _ended(_scored(attempts[-1], found), merged)
         aside = outlying(self._half, bounds, accepted)
@@ -230,7 +230,7 @@ class Simulation:
         """Return the orders as they come in. Where the first are enough, the dice say who is first."""
         if self.spec.cohort.enough is None:
             return list(orders)
-        rng = Random(dice(self.spec.seed, "arrival", orders[0].number, attempt))  # noqa: S311 (no secret: reproducible)
+        rng = Random(derive_seed(self.spec.seed, "arrival", orders[0].number, attempt))  # noqa: S311 (no secret: reproducible)
         return rng.sample(orders, len(orders))
 
     def _closed(self, orders: Sequence[Order], attempt: int, opened_at: datetime, views: Sequence[TaskView]) -> Round:

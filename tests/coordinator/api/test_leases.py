@@ -158,7 +158,7 @@ def test_a_task_has_so_many_tries_and_then_the_round_goes_on_without_it(live: Li
 def test_a_released_task_is_offered_again_at_once_and_costs_no_try(live: LiveCoordinator) -> None:
     client, _, (worker,), (task,) = begun(live, "a", cohort=Cohort(task_tries=1))
     assert worker.client.release(task.id, task.token).state == "offered"
-    again = ScriptedWorker(worker.client).take(0)
+    again = ScriptedWorker(worker.client).take()
     assert (again.id, again.token) == (task.id, task.token + 1)
     assert client.task(task.id).leases == 1
     with refusing("lease-lost"):

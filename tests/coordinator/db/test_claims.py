@@ -25,7 +25,8 @@ def test_sixteen_threads_claim_each_task_once(database: Database) -> None:
         add_worker(session)
         for number in range(TASKS):
             add_round(session, number=number, state="abandoned")
-            add_task(session, f"t{number:02}", round_id=f"run-{number}-1", token=0, leases=0)
+            round_id = f"run-{number}-1"
+            add_task(session, f"t{number:02}", round_id=round_id, version_number=number, token=0, leases=0)
     barrier = Barrier(THREADS)
 
     def claim(instance: int) -> list[str]:

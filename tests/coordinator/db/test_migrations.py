@@ -85,3 +85,17 @@ def test_a_step_keeps_every_row_and_the_code_before_it_works_on(empty: Database,
     with empty.engine.begin() as connection:
         command.upgrade(alembic_config(connection), after)
         kept(connection, tables, range(1, 3))
+
+
+def test_updates_know_the_version_that_earlier_coordinators_merged_them_in(empty: Database) -> None:
+    ends = [("merging", "accepted"), ("committed", "merged"), ("committed", "left_out"), ("abandoned", "left_out")]
+    with empty.engine.begin() as connection:
+        command.upgrade(alembic_config(connection), "0012")
+        tables = known(connection)
+        for number, (round_state, state) in enumerate(ends):
+            states = {"rounds": {"state": round_state}, "tasks": {"kind": "train", "state": state}}
+            for table in tables:
+                connection.execute(insert(table), {**row(table, number), **states.get(table.name, {})})
+        command.upgrade(alembic_config(connection), "0014")
+        found = connection.exec_driver_sql("SELECT version_number, merged_in FROM tasks ORDER BY version_number")
+        assert found.fetchall() == [(0, 1), (1, 2), (2, 3), (3, None)]

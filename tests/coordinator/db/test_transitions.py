@@ -138,7 +138,22 @@ def test_a_run_has_one_live_round_at_most(session: Session, live: str) -> None:
 def test_a_worker_has_one_task_a_round(session: Session) -> None:
     add_task(session, "first", state="accepted")
     with pytest.raises(IntegrityError, match=r"tasks\.round_id, tasks\.worker_id|uq_tasks_round_id_worker_id"):
-        add_task(session, "second")
+        add_task(session, "second", version_number=1)
+
+
+@pytest.mark.parametrize("state", ["offered", "leased", "lapsed", "accepted", "merged"])
+def test_a_worker_has_one_update_that_counts_from_each_version(session: Session, state: str) -> None:
+    for attempt, over in enumerate(("left_out", "rejected", "failed", "cancelled"), start=2):
+        add_round(session, attempt=attempt, state="abandoned")
+        add_task(session, over, state=over, round_id=f"run-1-{attempt}")
+    add_task(session, "counts", state=state)
+    add_round(session, number=2, state="abandoned")
+    add_task(session, "of the next version", round_id="run-2-1", version_number=1)
+    add_round(session, number=3, state="abandoned")
+    with pytest.raises(
+        IntegrityError, match=r"tasks\.run_id, tasks\.version_number, tasks\.worker_id|uq_tasks_update"
+    ):
+        add_task(session, "again", round_id="run-3-1")
 
 
 def test_a_version_is_made_once(session: Session) -> None:

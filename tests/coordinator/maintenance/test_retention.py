@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import BlobRow, TaskRow, UploadRow
@@ -253,11 +253,31 @@ def test_a_version_that_is_yet_to_be_measured_stays(live: LiveCoordinator, clock
     clock.advance(1)
     measured: set[int] = set()
     while len(measured) < 3:
-        task = judge.take(20)
+        task = judge.take()
         judge.evaluate(task, accuracy=0.5)
         measured.add(task.version.number)
     assert retention(live, versions=1).collect().versions
     assert exported(client, run, 3)
+
+
+def test_an_update_that_is_not_merged_yet_stays_with_the_version_that_it_started_from(
+    live: LiveCoordinator, clock: Clock
+) -> None:
+    client, run, _, updates = played(live, 4)
+    whole = exported(client, run, 1)
+    # As if the second round's update waited for a later version.
+    waiting = update(TaskRow).where(TaskRow.update_digest == updates[1])
+    with live.services.database.transaction() as session:
+        session.execute(waiting.values(state="accepted", merged_in=None))
+    clock.advance(86400 + 1)
+    freed = retention(live, versions=1).collect()
+    assert (freed.versions, freed.updates) == (2, 3)
+    assert updates[1] in stored(live)
+    assert exported(client, run, 1) == whole
+    with live.services.database.transaction() as session:
+        session.execute(waiting.values(state="merged", merged_in=4))
+    freed = retention(live, versions=1).collect()
+    assert (freed.versions, freed.updates) == (1, 1)
 
 
 def test_blocks_that_a_later_version_shares_stay(live: LiveCoordinator, clock: Clock) -> None:

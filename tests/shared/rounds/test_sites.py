@@ -11,6 +11,7 @@ import pytest
 
 from tessera.shared.aggregation.mean import Divide, average
 from tessera.shared.api.runs import Bounds, Cohort, RunSpec
+from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import UPDATE_NORM, MethodSpec, Participant, Plan, RunInfo, State, Update
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.problems import Invalid
@@ -144,7 +145,8 @@ def test_methods_that_remember_something_for_each_site_take_one_worker_of_it(met
 
 def reported(*norms: float) -> list[Accepted]:
     """An update of each of so many sites, of these norms."""
-    return [Accepted(f"s{n}", f"s{n}/w", "", 1, {UPDATE_NORM: norm}, Plan()) for n, norm in enumerate(norms)]
+    base = VersionRef(number=0, digest=f"sha256:{'0' * 64}")
+    return [Accepted(f"s{n}", f"s{n}/w", "", 1, {UPDATE_NORM: norm}, Plan(), base) for n, norm in enumerate(norms)]
 
 
 def test_a_site_that_returns_to_a_run_that_has_nearly_converged_is_not_left_out() -> None:

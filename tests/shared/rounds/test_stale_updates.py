@@ -1,0 +1,163 @@
+"""An update is steps from the version that it started from, whichever version it is merged into."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from io import BytesIO
+from math import sqrt
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pytest
+
+from tessera.shared.aggregation.mean import average
+from tessera.shared.api.runs import Bounds, RunSpec
+from tessera.shared.api.versions import Manifest, VersionRef
+from tessera.shared.methods import registry
+from tessera.shared.methods.base import (
+    CoordinatorHalf,
+    Method,
+    MethodSettings,
+    MethodSpec,
+    Plan,
+    UnsupportedRun,
+    Update,
+    WorkerHalf,
+)
+from tessera.shared.rounds.aggregate import Accepted, Aggregation
+from tessera.shared.rounds.validation import Inspector
+from tessera.shared.rounds.versions import States
+from tessera.shared.schema import canonical
+from tessera.shared.tensors.lazy import Array, ArrayTensor, as_bytes, to_array
+from tessera.shared.updates.codecs.pipeline import LOSSLESS
+from tessera.shared.updates.update_file import TrainedBlock, write_update
+from tessera.worker.simulation.blob_folder import Folder
+from tests.support.federation import small_model, values
+
+MODEL = small_model()
+HEAD, MLP = MODEL.by_name["head.weight"], MODEL.by_name["layer.0.mlp.weight"]
+CODECS = ("raw", LOSSLESS, "delta", "delta+zstd")
+
+
+class Buffering(CoordinatorHalf[MethodSettings]):
+    """FedBuff's weights (Nguyen et al. 2022, arXiv 2106.06639)."""
+
+    def weight(self, update: Update) -> float:
+        return super().weight(update) / sqrt(1 + update.staleness)
+
+    def check_buffered(self) -> None:
+        """It can."""
+
+
+@pytest.fixture(autouse=True)
+def method(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Method("buffering", MethodSettings, Buffering, WorkerHalf[MethodSettings], "a test")
+    known = registry.methods()
+    monkeypatch.setattr(registry, "methods", lambda: {**known, made.name: made})
+
+
+class Counting(Folder):
+    """Counts how often each blob is opened."""
+
+    opened: Counter[str] = Counter()
+
+    def open(self, digest: str) -> BinaryIO:
+        self.opened[digest] += 1
+        return super().open(digest)
+
+
+class Run:
+    """Three versions: 2 and 3 moved the MLP, and none the head."""
+
+    def __init__(self, path: Path, method: str = "buffering") -> None:
+        self.folder = Counting(path)
+        self.states = States(self.folder)
+        self.aggregation = Aggregation(self.states, Inspector(self.folder, self.states))
+        start = values(MODEL)
+        moved = [start[MLP.name] + 0.25 * number for number in range(3)]
+        self.versions = [{**start, MLP.name: value} for value in moved]
+        self.refs = [self._version(number, version) for number, version in enumerate(self.versions, start=1)]
+        model = self.folder.put([canonical(MODEL)]).digest
+        self.spec = RunSpec(
+            name="r", method=MethodSpec(name=method), model=model, version=self.refs[0].digest, dataset="d", rounds=9
+        )
+
+    def _version(self, number: int, version: dict[str, Array]) -> VersionRef:
+        blocks = {name: self.folder.put([as_bytes(value)]).digest for name, value in version.items()}
+        return VersionRef(number=number, digest=self.folder.put([Manifest(blocks=blocks).document()]).digest)
+
+    def update(self, number: int, step: float, codec: str = "raw", worker: str = "a") -> Accepted:
+        """An update that moves the head and the MLP of a version by a step."""
+        base = self.versions[number - 1]
+        changes = [
+            TrainedBlock(block, ArrayTensor(base[block.name] + np.float32(step)), ArrayTensor(base[block.name]))
+            for block in (HEAD, MLP)
+        ]
+        file = BytesIO()
+        write_update(file, dict.fromkeys((HEAD.name, MLP.name), codec), changes)
+        digest = self.folder.put([file.getvalue()]).digest
+        return Accepted(worker, worker, digest, 10, {}, Plan(), self.refs[number - 1])
+
+    def merged(self, *accepted: Accepted) -> dict[str, Array]:
+        """Version 3 with these updates merged into it."""
+        state = self.aggregation.next_state(self.spec, Bounds(), self.refs[2], accepted)
+        return {name: to_array(tensor) for name, tensor in state.model.items()}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_an_update_of_an_earlier_version_leaves_what_later_ones_changed(tmp_path: Path, codec: str) -> None:
+    run = Run(tmp_path)
+    merged = run.merged(run.update(1, 0.5, codec))
+    # Version 1 + 0.5 is version 3: what was sent, taken as it is, would change nothing.
+    np.testing.assert_allclose(merged[MLP.name], run.versions[2][MLP.name] + 0.5, atol=1e-6)
+    np.testing.assert_allclose(merged[HEAD.name], run.versions[2][HEAD.name] + 0.5, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_method_may_weigh_updates_by_their_staleness(tmp_path: Path, codec: str) -> None:
+    run = Run(tmp_path)
+    merged = run.merged(run.update(1, 0.5, codec), run.update(3, -0.5, codec, worker="b"))
+    # Alike in examples; the first is two versions old.
+    stale, fresh = 1 / sqrt(3), 1.0
+    step = (0.5 * stale - 0.5 * fresh) / (stale + fresh)
+    np.testing.assert_allclose(merged[MLP.name], run.versions[2][MLP.name] + step, atol=1e-6)
+
+
+def test_workers_of_a_site_may_have_started_from_different_versions(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    pair = [run.update(1, 0.5), run.update(3, -0.25, worker="b")]
+    merged = run.merged(*(replace(one, site="site") for one in pair))
+    np.testing.assert_allclose(merged[MLP.name], run.versions[2][MLP.name] + 0.125, atol=1e-6)
+
+
+def test_a_method_that_does_not_say_it_can_is_given_no_earlier_version(tmp_path: Path) -> None:
+    run = Run(tmp_path, "fedavg")
+    assert run.merged(run.update(3, 0.5))
+    with pytest.raises(UnsupportedRun, match="started from the present version"):
+        run.merged(run.update(3, 0.5), run.update(2, 0.5, worker="b"))
+
+
+def test_an_average_refuses_an_update_of_another_base(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    first, third = (run.states.manifest(ref.digest) for ref in (run.refs[0], run.refs[2]))
+    sent = run.aggregation.inspector.open(run.update(1, 0.5).digest, MODEL, first, Plan())
+    model = run.states.load(MODEL, third, 3).model
+    with pytest.raises(ValueError, match=f"an update of {third.blocks[MLP.name]} started from"):
+        average(model, [(1.0, sent)], "participants")
+    # The head is the same in all versions.
+    assert average(model, [(1.0, {HEAD.name: sent[HEAD.name]})], "participants").keys() == {HEAD.name}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_merging_updates_of_the_present_version_reads_each_block_once(tmp_path: Path, codec: str) -> None:
+    run = Run(tmp_path)
+    updates = [run.update(3, 0.5, codec), run.update(3, -0.25, codec, worker="b")]
+    state = run.aggregation.next_state(run.spec, Bounds(), run.refs[2], updates)
+    run.folder.opened.clear()
+    merged = to_array(state.model[MLP.name])
+    np.testing.assert_allclose(merged, run.versions[2][MLP.name] + 0.125, atol=1e-6)
+    base = run.states.manifest(run.refs[2].digest).blocks[MLP.name]
+    # A lossless codec of differences needs the base for each update beside the sum's own.
+    assert run.folder.opened == {base: 3 if codec == LOSSLESS else 1, **{one.digest: 1 for one in updates}}
