@@ -422,8 +422,11 @@ def test_stretched_steps_are_ruled_as_they_are_stretched() -> None:
     ("change", "says"),
     [
         ({"robust": {"rule": "median"}, "divide": "inverse-probability", "cohort": {"quorum": 3}}, "divide by"),
-        ({"robust": {"rule": "median", "attackers": 2}, "cohort": {"quorum": 4}}, "needs updates of at least 5 sites; cohort.quorum is 4"),
-        ({"robust": {"rule": "multi-krum"}, "cohort": {"quorum": 4}}, "raise cohort.quorum"),
+        (
+            {"robust": {"rule": "median", "attackers": 2}, "cohort": {"quorum": 4}},
+            "needs updates of at least 5 sites; cohort.quorum is 4",
+        ),
+        ({"robust": {"rule": "multi-krum"}, "cohort": {"quorum": 4}}, "cohort.quorum is 4. Raise it to 5."),
         ({"robust": {"rule": "median", "trim": 1}}, "trim"),
         ({"robust": {"rule": "mode"}}, "does not match any of the expected tags"),
         ({"robust": {"rule": "median", "attackers": 0}}, "greater than 0"),
