@@ -1,1 +1,1 @@
-"""Measurements of how a model attends. Imports `model`."""
+"""Measurements of a model's attention. Imports `model`."""

@@ -1,35 +1,36 @@
-"""How the loss depends on each layer: what attention is held against as a way to choose layers."""
+"""Layer scores from gradients of the loss: alternatives to attention for selecting layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tessera.shared.model.blocks import Block, layers_of
 from tessera.shared.model.spec import Head
+from tessera.worker.attention.profile import batches_of_one
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import rows_of
-from tessera.worker.model.forward import measuring
+from tessera.worker.model.forward import evaluation_mode
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Batch], Tensor]
 
 OF_EACH_EXAMPLE = frozenset({"pixel_values", "pixel_attention_mask", "spatial_shapes", "labels"})
-"""What a contrastive model is given for each example: the texts beside them name its classes."""
+"""A contrastive model's inputs with one row per example; its other inputs are the texts of the classes."""
 
 
 def gradient_norms(
     model: nn.Module, blocks: Sequence[Block], batches: Iterable[Batch], loss: Loss
 ) -> dict[str, float]:
-    """Return the l2 norm of the gradient of the mean loss by the blocks of each layer, by the layer's name.
+    """Return, by layer name, the l2 norm of the gradient of the mean loss by the layer's blocks.
 
-    `loss` is the mean over a batch; batches count by their examples. The model is evaluated (no dropout) and left as
-    it was.
+    `loss` is the mean over a batch; batches are weighted by their examples. The model runs in evaluation mode and is
+    left as it was.
     """
     layered = [block for block in blocks if block.layer is not None]
-    with measuring(model):
+    with evaluation_mode(model):
         tensors = _needing(model, layered)
         sums = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         examples = 0
@@ -43,18 +44,18 @@ def gradient_norms(
 def fisher(
     model: nn.Module, blocks: Sequence[Block], batches: Iterable[Batch], loss: Loss, head: Head
 ) -> dict[str, float]:
-    """Return the trace of the empirical Fisher information by the blocks of each layer, by the layer's name.
+    """Return, by layer name, the trace of the empirical Fisher information of the layer's blocks.
 
-    That is the mean over examples of the squared l2 norm of the gradient of the example's own loss: one backward pass
-    for each. The model is evaluated (no dropout) and left as it was.
+    It is the mean over examples of the squared l2 norm of the gradient of the example's own loss: one backward pass
+    per example. The model runs in evaluation mode and is left as it was.
     """
     layered = [block for block in blocks if block.layer is not None]
     totals = dict.fromkeys((layer.name for layer in layers_of(layered)), 0.0)
     examples = 0
-    with measuring(model):
+    with evaluation_mode(model):
         tensors = _needing(model, layered)
         for batch in batches:
-            for example in _one_by_one(batch, head):
+            for example in batches_of_one(batch, common_to_all(batch, head)):
                 for name, square in _squares(layered, _gradients(loss(example), tensors)).items():
                     totals[name] += square
                 examples += 1
@@ -62,31 +63,28 @@ def fisher(
 
 
 def _needing(model: nn.Module, blocks: Sequence[Block]) -> dict[str, nn.Parameter]:
-    """Return the parameters that the blocks are in, by name, and no others, made to need gradients."""
+    """Let only the parameters of these blocks require gradients, and return them by name."""
     wanted = {block.tensor for block in blocks}
-    found: dict[str, nn.Parameter] = {}
-    for name, tensor in named_tensors(model).items():
-        if isinstance(tensor, nn.Parameter):
-            tensor.requires_grad_(name in wanted)
-            if name in wanted:
-                found[name] = tensor
-    return found
+    parameters = {name: each for name, each in named_tensors(model).items() if isinstance(each, nn.Parameter)}
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in wanted)
+    return {name: parameter for name, parameter in parameters.items() if name in wanted}
 
 
 def _gradients(loss: Tensor, tensors: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """By name; without those that the loss does not depend on."""
-    found: Sequence[Tensor | None] = torch.autograd.grad(loss, [*tensors.values()], allow_unused=True)
-    return {name: gradient for name, gradient in zip(tensors, found, strict=True) if gradient is not None}
+    """Return the gradients by name, without tensors that the loss does not depend on."""
+    gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, [*tensors.values()], allow_unused=True)
+    return {name: gradient for name, gradient in zip(tensors, gradients, strict=True) if gradient is not None}
 
 
 def _squares(blocks: Sequence[Block], gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the squared norm of each layer's gradient, over the layer's own rows of the tensors that it shares."""
-    squares: dict[str, float] = {}
-    for layer in layers_of(blocks):
-        squares[layer.name] = sum(
+    """Return the squared norm of each layer's gradient, over the layer's own rows of shared tensors."""
+    return {
+        layer.name: sum(
             _square(block, gradients[block.tensor]) for block in layer.blocks if block.tensor in gradients
         )
-    return squares
+        for layer in layers_of(blocks)
+    }
 
 
 def _square(block: Block, gradient: Tensor) -> float:
@@ -99,12 +97,6 @@ def _examples(batch: Batch) -> int:
     return len(batch["labels"])
 
 
-def _one_by_one(batch: Batch, head: Head) -> Iterator[Batch]:
-    whole = common_to_all(batch, head)
-    for row in range(_examples(batch)):
-        yield {name: tensor if name in whole else tensor[row : row + 1] for name, tensor in batch.items()}
-
-
 def common_to_all(batch: Iterable[str], head: Head) -> set[str]:
-    """Return those of a batch's inputs that belong to no example."""
+    """Return the names of a batch's inputs that do not have one row per example."""
     return set(batch) - OF_EACH_EXAMPLE if head == "contrastive" else set()

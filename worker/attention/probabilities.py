@@ -1,6 +1,6 @@
-"""The probabilities of an attention, a few query rows at a time, read off the call of torch that it ends in.
+"""Attention probabilities, a few query rows at a time, from the torch call that computes an attention.
 
-A fused call returns none: they are computed once more from its queries and keys. A softmax's result is there anyway.
+A fused call returns no probabilities: they are recomputed from its queries and keys. A softmax returns them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,41 +16,37 @@ from torch import Tensor
 from torch.nn import functional
 
 CHUNK = 1 << 20
-"""Probabilities held at a time, 4 MiB of float32; one query row of a whole batch may take more."""
+"""Number of probabilities computed at a time, 4 MiB of float32; one query row of a batch may need more."""
 
 SOFTMAXES = frozenset({torch.softmax, Tensor.softmax, functional.softmax, torch.special.softmax})
 
 
 class UnknownAttention(ValueError):
-    """A layer attends in a way that cannot be measured. The text names it."""
+    """An attention that cannot be measured. The text names its layer."""
 
 
 @dataclass(frozen=True)
 class Probabilities:
-    """Of one call of an attention: its sizes, and the probabilities themselves by `rows(start, stop)`."""
+    """The probabilities of one call of an attention, computed on demand, and its sizes."""
 
     batch: int
     heads: int
     queries: int
     keys: int
     rows: Callable[[int, int], Tensor]
-    """Of these query rows: [batch, heads, stop - start, keys]."""
+    """A function from `start` and `stop` to the probabilities of these query rows, [batch, heads, rows, keys]."""
 
     @property
     def rows_at_a_time(self) -> int:
         return max(1, CHUNK // (self.batch * self.heads * self.keys))
 
     def of_first(self, keys: int) -> Probabilities:
-        """Return the same, of the first keys only."""
-
-        def rows(start: int, stop: int) -> Tensor:
-            return self.rows(start, stop)[..., :keys]
-
-        return Probabilities(self.batch, self.heads, self.queries, keys, rows)
+        """Return the probabilities of only the first keys."""
+        return replace(self, keys=keys, rows=lambda start, stop: self.rows(start, stop)[..., :keys])
 
 
 def of_softmax(result: Tensor, examples: int | None, path: str) -> Probabilities:
-    """Of a softmax over keys: [batch, heads, queries, keys], or [examples x heads, queries, keys].
+    """Return the result of a softmax over keys, [batch, heads, queries, keys] or [examples x heads, queries, keys].
 
     Raises UnknownAttention, naming the attention's `path`, for any other shape.
     """
@@ -58,7 +54,8 @@ def of_softmax(result: Tensor, examples: int | None, path: str) -> Probabilities
         result = result.view(examples, -1, *result.shape[1:])
     if result.ndim != 4:
         raise UnknownAttention(
-            f"the attention {path} has probabilities of shape {list(result.shape)}, not of all tokens to all tokens"
+            f"the attention {path} has probabilities of shape {list(result.shape)}, "
+            "not [batch, heads, queries, keys]: this layer cannot be measured"
         )
     return _held(result)
 
@@ -71,14 +68,14 @@ def _held(values: Tensor) -> Probabilities:
 def _of_fused(
     query: Tensor,  # [batch, heads, queries, width]
     key: Tensor,  # [batch, key heads, keys, width]
-    value: Tensor,  # noqa: ARG001  (the call has it, the probabilities do not)
-    attn_mask: Tensor | None = None,  # broadcast to [batch, heads, queries, keys]; a bool says what is seen
+    value: Tensor,  # noqa: ARG001  (torch's signature)
+    attn_mask: Tensor | None = None,  # broadcast to [batch, heads, queries, keys]; True marks a visible key
     dropout_p: float = 0.0,  # noqa: ARG001
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: ARG001  (the shapes say it)
+    enable_gqa: bool = False,  # noqa: ARG001  (the shapes show it)
 ) -> Probabilities:
-    """Of `scaled_dot_product_attention`, by the definition in torch's documentation, in float32."""
+    """Return those of `scaled_dot_product_attention`, by the definition in torch's documentation, in float32."""
     batch, heads, queries, width = query.shape
     keys = key.shape[-2]
     factor = 1 / math.sqrt(width) if scale is None else scale
@@ -92,14 +89,14 @@ def _of_fused(
         if attn_mask is not None:
             seen = attn_mask[..., start:stop, :] if attn_mask.shape[-2] > 1 else attn_mask
             scores = scores.masked_fill(~seen, -math.inf) if seen.dtype == torch.bool else scores + seen
-        # A row that sees nothing has no probabilities.
+        # A query that sees no key has no probabilities.
         return scores.softmax(-1).nan_to_num(0.0)
 
     return Probabilities(batch, heads, queries, keys, rows)
 
 
 def _of_multi_head(*args: Any, **kwargs: Any) -> Probabilities:
-    """Of torch's own multi-head attention, which gives them all at once if it is asked."""
+    """Return those of torch's own multi-head attention, which computes all of them at once on request."""
     bound = _MULTI_HEAD.bind(*args, **kwargs)
     bound.arguments.update(need_weights=True, average_attn_weights=False)
     weights: Any = functional.multi_head_attention_forward(*bound.args, **bound.kwargs)[1]
@@ -112,4 +109,4 @@ READERS: Mapping[Any, Callable[..., Probabilities]] = {
     functional.scaled_dot_product_attention: _of_fused,
     functional.multi_head_attention_forward: _of_multi_head,
 }
-"""What reads the arguments of a call that keeps its probabilities to itself."""
+"""Functions from the arguments of a fused call to its probabilities."""

@@ -1,15 +1,14 @@
-"""Measures how a model's layers attend, whatever its family and also where a fused kernel hides the probabilities.
+"""Attention profiles of a model's layers, for any family and also where a fused kernel hides the probabilities.
 
-Every attention ends in one of a few functions of torch: `scaled_dot_product_attention`, which returns no
-probabilities, or a softmax. While the model runs as it is, with the implementation that it was built with, a
-`TorchFunctionMode` sees these calls with their arguments. From the queries and keys of a fused call it computes the
-probabilities once more, a few query rows at a time, takes what is wanted and drops them: no [heads, queries, keys] of
-a long sequence ever exists. Of a softmax the result is there anyway and is read in the same way.
+Every attention calls one of a few torch functions: `scaled_dot_product_attention`, which returns no probabilities, or
+a softmax. While the unchanged model runs, a `TorchFunctionMode` intercepts these calls. It recomputes the
+probabilities of a fused call from its queries and keys, a few query rows at a time, and keeps only sums, so that no
+[heads, queries, keys] of a long sequence ever exists. The result of a softmax is read in the same way.
 
-The block map says whose call it is. The module that calls is an attention if it lies within a layer and holds blocks
-of role query; it counts for that layer. Attention to another sequence (an encoder's, in a decoder) has no place for
-the task's tokens and does not count. A layer that attends in several ways (over patches, over frames) is measured by
-the one over the most keys, and a layer that is passed through several times by the mean.
+The block map relates each call to a layer: the calling module is an attention if it lies within a layer and contains
+blocks of role query. Cross-attention (of a decoder to its encoder) does not contain the task's tokens and is ignored.
+A layer with several attentions (over patches, over frames) is measured by the one over the most keys, and a layer
+that runs several times by the mean.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from tessera.shared.model.blocks import Block, Layer, layers_of
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.attention.heads import by_head
 from tessera.worker.attention.probabilities import READERS, SOFTMAXES, Probabilities, UnknownAttention, of_softmax
-from tessera.worker.model.forward import measuring
+from tessera.worker.model.forward import evaluation_mode
 
 OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states")
-"""What an attention is handed, under either name, if its keys are not its queries' tokens."""
+"""Arguments of an attention whose keys come from another sequence than its queries."""
 
 PADDING_MASKS = ("attention_mask", "pixel_attention_mask")
-"""What a tower is handed that says which of its tokens are padding: of a text, or of an image's patches."""
+"""Arguments of a tower that mark padding, of a text or of an image's patches."""
 
 RAW_INPUTS = ("input_ids", "pixel_values", "input_values", "input_features")
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """A module that is running, and what it was handed."""
+    """A running module and its arguments."""
 
     path: str
     module: nn.Module
@@ -54,7 +53,7 @@ class _Frame:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What it was handed, by name."""
+        """Its arguments by name."""
         bound = _signature(type(self.module).forward).bind_partial(self.module, *self.args, **self.kwargs).arguments
         return {**bound, **bound.get("kwargs", {})}
 
@@ -66,7 +65,7 @@ def _signature(forward: Callable[..., object]) -> inspect.Signature:
 
 @dataclass(frozen=True)
 class _Context:
-    """What the nearest module around an attention that was handed raw inputs was handed."""
+    """The arguments of the innermost module around an attention that takes raw inputs."""
 
     examples: int | None
     ids: Tensor | None  # [examples, tokens]
@@ -76,7 +75,7 @@ class _Context:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Which of an attention's tokens are no padding, which are the task's, and which is the first."""
+    """Masks of an attention's tokens: those that are not padding, the task's, and the first."""
 
     real: Tensor  # bool [sequences, tokens]
     task: Tensor  # bool [sequences, tokens]
@@ -84,8 +83,8 @@ class _Tokens:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What one call of an attention came to, over one batch."""
+class _Measurement:
+    """The measurements of one call of an attention over one batch."""
 
     path: str
     keys: int
@@ -103,28 +102,28 @@ def attention_profile(
     tokens: TaskTokens,
     common: Callable[[Mapping[str, Tensor]], Collection[str]] = lambda _: (),
 ) -> dict[str, LayerAttention]:
-    """Return how each layer with an attention attends over the batches, by the layer's name (`shared.model.blocks`).
+    """Return the attention of each layer over the batches, by layer name (`shared.model.blocks`).
 
-    `forward` runs the model on a batch; `common` says which of its inputs belong to no example. The model is run for
-    evaluation, without gradients, and left as it was: its modules' modes, its implementation of attention, and the
-    state of torch's random numbers. Where an attention takes an example in pieces (frames, windows) positions count
-    within the piece, and pieces are averaged. An example without a task token has a mass of 0.
+    `forward` runs the model on a batch; `common` returns the names of inputs without one row per example. The model
+    runs in evaluation mode, without gradients, and is left as it was, as is torch's random state. Where an attention
+    splits an example into pieces (frames, windows), positions count within the piece, and pieces are averaged. An
+    example without a task token has a mass of 0.
 
-    Raises UnknownAttention, with its name, for a layer whose attention to itself is not seen or is not of all tokens
-    to all tokens, and for task tokens by id where a layer's tokens have no ids.
+    Raises UnknownAttention for a layer whose self-attention is not seen or does not cover all tokens, and for task
+    tokens by id where a layer's tokens have no ids.
     """
     layers = [layer for layer in layers_of(blocks) if any(block.role == "query" for block in layer.blocks)]
-    gathered: dict[str, list[_Seen]] = {layer.name: [] for layer in layers}
+    gathered: dict[str, list[_Measurement]] = {layer.name: [] for layer in layers}
     # Not inference mode: what a model caches in it could not be used in training afterwards.
-    with measuring(model), torch.no_grad(), _Watch(model, _places(layers), tokens) as watch:
+    with evaluation_mode(model), torch.no_grad(), _Watch(model, _places(layers), tokens) as watch:
         for batch in batches:
             watch.common = common(batch)
             forward(batch)
-            for name, calls in watch.taken().items():
-                gathered[name].append(_together(calls))
+            for name, calls in watch.pop_measurements().items():
+                gathered[name].append(_mean_call(calls))
     if missed := [name for name, seen in gathered.items() if not seen]:
-        raise UnknownAttention(f"no attention of a sequence to itself was seen in {', '.join(missed[:8])}")
-    return {layer.name: _measured(model, layer, gathered[layer.name]) for layer in layers}
+        raise UnknownAttention(f"no self-attention was seen in {', '.join(missed[:8])}: it cannot be measured")
+    return {layer.name: _layer_attention(model, layer, gathered[layer.name]) for layer in layers}
 
 
 def isolated_profile(
@@ -133,45 +132,43 @@ def isolated_profile(
     batches: Iterable[Mapping[str, Tensor]],
     common: Callable[[Mapping[str, Tensor]], Collection[str]],
 ) -> dict[str, LayerAttention]:
-    """As `profile` gives for the batches, with a mass of 0 for an example that makes it fail by itself.
+    """Return the profile of the batches, with a mass of 0 for each example on which `profile` fails.
 
-    What a model cannot do whatever the examples are fails on the placeholder, a batch of one made-up example. Only
-    `mass` and `sink` are of all the batches.
+    A failure that does not depend on the examples is raised for the placeholder, a batch of one synthetic example.
+    Only `mass` and `sink` cover the batches; the rest is the placeholder's.
     """
     nothing = {
         name: replace(layer, mass=np.zeros_like(layer.mass), sink=np.zeros_like(layer.sink))
         for name, layer in profile([placeholder]).items()
     }
-    found = []
+    profiles = []
     for batch in batches:
         try:
-            found.append(profile([batch]))
-        except Exception as fault:  # noqa: BLE001  (a model's own code fails in any of its own ways)
+            profiles.append(profile([batch]))
+        except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
             structlog.get_logger("worker").info("attention-not-measured", reason=repr(fault))
-            apart = _apart(batch, common(batch))
-            found += [nothing] if len(apart) == 1 else [isolated_profile(profile, placeholder, apart, common)]
+            apart = batches_of_one(batch, common(batch))
+            profiles += [nothing] if len(apart) == 1 else [isolated_profile(profile, placeholder, apart, common)]
     return {
         name: replace(
             layer,
-            mass=np.concatenate([each[name].mass for each in found]),
-            sink=np.concatenate([each[name].sink for each in found]),
+            mass=np.concatenate([each[name].mass for each in profiles]),
+            sink=np.concatenate([each[name].sink for each in profiles]),
         )
         for name, layer in nothing.items()
     }
 
 
-def _apart(batch: Mapping[str, Tensor], common: Collection[str]) -> list[dict[str, Tensor]]:
-    """Return the examples of a batch, in batches of one."""
-    examples = len(batch["labels"])
+def batches_of_one(batch: Mapping[str, Tensor], common: Collection[str]) -> list[dict[str, Tensor]]:
+    """Return the examples of a batch as batches of one; the inputs in `common` go into each."""
     return [
         {name: tensor if name in common else tensor[row : row + 1] for name, tensor in batch.items()}
-        for row in range(examples)
+        for row in range(len(batch["labels"]))
     ]
 
 
 def _places(layers: Sequence[Layer]) -> dict[str, str]:
-    """Return the modules that are an attention if they call one, with their layer's name: within a layer, above a
-    query."""
+    """Return the layer name by path of each module that may be an attention: within a layer, above a query block."""
     places: dict[str, str] = {}
     for layer in layers:
         outermost = layer.name.count(".") + 1
@@ -182,21 +179,17 @@ def _places(layers: Sequence[Layer]) -> dict[str, str]:
     return places
 
 
-def _together(calls: Sequence[_Seen]) -> _Seen:
-    """Return one batch's calls of a layer's attentions: those over the most keys, in the mean."""
+def _mean_call(calls: Sequence[_Measurement]) -> _Measurement:
+    """Return the mean of one batch's calls of the layer's attention over the most keys."""
     widest = max(calls, key=lambda call: call.keys)
     counted = [call for call in calls if call.path == widest.path]
-    return _Seen(
-        widest.path,
-        widest.keys,
-        torch.stack([call.mass for call in counted]).mean(0),
-        torch.stack([call.sink for call in counted]).mean(0),
-        torch.stack([call.entropy for call in counted]).mean(0),
-        widest.per_example,
+    mass, sink, entropy = (
+        torch.stack([getattr(call, name) for call in counted]).mean(0) for name in ("mass", "sink", "entropy")
     )
+    return replace(widest, mass=mass, sink=sink, entropy=entropy)
 
 
-def _measured(model: nn.Module, layer: Layer, seen: Sequence[_Seen]) -> LayerAttention:
+def _layer_attention(model: nn.Module, layer: Layer, seen: Sequence[_Measurement]) -> LayerAttention:
     mass = torch.cat([each.mass for each in seen]).cpu().numpy()  # [examples, heads]
     heads: Array = mass.mean(0)
     return LayerAttention(
@@ -210,7 +203,7 @@ def _measured(model: nn.Module, layer: Layer, seen: Sequence[_Seen]) -> LayerAtt
 
 
 class _Watch(TorchFunctionMode):
-    """Sees each attention of a running model, and measures it."""
+    """Measurement of each attention of a running model."""
 
     def __init__(self, model: nn.Module, places: Mapping[str, str], tokens: TaskTokens) -> None:
         super().__init__()
@@ -220,13 +213,12 @@ class _Watch(TorchFunctionMode):
         self.common: Collection[str] = ()
         self._frames: list[_Frame] = []
         self._handles: list[RemovableHandle] = []
-        self._seen: dict[str, list[_Seen]] = {}
+        self._measurements: dict[str, list[_Measurement]] = {}
 
     def __enter__(self) -> Self:
         for path, module in self._model.named_modules():
-            self._handles.append(
-                module.register_forward_pre_hook(partial(self._enter_module, path), with_kwargs=True)
-            )
+            enter = partial(self._enter_module, path)
+            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave_module))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -236,9 +228,9 @@ class _Watch(TorchFunctionMode):
         for handle in self._handles:
             handle.remove()
 
-    def taken(self) -> dict[str, list[_Seen]]:
-        """Return what was seen since the last call, by layer."""
-        seen, self._seen = self._seen, {}
+    def pop_measurements(self) -> dict[str, list[_Measurement]]:
+        """Return the measurements since the last call, by layer."""
+        seen, self._measurements = self._measurements, {}
         return seen
 
     def _enter_module(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -265,7 +257,7 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _attention(self) -> _Frame | None:
-        """Return the attention that is running, if one is. What has no parameters, such as a softmax, works for
+        """Return the running attention, if any. Modules without parameters, such as a softmax, are part of
         another."""
         for frame in reversed(self._frames):
             if frame.path in self._places:
@@ -275,8 +267,7 @@ class _Watch(TorchFunctionMode):
         return None
 
     def _context(self) -> _Context:
-        """Return what the nearest module around that was handed a raw input was handed, and the nearest mask of
-        padding."""
+        """Return the arguments of the innermost running module with a raw input, and the innermost padding mask."""
         mask = None
         for frame in reversed(self._frames):
             inputs = frame.inputs
@@ -290,36 +281,38 @@ class _Watch(TorchFunctionMode):
         return _Context(None, None, mask)
 
     def _measure(self, frame: _Frame, probabilities: Probabilities, context: _Context) -> None:
-        # GPT-OSS gives every head a last key that is no token.
+        # The last key of each head of GPT-OSS is not a token.
         if hasattr(frame.module, "sinks") and probabilities.keys == probabilities.queries + 1:
             probabilities = probabilities.of_first(probabilities.queries)
         if probabilities.keys != probabilities.queries:
             raise UnknownAttention(
-                f"the attention {frame.path} has {probabilities.keys} keys for {probabilities.queries} tokens"
+                f"the attention {frame.path} has {probabilities.keys} keys for {probabilities.queries} tokens; only "
+                "attention of all tokens to all tokens can be measured"
             )
         examples = context.examples or probabilities.batch
         if probabilities.batch % examples:
             raise UnknownAttention(
-                f"the attention {frame.path} sees {examples} examples as {probabilities.batch} sequences"
+                f"the attention {frame.path} has {probabilities.batch} sequences for {examples} examples; the former "
+                "must be a multiple of the latter"
             )
-        where = _located(self._tokens, context, (examples, probabilities.keys), frame)
-        seen = replace(_seen(frame.path, probabilities, where), per_example=context.per_example)
-        self._seen.setdefault(self._places[frame.path], []).append(seen)
+        where = _token_masks(self._tokens, context, (examples, probabilities.keys), frame)
+        measured = replace(_measure_call(frame.path, probabilities, where), per_example=context.per_example)
+        self._measurements.setdefault(self._places[frame.path], []).append(measured)
 
 
 def _is_flat(value: object) -> bool:
     return isinstance(value, Tensor) and value.ndim == 2
 
 
-def _located(wanted: TaskTokens, context: _Context, size: tuple[int, int], frame: _Frame) -> _Tokens:
-    """Return the tokens of an attention over so many examples and keys. Raises UnknownAttention if they cannot be
-    told."""
+def _token_masks(wanted: TaskTokens, context: _Context, size: tuple[int, int], frame: _Frame) -> _Tokens:
+    """Return the masks of an attention's tokens, `size` [examples, keys]. Raises UnknownAttention if ids or the
+    padding mask do not fit."""
     device = next(frame.module.parameters()).device
     real = torch.ones(size, dtype=torch.bool, device=device)
     if context.mask is not None and not bool(context.mask.all()):
         if context.mask.shape != size:
             raise UnknownAttention(
-                f"the attention {frame.path} is over {list(size)} tokens, and padding is told of "
+                f"the attention {frame.path} is over {list(size)} tokens, and its padding mask over "
                 f"{list(context.mask.shape)}"
             )
         real = context.mask.to(device).bool()
@@ -332,13 +325,15 @@ def _located(wanted: TaskTokens, context: _Context, size: tuple[int, int], frame
             task = place == (place * real).amax(1, keepdim=True)
         case "ids":
             if context.ids is None or context.ids.shape != size:
-                raise UnknownAttention(f"the tokens of the attention {frame.path} have no input ids to be found by")
+                raise UnknownAttention(
+                    f"the tokens of the attention {frame.path} have no input ids: select them by position"
+                )
             task = torch.isin(context.ids.to(device), torch.tensor(wanted.ids, device=device))
     return _Tokens(real, task & real, first & real)
 
 
-def _seen(path: str, probabilities: Probabilities, where: _Tokens) -> _Seen:
-    """Return the sums over one call, chunk by chunk of query rows."""
+def _measure_call(path: str, probabilities: Probabilities, where: _Tokens) -> _Measurement:
+    """Return the measurements of one call, computed in chunks of query rows."""
     examples, keys = where.real.shape
     pieces = probabilities.batch // examples
     real, task, first = (part.repeat_interleave(pieces, 0) for part in (where.real, where.task, where.first))
@@ -353,20 +348,20 @@ def _seen(path: str, probabilities: Probabilities, where: _Tokens) -> _Seen:
         mass += columns[..., 0].sum(2)
         sink += columns[..., 1].sum(2)
         share, choice = _entropies(rows)
-        # A first token that sees only itself has no choice; any other that sees one key has lost it.
+        # A first token can see only itself and is not counted; any other token that sees one key has entropy 0.
         choice = counted & (choice | ~first[:, None, start:stop])
         entropy += share.double().where(choice, 0.0).sum(2)
         choosing += choice.sum(2)
     queries = real.sum(1, keepdim=True).clamp(min=1)
     parts = (mass / queries, sink / queries, entropy / choosing.clamp(min=1))
     mass, sink, entropy = (part.unflatten(0, (examples, pieces)).mean(1) for part in parts)  # [examples, heads]
-    return _Seen(path, keys, mass, sink.mean(1), entropy.mean(1))
+    return _Measurement(path, keys, mass, sink.mean(1), entropy.mean(1))
 
 
 def _entropies(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's entropy over the largest that the keys which it sees allow, and whether it sees several.
+    """Return each row's entropy over the maximum for its visible keys, and whether it sees several keys.
 
-    A row need not sum to 1: where it is given a key that is no token, its entropy is that of the rest.
+    A row need not sum to 1: without a key that is not a token, its entropy is that of the other keys.
     """
     total, visible = rows.sum(-1), (rows > 0).sum(-1)
     entropy = torch.special.entr(rows).sum(-1) / total + total.log()

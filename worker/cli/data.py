@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tessera.shared.cli.render.output import AsJson, complain, note, out, print_json, table
 from tessera.shared.problems import message_of
-from tessera.worker.data.partition.class_counts import ClassCounts, tallies
+from tessera.worker.data.partition.class_counts import ClassCounts, class_counts
 from tessera.worker.data.partition.division import divide, key_of_seed
 from tessera.worker.data.partition.schemes import Partition, Scheme
 from tessera.worker.data.registry import Dataset, load
@@ -127,8 +127,8 @@ def split(
         partition = _partition(source, {key: value for key, value in given.items() if value is not None})
         with named(name):
             parts = divide(load(source.kind, source.options), partition)
-        counted = tallies(parts, _names(source))
-        told = [partition.told(index) for index in range(partition.count)]
+        counted = class_counts(parts, _names(source))
+        told = [partition.describe(index) for index in range(partition.count)]
         if draw and picture:
             try:
                 draw(counted, f"{name}: {_sentence(partition)}", picture)

@@ -1,8 +1,8 @@
-"""How many examples two data sets share, by keyed hashes of them.
+"""Estimation of the share of examples that two data sets have in common, by keyed hashes of the examples.
 
-Of each data set the ledger keeps the smallest hashes, which are a uniform sample of its examples (a bottom-k sketch:
-Cohen and Kaplan 2007, "Summarizing data using bottom-k sketches"). The share of them that another data set has is the
-estimate.
+The ledger keeps the smallest hashes of each data set, which are a uniform sample of its examples (a bottom-k sketch:
+Cohen and Kaplan 2007, "Summarizing data using bottom-k sketches"). The estimate is the share of this sample that the
+other data set contains.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.registry import Dataset
 
 KEPT = 1024
-"""Hashes of a sketch. Of a data set with no more examples they are all there is."""
+"""Number of hashes in a sketch. A smaller data set has all of its hashes in the sketch."""
 
 MAX_SHARED = 0.01
-"""The share of either data set that may be in the other."""
+"""Limit on the share of either data set that is in the other."""
 
 HASH_BYTES = 6
 
 CHECKED = 1000
-"""Examples between two checks of whether to go on."""
+"""Number of examples between two calls of `check`."""
 
 
 def fingerprints(dataset: Dataset, key: bytes, check: Callable[[], None] = lambda: None) -> Array:
-    """Return a hash of each different example, what is held out included: uint64 [examples], sorted.
+    """Return the sorted hashes of all distinct examples, held-out ones included: uint64 [examples].
 
-    Neither its group nor the type of its numbers tells an example from another. Raises what `check` does.
+    The hash ignores an example's group and the dtype of its tensors. Exceptions of `check` propagate.
     """
 
     def hashes() -> Iterator[int]:
@@ -45,11 +45,11 @@ def fingerprints(dataset: Dataset, key: bytes, check: Callable[[], None] = lambd
 
 
 def sketch_of(prints: Array, known: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the sketch of these examples and of those that a sketch is `known` of."""
+    """Return the sketch of the union of these examples and of those with the sketch `known`."""
     together = np.union1d(prints[:KEPT], np.array(known, np.uint64))
     return tuple(int(value) for value in together[:KEPT])
 
 
 def share_of(sketch: Sequence[int], prints: Array) -> float:
-    """Return the estimated share of the examples behind the sketch that is among `prints`."""
+    """Return the estimated share of the sketch's data set that is among `prints`."""
     return float(np.isin(np.array(sketch, np.uint64), prints).mean()) if sketch else 0.0

@@ -1,5 +1,5 @@
-"""A site's data sets. A new kind is a new file here, named for the kind, or a module that another installed package
-announces by the kind's name under the entry point group `tessera.datasets`."""
+"""The kinds of data sets. To add a kind, add a module to `kinds`, named after the kind, or declare a module of
+another installed package by an entry point of the group `tessera.datasets`, with the kind's name."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ def load(
     held_out: float | None = None,
     key: bytes = b"",
 ) -> Dataset:
-    """Return the data set of this kind, or a part of it, with this share of what is then left held out by a hash with
-    `key`.
+    """Return the data set of a kind, or a part of it, with a share of the examples held out by a hash with `key`.
 
-    Raises DataError naming the unknown kind, wrong option or unreadable file, or a side that is empty.
+    Raises DataError for an unknown kind, an invalid option, an unreadable file or an empty side of the division.
     """
     if held_out is not None and not key:
-        raise ValueError("held_out: the key decides which examples are held out; give one")
+        raise ValueError("held_out: give the key that decides which examples are held out")
     adapter = _adapter(kind)
     if adapter is None:
         raise DataError(f"kind: there is no {kind!r}; installed are {', '.join(sorted(adapters()))}")
@@ -54,15 +53,14 @@ def load(
 
 
 def adapters() -> dict[str, Adapter[Any]]:
-    """Return every installed adapter by kind. Imports what each of them needs, which takes a while."""
+    """Return every installed adapter by kind. Imports the libraries of all, which takes seconds."""
     kinds = {*_files(), *(entry.name for entry in entry_points(group=GROUP))}
     return {kind: adapter for kind in kinds if (adapter := _adapter(kind))}
 
 
 @cache
 def _adapter(kind: str) -> Adapter[Any] | None:
-    """Return the adapter of a kind. No other is imported: what one reads tables with is nothing to one that does
-    not."""
+    """Return the adapter of a kind. Imports only the libraries that this kind needs."""
     module: ModuleType | None = None
     if kind in _files():
         module = importlib.import_module(f"{KINDS}.{kind}")

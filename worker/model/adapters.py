@@ -1,4 +1,4 @@
-"""What Tessera adds to the model that transformers builds: prompts and low-rank adapters, as ordinary blocks."""
+"""Prompts and low-rank adapters, added to a transformers model as ordinary blocks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tessera.worker.model.prompts import add_prompts
 def insert(
     model: PreTrainedModel, prompts: Prompts | None, lora: Lora | None, mapping: MappingFile | None = None
 ) -> None:
-    """Add, in place, what a model document says; what is random in it follows torch's seed.
+    """Add the prompts and adapters of a model document in place. Their random values follow torch's seed.
 
-    Raises ConfigError if the model cannot take it or PEFT is not installed, and as `block_table` does.
+    Raises ConfigError if the model does not support them or PEFT is not installed, and as `block_table` does.
     """
     if lora:
         _lora().add_lora(model, lora, block_table(model, mapping))
@@ -28,7 +28,7 @@ def insert(
 
 
 def merge(model: PreTrainedModel) -> None:
-    """Add the adapters to their matrices, in place, so that nothing but transformers is needed to run the model."""
+    """Add the adapters to their matrices in place, so that transformers alone can run the model."""
     _lora().merge_lora(model)
 
 
@@ -37,5 +37,5 @@ def _lora() -> ModuleType:
         return importlib.import_module("tessera.worker.model.lora")
     except ImportError as error:
         raise ConfigError(
-            f"the model has adapters, which need another package ({error}): install tessera[lora]"
+            f"the model has adapters, which need a package that is missing ({error}): install tessera[lora]"
         ) from error

@@ -1,29 +1,28 @@
-"""Finds a model's blocks: which tensor, or which rows of a fused one, is a query, a key, a value.
+"""The block map: the role and layer of each tensor of a model, or of each part of a fused tensor.
 
-An attention is recognised by the names of what it holds, and by its class where a fused projection could be ordered
-in several ways; `LAYOUTS` in `worker/model/layouts.py` has one row for each arrangement, and a new family is a new
-row, or a file with a mapping. A tensor that looks like attention and that nothing explains is refused, with its name
-(`UnknownArchitecture`), because training or sending the wrong rows is not noticed by any loss.
+An attention module is recognised by the names of its children, and by its class where the order of a fused projection
+is ambiguous. `LAYOUTS` in `worker/model/layouts.py` has one row per arrangement; a new family needs a new row or a
+mapping file. A tensor that looks like attention but matches no row is refused by name (`UnknownArchitecture`),
+because no loss reveals that the wrong rows were trained or sent.
 
-Roles, in the order in which they are given:
+Roles, in order of precedence:
 
-- prompt, adapter: what Tessera itself added to the model (`worker/model/adapters.py`). An adapter also knows the
-roles of
-  its matrix (`adapts`). Beside a fused matrix, factor A serves all parts, and B's rows divide as the matrix's do;
-- what a mapping says, if there is one;
-- query, key, value, output: what a row of `LAYOUTS` says; biases go with their weights. Whatever else moves the
-  attention's scores is a query or a key too: norms of queries and keys, tables of relative positions (`SCORES` names
-  those outside the attention), the latent from which keys and values are unfolded. So training the values alone never
-  changes who attends to whom in their own layer;
-- head: what lies outside the base model (classifier, language-model head), and in a model that is its own base (CLIP)
-  the modules of `OWN_HEADS`: projections into the joint space, their scale, classifiers;
+- prompt, adapter: added by Tessera (`worker/model/adapters.py`). An adapter also has its matrix's roles (`adapts`).
+  Beside a fused matrix, factor A serves all parts, and the rows of B divide as the matrix's do;
+- the roles that a mapping file gives;
+- query, key, value, output: given by a row of `LAYOUTS`; biases go with their weights. Every other tensor that
+  changes the attention scores is a query or a key too: norms of queries and keys, tables of relative positions
+  (`SCORES` lists those outside the attention), the latent from which keys and values are computed. So training values
+  alone never changes the attention probabilities of their own layer;
+- head: all that lies outside the base model (classifier, language-model head), and in a model that is its own base
+  (CLIP) the modules of `OWN_HEADS`: projections into the joint space, their scale, classifiers;
 - norm: any other normalisation;
 - embedding: token, position and patch embeddings, class tokens;
-- mlp: what is in a stack under one of the names in `MLPS`;
-- other: poolers, layer scales, buffers, and whatever else no rule names.
+- mlp: tensors of a stack under one of the names in `MLPS`;
+- other: poolers, layer scales, buffers and the rest.
 
-`layer` counts within a stack, so a model with two towers has two layers 0: their names tell them apart. Layers that
-share their tensors (ALBERT) are as many as there are sets of tensors: `layer` is the group.
+`layer` counts within a stack: in a model with two towers, both have a layer 0, under different names. Where layers
+share tensors (ALBERT), `layer` is the index of the shared group.
 """
 
 from __future__ import annotations
@@ -51,16 +50,16 @@ from tessera.worker.model.layouts import (
     ModelLayout,
     Spans,
     TensorPattern,
-    divided,
+    spans_by_role,
 )
 
 Claim = Role | Mapping[Role, TensorSlice]
-"""What a tensor is: of one role, or fused of several parts."""
+"""A tensor's single role, or the parts of a fused tensor by role."""
 
 ADAPTER = re.compile(r"(?P<matrix>.+)\.lora_(?P<factor>[AB])\..+")
 
 INSERTED: tuple[tuple[re.Pattern[str], Role], ...] = ((re.compile(r"prompts\..+"), "prompt"), (ADAPTER, "adapter"))
-"""The names of what is added to a model, and their roles. A matrix beside an adapter keeps the role that it has."""
+"""Name patterns of the tensors that Tessera adds, and their roles. A matrix beside an adapter keeps its own role."""
 
 KERNEL_AND_VALUE: frozenset[Role] = frozenset({"query", "key", "value"})
 
@@ -73,7 +72,7 @@ DTYPES: dict[torch.dtype, DType] = {
 
 
 class UnknownArchitecture(ValueError):
-    """A model has attention that neither `LAYOUTS` nor a mapping explains. `tensors` are what was not understood."""
+    """Attention that neither `LAYOUTS` nor the mapping explains. `tensors` are the names of the unexplained."""
 
     def __init__(self, problem: str, tensors: Iterable[str]) -> None:
         self.tensors = tuple(sorted(tensors))
@@ -83,7 +82,7 @@ class UnknownArchitecture(ValueError):
 
 @dataclass(frozen=True)
 class _Attention:
-    """An attention found in a model, at `path`, and the row that explains it."""
+    """An attention module at `path` of a model, and the row of `LAYOUTS` that matches it."""
 
     path: str
     module: nn.Module
@@ -91,47 +90,49 @@ class _Attention:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What is said of a tensor, by a mapping or by its own name: its claim, and its layer if that is said too."""
+class _StatedClaim:
+    """The claim on a tensor from a mapping or from the tensor's name, and its layer if the mapping gives one."""
 
     claim: Claim
     layer: int | None
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all that is learnt or averaged: parameters and persistent floating-point buffers, each once, but empty
-    ones.
+    """Return all non-empty parameters and persistent floating-point buffers, each once. They share the model's
+    memory.
 
-    A tensor with several names (tied weights) has the first of `named_parameters`. The tensors are the model's own.
+    A tensor with several names (tied weights) has its first name in `named_parameters`.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     saved = model.state_dict(keep_vars=True)
     buffers = model.named_buffers()
     tensors |= {name: buffer for name, buffer in buffers if name in saved and buffer.is_floating_point()}
-    # Some families make a parameter without elements where a size in the config is 0 (DINOv3's registers).
+    # Where a size in the config is 0, some families create a parameter without elements (DINOv3's registers).
     return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
 
 
 def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[Block, ...]:
     """Return the model's blocks, covering each of `named_tensors` exactly once, in that order.
 
-    Works on the meta device. A mapping is stronger than `LAYOUTS`. Raises UnknownArchitecture for attention
-    that cannot be resolved, with the names of the tensors in question, MappingError for a mapping that does not fit
-    the model, and ValueError for a parameter that is not of an averageable floating-point type.
+    Works on the meta device. A mapping takes precedence over `LAYOUTS`. Raises UnknownArchitecture, with the names of
+    the tensors, for attention that cannot be resolved, MappingError for a mapping that does not fit the model, and
+    ValueError for a parameter whose dtype cannot be averaged.
     """
     tensors = named_tensors(model)
-    inserted = _inserted(tensors)
-    own = {name: tensor for name, tensor in tensors.items() if name not in inserted}
-    told = inserted | (_told(model, own, mapping) if mapping else {})
-    claims, paths = _all_claims(model, tensors, told)
+    stated = {
+        name: _StatedClaim(role, None) for pattern, role in INSERTED for name in tensors if pattern.fullmatch(name)
+    }
+    if mapping:
+        stated |= _mapped_claims(model, {name: tensors[name] for name in tensors if name not in stated}, mapping)
+    claims, paths = _all_claims(model, tensors, stated)
     stacks = {stack for path in paths if (stack := _outermost_stack(model, path))}
     blocks: list[Block] = []
     unexplained: list[str] = []
     for name, tensor in tensors.items():
         stack = _outermost_stack(model, name)
         layer = int(name[len(stack) + 1 :].split(".")[0]) if stack in stacks and stack else None
-        if name in told and told[name].layer is not None:
-            layer = told[name].layer
+        if name in stated and stated[name].layer is not None:
+            layer = stated[name].layer
         claim = claims.get(name) or _plain_role(model, name, tensor, layer)
         if adapter := ADAPTER.fullmatch(name):
             matrix = f"{adapter['matrix']}.base_layer.weight"
@@ -148,13 +149,12 @@ def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[B
 
 
 def _all_claims(
-    model: nn.Module, tensors: Mapping[str, Tensor], told: Mapping[str, _Told]
+    model: nn.Module, tensors: Mapping[str, Tensor], stated: Mapping[str, _StatedClaim]
 ) -> tuple[dict[str, Claim], list[str]]:
-    """Return what tensors are by their place in an attention or by what is said of them, and where there is
-    attention."""
-    by_name = {name: each.claim for name, each in told.items()}
-    # Of an attention that is described whole, our own rows need not understand what stands beside it.
-    attentions = [each for each in _attentions(model) if not told.keys() >= {*_under(each.path, tensors)}]
+    """Return the claims on tensors in attention or in `stated`, and the paths at which the model has attention."""
+    by_name = {name: each.claim for name, each in stated.items()}
+    # An attention that the mapping describes completely need not match a row of `LAYOUTS`.
+    attentions = [each for each in _attentions(model) if not stated.keys() >= {*_under(each.path, tensors)}]
     paths = [name for name, claim in by_name.items() if not isinstance(claim, str) or claim in KERNEL_AND_VALUE]
     if not attentions and not paths:
         likely = [name for name in tensors if ATTENTION_LIKE.search(name)]
@@ -167,21 +167,21 @@ def _all_claims(
 
 
 def _attentions(model: nn.Module) -> list[_Attention]:
-    found: list[_Attention] = []
+    attentions: list[_Attention] = []
     for path, module in model.named_modules():
-        held = {name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
+        children = {name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
         rows = [
             layout
             for layout in LAYOUTS
-            if layout.required <= held and (not layout.classes or type(module).__name__ in layout.classes)
+            if layout.required <= children and (not layout.classes or type(module).__name__ in layout.classes)
         ]
         if rows:
-            found.append(_Attention(path, module, max(rows, key=lambda row: len(row.required))))
-    return found
+            attentions.append(_Attention(path, module, max(rows, key=lambda row: len(row.required))))
+    return attentions
 
 
 def _score_claims(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Claim]:
-    """Return what enters the scores of attention from outside it."""
+    """Return the claims on tensors that enter attention scores from outside the attention module."""
     claims: dict[str, Claim] = {}
     for path, module in model.named_modules():
         for child, role in SCORES.get(type(module).__name__, {}).items():
@@ -190,8 +190,7 @@ def _score_claims(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _claims(attention: _Attention, tensors: Mapping[str, Tensor], known: Mapping[str, Claim]) -> dict[str, Claim]:
-    """Return what the row says of its attention's tensors. Raises UnknownArchitecture for one not in it nor
-    `known`."""
+    """Return the row's claims on its attention's tensors. Raises UnknownArchitecture if a tensor stays unclaimed."""
     claims: dict[str, Claim] = {}
     path, layout = attention.path, attention.layout
     for child, role in {**layout.whole, **layout.optional}.items():
@@ -203,7 +202,7 @@ def _claims(attention: _Attention, tensors: Mapping[str, Tensor], known: Mapping
     parent = path.rpartition(".")[0]
     for sibling, role in layout.beside.items():
         if not (names := _under(_join(parent, sibling), tensors)):
-            raise UnknownArchitecture(f"no {sibling} beside the attention {path}", _under(parent, tensors))
+            raise UnknownArchitecture(f"there is no {sibling} beside the attention {path}", _under(parent, tensors))
         claims |= dict.fromkeys(names, role)
     if unclaimed := [name for name in _under(path, tensors) if name not in claims and name not in known]:
         raise UnknownArchitecture(f"the attention {path} holds tensors of unknown role", unclaimed)
@@ -212,45 +211,40 @@ def _claims(attention: _Attention, tensors: Mapping[str, Tensor], known: Mapping
 
 def _parts(attention: _Attention, name: str, tensor: Tensor, division: Division) -> Claim:
     child = name[len(attention.path) :].lstrip(".").rpartition(".")[0]
-    # Conv1D keeps its weight as [inputs, outputs], Linear as [outputs, inputs]; a bias has outputs only.
+    # Conv1D stores its weight as [inputs, outputs], Linear as [outputs, inputs]; a bias has outputs only.
     axis = tensor.ndim - 1 if isinstance(attention.module.get_submodule(child), Conv1D) else 0
     rows = tensor.shape[axis]
     try:
-        return _labelled(divided(division(attention.module, rows), rows), axis)
-    except (ValueError, AttributeError) as error:  # another version's class may lack what its division reads
-        raise UnknownArchitecture(f"a fused projection does not divide ({error})", [name]) from error
+        return _slices_by_role(spans_by_role(division(attention.module, rows), rows), axis)
+    except (ValueError, AttributeError) as error:  # another version's class may lack an attribute that we read
+        raise UnknownArchitecture(f"a fused projection does not divide into its roles ({error})", [name]) from error
 
 
-def _labelled(spans: Mapping[Role, Spans], axis: int) -> Mapping[Role, TensorSlice]:
+def _slices_by_role(spans: Mapping[Role, Spans], axis: int) -> Mapping[Role, TensorSlice]:
     return {role: TensorSlice(label=role, axis=axis, spans=each) for role, each in spans.items()}
 
 
-def _inserted(tensors: Iterable[str]) -> dict[str, _Told]:
-    return {name: _Told(role, None) for pattern, role in INSERTED for name in tensors if pattern.fullmatch(name)}
-
-
-def _told(model: nn.Module, tensors: Mapping[str, Tensor], mapping: MappingFile) -> dict[str, _Told]:
-    """Return what the mapping says of each tensor that a row of it matches. Raises MappingError with all that is
-    wrong."""
+def _mapped_claims(model: nn.Module, tensors: Mapping[str, Tensor], mapping: MappingFile) -> dict[str, _StatedClaim]:
+    """Return the mapping's claims on the tensors that its rows match. Raises MappingError, listing every fault."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type != mapping.model_type:
-        raise MappingError(f"the mapping is for {mapping.model_type}, and the model is a {model_type}")
-    told: dict[str, _Told] = {}
+        raise MappingError(f"the mapping is for {mapping.model_type}, but the model is a {model_type}")
+    stated: dict[str, _StatedClaim] = {}
     faults: list[str] = []
     for row in mapping.tensors:
         matches = {name: match for name in tensors if (match := row.match(stored_name(name)))}
         if not matches:
-            faults.append(f"no tensor is called {row.names}")
-        faults += [f"{name} is matched by two rows" for name in matches if name in told]
+            faults.append(f"no tensor matches {row.names}")
+        faults += [f"{name} is matched by two rows" for name in matches if name in stated]
         for name, match in matches.items():
             layer = match.groupdict().get("layer")
             try:
-                told[name] = _Told(_claim_of(row, tensors[name]), None if layer is None else int(layer))
+                stated[name] = _StatedClaim(_claim_of(row, tensors[name]), None if layer is None else int(layer))
             except ValueError as error:
                 faults.append(f"{name}: {error}")
     if faults:
         raise MappingError(f"the mapping of {mapping.model_type} does not fit: " + "; ".join(sorted(set(faults))))
-    return told
+    return stated
 
 
 def _claim_of(row: TensorPattern, tensor: Tensor) -> Claim:
@@ -259,7 +253,7 @@ def _claim_of(row: TensorPattern, tensor: Tensor) -> Claim:
     if not -tensor.ndim <= row.axis < tensor.ndim:
         raise ValueError(f"it has no axis {row.axis}")
     axis = row.axis % tensor.ndim
-    return _labelled(divided([(piece.role, piece.rows) for piece in row.fused], tensor.shape[axis]), axis)
+    return _slices_by_role(spans_by_role([(piece.role, piece.rows) for piece in row.fused], tensor.shape[axis]), axis)
 
 
 def _plain_role(model: nn.Module, name: str, tensor: Tensor, layer: int | None) -> Role:
@@ -279,9 +273,7 @@ def _plain_role(model: nn.Module, name: str, tensor: Tensor, layer: int | None) 
 
 def _blocks(name: str, tensor: Tensor, layer: int | None, claim: Claim) -> Iterator[Block]:
     if tensor.dtype not in DTYPES:
-        raise ValueError(
-            f"{name} is {tensor.dtype}, which cannot be averaged: load the model in a floating-point type"
-        )
+        raise ValueError(f"{name} is {tensor.dtype}, which cannot be averaged: load it in a floating-point dtype")
     dtype = DTYPES[tensor.dtype]
     if isinstance(claim, str):
         yield Block(tensor=name, role=claim, layer=layer, shape=tuple(tensor.shape), dtype=dtype)
@@ -292,14 +284,13 @@ def _blocks(name: str, tensor: Tensor, layer: int | None, claim: Claim) -> Itera
 
 
 def _adapter_blocks(name: str, tensor: Tensor, layer: int | None, factor: str, matrix: Claim) -> Iterator[Block]:
-    """Yield the blocks of an adapter's factor, A [rank, inputs] or B [outputs, rank], beside a matrix of that
-    claim."""
+    """Yield the blocks of an adapter's A [rank, inputs] or B [outputs, rank]. `matrix` is its matrix's claim."""
     if isinstance(matrix, str):
         matrix_roles: tuple[Role, ...] = (matrix,)
         claim: Claim = "adapter"
     else:
         matrix_roles = tuple(matrix)
-        # A matrix may keep its outputs on the other axis (Conv1D); B has them first.
+        # A Conv1D's outputs are its last axis; those of B are always the first.
         parts = {role: part.model_copy(update={"axis": 0}) for role, part in matrix.items()}
         claim = parts if factor == "B" else "adapter"
     for block in _blocks(name, tensor, layer, claim):
@@ -308,7 +299,7 @@ def _adapter_blocks(name: str, tensor: Tensor, layer: int | None, factor: str, m
 
 
 def _outermost_stack(model: nn.Module, path: str) -> str | None:
-    """Return the path of the first list of modules on the way to `path`."""
+    """Return the path of the outermost list of modules that contains `path`."""
     steps = path.split(".")[:-1]
     prefixes = (".".join(steps[:length]) for length in range(1, len(steps) + 1))
     stacks = (nn.ModuleList, nn.Sequential)
@@ -316,7 +307,7 @@ def _outermost_stack(model: nn.Module, path: str) -> str | None:
 
 
 def _under(path: str, names: Iterable[str]) -> list[str]:
-    """Return those of the names that are `path` or lie beneath it; the empty path is the whole model."""
+    """Return the names that are `path` or lie beneath it; the empty path is the whole model."""
     return [name for name in names if not path or name == path or name.startswith(f"{path}.")]
 
 

@@ -1,7 +1,7 @@
-"""What of a transformers config a site believes.
+"""Checks on transformers configs.
 
-A config comes from the coordinator, which a site does not trust: `check_config` refuses whatever could run code,
-reach a network or exhaust memory before transformers sees it.
+A config comes from the coordinator, which the site does not trust. `check_config` refuses one that could run code,
+reach a network or exhaust memory, before transformers reads it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from tessera.worker.model.block_map import DTYPES
 
-# What each key of a config could make transformers do.
+# Keys of a config, and what they could make transformers do.
 UNSAFE_KEYS = {
     "auto_map": "names code to import",
     "custom_pipelines": "names code to import",
@@ -37,9 +37,9 @@ UNSAFE_KEYS = {
     "use_pretrained_backbone": "loads weights from a hub",
     "use_timm_backbone": "looks a model up on a hub",
 }
-UNSAFE_MODEL_TYPES = {"timm_backbone", "timm_wrapper"}  # timm resolves names to hubs and to local folders
+UNSAFE_MODEL_TYPES = {"timm_backbone", "timm_wrapper"}  # timm resolves names to hubs and local folders
 
-# Methods and tables of the config classes. A config that set `attribute_map` would pass one key off as another.
+# Methods and tables of the config classes. With `attribute_map`, a config could disguise one key as another.
 _SETTINGS = {field.name for field in fields(cast("Any", PreTrainedConfig))} | {"model_type"}
 _INTERNAL = {
     name
@@ -49,47 +49,44 @@ _INTERNAL = {
 
 MAX_DEPTH = 16
 MAX_COUNT = 1 << 20
-"""The most layers, heads, labels or experts: a config class may make a list as long as it is told to. It spares the
-sandbox what is plainly absurd; what bounds the rest is the sandbox."""
+"""Limit on layers, heads, labels and experts, because a config class may create a list of any requested length. It
+rejects absurd values early; the sandbox bounds the rest."""
 
 
 class ConfigError(ValueError):
-    """Transformers builds no model from this config and head."""
+    """A config and head from which transformers cannot build a model."""
 
 
 class UnsafeConfig(ConfigError):
-    """A config holds something that could run code, reach a network or exhaust memory."""
+    """A config that could run code, reach a network or exhaust memory."""
 
 
 def check_config(config: Mapping[str, JsonValue]) -> None:
-    """Refuse a config that could run code, reach a network or exhaust memory, at any depth, naming every such key.
-
-    Raises UnsafeConfig.
-    """
+    """Raise UnsafeConfig, naming every unsafe key, if a config could run code, reach a network or exhaust memory."""
     faults = list(_faults(config, "", 0))
     if config.get("model_type") not in CONFIG_MAPPING:
-        faults.append(f"model_type: transformers has none called {config.get('model_type')!r}")
+        faults.append(f"model_type: transformers has no model type {config.get('model_type')!r}")
     if faults:
         raise UnsafeConfig("the config is refused: " + "; ".join(sorted(faults)))
 
 
 def _faults(value: JsonValue | Mapping[str, JsonValue], path: str, depth: int) -> Iterator[str]:
     if depth > MAX_DEPTH:
-        yield f"{path}: nested more than {MAX_DEPTH} deep"
+        yield f"{path}: is nested more than {MAX_DEPTH} levels deep"
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _faults(item, f"{path}[{index}]", depth + 1)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             where = f"{path}.{key}" if path else key
-            # Labels are keys of the user's choosing, and their values plain.
+            # The keys of label2id are the user's labels, and its values are numbers.
             if not (key == "label2id" and isinstance(item, Mapping)):
                 yield from (f"{where}: {reason}" for reason in _reasons(key, item))
                 yield from _faults(item, where, depth + 1)
 
 
 def _reasons(key: str, value: JsonValue) -> Iterator[str]:
-    """Yield why a key with this value is not safe: nothing if it is."""
+    """Yield the reasons why a key with this value is unsafe."""
     if key.startswith("_") or key in _INTERNAL:
         yield "is internal to transformers"
     elif key in UNSAFE_KEYS:
@@ -104,28 +101,27 @@ def _reasons(key: str, value: JsonValue) -> Iterator[str]:
 
 
 def _sum(value: JsonValue) -> int:
-    """Add up a count, or the counts in a list, such as the layers of each stage."""
+    """Return a count, or the sum of a list of counts such as the layers of each stage."""
     if isinstance(value, list):
         return sum(map(_sum, value))
     return value if isinstance(value, int) else 0
 
 
 def config_from(config: Mapping[str, JsonValue]) -> PreTrainedConfig:
-    """Return the transformers config, checked. Raises UnsafeConfig, or ConfigError if transformers does not accept
-    it."""
+    """Return the checked transformers config. Raises UnsafeConfig, or ConfigError if transformers rejects it."""
     check_config(config)
     settings = {key: value for key, value in config.items() if key != "model_type"}
     try:
-        made = AutoConfig.for_model(str(config["model_type"]), **cast("dict[str, Any]", settings))
-    except Exception as error:  # each of hundreds of config classes has its own way to refuse
+        built = AutoConfig.for_model(str(config["model_type"]), **cast("dict[str, Any]", settings))
+    except Exception as error:  # each of hundreds of config classes raises its own errors
         reason = " ".join(str(error).split())
         raise ConfigError(f"transformers does not accept the {config['model_type']} config: {reason}") from error
-    _check_made(made)
-    return made
+    _check_made(built)
+    return built
 
 
 def _check_made(config: PreTrainedConfig) -> None:
-    """Look at what the config became: a class's own default may name a backbone of timm."""
+    """Check the created config too: a class's own default may name a backbone of timm."""
     if config.model_type in UNSAFE_MODEL_TYPES or any(
         getattr(config, f"_{kind}_implementation", None) is not None for kind in ("attn", "experts")
     ):

@@ -1,4 +1,4 @@
-"""What a model makes of a batch, whatever its head: the one place that knows how each head is called."""
+"""The forward pass and the losses of each kind of head."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tessera.shared.methods.base import Output
 from tessera.shared.model.spec import Head
 
 IGNORED = -100
-"""The label of positions that are not scored, in transformers' models and in ours."""
+"""Label of positions that the loss ignores, in transformers' models and in ours."""
 
 
 def forward(
     model: nn.Module, head: Head, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None
 ) -> Output:
-    """Return the loss and the logits of a batch that holds the model's keyword inputs, `labels` among them; with
-    `values` in place of the model's own tensors of those names.
+    """Return the loss and logits of a batch of the model's keyword inputs, which include `labels`.
 
-    A contrastive model is a classifier whose classes are texts: `input_ids` [classes, tokens] beside `pixel_values`
-    [examples, ...], and the loss is the cross-entropy of each image's logits over the texts.
+    `values` replace the model's tensors of the same names. A contrastive model is a classifier whose classes are
+    texts: beside `pixel_values` [examples, ...] it takes `input_ids` [classes, tokens], and its loss is the
+    cross-entropy of each image's logits over the texts.
     """
     inputs = _fitted(batch, next(model.parameters()).dtype)
     if head != "contrastive":
@@ -37,8 +37,7 @@ def forward(
 
 
 def _fitted(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the batch with pixels and sound in the type of the model's weights: half of the families take no
-    other."""
+    """Return the batch with pixels and sound in the dtype of the weights, which half of the families require."""
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() and name != "labels" else tensor
         for name, tensor in batch.items()
@@ -50,14 +49,17 @@ def _called(model: nn.Module, inputs: dict[str, Tensor], values: Mapping[str, Te
 
 
 def losses(output: Output, head: Head, labels: Tensor) -> Tensor:
-    """Return the loss that each example of a batch has by itself, [examples]; the gradient of one tells of no other.
+    """Return the loss of each example of a batch, [examples], each independent of the other examples.
 
-    The loss that a model reports for a batch of texts will not do: it divides by the tokens of all of them. Raises
-    ValueError for a head or labels that this is not known for.
+    The model's own loss is not the mean of these for texts: it divides by the tokens of the whole batch. Raises
+    ValueError for a head without logits and for floating-point labels.
     """
     logits = output.logits
     if logits is None or labels.is_floating_point():
-        raise ValueError(f"the losses of single examples are not known for the head {head} with such labels")
+        raise ValueError(
+            f"per-example losses need logits and integer labels: the head {head} has "
+            f"{'no logits' if logits is None else f'labels of {labels.dtype}'}"
+        )
     if head == "causal-lm":
         # A position predicts the one after it.
         logits, labels = logits[:, :-1], labels[:, 1:]
@@ -69,9 +71,9 @@ def losses(output: Output, head: Head, labels: Tensor) -> Tensor:
 
 
 @contextmanager
-def measuring(model: nn.Module) -> Iterator[None]:
-    """Within, the model is in evaluation mode. Afterwards its modules' modes, what of it needs gradients, and the
-    state of torch's random numbers are what they were."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode. On exit, restore its modules' modes, its parameters' `requires_grad` and
+    torch's random state."""
     modes = [(module, module.training) for module in model.modules()]
     needs = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     devices = sorted({parameter.device.index for parameter, _ in needs if parameter.is_cuda})

@@ -1,8 +1,8 @@
-"""The arrangements of attention that are known: the tables that `blockmap` reads, and the file that adds to them.
+"""Tables of the known attention layouts for the block map, and the mapping file that extends them.
 
-`LAYOUTS` has one row for each arrangement of an attention's projections. Where a projection has a name of its own
-the name is enough; where one matrix holds several of them the name is not (`query_key_value` is ordered in three ways
-among the families here), so a fused row also names the classes of attention whose order it is.
+`LAYOUTS` has one row for each arrangement of an attention's projections. A projection with a tensor of its own is
+identified by name. The name of a fused tensor does not give the order of its parts (`query_key_value` has three
+orders among these families), so a fused row also names the attention classes that use its order.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -22,24 +23,21 @@ from tessera.shared.schema import Frozen
 
 Spans = tuple[tuple[int, int], ...]
 
-Run = tuple[Role, int]
-"""So many neighbouring rows of one role."""
+RowRun = tuple[Role, int]
+"""A number of consecutive rows of one role."""
 
-Division = Callable[[Any, int], Sequence[Run]]
-"""The runs that a fused projection repeats until its rows end: given the attention and the number of rows.
+Division = Callable[[Any, int], Sequence[RowRun]]
+"""A function from an attention and its number of rows to the runs that its fused projection repeats.
 
-Untyped, because each division reads the attributes of its own classes of attention.
+The attention is untyped, because each division reads the attributes of its own classes.
 """
 
 
-def divided(runs: Sequence[Run], rows: int) -> dict[Role, Spans]:
-    """Return each role's rows where `runs` follow one another, again and again, over so many rows.
-
-    Raises ValueError if the rows end in the middle.
-    """
+def spans_by_role(runs: Sequence[RowRun], rows: int) -> dict[Role, Spans]:
+    """Return the spans of each role if `runs` repeat over all `rows`. Raises ValueError if they end within a run."""
     cycle = sum(count for _, count in runs)
     if min((count for _, count in runs), default=0) < 1 or rows % cycle:
-        raise ValueError(f"{rows} rows are not a whole number of times {[tuple(run) for run in runs]}")
+        raise ValueError(f"{rows} rows are not a multiple of {[tuple(run) for run in runs]}")
     spans: dict[Role, Spans] = {}
     start = 0
     while start < rows:
@@ -53,27 +51,20 @@ def divided(runs: Sequence[Run], rows: int) -> dict[Role, Spans]:
 
 
 def in_turn(*roles: Role) -> Division:
-    """Equal runs, one for each role."""
+    """Return the division into one run of equal length per role."""
 
-    def divide(_: Any, rows: int) -> Sequence[Run]:
-        return [(role, rows // len(roles)) for role in roles]
-
-    return divide
+    return lambda _, rows: [(role, rows // len(roles)) for role in roles]
 
 
 def by_head(size: str) -> Division:
-    """Query, key and value of one head, then of the next; `size` is the attribute that holds a head's."""
+    """Return the division into query, key and value of each head in turn; `size` names the attribute of its width."""
 
-    def divide(attention: Any, _: int) -> Sequence[Run]:
-        head = getattr(attention, size)
-        return [("query", head), ("key", head), ("value", head)]
-
-    return divide
+    roles: tuple[Role, ...] = ("query", "key", "value")
+    return lambda attention, _: [(role, getattr(attention, size)) for role in roles]
 
 
-def falcon(attention: Any, _: int) -> Sequence[Run]:
-    """Return the queries of a group of heads, then their one key and value. How many make a group differs by
-    generation."""
+def falcon(attention: Any, _: int) -> Sequence[RowRun]:
+    """Return the queries of a group of heads, then their one key and value; generations differ in group size."""
     if attention.new_decoder_architecture:
         group = attention.num_heads // attention.num_kv_heads
     else:
@@ -82,14 +73,14 @@ def falcon(attention: Any, _: int) -> Sequence[Run]:
     return [("query", group * head), ("key", head), ("value", head)]
 
 
-def bigcode(attention: Any, _: int) -> Sequence[Run]:
-    """Return all queries, one key, one value; without multi-query attention, head by head."""
+def bigcode(attention: Any, _: int) -> Sequence[RowRun]:
+    """Return all queries, one key and one value; without multi-query attention, one run of each per head."""
     if attention.multi_query:
         return [("query", attention.embed_dim), ("key", attention.kv_dim), ("value", attention.kv_dim)]
-    return [("query", attention.head_dim), ("key", attention.head_dim), ("value", attention.head_dim)]
+    return by_head("head_dim")(attention, 0)
 
 
-def phi3(attention: Any, _: int) -> Sequence[Run]:
+def phi3(attention: Any, _: int) -> Sequence[RowRun]:
     """Return all queries, then the fewer keys, then the values."""
     config = attention.config
     queries = config.num_attention_heads * attention.head_dim
@@ -97,13 +88,13 @@ def phi3(attention: Any, _: int) -> Sequence[Run]:
     return [("query", queries), ("key", keys), ("value", keys)]
 
 
-def codegen(_: Any, rows: int) -> Sequence[Run]:
-    """Four blocks, one for each processor that it was first trained on, each of queries, values, keys."""
+def codegen(_: Any, rows: int) -> Sequence[RowRun]:
+    """Return four groups of queries, values and keys, one per processor of the original training."""
     return [("query", rows // 12), ("value", rows // 12), ("key", rows // 12)]
 
 
-def latent(attention: Any, _: int) -> Sequence[Run]:
-    """Return what unfolds the latent: the keys of a head, without their rotary part, and its values."""
+def latent(attention: Any, _: int) -> Sequence[RowRun]:
+    """Return the rows that unfold the latent: per head its keys, without their rotary part, and its values."""
     return [("key", attention.qk_nope_head_dim), ("value", attention.v_head_dim)]
 
 
@@ -114,27 +105,27 @@ def latent(attention: Any, _: int) -> Sequence[Run]:
 class ModelLayout:
     """One arrangement of an attention's projections, by the names of the attention's children.
 
-    `whole` and `fused` are all there in an attention that the row explains, `optional` may be. `beside` are paths
-    from the attention's parent, for families whose attention leaves its output projection to a sibling. `classes`
-    are the attentions that the row is for; without them it is for all that hold these names.
+    `whole` and `fused` are required, `optional` are not. `beside` are paths from the attention's parent, for families
+    that keep the output projection in a sibling. `classes` restricts the row to attentions of these classes.
     """
 
     whole: Mapping[str, Role] = field(default_factory=dict)
     fused: Mapping[str, Division] = field(default_factory=dict)
     optional: Mapping[str, Role] = field(default_factory=dict)
     beside: Mapping[str, Role] = field(default_factory=dict)
-    classes: frozenset[str] = frozenset()
+    classes: AbstractSet[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.fused and not self.classes:
-            raise ValueError("a row with a fused projection names the classes that order it so")
+            raise ValueError("a row with a fused projection must name its classes")
 
     @property
     def required(self) -> frozenset[str]:
         return frozenset({*self.whole, *self.fused})
 
 
-# What some families add to the scores within the attention. It belongs to the kernel.
+_QKV = in_turn("query", "key", "value")
+# Norms that some families apply to queries and keys. They change the scores, so they belong to the kernel.
 _NORMS: Mapping[str, Role] = {"q_norm": "query", "k_norm": "key", "q_layernorm": "query", "k_layernorm": "key"}
 _PROJECTIONS: Mapping[str, Role] = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
 _LATENTS = frozenset(
@@ -171,7 +162,7 @@ LAYOUTS: tuple[ModelLayout, ...] = (
         fused={"in_proj": by_head("attention_head_size")},
         optional={"pos_q_proj": "query", "pos_proj": "key"},
         beside={"output.dense": "output"},
-        classes=frozenset({"DisentangledSelfAttention"}),
+        classes={"DisentangledSelfAttention"},
     ),
     # Llama, Qwen, Gemma, ViT. Grouped queries only make the key and value projections narrower. GPT-OSS has sinks,
     # one more key for each head, and Swin a table of relative positions.
@@ -179,7 +170,7 @@ LAYOUTS: tuple[ModelLayout, ...] = (
         whole={**_PROJECTIONS, "o_proj": "output"},
         optional={**_NORMS, "sinks": "key", "relative_position_bias": "key"},
     ),
-    # CLIP, BART, OPT, Whisper, wav2vec 2. WavLM has a table of relative positions, gated by what asks.
+    # CLIP, BART, OPT, Whisper, wav2vec 2. WavLM has a table of relative positions, gated by the query side.
     ModelLayout(
         whole={**_PROJECTIONS, "out_proj": "output"},
         optional={
@@ -189,10 +180,10 @@ LAYOUTS: tuple[ModelLayout, ...] = (
             "gru_rel_pos_const": "query",
         },
     ),
-    # What AIMv2 pools with: the class token asks as it is.
+    # AIMv2's pooling: the class token itself is the query.
     ModelLayout(
         whole={"k_proj": "key", "v_proj": "value", "output_proj": "output", "cls_token": "query"},
-        classes=frozenset({"Aimv2AttentionPoolingHead"}),
+        classes={"Aimv2AttentionPoolingHead"},
     ),
     # Phi.
     ModelLayout(whole={**_PROJECTIONS, "dense": "output"}, optional=_NORMS),
@@ -215,61 +206,45 @@ LAYOUTS: tuple[ModelLayout, ...] = (
     # torch's own, as in the pooling head of SigLIP.
     ModelLayout(
         whole={"out_proj": "output"},
-        fused={"in_proj_weight": in_turn("query", "key", "value"), "in_proj_bias": in_turn("query", "key", "value")},
-        classes=frozenset({"MultiheadAttention"}),
+        fused={"in_proj_weight": _QKV, "in_proj_bias": _QKV},
+        classes={"MultiheadAttention"},
     ),
     # GPT-2, and its cross-attention.
-    ModelLayout(
-        whole={"c_proj": "output"},
-        fused={"c_attn": in_turn("query", "key", "value")},
-        classes=frozenset({"GPT2Attention", "ImageGPTAttention"}),
-    ),
+    ModelLayout(whole={"c_proj": "output"}, fused={"c_attn": _QKV}, classes={"GPT2Attention", "ImageGPTAttention"}),
     ModelLayout(
         whole={"q_attn": "query", "c_proj": "output"},
         fused={"c_attn": in_turn("key", "value")},
-        classes=frozenset({"GPT2Attention"}),
+        classes={"GPT2Attention"},
     ),
     # StarCoder.
-    ModelLayout(whole={"c_proj": "output"}, fused={"c_attn": bigcode}, classes=frozenset({"GPTBigCodeAttention"})),
+    ModelLayout(whole={"c_proj": "output"}, fused={"c_attn": bigcode}, classes={"GPTBigCodeAttention"}),
     # GPT-NeoX.
     ModelLayout(
         whole={"dense": "output"},
         fused={"query_key_value": by_head("head_size")},
         optional={"dense_bias": "output"},
-        classes=frozenset({"GPTNeoXAttention", "GPTNeoXJapaneseAttention"}),
+        classes={"GPTNeoXAttention", "GPTNeoXJapaneseAttention"},
     ),
     # BLOOM and Persimmon.
     ModelLayout(
         whole={"dense": "output"},
         fused={"query_key_value": by_head("head_dim")},
         optional=_NORMS,
-        classes=frozenset({"BloomAttention", "PersimmonAttention"}),
+        classes={"BloomAttention", "PersimmonAttention"},
     ),
     # Falcon.
-    ModelLayout(whole={"dense": "output"}, fused={"query_key_value": falcon}, classes=frozenset({"FalconAttention"})),
+    ModelLayout(whole={"dense": "output"}, fused={"query_key_value": falcon}, classes={"FalconAttention"}),
     # MPT.
-    ModelLayout(
-        whole={"out_proj": "output"},
-        fused={"Wqkv": in_turn("query", "key", "value")},
-        classes=frozenset({"MptAttention"}),
-    ),
+    ModelLayout(whole={"out_proj": "output"}, fused={"Wqkv": _QKV}, classes={"MptAttention"}),
     # ModernBERT.
-    ModelLayout(
-        whole={"Wo": "output"},
-        fused={"Wqkv": in_turn("query", "key", "value")},
-        classes=frozenset({"ModernBertAttention"}),
-    ),
+    ModelLayout(whole={"Wo": "output"}, fused={"Wqkv": _QKV}, classes={"ModernBertAttention"}),
     # Phi-3.
-    ModelLayout(whole={"o_proj": "output"}, fused={"qkv_proj": phi3}, classes=frozenset({"Phi3Attention"})),
+    ModelLayout(whole={"o_proj": "output"}, fused={"qkv_proj": phi3}, classes={"Phi3Attention"}),
     # CodeGen.
-    ModelLayout(whole={"out_proj": "output"}, fused={"qkv_proj": codegen}, classes=frozenset({"CodeGenAttention"})),
+    ModelLayout(whole={"out_proj": "output"}, fused={"qkv_proj": codegen}, classes={"CodeGenAttention"}),
     # TimeSformer.
-    ModelLayout(
-        fused={"qkv": in_turn("query", "key", "value")},
-        beside={"output.dense": "output"},
-        classes=frozenset({"TimesformerSelfAttention"}),
-    ),
-    # DeepSeek's latent attention. The latent feeds keys and values alike; it moves the scores, so it is a key.
+    ModelLayout(fused={"qkv": _QKV}, beside={"output.dense": "output"}, classes={"TimesformerSelfAttention"}),
+    # DeepSeek's latent attention. The latent feeds keys and values; it changes the scores, so it is a key.
     ModelLayout(
         whole={"q_a_proj": "query", "q_a_layernorm": "query", "q_b_proj": "query", **_LATENT},
         fused={"kv_b_proj": latent},
@@ -281,13 +256,13 @@ LAYOUTS: tuple[ModelLayout, ...] = (
 SCORES: Mapping[str, Mapping[str, Role]] = {
     "BeitLayer": {"relative_position_bias": "key"},
     "BeitModel": {"shared_position_bias": "key"},
-    "Bottleneck": {"attention": "key"},  # MobileBERT's, which narrows what queries and keys are made of
+    "Bottleneck": {"attention": "key"},  # MobileBERT's, which narrows the input of queries and keys
     "Data2VecVisionEncoder": {"relative_position_bias": "key"},
     "DebertaEncoder": {"rel_embeddings": "key", "LayerNorm": "key"},
     "DebertaV2Encoder": {"rel_embeddings": "key", "LayerNorm": "key"},
     "MPNetEncoder": {"relative_attention_bias": "key"},
 }
-"""What enters the scores from outside the attention, by the class that holds it."""
+"""Tensors that enter the scores from outside the attention, by the class of the module that contains them."""
 
 MLPS = frozenset(
     {"mlp", "intermediate", "output", "fc1", "fc2", "ff", "ffn", "ffn_output", "feed_forward", "DenseReluDense"}
@@ -304,20 +279,20 @@ ATTENTION_LIKE = re.compile(
 
 
 class MappingError(ValueError):
-    """A mapping cannot be read, or does not fit the model that it is used for."""
+    """A mapping that cannot be read or does not fit its model."""
 
 
 class Piece(Frozen):
-    """So many neighbouring rows of one role, in a fused tensor."""
+    """A number of consecutive rows of one role in a fused tensor."""
 
     role: Role
     rows: PositiveInt
 
 
 class TensorPattern(Frozen):
-    """What the tensors are whose whole name the pattern matches: of one role, or fused.
+    """The role, or the fused parts, of all tensors whose full name matches a pattern.
 
-    In the pattern `*` stands for anything and `{layer}` for a number, which becomes the block's layer.
+    In the pattern, `*` matches any text and `{layer}` a number, which becomes the block's layer.
     """
 
     names: Annotated[str, Field(min_length=1, max_length=512)]
@@ -330,33 +305,32 @@ class TensorPattern(Frozen):
         if (self.role is None) == (not self.fused):
             raise ValueError("give either role or fused")
         if self.axis and not self.fused:
-            raise ValueError("axis is for fused tensors")
+            raise ValueError("axis is only for fused tensors: give fused, or leave axis out")
         if self.names.count("{layer}") > 1:
-            raise ValueError("{layer} stands once in a pattern")
+            raise ValueError("{layer} may occur only once in a pattern")
         return self
 
     def match(self, name: str) -> re.Match[str] | None:
-        """Return the match of a tensor's name, with a group `layer` if the pattern has one; none for another
-        tensor."""
+        """Return the match of a tensor's name, with a group `layer` if the pattern has one, or None."""
         pattern = re.escape(self.names).replace(re.escape("{layer}"), r"(?P<layer>\d+)").replace(r"\*", ".*")
         return re.fullmatch(pattern, name)
 
 
 class MappingFile(Frozen):
-    """The mapping of one architecture, as docs/blockmap.md describes the file."""
+    """The mapping file of one architecture (format: docs/blockmap.md)."""
 
     model_type: Annotated[str, Field(min_length=1, max_length=128)]
     tensors: tuple[TensorPattern, ...] = Field(min_length=1)
 
 
 def read_mapping(path: Path) -> MappingFile:
-    """Return the mapping of a TOML file. Raises MappingError for one that cannot be read or has an unknown key."""
+    """Return the mapping in a TOML file. Raises MappingError if it cannot be read or is invalid."""
     try:
         return MappingFile(**tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as fault:
         raise MappingError(f"{path} cannot be read: {fault.strerror}") from fault
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
-        raise MappingError(f"{path} is not TOML: {fault}") from fault
+        raise MappingError(f"{path} is not valid TOML: {fault}") from fault
     except ValidationError as fault:
-        told = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'mapping'}: {message_of(e)}" for e in fault.errors())
-        raise MappingError(f"{path}: {told}") from fault
+        faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'mapping'}: {message_of(e)}" for e in fault.errors())
+        raise MappingError(f"{path}: {faults}") from fault

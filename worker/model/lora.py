@@ -1,7 +1,6 @@
-"""Low-rank adapters beside a model's matrices, made by PEFT: W x + alpha / rank * B A x (Hu et al. 2021, arXiv
-2106.09685, equation 3).
+"""Low-rank adapters by PEFT: W x + alpha / rank * B A x (Hu et al. 2021, arXiv 2106.09685, equation 3).
 
-Import it only where a model has adapters: PEFT is an extra.
+Import this module only for a model with adapters, because PEFT is an optional dependency.
 """
 
 from __future__ import annotations
@@ -21,38 +20,38 @@ from tessera.shared.model.spec import Lora
 from tessera.worker.model.config import ConfigError
 
 ADAPTER = "default"
-"""PEFT's own name for the only adapter of a model."""
+"""PEFT's default name of an adapter."""
 
 
 def add_lora(model: PreTrainedModel, lora: Lora, blocks: Iterable[Block]) -> None:
-    """Put an adapter beside each linear layer whose weight is, in whole or in part, of one of the roles.
+    """Add an adapter to each linear layer whose weight has, in whole or in part, one of the roles.
 
-    `blocks` are those of the model as it is. A starts random under torch's seed and B at zero, so that the model
-    computes what it did before, bit for bit. A fused matrix is adapted whole, since A reads what all of its parts
-    read. Raises ConfigError if no linear layer has such a role.
+    `blocks` are those of the unchanged model. A starts random under torch's seed and B at zero, so that the model's
+    outputs stay bit-identical. A fused matrix is adapted whole, since all of its parts read the input of A. Raises
+    ConfigError if no linear layer has one of the roles.
     """
     paths = _layers(model, lora, blocks)
     options = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number will do
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT accepts any number
         lora_dropout=0.0,
         target_modules="|".join(map(re.escape, paths)),
         fan_in_fan_out=any(isinstance(model.get_submodule(path), Conv1D) for path in paths),
     )
     inject_adapter_in_model(options, model, adapter_name=ADAPTER)
-    # PEFT freezes all else, and what trains is the round's to say.
+    # PEFT freezes all other parameters; the round decides what trains.
     model.requires_grad_(requires_grad=True)
     for path in paths:
         layer = model.get_submodule(path)
         if isinstance(layer, LoraLayer):
-            # PEFT does so itself, but not where a model is only laid out.
+            # PEFT does so itself, but not on the meta device.
             dtype = next(layer.get_base_layer().parameters()).dtype
             layer.lora_A.to(dtype)
             layer.lora_B.to(dtype)
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Add each adapter to its matrix, in place, and take it away."""
+    """Add each adapter to its matrix in place, and remove the adapter."""
     wrapped = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, LoraLayer)]
     with torch.no_grad():
         for path, layer in wrapped:
@@ -64,11 +63,13 @@ def _layers(model: nn.Module, lora: Lora, blocks: Iterable[Block]) -> list[str]:
     wanted = {block.tensor.rpartition(".")[0] for block in blocks if block.role in lora.roles}
     paths = [path for path in sorted(wanted) if _adaptable(model, path)]
     if not paths:
-        raise ConfigError(f"the model has no linear layer with a role among {', '.join(lora.roles)} to adapt")
+        raise ConfigError(
+            f"the model has no linear layer with a role among {', '.join(lora.roles)} to adapt: choose other roles"
+        )
     return paths
 
 
 def _adaptable(model: nn.Module, path: str) -> bool:
-    # torch's own attention reads the weight of its output projection and never calls it: an adapter would idle.
+    # torch's own attention reads its output projection's weight without calling it: an adapter would have no effect.
     owner = model.get_submodule(path.rpartition(".")[0])
     return isinstance(model.get_submodule(path), nn.Linear | Conv1D) and not isinstance(owner, nn.MultiheadAttention)

@@ -1,12 +1,12 @@
-"""A bound on what laying out an untrusted model may cost: it happens first in a child process, within limits.
+"""Sandbox for laying out untrusted models: a child process with limits on memory and processor time.
 
-A config is a few hundred bytes, and some model classes make lists, tables and positions as large as it tells them to,
-in main memory, before the first parameter is there to be counted. No list of keys covers some five hundred classes.
-So a child process without a GPU lays the model out first, under a limit on its memory and processor time that the
-kernel enforces. What ends there within the limits does so here too, and this process then judges the model itself.
+A config of a few hundred bytes can make some model classes allocate lists, tables and positions of any size in main
+memory, before the first parameter can be counted. No list of keys covers some five hundred classes. So a child
+process without a GPU lays the model out first, under limits that the kernel enforces. A model that stays within them
+there stays within them here, and this process then checks it.
 
-`python -m tessera.worker.model.sandbox` imports transformers once, which takes seconds, and forks itself for each
-model that it is asked about. It ends when nobody has asked for a minute, or when whoever started it is gone.
+`python -m tessera.worker.model.sandbox` imports transformers once, which takes seconds, and forks a child for each
+model. It exits after a minute without requests, or when the process that started it ends.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ from tessera.worker.model.config import UnsafeConfig, check_config
 from tessera.worker.model.layouts import MappingFile
 
 MEMORY_BYTES = 2 << 30
-"""Beyond what the libraries take. Tables of positions and masks of published models have at most some hundred MB."""
+"""Limit on memory beyond the libraries'. Position tables and masks of published models take a few hundred MB."""
 
 CPU_SECONDS = 60
-"""Of processor time, so that a busy machine refuses nothing."""
+"""Limit on processor time rather than wall time, so that a busy machine does not reject valid models."""
 
 WALL_SECONDS = 1800.0
-"""After which a child that waits for something is ended all the same."""
+"""Limit on wall time, for a child that waits without using processor time."""
 
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 IDLE_SECONDS = 60.0
 
 KEEP_DAYS = 30
-"""For how long a verdict is kept that nobody asks for."""
+"""Time after which an unused verdict is deleted."""
 
 HEADER = struct.Struct(">QQQ")
-"""Of a question: its bytes, which follow, and the limits."""
+"""Header of a request: the length of its body in bytes, the memory limit in bytes, the processor time in seconds."""
 STATUS = struct.Struct(">q")
 
-OUTSIDE = 3
-"""A child's exit status where the memory did not suffice and Python could still say so."""
+OUT_OF_MEMORY = 3
+"""Exit status of a child in which Python reported a lack of memory."""
 
-UNBOUNDED = 4
-"""The same where the limits could not be set."""
+LIMITS_NOT_SET = 4
+"""Exit status of a child that could not set its limits."""
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
-class Question(Frozen):
-    """What the child is asked to lay out."""
+class LayoutRequest(Frozen):
+    """The model that a child lays out."""
 
     model: Model
     mapping: MappingFile | None = None
@@ -74,7 +74,7 @@ class Question(Frozen):
 
 @dataclass
 class Sandbox:
-    """The limits, and which models were laid out within them: in `folder`, if there is one, for all who share it."""
+    """The limits, and the models known to stay within them: in `folder`, if given, for all workers that share it."""
 
     folder: Path | None = None
     memory_bytes: int = MEMORY_BYTES
@@ -82,82 +82,82 @@ class Sandbox:
     _refused: dict[str, str] = field(default_factory=dict)
 
     def require(self, model: Model, mapping: MappingFile | None, check: Callable[[], None]) -> None:
-        """Ensure that laying the model out stays within the limits. `check` is called while the child is at it.
+        """Raise UnsafeConfig if laying the model out exceeds the limits.
 
-        Raises UnsafeConfig for a model that does not, and what `check` raises.
+        `check` is called while the child runs; its exceptions propagate.
         """
         check_config(model.config)
-        question = canonical(Question(model=model, mapping=mapping))
-        key = hashlib.sha256(question + _code()).hexdigest()
+        request = canonical(LayoutRequest(model=model, mapping=mapping))
+        key = hashlib.sha256(request + _code()).hexdigest()
         if reason := self._refused.get(key):
             raise UnsafeConfig(reason)
         if self.folder is None:
-            self._ask(key, question, check)
+            self._require_within(key, request, check)
             return
-        # Several workers of a machine begin a run at once: one of them asks, and the others wait for its answer.
+        # Several workers of a machine start a run at once: one of them asks, and the others wait for its verdict.
         with (self.folder / f"{key}.lock").open("w") as lock:
             while not _locked(lock):
                 check()
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
             within = self.folder / key
             try:
                 if not within.exists():
-                    self._ask(key, question, check)
-                # Its time is that of its last use.
+                    self._require_within(key, request, check)
+                # The modification time is that of the last use.
                 within.touch(mode=0o600)
             finally:
-                # Those who wait have it open, and find the verdict.
+                # The waiting workers have the lock open, and will find the verdict.
                 Path(lock.name).unlink(missing_ok=True)
 
     def sweep(self, now: float) -> None:
-        """Remove the verdicts that were last used more than `KEEP_DAYS` before `now`, in Unix seconds."""
+        """Delete the verdicts last used more than `KEEP_DAYS` before `now`, in Unix seconds."""
         for path in self.folder.glob("*") if self.folder else ():
             # Another worker may have removed it meanwhile.
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < now - KEEP_DAYS * 86400:
                     path.unlink()
 
-    def _ask(self, key: str, question: bytes, check: Callable[[], None]) -> None:
-        refusal = self._laid_out(question, check)
-        if refusal:
+    def _require_within(self, key: str, request: bytes, check: Callable[[], None]) -> None:
+        if refusal := self._laid_out(request, check):
             self._refused[key] = f"the config is refused: {refusal}"
             raise UnsafeConfig(self._refused[key])
 
-    def _laid_out(self, question: bytes, check: Callable[[], None]) -> str | None:
-        """Have a child lay the model out. Return which limit it reached, None if it ended within all of them."""
-        status = FORKS.lay_out(question, self.memory_bytes, self.cpu_seconds, check)
+    def _laid_out(self, request: bytes, check: Callable[[], None]) -> str | None:
+        """Lay the model out in a child. Return the limit that it exceeded, or None if it stayed within all."""
+        header = HEADER.pack(len(request), self.memory_bytes, self.cpu_seconds)
+        status = FORK_SERVER.lay_out(header + request, check)
         if status is None:
-            return f"laying its model out did not end within {WALL_SECONDS:.0f} s"
+            return f"laying out its model did not end within {WALL_SECONDS:.0f} s"
         if status == 0:
             return None
         if status == -signal.SIGXCPU:
-            return f"laying its model out takes more than {self.cpu_seconds} s of processor time"
-        if status in (-signal.SIGKILL, UNBOUNDED):
-            # No verdict on the model, which may be laid out at the next try.
-            ended = "was killed, perhaps for want of memory" if status < 0 else "could not set its limits"
-            raise RuntimeError(f"the process that lays models out {ended}: look at the machine's own log")
-        return f"laying its model out takes more than {self.memory_bytes >> 20} MiB of memory, or ends the process"
+            return f"laying out its model takes more than {self.cpu_seconds} s of processor time"
+        if status in (-signal.SIGKILL, LIMITS_NOT_SET):
+            # This is no verdict on the model: the next attempt may succeed.
+            ended = "was killed, perhaps for lack of memory" if status < 0 else "could not set its limits"
+            raise RuntimeError(f"the process that lays out models {ended}: see the machine's log")
+        return f"laying out its model takes more than {self.memory_bytes >> 20} MiB of memory, or crashes the process"
 
 
-class Forks:
-    """The process that forks a child for each model, started when it is needed and not there."""
+class ForkServer:
+    """The process that forks a child for each model. It is started on demand."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.close)
 
-    def lay_out(self, question: bytes, memory_bytes: int, cpu_seconds: int, check: Callable[[], None]) -> int | None:
-        """Return the exit status of the child, negative if a signal ended it; None if it did not end in time.
+    def lay_out(self, request: bytes, check: Callable[[], None]) -> int | None:
+        """Return the child's exit status, negative if a signal ended it, or None if it did not end in time.
 
-        Raises what `check` raises, which is called meanwhile.
+        `check` is called while the child runs; its exceptions propagate.
         """
         with self._lock:
             for _ in range(2):
                 try:
-                    status = _answer_of(self._started(), question, memory_bytes, cpu_seconds, check)
+                    status = _exit_status(self._started(), request, check)
                 except (OSError, EOFError):
-                    # It ended before it was asked, having been idle for a minute, or somebody ended it.
+                    # It had exited after a minute without requests, or was killed.
                     self.close()
                     continue
                 except BaseException:
@@ -167,11 +167,12 @@ class Forks:
                     self.close()
                 return status
             raise RuntimeError(
-                "the process that lays models out does not run: try python -m tessera.worker.model.sandbox by hand"
+                "the process that lays out models does not start: run python -m tessera.worker.model.sandbox to see "
+                "the reason"
             )
 
     def close(self) -> None:
-        """End the process and its child."""
+        """Kill the process and its child."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -187,7 +188,7 @@ class Forks:
                 "CUDA_VISIBLE_DEVICES": "",
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parents[2]), os.environ.get("PYTHONPATH")])),
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER.parents[2]), os.environ.get("PYTHONPATH")])),
             }
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tessera.worker.model.sandbox"],
@@ -195,28 +196,22 @@ class Forks:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environment,
-                # Of a group of its own, so that it ends with its child; and ^C at a terminal is the worker's to hear.
+                # In a process group of its own, so that one signal kills it and its child, and ^C reaches neither.
                 start_new_session=True,
             )
         return self._process
 
 
-FORKS = Forks()
+FORK_SERVER = ForkServer()
 
 
-def _answer_of(
-    process: subprocess.Popen[bytes],
-    question: bytes,
-    memory_bytes: int,
-    cpu_seconds: int,
-    check: Callable[[], None],
-) -> int | None:
+def _exit_status(process: subprocess.Popen[bytes], request: bytes, check: Callable[[], None]) -> int | None:
     assert process.stdin  # noqa: S101  (made with pipes)
     assert process.stdout  # noqa: S101  (the same)
-    process.stdin.write(HEADER.pack(len(question), memory_bytes, cpu_seconds) + question)
+    process.stdin.write(request)
     process.stdin.flush()
     give_up_at = time.monotonic() + WALL_SECONDS
-    while not select.select([process.stdout], [], [], LOOK_SECONDS)[0]:
+    while not select.select([process.stdout], [], [], POLL_SECONDS)[0]:
         check()
         if time.monotonic() > give_up_at:
             return None
@@ -227,7 +222,7 @@ def _answer_of(
 
 
 def shared_folder() -> Path | None:
-    """Return the folder of verdicts that all of this user's workers share; None if there can be none."""
+    """Return the folder of verdicts that this user's workers share, or None if it cannot be written."""
     home = os.environ.get("XDG_CACHE_HOME")
     try:
         folder = (Path(home) if home else Path.home() / ".cache") / "tessera" / "models"
@@ -247,33 +242,32 @@ def _locked(file: TextIO) -> bool:
 
 @cache
 def _code() -> bytes:
-    """Return what a verdict depends on besides the question: another version of the code may lay out otherwise."""
-    ours = sorted(HERE.glob("*.py"))
-    texts = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in ours)
+    """Return a fingerprint of the code: with other versions of it, a verdict may differ."""
+    texts = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in sorted(FOLDER.glob("*.py")))
     return texts + "/".join(version(name) for name in ("torch", "transformers")).encode()
 
 
 def _limit(memory_bytes: int, cpu_seconds: int) -> None:
-    """Bound what this process may take beyond what it has taken already; limits that are there are only lowered."""
+    """Limit the memory and processor time of this process from now on. Existing limits are only lowered."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + cpu_seconds)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     status = Path("/proc/self/status")
     if status.exists():
         kib = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData:"))
-        # What may be written to, and not the address space, of which torch reserves far more than it uses.
+        # Writable memory, not address space, of which torch reserves far more than it uses.
         _lower(resource.RLIMIT_DATA, (kib << 10) + memory_bytes)
 
 
 def _lower(which: int, most: int) -> None:
     _, hard = resource.getrlimit(which)
-    # The soft limit of processor time ends a process by a signal of its own, which tells it from being killed.
+    # Exceeding the soft limit on processor time sends SIGXCPU, which differs from being killed.
     resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _serve() -> None:
-    """Fork a child for each question on standard input, and write its exit status to standard output."""
-    # Takes seconds, which whoever asks must not spend.
+    """Fork a child for each request on standard input, and write its exit status to standard output."""
+    # This takes seconds, so the process that only imports this module does not do it.
     check_model = importlib.import_module("tessera.worker.model.build").check_model
     while header := _read(HEADER.size):
         length, memory_bytes, cpu_seconds = HEADER.unpack(header)
@@ -286,7 +280,7 @@ def _serve() -> None:
 
 
 def _read(length: int) -> bytes:
-    """Read so many bytes; none if nobody asks for a minute, or ever again."""
+    """Return `length` bytes of standard input, or none after a minute without data or at its end."""
     read = bytearray()
     while len(read) < length:
         ready, _, _ = select.select([0], [], [], IDLE_SECONDS)
@@ -300,19 +294,19 @@ def _read(length: int) -> bytes:
 def _status(
     lay_out: Callable[[Model, MappingFile | None], object], raw: bytes, memory_bytes: int, cpu_seconds: int
 ) -> int:
-    question = Question.model_validate_json(raw)
+    request = LayoutRequest.model_validate_json(raw)
     try:
         _limit(memory_bytes, cpu_seconds)
     except (OSError, ValueError):
-        return UNBOUNDED
+        return LIMITS_NOT_SET
     try:
-        lay_out(question.model, question.mapping)
-    except Exception as fault:  # noqa: BLE001  (what else is wrong with the model, the parent finds for itself)
-        return OUTSIDE if _ran_out(fault) else 0
+        lay_out(request.model, request.mapping)
+    except Exception as fault:  # noqa: BLE001  (the parent finds all other faults of the model itself)
+        return OUT_OF_MEMORY if _is_out_of_memory(fault) else 0
     return 0
 
 
-def _ran_out(error: BaseException | None) -> bool:
+def _is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             return True

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tessera.shared.methods.base import WorkerHalf
 from tessera.worker.data.registry import Dataset
-from tessera.worker.model.forward import IGNORED, losses, measuring
+from tessera.worker.model.forward import IGNORED, evaluation_mode, losses
 from tessera.worker.privacy.noise import NoiseSource
 from tessera.worker.privacy.per_example_grads import (
     EXACT,
@@ -126,7 +126,7 @@ def release(total: Tensor, mechanism: Mechanism, dice: NoiseSource) -> None:
 def known_examples(context: LocalTaskContext, dataset: Dataset, sample: Batch) -> Tensor:
     """Return of which examples the model has all words and classes, bool [examples]: on a GPU any other would end the
     process, and on a CPU the batch. `sample` is a batch that the model takes."""
-    with measuring(context.model), torch.no_grad():
+    with evaluation_mode(context.model), torch.no_grad():
         logits = context.forward(sample).logits
     config, classes = context.model.config, None if logits is None else logits.shape[-1]
     bounds = {

@@ -41,7 +41,7 @@ class LocalTaskContext:
     plan: Plan
     blocks: Sequence[Block]
     vault: Mapping[str, Array] = field(default_factory=dict)
-    memory: Mapping[str, Array] = field(default_factory=dict)
+    server_state: Mapping[str, Array] = field(default_factory=dict)
     private: list[Block] = field(default_factory=list)
     choose_top: Callable[[Array, int, int | None], list[int]] = largest
     """How `top_k` chooses: without noise, unless the task is private."""
@@ -180,12 +180,12 @@ class LocalTaskContext:
         self.add_private("local", fused.local)
         if not shared_fusion:
             self.add_private("fusion", fused.fusion)
-        tokens.ways = {modality: partial(fused.way, modality) for modality in modalities}
+        tokens.transforms = {modality: partial(fused.fuse, modality) for modality in modalities}
 
     def close(self) -> None:
         """Take what was added out of the model again."""
         if tokens := prompts_of(self.model):
-            tokens.ways = {}
+            tokens.transforms = {}
         for name in self._added:
             delattr(self.model, name)
         self._added.clear()

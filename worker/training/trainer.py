@@ -17,7 +17,7 @@ from tessera.shared.methods.base import Phase, TrainingStats, UnsupportedRun, Wo
 from tessera.shared.run_settings import Training
 from tessera.worker.data.registry import Dataset
 from tessera.worker.model.block_map import named_tensors
-from tessera.worker.model.forward import measuring
+from tessera.worker.model.forward import evaluation_mode
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.progress import Check, Report
@@ -134,7 +134,7 @@ class Trainer:
         """
         batch = {**self.context.made_up(dataset, 1), **dataset.common}
         try:
-            with measuring(self.context.model), torch.no_grad(), autocast(self.training, self.device):
+            with evaluation_mode(self.context.model), torch.no_grad(), autocast(self.training, self.device):
                 self.half.loss(self.context, {name: tensor.to(self.device) for name, tensor in batch.items()})
         except torch.OutOfMemoryError:
             raise

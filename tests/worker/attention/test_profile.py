@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import layers_of
 from tessera.worker.attention.probabilities import CHUNK, UnknownAttention
-from tessera.worker.attention.profile import _Context, _Frame, _located, attention_profile
+from tessera.worker.attention.profile import _Context, _Frame, _token_masks, attention_profile
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate, read_block, write_block
 from tessera.worker.model.forward import forward
@@ -321,8 +321,8 @@ def test_a_mask_that_the_model_is_not_handed_masks_nothing() -> None:
 def test_padding_of_another_length_than_the_tokens_is_refused() -> None:
     attention = made("bert", ZOO["bert"]).encoder.layer[0].attention.self
     context = _Context(examples=1, ids=torch.tensor([[3, 4, 5]]), mask=torch.tensor([[1, 0]]))
-    with pytest.raises(UnknownAttention, match=r"over \[1, 3\] tokens, and padding is told of \[1, 2\]"):
-        _located(TaskTokens(), context, (1, 3), _Frame("self", attention, (), {}))
+    with pytest.raises(UnknownAttention, match=r"over \[1, 3\] tokens, and its padding mask over \[1, 2\]"):
+        _token_masks(TaskTokens(), context, (1, 3), _Frame("self", attention, (), {}))
 
 
 def test_patches_that_are_padding_count_no_more_than_words_that_are() -> None:

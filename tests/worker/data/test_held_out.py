@@ -70,7 +70,7 @@ def test_only_the_same_key_holds_out_the_same_examples() -> None:
 
 @pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
 def test_an_empty_side_is_refused_with_what_to_do(share: float) -> None:
-    with pytest.raises(DataError, match=r"held_out: of 3 examples none is .* bring more examples, or leave"):
+    with pytest.raises(DataError, match=r"held_out: of 3 examples none is .* add examples, or leave"):
         hold_out(numbers(3), share, KEY)
 
 

@@ -159,7 +159,7 @@ def test_a_folder_that_is_no_class_is_named(pets: Path) -> None:
     assert "has 'dog', not among the 1 names in `labels`" in refusal(folder=pets, labels=["cat"], size=2)
     assert "has 'cat', 'dog'; list the classes' names" in refusal(folder=pets, size=2)
     picture(pets / "stray.png", RED)
-    assert "stray.png is in no class's folder" in refusal(folder=pets, labels=["cat", "dog"], size=2)
+    assert "stray.png is not in the folder of a class" in refusal(folder=pets, labels=["cat", "dog"], size=2)
 
 
 def test_a_folder_that_may_not_be_read_is_named_rather_than_left_out(
@@ -193,7 +193,7 @@ def test_a_picture_too_large_to_be_one_is_refused(pets: Path, monkeypatch: pytes
 
 def test_deep_grey_scales_are_refused_rather_than_clipped(pets: Path) -> None:
     Image.new("I;16", (4, 4), 40_000).save(pets / "cat" / "z.png")
-    assert "more than 8 bits a channel" in refusal(folder=pets, labels=["cat", "dog"], size=2)
+    assert "more than 8 bits per channel" in refusal(folder=pets, labels=["cat", "dog"], size=2)
 
 
 def test_a_row_without_an_image_is_named(pets: Path) -> None:
@@ -206,14 +206,14 @@ def test_a_row_without_an_image_is_named(pets: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({}, "give processor, or else size"),
-        ({"size": 4, "processor": "x"}, "give processor, or else size"),
+        ({}, "give either processor or size"),
+        ({"size": 4, "processor": "x"}, "give either processor or size"),
         ({"size": 0}, "size"),
-        ({"size": 1 << 15}, "pixels a side are the most"),
+        ({"size": 1 << 15}, "at most 16384 pixels a side"),
         ({"size": 4, "std": [0.0]}, "std"),
         ({"size": 4, "mean": [0.1, 0.2]}, "mean: give one value"),
         ({"processor": "x", "mean": [0.1]}, "leave them out"),
-        ({"size": 4, "file": "x.csv"}, "give folder, or else file"),
+        ({"size": 4, "file": "x.csv"}, "give either folder or file"),
         ({"size": 4, "domain": "hospital"}, "name columns of a file"),
         ({"size": 4, "folder": "/nowhere/at/all"}, "folder: there is no folder /nowhere/at/all"),
         ({"processor": "/nowhere/at/all"}, "processor: there is no folder /nowhere/at/all"),
@@ -226,7 +226,7 @@ def test_wrong_options_are_named(pets: Path, options: dict[str, Any], told: str)
 def test_a_folder_without_images_or_processor_is_named(tmp_path: Path, pets: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert f"folder: {empty} has no images in it" in refusal(folder=empty, size=2)
+    assert f"folder: {empty} contains no images" in refusal(folder=empty, size=2)
     assert f"processor: {empty} cannot be loaded" in refusal(folder=pets, labels=["cat", "dog"], processor=empty)
 
 
@@ -271,9 +271,9 @@ def test_tokenizer_and_pixels_may_come_from_elsewhere_and_texts_be_filled_up(pet
     [
         ({"template": "a photo"}, "template: has no {}"),
         ({"labels": None}, "labels"),
-        ({"labels": ["cat", "dog", "emu", "gnu"]}, "'emu' and 'gnu' are the same to"),
-        ({"max_length": 3}, "'cat' and 'dog' are the same to"),
-        ({"processor": None, "size": 4}, "give tokenizer, or a processor that has one"),
+        ({"labels": ["cat", "dog", "emu", "gnu"]}, "'emu' and 'gnu' have the same tokens in"),
+        ({"max_length": 3}, "'cat' and 'dog' have the same tokens in"),
+        ({"processor": None, "size": 4}, "give tokenizer, or a processor that contains one"),
         ({"tokenizer": "/nowhere/at/all"}, "tokenizer: there is no folder /nowhere/at/all"),
     ],
 )

@@ -57,12 +57,12 @@ def test_rows_are_taken_in_the_order_asked_for_and_keep_what_is_common() -> None
     assert chosen.domains is not None
     assert chosen.domains.tolist() == [4, 0, 4]
     assert chosen.common["input_ids"].shape == (2, 3)
-    with pytest.raises(DataError, match="one above 0"):
+    with pytest.raises(DataError, match="it must be positive"):
         dataset.rows(torch.tensor([], dtype=torch.int64))
 
 
 def test_a_name_cannot_be_both_of_each_example_and_common() -> None:
-    with pytest.raises(DataError, match="input_ids: both of each example and common"):
+    with pytest.raises(DataError, match="input_ids: given both for each example and as common"):
         Dataset({"labels": torch.arange(2), "input_ids": torch.zeros(2, 1)}, common={"input_ids": torch.zeros(2, 1)})
 
 

@@ -91,7 +91,7 @@ def test_every_row_is_at_one_site_the_same_each_time_or_the_division_is_refused(
         (lambda: dirichlet(np.arange(3), 4, 1.0, 0), "3 rows cannot be divided among 4 sites"),
         (lambda: shards(np.arange(7), 4, 2, 0), "7 rows cannot be cut into 4 x 2 shards"),
         (lambda: quantity(3, 4, 1.0, 0), "3 rows cannot be divided among 4 sites"),
-        (lambda: domains(np.arange(3), 2, 0), "2 sites with a domain each cannot have 3 domains"),
+        (lambda: domains(np.arange(3), 2, 0), "2 sites with one domain each cannot have 3 domains"),
         (lambda: domains(np.array([0, 1, 1]), 3, 0), "1 rows cannot be divided among 2 sites"),
     ],
 )
@@ -238,7 +238,7 @@ def test_a_data_set_that_does_not_suit_the_scheme_is_refused(
         ({"scheme": "dirichlet", "alpha": 0}, "greater than 0"),
         ({"scheme": "dirichlet", "index": 4}, "index 4 is not below count 4"),
         ({"scheme": "domain", "alpha": 1, "label_alpha": 1, "index": 0}, "give one of them"),
-        ({"scheme": "iid"}, "say which of the 4 parts"),
+        ({"scheme": "iid"}, "give this site's part, from 0 to 3"),
     ],
 )
 def test_wrong_settings_of_a_part_are_refused(settings: dict[str, Any], told: str) -> None:

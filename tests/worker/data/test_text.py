@@ -147,7 +147,7 @@ def test_a_table_without_rows_is_refused_as_such(tmp_path: Path, bert: str, name
 def test_a_line_that_is_no_json_object_is_named(tmp_path: Path, bert: str) -> None:
     good = '{"text": "the", "label": 0}'
     file = written(tmp_path / "notes.jsonl", good, "", "[1]")
-    assert "cannot be read: line 3 is no JSON object" in refusal(file=file, tokenizer=bert)
+    assert "cannot be read: line 3 is not a JSON object" in refusal(file=file, tokenizer=bert)
     file = written(tmp_path / "notes.jsonl", good, '{"text":')
     assert "cannot be read: line 2: Expecting value" in refusal(file=file, tokenizer=bert)
 
@@ -251,7 +251,7 @@ def test_a_row_of_which_nothing_is_left_to_ask_is_named(tmp_path: Path, bert: st
     options = {"file": file, "tokenizer": bert, "head": "token-classification"}
     assert load("text", {**options, "max_length": 3}).tensors["labels"].tolist() == [[-100, 0, -100]]
     # [CLS] and [SEP] take both.
-    assert f"max_length: row 0 of {file} has no word left within 2 tokens" in refusal(**options, max_length=2)
+    assert f"max_length: row 0 of {file} has no word in its first 2 tokens" in refusal(**options, max_length=2)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -307,7 +307,7 @@ def test_going_on_from_a_text_pads_with_its_end_and_asks_nothing_of_the_padding(
         ("text,label\na,b\na,b,c\n", "cannot be read: Error tokenizing data"),
         ("text,label\na,b,c\na,b,c\n", "cannot be read: Length of header or names does not match"),
         ("text,label\n\x00\xff\n", "file: "),
-        ("texts,label\na,0\n", "has no column 'text', but texts, label"),
+        ("texts,label\na,0\n", "has no column 'text'; its columns are texts, label"),
         ("text,class\nthe,0\n", "label: "),
     ],
 )
@@ -341,7 +341,7 @@ def test_a_text_that_is_missing_is_named_by_its_row(tmp_path: Path, bert: str) -
     [
         ({"tokenizer": "/nowhere/at/all"}, "tokenizer: there is no folder /nowhere/at/all"),
         ({"labels": ["a", "a"]}, "labels: named twice: a"),
-        ({"second_text": "text", "head": "causal-lm"}, "second_text: goes with text-classification"),
+        ({"second_text": "text", "head": "causal-lm"}, "second_text: needs head text-classification"),
         ({"max_length": 0}, "max_length"),
         ({"lables": []}, "lables"),
         ({"head": "masked-lm"}, "head"),
@@ -358,7 +358,7 @@ def test_a_tokenizer_that_cannot_be_used_is_named_by_its_folder(tmp_path: Path) 
     empty.mkdir()
     assert f"tokenizer: {empty} cannot be loaded" in refusal(file=file, tokenizer=str(empty))
     padless = plain_tokenizer(tmp_path / "padless", WORDS, eos_token=None)
-    assert "has no token to pad with" in refusal(file=file, tokenizer=str(padless))
+    assert "has no padding token" in refusal(file=file, tokenizer=str(padless))
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}})

@@ -142,7 +142,7 @@ def test_merged_adapters_are_a_plain_folder_that_computes_the_same(tmp_path: Pat
 def test_what_does_not_go_together_is_refused_with_what_would(tmp_path: Path) -> None:
     clip, bert = source(tmp_path / "clip", dual("clip")), source(tmp_path / "bert", BERT)
     for words, told in (
-        ((bert, "--text-prompts", 2), "a bert takes no prompts; those that do are aimv2"),
+        ((bert, "--text-prompts", 2), "bert does not support prompts; these families do: aimv2"),
         ((clip, "--prompt-fusion", "local"), "--prompt-fusion needs --vision-prompts or --text-prompts"),
         ((clip, "--text-prompts", 2, "--prompt-fusion", "local", "--fusion-heads", 5), "divide among 5 heads"),
         ((clip, "--text-prompts", 2, "--fusion-heads", 4), "--fusion-heads needs --prompt-fusion"),

@@ -60,7 +60,7 @@ def test_without_tokens_the_model_is_the_plain_one_bit_for_bit(family: str) -> N
     plain_tensors = dict(plain.named_parameters())
     for name, tensor in prompted.named_parameters():
         assert name.startswith("prompts.") or torch.equal(tensor, plain_tensors[name])
-    tokens_of(prompted).ways = {"vision": lambda own: own[:0], "text": lambda own: own[:0]}
+    tokens_of(prompted).transforms = {"vision": lambda own: own[:0], "text": lambda own: own[:0]}
     assert torch.equal(logits(plain, batch(family)), logits(prompted, batch(family)))
 
 
@@ -127,7 +127,7 @@ def test_what_goes_in_may_be_made_of_the_prompts_and_have_another_length() -> No
     plain, prompted, given = made("clip", Prompts(text=4)), made("clip", Prompts(text=2)), batch("clip")
     more = torch.randn(2, 16)
     text_of(plain).copy_(torch.cat([text_of(prompted), more]))
-    tokens_of(prompted).ways["text"] = lambda own: torch.cat([own, more])
+    tokens_of(prompted).transforms["text"] = lambda own: torch.cat([own, more])
     assert torch.equal(logits(prompted, given), logits(plain, given))
 
 
@@ -186,7 +186,7 @@ def test_a_model_that_takes_no_prompts_is_refused_by_name(family: str) -> None:
     config: dict[str, Any] = {**dual("clip"), "model_type": family} if family != "bert" else {"model_type": "bert"}
     with (
         torch.device("meta"),
-        pytest.raises(ConfigError, match=f"{family} takes no prompts; those that do are aimv2"),
+        pytest.raises(ConfigError, match=f"{family} does not support prompts; these families do: aimv2"),
     ):
         instantiate(config, "features", prompts=BOTH)
 

@@ -16,7 +16,7 @@ from tessera.shared.model.spec import Model
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.config import UnsafeConfig, check_config
-from tessera.worker.model.sandbox import FORKS, Sandbox
+from tessera.worker.model.sandbox import FORK_SERVER, Sandbox
 
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
 MODEL = Model(config=BERT, head="features", blocks=block_table(instantiate(BERT, "features")))
@@ -80,7 +80,7 @@ def test_being_killed_is_no_verdict_on_a_model() -> None:
     sandbox = Sandbox()
 
     def kill() -> None:
-        for child in psutil.Process(FORKS._process.pid).children() if FORKS._process else ():
+        for child in psutil.Process(FORK_SERVER._process.pid).children() if FORK_SERVER._process else ():
             child.kill()
 
     with pytest.raises(RuntimeError, match="was killed"):

@@ -1,8 +1,8 @@
-"""A safetensors file whose tensors are the model's keyword inputs, `labels` among them, example by example.
+"""A safetensors file whose tensors are the model's keyword inputs, [examples, ...], `labels` among them.
 
-The plainest way to bring data of one's own: images as `pixel_values`, text as `input_ids` and `attention_mask`. A
-tensor `domain` of integers says where each example comes from, for dividing them by that; a tensor `group` of
-integers says which examples are held out together, such as those of one patient.
+The simplest format for prepared data: images as `pixel_values`, text as `input_ids` and `attention_mask`. An integer
+tensor `domain` is the origin of each example, for partitions by domain. Examples with the same value in an integer
+tensor `group`, such as those of one patient, are held out together.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ class ArraysOptions(Options):
 
 
 def arrays(options: ArraysOptions) -> Dataset:
-    """Return the file's tensors under their own names and dtypes, each [examples, ...]; `domain` as domains, `group`
-    as groups.
+    """Return the file's tensors under their names and dtypes, with `domain` as domains and `group` as groups.
 
-    Labels that are integers become int64, the only ones that torch takes for classes.
+    Integer labels become int64, the only dtype that torch accepts for classes.
     """
     try:
         tensors = load_file(options.file)

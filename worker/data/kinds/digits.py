@@ -1,4 +1,4 @@
-"""The handwritten digits that come with scikit-learn: 1,797 images of 8 x 8, ten classes. For trying things out."""
+"""The handwritten digits of scikit-learn, for trials: 1,797 images of 8 x 8 pixels, ten classes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class DigitsOptions(Options):
 
 
 def digits(options: DigitsOptions) -> Dataset:
-    """`pixel_values` float32 [n, 1, 8, 8] in [-1, 1] and `labels` int64 [n].
+    """Return `pixel_values` float32 [n, 1, 8, 8] in [-1, 1] and `labels` int64 [n].
 
-    The test images are a fifth, the same at every site, with every class in proportion.
+    The test split is a stratified fifth of the images, the same at every site.
     """
     bunch = load_digits()
     images = bunch.images.astype(np.float32)  # [1797, 8, 8], 0 to 16

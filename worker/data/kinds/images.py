@@ -1,4 +1,4 @@
-"""Images to classify: a folder with a folder for each class, or a table that names or holds them.
+"""Images for classification: a folder with a folder for each class, or a table of paths or image bytes.
 
 [datasets.scans]
 kind = "images"
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -20,56 +20,56 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from tessera.worker.data.dataset import Adapter, DataError, Dataset
+from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset
 from tessera.worker.data.readers.class_labels import Names, numbered
 from tessera.worker.data.readers.image_processor import SUFFIXES, Picture, PixelOptions, inputs_of
 from tessera.worker.data.readers.tables import Files, numbered_domains, read_table
 
 
 class ImagesOptions(PixelOptions):
-    folder: Path | None = Field(default=None, description="holds a folder of images for each class")
-    domain_folders: bool = Field(default=False, description="`folder` holds a folder of such folders for each domain")
+    folder: Path | None = Field(default=None, description="contains a folder of images for each class")
+    domain_folders: bool = Field(default=False, description="`folder` contains such a folder for each domain")
     file: Files | None = Field(default=None, description="a table with a row for each image")
     image: str = Field(default="image", description="column: the image's path, from the table's folder, or its bytes")
     label: str = Field(default="label", description="column: the class")
-    domain: str | None = Field(default=None, description="column: where the image comes from")
-    group: str | None = Field(default=None, description="column: what is held out together, such as the patient")
-    labels: Names | None = Field(default=None, description="the classes' names in order; without, labels are numbers")
+    domain: str | None = Field(default=None, description="column: the image's origin")
+    group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
+    labels: Names | None = Field(default=None, description="the classes' names in order; unset, labels are numbers")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.folder is None) == (self.file is None):
-            raise ValueError("give folder, or else file")
+            raise ValueError("give either folder or file")
         if self.folder is None and self.domain_folders:
-            raise ValueError("domain_folders goes with folder; with file, domain names a column")
+            raise ValueError("domain_folders needs folder; with file, name a column in domain")
         if self.folder is not None and self.model_fields_set & {"image", "label", "domain", "group"}:
-            raise ValueError("image, label, domain and group name columns of a file, and there is only a folder")
+            raise ValueError("image, label, domain and group name columns of a file: with folder, leave them out")
         return self
 
 
 @dataclass(frozen=True)
-class Found:
-    """Pictures and what is said of each, in the same order."""
+class LabelledImages:
+    """Images with the label, domain and group of each, in the same order."""
 
     pictures: Sequence[Picture]
     labels: Sequence[int]
     domains: Tensor | None
     groups: list[bytes] | None = None
 
-    def sources(self) -> list[bytes]:
-        """Return a digest of each picture's file, whatever a processor makes of it."""
-        return [_digest(picture) for picture in self.pictures]
+    def dataset(self, options: ImagesOptions, common: Mapping[str, Tensor] | None = None) -> Dataset:
+        """Return the images and labels as a model's inputs. An example's source is the digest of its image's file."""
+        tensors = {**inputs_of(self.pictures, options), LABELS: torch.tensor(self.labels)}
+        sources = [_digest(picture) for picture in self.pictures]
+        return Dataset(tensors, common, domains=self.domains, sources=sources, groups=self.groups)
 
 
 def images(options: ImagesOptions) -> Dataset:
-    """`pixel_values` float32 [n, channels, height, width], what else a processor gives, and `labels` int64 [n]."""
-    found = find(options)
-    tensors = {**inputs_of(found.pictures, options), "labels": torch.tensor(found.labels)}
-    return Dataset(tensors, domains=found.domains, sources=found.sources(), groups=found.groups)
+    """Return `pixel_values` float32 [n, channels, height, width], a processor's other inputs, `labels` int64 [n]."""
+    return read_images(options).dataset(options)
 
 
-def find(options: ImagesOptions) -> Found:
-    """Return the pictures of a folder or table, and the class number and domain of each. Raises DataError."""
+def read_images(options: ImagesOptions) -> LabelledImages:
+    """Return the images of a folder or table, with their classes, domains and groups. Raises DataError."""
     if options.folder is not None:
         return _in_folder(options.folder, options)
     table = read_table("file", options.file or ())
@@ -78,7 +78,7 @@ def find(options: ImagesOptions) -> Found:
         _picture(value, row, table.files[0].parent, table.where)
         for row, value in enumerate(table.column("image", options.image))
     ]
-    return Found(
+    return LabelledImages(
         pictures,
         numbered("label", table.where, values, options.labels),
         None if options.domain is None else table.domains("domain", options.domain),
@@ -94,29 +94,28 @@ def _digest(picture: Picture) -> bytes:
 
 
 def _picture(value: object, row: int, folder: Path, where: str) -> Picture:
-    """Return a cell of a table: a path, bytes, or both as `datasets` writes them, where bytes win."""
+    """Return the image in a table's cell: a path, bytes, or a record of both as `datasets` writes it."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str) and value:
         return folder / value
     if isinstance(value, bytes) and value:
         return value
-    raise DataError(f"image: row {row} of {where} has neither a path nor the bytes of an image")
+    raise DataError(f"image: row {row} of {where} has neither a path nor an image's bytes")
 
 
-def _in_folder(folder: Path, options: ImagesOptions) -> Found:
-    """Return every image in `folder/CLASS`, or `folder/DOMAIN/CLASS`, at any depth below, in the order of their
-    paths."""
+def _in_folder(folder: Path, options: ImagesOptions) -> LabelledImages:
+    """Return every image below `folder/CLASS` or `folder/DOMAIN/CLASS`, at any depth, sorted by path."""
     if not folder.is_dir():
         raise DataError(f"folder: there is no folder {folder}")
     depth = 2 if options.domain_folders else 1
     files = sorted(file.relative_to(folder) for file in _images_below(folder))
     steps = [file.parts for file in files]
-    if astray := [file for file, parts in zip(files, steps, strict=True) if len(parts) <= depth]:
-        raise DataError(f"folder: {folder / astray[0]} is in no class's folder")
+    if misplaced := [file for file in files if len(file.parts) <= depth]:
+        raise DataError(f"folder: {folder / misplaced[0]} is not in the folder of a class: move it into one")
     if not files:
-        raise DataError(f"folder: {folder} has no images in it ({', '.join(sorted(SUFFIXES))})")
-    return Found(
+        raise DataError(f"folder: {folder} contains no images ({', '.join(sorted(SUFFIXES))})")
+    return LabelledImages(
         [folder / file for file in files],
         numbered("folder", str(folder), [parts[depth - 1] for parts in steps], options.labels),
         numbered_domains([parts[0] for parts in steps]) if options.domain_folders else None,
@@ -124,24 +123,18 @@ def _in_folder(folder: Path, options: ImagesOptions) -> Found:
 
 
 def _images_below(folder: Path) -> Iterator[Path]:
-    """Link are followed, since data sets are put together of them, but none that leads back up."""
+    """Yield the paths of all images below a folder. Follows links, except one to a folder that contains it."""
     for at, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
         here = Path(at)
-        # What is hidden, files or folders, some systems and programs leave beside images, and name alike.
-        folders[:] = [name for name in folders if name[0] != "." and not _leads_up(here, name)]
-        yield from (here / name for name in names if name[0] != "." and _is_image(here / name))
+        # Some systems and programs leave hidden files and folders beside images, with the same suffixes.
+        above = here.resolve().is_relative_to
+        folders[:] = [name for name in folders if name[0] != "." and not above((here / name).resolve())]
+        files = (here / name for name in names if name[0] != ".")
+        yield from (file for file in files if file.suffix.lower() in SUFFIXES and file.is_file())
 
 
 def _refuse(fault: OSError) -> None:
     raise DataError(f"folder: {fault.filename} cannot be read: {fault.strerror}") from fault
-
-
-def _leads_up(here: Path, name: str) -> bool:
-    return here.resolve().is_relative_to((here / name).resolve())
-
-
-def _is_image(file: Path) -> bool:
-    return file.suffix.lower() in SUFFIXES and file.is_file()
 
 
 ADAPTER = Adapter("images", ImagesOptions, images)

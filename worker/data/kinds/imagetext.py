@@ -1,4 +1,4 @@
-"""Images whose classes are told apart by texts, for models like CLIP and SigLIP: zero-shot classification.
+"""Images with a text for each class, for zero-shot classification by models such as CLIP and SigLIP.
 
 [datasets.pets]
 kind = "imagetext"
@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from typing import Self
 
-import torch
 from pydantic import Field, PositiveInt, model_validator
 
 from tessera.worker.data.dataset import Adapter, DataError, Dataset
-from tessera.worker.data.kinds.images import ImagesOptions, find
+from tessera.worker.data.kinds.images import ImagesOptions, read_images
 from tessera.worker.data.readers.class_labels import Names
-from tessera.worker.data.readers.image_processor import inputs_of
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, Encoded, encode, tokenizer_of
 
 HOLE = "{}"
@@ -26,35 +24,36 @@ HOLE = "{}"
 class ImageTextOptions(ImagesOptions):
     processor: str | None = Field(
         default=None,
-        description="a folder or a name on the hub, with a tokenizer in it too unless `tokenizer` is set",
+        description="a folder or a name on the hub, which contains a tokenizer too unless `tokenizer` is set",
     )
-    labels: Names = Field(description="the classes' names in order, as they are to be read in the texts")
+    labels: Names = Field(description="the classes' names in order, as they appear in the texts")
     template: str = Field(default="a photo of a {}.", max_length=1000, description="`{}` stands for a class's name")
     tokenizer: str | None = Field(default=None, description="a folder or a name on the hub; the processor's if unset")
     max_length: PositiveInt | None = Field(
-        default=None, le=MAX_TOKENS, description="tokens that every text is padded to; the longest text's if unset"
+        default=None, le=MAX_TOKENS, description="tokens to which every text is padded; the longest text's if unset"
     )
 
     @model_validator(mode="after")
     def _has_tokenizer(self) -> Self:
         if self.tokenizer is None and self.processor is None:
-            raise ValueError("give tokenizer, or a processor that has one")
+            raise ValueError("give tokenizer, or a processor that contains one")
         if HOLE not in self.template:
-            raise ValueError("template: has no {} for a class's name, and would make all classes alike")
+            raise ValueError("template: has no {} for a class's name; without it all classes have the same text")
         return self
 
 
 def imagetext(options: ImageTextOptions) -> Dataset:
-    """`pixel_values` float32 [n, channels, height, width] and `labels` int64 [n]; common to all, `input_ids`
-    and, if the tokenizer's model takes it, `attention_mask`, int64 [classes, tokens]: a text for each class."""
-    found = find(options)
-    texts = _texts(options)
-    tensors = {**inputs_of(found.pictures, options), "labels": torch.tensor(found.labels)}
-    return Dataset(tensors, common=texts.inputs, domains=found.domains, sources=found.sources(), groups=found.groups)
+    """Return `pixel_values` float32 [n, channels, height, width] and `labels` int64 [n].
+
+    Common to all are the texts of the classes, int64 [classes, tokens]: `input_ids` and, if the tokenizer's model
+    takes it, `attention_mask`.
+    """
+    images = read_images(options)
+    return images.dataset(options, _texts(options).inputs)
 
 
 def _texts(options: ImageTextOptions) -> Encoded:
-    """Return a text for each class. Raises DataError for two that are the same tokens."""
+    """Return the encoded text of each class. Raises DataError if two have the same tokens."""
     option, source = ("tokenizer", options.tokenizer) if options.tokenizer else ("processor", options.processor)
     tokenizer = tokenizer_of(option, source or "")
     texts = [options.template.replace(HOLE, name) for name in options.labels]
@@ -62,7 +61,10 @@ def _texts(options: ImageTextOptions) -> Encoded:
     first: dict[tuple[int, ...], str] = {}
     for name, ids in zip(options.labels, encoded.ids.tolist(), strict=True):
         if (other := first.setdefault(tuple(ids), name)) != name:
-            raise DataError(f"labels: {other!r} and {name!r} are the same to {source}: a word it lacks, or cut off")
+            raise DataError(
+                f"labels: {other!r} and {name!r} have the same tokens in {source}: it does not know a word, or "
+                "max_length cuts it off"
+            )
     return encoded
 
 

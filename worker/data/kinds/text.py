@@ -1,4 +1,4 @@
-"""Texts in a CSV, Parquet or JSON lines file: to classify, to tag word by word, or to go on from.
+"""Texts in a CSV, Parquet or JSON lines file, for classification, token classification or language modelling.
 
 [datasets.reports]
 kind = "text"
@@ -29,49 +29,51 @@ from tessera.worker.model.forward import IGNORED
 class TextOptions(Options):
     file: Files
     head: Literal["text-classification", "token-classification", "causal-lm"] = Field(
-        default="text-classification", description="what the model is for"
+        default="text-classification", description="the model's task"
     )
-    text: str = Field(default="text", description="column: the text, or its words, in a list or with spaces between")
-    second_text: str | None = Field(default=None, description="column: a text that goes with it, as in entailment")
-    label: str = Field(default="label", description="column: the class, or each word's")
-    labels: Names | None = Field(default=None, description="the classes' names in order; without, labels are numbers")
-    domain: str | None = Field(default=None, description="column: where the example comes from")
-    group: str | None = Field(default=None, description="column: what is held out together, such as the patient")
+    text: str = Field(default="text", description="column: the text, or its words, in a list or separated by spaces")
+    second_text: str | None = Field(default=None, description="column: the second text of a pair, as in entailment")
+    label: str = Field(default="label", description="column: the class, or the class of each word")
+    labels: Names | None = Field(default=None, description="the classes' names in order; unset, labels are numbers")
+    domain: str | None = Field(default=None, description="column: the example's origin")
+    group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
     tokenizer: str = Field(description="a local folder, or a name on the hub")
-    max_length: PositiveInt = Field(default=128, le=MAX_TOKENS, description="tokens after which a text is cut off")
+    max_length: PositiveInt = Field(default=128, le=MAX_TOKENS, description="tokens to which a text is truncated")
 
 
 def text(options: TextOptions) -> Dataset:
-    """`input_ids` and `attention_mask`, int64 [n, tokens], perhaps `token_type_ids`, and `labels`, int64.
+    """Return `input_ids`, `attention_mask` and, if used, `token_type_ids`, int64 [n, tokens], and `labels`, int64.
 
-    [n] to classify texts, else [n, tokens] with -100 where nothing is asked: behind the first piece of a word, and at
-    what is only padding. `tokens` is what the longest text has, `max_length` at most; under privacy `max_length`.
+    Labels are [n] for text classification, else [n, tokens] with -100 where they are ignored: at padding, and after
+    the first token of a word. `tokens` is the length of the longest text, at most `max_length`; under privacy it is
+    `max_length`.
     """
     if options.second_text is not None and options.head != "text-classification":
-        raise DataError(f"second_text: goes with text-classification, not with {options.head}")
+        raise DataError(f"second_text: needs head text-classification, not {options.head}: leave it out")
     table = read_table("file", options.file)
-    # Words given one by one begin as words in a sentence do.
+    # A word of a list is encoded like a word within a sentence.
     more = {"add_prefix_space": True} if options.head == "token-classification" else {}
     tokenizer = tokenizer_of("tokenizer", options.tokenizer, **more)
     encoded, labels = _HEADS[options.head](options, table, tokenizer)
-    # A model that attends to nothing answers with what is no number, and one token has no next one.
+    # A text without tokens gives a loss of nan, and so does a single token without a next one.
     least = 2 if options.head == "causal-lm" else 1
     short = torch.nonzero((~encoded.empty).sum(dim=1) < least)
     if len(short):
-        raise DataError(f"text: row {int(short[0])} of {table.where} is too short: it has less than {least} tokens")
-    domains = None if options.domain is None else table.domains("domain", options.domain)
+        raise DataError(f"text: row {int(short[0])} of {table.where} has fewer than {least} tokens: remove the row")
     padding = encoded.padding
     if labels.ndim > 1:
         padding = replace(padding, values={**padding.values, LABELS: IGNORED})
-    groups = None if options.group is None else table.groups("group", options.group)
-    sources = _sources(options, table)
     return Dataset(
-        {**encoded.inputs, LABELS: labels}, domains=domains, sources=sources, padding=padding, groups=groups
+        {**encoded.inputs, LABELS: labels},
+        domains=None if options.domain is None else table.domains("domain", options.domain),
+        sources=_sources(options, table),
+        padding=padding,
+        groups=None if options.group is None else table.groups("group", options.group),
     )
 
 
 def _sources(options: TextOptions, table: DataTable) -> list[bytes]:
-    """Return a digest of each row's texts as they are in the file, without padding or tokenizer."""
+    """Return a digest of each row's texts in the file, which does not depend on the tokenizer or on padding."""
     names = [name for name in (options.text, options.second_text) if name is not None]
     rows = zip(*(table.column("text", name) for name in names), strict=True)
     return [hashlib.sha256(json.dumps(row, default=str).encode()).digest() for row in rows]
@@ -86,7 +88,7 @@ def _classified(options: TextOptions, table: DataTable, tokenizer: PreTrainedTok
 
 def _tagged(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
     if not tokenizer.is_fast:
-        raise DataError(f"tokenizer: {options.tokenizer} does not tell which word a token is of: it has no fast form")
+        raise DataError(f"tokenizer: {options.tokenizer} has no fast version, which token-classification needs")
     words = [_words(value) for value in table.column("text", options.text)]
     tags = [_words(value) for value in table.column("label", options.label)]
     for row, (of_words, of_tags) in enumerate(zip(words, tags, strict=True)):
@@ -102,17 +104,17 @@ def _tagged(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokeniz
             if word is not None and word != before:
                 labels[row, place] = of_row[word]
             before = word
-    # A batch in which nothing is asked has a loss that is no number.
+    # A batch in which all labels are ignored has a loss of nan.
     empty = torch.nonzero((labels == IGNORED).all(dim=1))
     if len(empty):
         raise DataError(
-            f"max_length: row {int(empty[0])} of {table.where} has no word left within {options.max_length} tokens"
+            f"max_length: row {int(empty[0])} of {table.where} has no word in its first {options.max_length} tokens"
         )
     return encoded, labels
 
 
 def _words(value: object) -> list[str]:
-    """Return a list of words, or of tags, which a CSV file can only hold as text."""
+    """Return a cell's list of words or tags; in a CSV file they are separated by spaces."""
     if isinstance(value, list):
         return [str(word) for word in value]
     return value.split() if isinstance(value, str) else []

@@ -1,9 +1,9 @@
-"""How many examples of each class, and of each domain, the sites of a partition have."""
+"""The number of examples of each class and of each domain at the sites of a partition."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -13,35 +13,34 @@ from tessera.worker.data.dataset import Dataset
 
 @dataclass(frozen=True)
 class ClassCounts:
-    """Counts of one kind of thing at each site."""
+    """Counts of classes or of domains at each site."""
 
     what: str
     names: tuple[str, ...]
     counts: tuple[tuple[int, ...], ...]  # [sites][names]
 
 
-def tallies(parts: Sequence[Dataset], names: Sequence[str] | None = None) -> list[ClassCounts]:
-    """Return the parts' classes, and their domains if they have any; without either, all are of one class called
-    none.
+def class_counts(parts: Sequence[Dataset], names: Sequence[str] | None = None) -> list[ClassCounts]:
+    """Return the counts of the parts' classes and domains, if they have any, or else of one class `none`.
 
-    `names` are what the classes are called, as far as that is known.
+    `names` are the names of the first classes, if they are known.
     """
-    found = [("class", [part.classes for part in parts]), ("domain", [part.domains for part in parts])]
-    told = [_tally(what, [value for value in values if value is not None]) for what, values in found]
-    classes, domains = told
+    classes, domains = (
+        _counts("class", [part.classes for part in parts]),
+        _counts("domain", [part.domains for part in parts]),
+    )
     if classes and names:
         known = dict(enumerate(names))
-        classes = ClassCounts(
-            classes.what, tuple(known.get(int(name), name) for name in classes.names), classes.counts
-        )
+        classes = replace(classes, names=tuple(known.get(int(name), name) for name in classes.names))
     plain = ClassCounts("class", ("none",), tuple((part.examples,) for part in parts))
-    return [tally for tally in (classes, domains) if tally] or [plain]
+    return [counts for counts in (classes, domains) if counts] or [plain]
 
 
-def _tally(what: str, values: Sequence[Tensor]) -> ClassCounts | None:
-    """Return how often each value occurs at each site; the ones that occur nowhere are left out."""
+def _counts(what: str, of_sites: Sequence[Tensor | None]) -> ClassCounts | None:
+    """Return the counts at each site of each value that occurs at any of them."""
+    values = [of_site.numpy() for of_site in of_sites if of_site is not None]
     if not values:
         return None
-    everywhere = np.unique(np.concatenate([of_site.numpy() for of_site in values]))
-    counts = tuple(tuple(int((of_site == value).sum()) for value in everywhere.tolist()) for of_site in values)
-    return ClassCounts(what, tuple(str(value) for value in everywhere.tolist()), counts)
+    distinct = np.unique(np.concatenate(values)).tolist()
+    counts = tuple(tuple(int((of_site == value).sum()) for value in distinct) for of_site in values)
+    return ClassCounts(what, tuple(map(str, distinct)), counts)

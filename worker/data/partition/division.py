@@ -1,4 +1,4 @@
-"""The parts of a data set that is divided among sites."""
+"""Division of a data set among sites."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tessera.worker.data.partition.schemes import Distortion, Scheme, Shift
 
 
 def divide(whole: Dataset, partition: Scheme) -> list[Dataset]:
-    """Return every site's part. Raises DataError for a data set that cannot be divided so."""
+    """Return every site's part. Raises DataError if the scheme cannot divide the data set."""
     return [make() for make in makers(whole, partition)]
 
 
 def makers(whole: Dataset, partition: Scheme) -> list[Callable[[], Dataset]]:
-    """Return what makes each site's part when it is wanted. Raises DataError, here or then, as `divide` does."""
+    """Return a function for each site that returns its part. This function and those raise DataError as `divide`."""
     return [partial(_made, whole, partition, rows, index) for index, rows in enumerate(_rows(whole, partition))]
 
 
 def part_of(whole: Dataset, partition: Scheme, index: int) -> Dataset:
-    """Return the part of the site `index`. Raises DataError for a data set that cannot be divided so."""
+    """Return the part of the site `index`. Raises DataError if the scheme cannot divide the data set."""
     return _made(whole, partition, _rows(whole, partition)[index], index)
 
 
@@ -54,14 +54,16 @@ PIXELS = "pixel_values"
 def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Dataset:
     """Return a part of `whole` with its `pixel_values` [n, channels, height, width] distorted.
 
-    Inverting mirrors each channel about the middle of the range that it has in `whole`. Raises DataError where there
-    are no such images, or they are turned and not square.
+    Inverting mirrors each channel about the middle of its range in `whole`. Raises DataError if there are no such
+    images, or if images that are not square are to be turned by 90 degrees.
     """
     pixels = part.tensors.get(PIXELS)
     if pixels is None or pixels.ndim != 4 or not pixels.is_floating_point():
-        raise DataError(f"scheme shift changes images, and there is no floating-point {PIXELS} [n, c, h, w] here")
+        raise DataError(f"scheme shift changes images, and there is no floating-point {PIXELS} [n, c, h, w]")
     if how.quarter_turns % 2 and pixels.shape[-1] != pixels.shape[-2]:
-        raise DataError(f"images of {pixels.shape[-2]} x {pixels.shape[-1]} do not keep their shape when turned")
+        raise DataError(
+            f"images of {pixels.shape[-2]} x {pixels.shape[-1]} do not keep their shape when turned: make them square"
+        )
     pixels = torch.rot90(pixels, how.quarter_turns, (-2, -1))
     if how.invert:
         pixels = _range_sum(whole.tensors[PIXELS]) - pixels
@@ -73,31 +75,30 @@ def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Datase
 
 
 def _range_sum(pixels: Tensor) -> Tensor:
-    """Return the smallest value of each channel plus the largest, [channels, 1, 1]."""
+    """Return the sum of each channel's smallest and largest value, [channels, 1, 1]."""
     return pixels.amin(dim=(0, 2, 3)).add(pixels.amax(dim=(0, 2, 3)))[:, None, None]
 
 
 def hold_out(dataset: Dataset, share: float, key: bytes) -> Dataset:
-    """Return the data set without a share of its examples, which are its `held_out`.
+    """Return the data set with a share of its examples moved to `held_out`.
 
-    Each example is held out with probability `share`, by a keyed hash of its group, or else its identity: examples of
-    the same are on the same side. One example more or less, or another label, moves no other example. Differential
-    privacy needs that, since it compares two data sets that differ in one example. Raises DataError if either side is
-    empty.
+    Each example is held out with probability `share`, by a keyed hash of its group, or else of its identity. So the
+    side of an example does not depend on its label or on other examples, as differential privacy requires, which
+    compares data sets that differ in one example. Raises DataError if either side is empty.
     """
     most = share * (1 << 64)
-    digests = (hmac.digest(key, identity, "sha256") for identity in dataset.sides())
+    digests = (hmac.digest(key, identity, "sha256") for identity in dataset.split_keys())
     held = torch.tensor([int.from_bytes(digest[:8], "big") < most for digest in digests])
     if bool(held.all()) or not bool(held.any()):
         empty = "trained on" if bool(held.all()) else "held out"
         raise DataError(
-            f"held_out: of {dataset.examples} examples none is {empty} with a share of {share:g}, which the site's "
-            "secret key decides for each. Change held_out, bring more examples, or leave held_out out"
+            f"held_out: of {dataset.examples} examples none is {empty} with a share of {share:g}: the site's secret "
+            "key decides for each example. Change held_out, add examples, or leave held_out out"
         )
     kept, out = (dataset.rows(chosen.nonzero().flatten()) for chosen in (~held, held))
     return Dataset(kept.tensors, kept.common, out, kept.domains, kept.sources, kept.padding, kept.groups)
 
 
 def key_of_seed(seed: int) -> bytes:
-    """Return the key of a simulation, in which the same seed holds out the same examples. It is no secret."""
+    """Return the key of a simulation: the same seed holds out the same examples. The key is not secret."""
     return hashlib.sha256(json.dumps(["tessera held out", seed]).encode()).digest()

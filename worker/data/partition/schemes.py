@@ -1,4 +1,4 @@
-"""How a data set is divided among sites, as settings say it, and which part of it is this site's.
+"""Schemes that divide a data set among sites, as the settings describe them.
 
 part = { scheme = "dirichlet", count = 4, alpha = 0.1, index = 0 }
 
@@ -17,7 +17,7 @@ from tessera.shared.schema import Frozen
 
 
 def iid(rows: int, count: int, seed: int) -> list[np.ndarray]:
-    """Return rows at random, as many at each site as at any other, give or take one."""
+    """Return the rows of each site, drawn at random; the sites' numbers of rows differ by at most one."""
     if not 1 <= count <= rows:
         raise ValueError(f"{rows} rows cannot be divided among {count} sites")
     order = np.random.default_rng(seed).permutation(rows)
@@ -25,10 +25,10 @@ def iid(rows: int, count: int, seed: int) -> list[np.ndarray]:
 
 
 def dirichlet(labels: np.ndarray, count: int, alpha: float, seed: int) -> list[np.ndarray]:
-    """Label skew: each class is divided in proportions drawn from Dirichlet(alpha).
+    """Return the rows of each site, with each class divided in proportions drawn from Dirichlet(alpha): label skew.
 
-    Hsu et al. 2019, arXiv 1909.06335, section 2. A large alpha makes the sites alike, a small one gives each class to
-    few of them. A site that would be left with nothing takes a row from the largest.
+    Hsu et al. 2019, arXiv 1909.06335, section 2. A large alpha makes the sites similar, a small one gives each class
+    to few of them. A site without rows gets one from the largest site.
     """
     if not 1 <= count <= len(labels) or not alpha > 0:
         raise ValueError(f"{len(labels)} rows cannot be divided among {count} sites with alpha {alpha}")
@@ -47,7 +47,7 @@ def dirichlet(labels: np.ndarray, count: int, alpha: float, seed: int) -> list[n
 
 
 def shards(labels: np.ndarray, count: int, each: int, seed: int) -> list[np.ndarray]:
-    """Label skew: the rows sorted by class are cut into `count * each` shards, of which every site gets `each`.
+    """Return the rows of each site: `each` of `count * each` shards of the rows sorted by class (label skew).
 
     McMahan et al. 2017, arXiv 1602.05629, section 3, where two shards gave most sites two classes.
     """
@@ -63,7 +63,7 @@ def shards(labels: np.ndarray, count: int, each: int, seed: int) -> list[np.ndar
 
 
 def quantity(rows: int, count: int, alpha: float, seed: int) -> list[np.ndarray]:
-    """Size skew: the sites' shares of the rows are drawn from Dirichlet(alpha), and each site has one row at least.
+    """Return the rows of each site, whose shares are drawn from Dirichlet(alpha): size skew. Each has one at least.
 
     Li et al. 2022, arXiv 2102.02079, section 4.3.
     """
@@ -71,7 +71,7 @@ def quantity(rows: int, count: int, alpha: float, seed: int) -> list[np.ndarray]
         raise ValueError(f"{rows} rows cannot be divided among {count} sites with alpha {alpha}")
     rng = np.random.default_rng(seed)
     shares = rng.dirichlet(np.full(count, alpha))
-    # Beside the row that each site has for certain.
+    # Each site has one row in addition to its share of the others.
     cuts = np.floor(np.cumsum(shares)[:-1] * (rows - count)).astype(np.int64) + np.arange(1, count)
     return [np.sort(part) for part in np.split(rng.permutation(rows), cuts)]
 
@@ -79,28 +79,28 @@ def quantity(rows: int, count: int, alpha: float, seed: int) -> list[np.ndarray]
 def domains(
     domain: np.ndarray, count: int, seed: int, labels: np.ndarray | None = None, alpha: float | None = None
 ) -> list[np.ndarray]:
-    """Domain shift: site i has rows of one domain only, the (i mod d)th of d.
+    """Return the rows of each site, where site i has only rows of the (i mod d)th of d domains: domain shift.
 
     Sites that share a domain divide it as `iid` does, or by `labels` as `dirichlet` does with `alpha`.
     """
     names = np.unique(domain)
     if count < len(names):
-        raise ValueError(f"{count} sites with a domain each cannot have {len(names)} domains between them")
-    found: list[np.ndarray] = [np.empty(0, np.int64)] * count
+        raise ValueError(f"{count} sites with one domain each cannot have {len(names)} domains: raise count")
+    parts: list[np.ndarray] = [np.empty(0, np.int64)] * count
     for place, name in enumerate(names):
         rows = np.flatnonzero(domain == name)
         sites = range(place, count, len(names))
         if alpha is None or labels is None:
-            parts = iid(len(rows), len(sites), seed + place)
+            chosen = iid(len(rows), len(sites), seed + place)
         else:
-            parts = dirichlet(labels[rows], len(sites), alpha, seed + place)
-        for site, part in zip(sites, parts, strict=True):
-            found[site] = rows[part]
-    return found
+            chosen = dirichlet(labels[rows], len(sites), alpha, seed + place)
+        for site, part in zip(sites, chosen, strict=True):
+            parts[site] = rows[part]
+    return parts
 
 
 if TYPE_CHECKING:
-    # Settings name a scheme, and are read where nothing imports torch.
+    # The settings import this module, and must not import torch.
     from tessera.worker.data.dataset import Dataset
 
 MAX_SITES = 1000
@@ -109,35 +109,35 @@ Alpha = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Scheme(Frozen):
-    """What every scheme says: how many sites there are, which of them this is, and the seed of its dice."""
+    """The settings of every scheme: the number of sites, this site's index, and the seed of random draws."""
 
     scheme: str
-    count: PositiveInt = Field(le=MAX_SITES, description="sites")
-    index: NonNegativeInt | None = Field(default=None, description="which of them this is, from 0")
+    count: PositiveInt = Field(le=MAX_SITES, description="number of sites")
+    index: NonNegativeInt | None = Field(default=None, description="this site's number, from 0")
     seed: NonNegativeInt = Field(default=0, lt=1 << 32)
 
     @model_validator(mode="after")
     def _in_range(self) -> Self:
         if self.index is not None and self.index >= self.count:
-            raise ValueError(f"index {self.index} is not below count {self.count}")
+            raise ValueError(f"index {self.index} is not below count {self.count}: indices begin at 0")
         return self
 
     def rows(self, dataset: Dataset) -> list[np.ndarray]:
-        """Return the rows of each site. Raises ValueError for a data set that cannot be divided so."""
+        """Return the rows of each site. Raises ValueError if the scheme cannot divide the data set."""
         raise NotImplementedError
 
-    def told(self, index: int) -> str | None:
-        """Return what is done to a site's examples, for people."""
+    def describe(self, index: int) -> str | None:
+        """Return a description of the changes to a site's examples, or None if there are none."""
         return None
 
     def _classes(self, dataset: Dataset) -> np.ndarray:
         if dataset.classes is None:
-            raise ValueError(f"scheme {self.scheme} needs one class for each example, as labels [n] of integers")
+            raise ValueError(f"scheme {self.scheme} needs one class for each example: integer labels [n]")
         return dataset.classes.numpy()
 
 
 class Iid(Scheme):
-    """The sites are alike."""
+    """Sites without systematic differences."""
 
     scheme: Literal["iid"]
 
@@ -146,17 +146,17 @@ class Iid(Scheme):
 
 
 class Dirichlet(Scheme):
-    """Each class is divided in proportions of its own."""
+    """Label skew: each class is divided in proportions of its own."""
 
     scheme: Literal["dirichlet"]
-    alpha: Alpha = Field(default=1.0, description="small: each site has few classes; large: all are alike")
+    alpha: Alpha = Field(default=1.0, description="small: each site has few classes; large: the sites are similar")
 
     def rows(self, dataset: Dataset) -> list[np.ndarray]:
         return dirichlet(self._classes(dataset), self.count, self.alpha, self.seed)
 
 
 class Shards(Scheme):
-    """Each site has a few runs of the examples sorted by class."""
+    """Label skew: each site has a few shards of the examples sorted by class."""
 
     scheme: Literal["shards"]
     each: PositiveInt = Field(default=2, description="shards for each site")
@@ -166,17 +166,17 @@ class Shards(Scheme):
 
 
 class Quantity(Scheme):
-    """The sites are alike but for how much they have."""
+    """Size skew: the sites differ only in their number of examples."""
 
     scheme: Literal["quantity"]
-    alpha: Alpha = Field(default=1.0, description="small: few sites have most; large: all have as much")
+    alpha: Alpha = Field(default=1.0, description="small: few sites have most examples; large: the shares are equal")
 
     def rows(self, dataset: Dataset) -> list[np.ndarray]:
         return quantity(dataset.examples, self.count, self.alpha, self.seed)
 
 
 class Domain(Scheme):
-    """Each site has examples of one domain, or with `alpha` its own mix of them."""
+    """Domain shift: each site has examples of one domain, or with `alpha` its own mix of domains."""
 
     scheme: Literal["domain"]
     alpha: Alpha | None = Field(default=None, description="divides each domain in proportions of its own")
@@ -185,40 +185,40 @@ class Domain(Scheme):
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
         if self.alpha is not None and self.label_alpha is not None:
-            raise ValueError("alpha mixes domains, label_alpha is for sites with one: give one of them")
+            raise ValueError("alpha mixes domains, label_alpha is for sites with one domain: give one of them")
         return self
 
     def rows(self, dataset: Dataset) -> list[np.ndarray]:
         if dataset.domains is None:
-            raise ValueError("scheme domain needs the domain of each example, and this data set does not tell it")
-        found = dataset.domains.numpy()
+            raise ValueError("scheme domain needs the domain of each example, which this data set does not have")
+        origins = dataset.domains.numpy()
         if self.alpha is not None:
-            return dirichlet(found, self.count, self.alpha, self.seed)
+            return dirichlet(origins, self.count, self.alpha, self.seed)
         labels = None if self.label_alpha is None else self._classes(dataset)
-        return domains(found, self.count, self.seed, labels, self.label_alpha)
+        return domains(origins, self.count, self.seed, labels, self.label_alpha)
 
 
 class Distortion(Frozen):
-    """What becomes of a site's images: turned, then inverted, then noisy."""
+    """A distortion of images: they are turned, then inverted, then noise is added."""
 
     quarter_turns: int = Field(default=0, ge=0, le=3, description="counter-clockwise")
     invert: bool = False
     noise: NonNegativeFloat = Field(default=0.0, description="standard deviation, in the units of the pixels")
 
     def __str__(self) -> str:
-        said = [
+        changes = [
             f"turned {90 * self.quarter_turns} degrees" if self.quarter_turns else "",
             "inverted" if self.invert else "",
             f"noise {self.noise:g}" if self.noise else "",
         ]
-        return ", ".join(filter(None, said)) or "as they are"
+        return ", ".join(filter(None, changes)) or "as they are"
 
 
 class Shift(Scheme):
-    """The sites' images look different: site i has the (i mod d)th of d distortions."""
+    """Feature shift: site i distorts its images by the (i mod d)th of d distortions."""
 
     scheme: Literal["shift"]
-    alpha: Alpha | None = Field(default=None, description="skews labels too, as scheme dirichlet")
+    alpha: Alpha | None = Field(default=None, description="skews labels too, as scheme dirichlet does")
     distortions: tuple[Distortion, ...] = Field(
         default=(Distortion(), Distortion(quarter_turns=1), Distortion(invert=True), Distortion(noise=0.5)),
         min_length=1,
@@ -229,27 +229,27 @@ class Shift(Scheme):
             return iid(dataset.examples, self.count, self.seed)
         return dirichlet(self._classes(dataset), self.count, self.alpha, self.seed)
 
-    def told(self, index: int) -> str:
+    def describe(self, index: int) -> str:
         return str(self.distortion(index))
 
     def distortion(self, index: int) -> Distortion:
-        """Return what becomes of a site's images."""
+        """Return the distortion of a site's images."""
         return self.distortions[index % len(self.distortions)]
 
     def noise_seed(self, index: int) -> int:
-        """Return a seed for a site's noise: no two sites draw the same."""
+        """Return the seed of a site's noise, which differs from every other site's."""
         return self.seed * MAX_SITES + index
 
 
 Partition = Annotated[Iid | Dirichlet | Shards | Quantity | Domain | Shift, Field(discriminator="scheme")]
-"""How a data set is divided, whoever has which part."""
+"""A division of a data set among sites."""
 
 
-def _says_which(part: Scheme) -> Scheme:
+def _check_index(part: Scheme) -> Scheme:
     if part.index is None:
-        raise ValueError(f"index: say which of the {part.count} parts this site has, from 0")
+        raise ValueError(f"index: give this site's part, from 0 to {part.count - 1}")
     return part
 
 
-SitePartition = Annotated[Partition, AfterValidator(_says_which)]
-"""A partition that says which part of it is meant."""
+SitePartition = Annotated[Partition, AfterValidator(_check_index)]
+"""A partition with the index of this site's part."""

@@ -1,4 +1,4 @@
-"""From the labels in a file to a model's class numbers, the same ones at every site."""
+"""Conversion of labels to a model's class numbers, which are the same at every site."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tessera.worker.data.dataset import DataError
 
 MAX_SHOWN = 8
 MAX_CLASSES = 100_000
-"""A number from here on is no class, but rather something else in that column."""
+"""Limit on class numbers: a column with larger numbers does not contain classes."""
 
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -21,24 +21,25 @@ def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Names = Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_CLASSES), AfterValidator(_each_once)]
-"""What the classes are called, the first one being class 0."""
+"""The names of the classes, beginning with class 0."""
 
 
 def numbered(option: str, where: str, values: Sequence[object], names: Sequence[str] | None) -> list[int]:
     """Return the class number of each value.
 
-    A value that is one of the names is that class; an integer is a class number, unless there are integers among the
-    names too. Raises DataError naming the values that are neither, so that no site numbers classes in its own order.
+    A value among the names is that class; another integer is a class number, unless a name is an integer too. Raises
+    DataError, naming the values, if some are neither, so that no site numbers classes in an order of its own.
     """
     place = {name: number for number, name in enumerate(names or ())}
     by_number = not any(name.isdecimal() for name in place)
-    found = [_number(value, place, by_number=by_number) for value in values]
-    if None not in found:
-        return [number for number in found if number is not None]
-    unknown = sorted({_shown(value) for value, number in zip(values, found, strict=True) if number is None})
+    numbers = [_number(value, place, by_number=by_number) for value in values]
+    known = [number for number in numbers if number is not None]
+    if len(known) == len(numbers):
+        return known
+    unknown = sorted({_shown(value) for value, number in zip(values, numbers, strict=True) if number is None})
     shown = ", ".join(unknown[:MAX_SHOWN]) + (f" and {len(unknown) - MAX_SHOWN} more" if unknown[MAX_SHOWN:] else "")
     if names is None:
-        raise DataError(f"{option}: {where} has {shown}; list the classes' names in `labels`, alike at every site")
+        raise DataError(f"{option}: {where} has {shown}; list the classes' names in `labels`, the same at every site")
     raise DataError(f"{option}: {where} has {shown}, not among the {len(names)} names in `labels`")
 
 

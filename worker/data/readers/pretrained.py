@@ -1,4 +1,4 @@
-"""Tokenizers and image processors of transformers: from a local folder, or by a name on the hub."""
+"""Loading of transformers' tokenizers and image processors, from a local folder or from the hub by name."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ MAX_SHOWN = 300
 
 
 def load_pretrained(option: str, source: str, load: Callable[..., Any], **more: object) -> Any:
-    """Return what `load`, a `from_pretrained`, makes of a folder, or else of a name on the hub, perhaps with
-    `@revision`.
+    """Return the result of `load`, a `from_pretrained`, for a local folder or a name on the hub with `@revision`.
 
-    Never runs code that comes with it, and looks nowhere else if there is such a folder. Raises DataError.
+    Never runs code that the source contains. If the folder exists, the hub is not accessed. Raises DataError.
     """
     folder = Path(source).expanduser()
     hub = HUB_NAME.fullmatch(source)
@@ -28,9 +27,9 @@ def load_pretrained(option: str, source: str, load: Callable[..., Any], **more: 
     elif hub:
         name, where = hub["name"], {"revision": hub["revision"] or "main"}
     else:
-        raise DataError(f"{option}: there is no folder {source}, and no model on the hub has such a name")
+        raise DataError(f"{option}: there is no folder {source}, and it is not a valid name on the hub")
     try:
         return load(name, trust_remote_code=False, **where, **more)
     except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError) as fault:
-        told = " ".join(str(fault).split())[:MAX_SHOWN]
-        raise DataError(f"{option}: {source} cannot be loaded: {told}") from fault
+        reason = " ".join(str(fault).split())[:MAX_SHOWN]
+        raise DataError(f"{option}: {source} cannot be loaded: {reason}") from fault

@@ -1,7 +1,7 @@
-"""Tables in files: CSV and TSV, Parquet, JSON lines.
+"""Readers of tables in files: CSV and TSV, Parquet, JSON lines.
 
-Values are taken as they are stored, so that nothing is decoded, fetched or run because a file says so. What is in a
-CSV file has no type there and gets none here: a column is text at every site, whatever it happens to hold at one.
+Values are read as they are stored: no content of a file makes the reader decode, fetch or run anything. CSV files
+have no types, so every column is text at every site, regardless of its values.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from torch import Tensor
 from tessera.worker.data.dataset import DataError
 
 MAX_SHOWN = 300
-"""Characters of a library's complaint that are passed on."""
-
+"""Number of characters of a library's error message to report."""
 
 EMPTY = "it has no rows"
 
 Columns = tuple[Sequence[str], Callable[[str], list[Any]]]
-"""The columns' names, and what gives the values of one of them."""
+"""The names of the columns, and a function from a name to the column's values."""
 
 
 def _columns(rows: datasets.Dataset) -> Columns:
@@ -42,14 +41,14 @@ def _columns(rows: datasets.Dataset) -> Columns:
 
 
 def _separated(files: Sequence[str], cache: str, separator: str) -> Columns:
-    """CSV files as text in every cell, rather than as what pandas guesses that a column holds."""
+    """Return the columns of CSV files with text in every cell; pandas would guess types."""
     (header, *others), has_rows = zip(*(_header(file, separator) for file in files), strict=True)
     if any(other != header for other in others):
         raise ValueError("the files do not have the same columns in the same order")
     if not any(has_rows):
         raise ValueError(EMPTY)
-    # Without `index_col`, the first cell of rows that all have one too many would become a name for the row; with it,
-    # they are cut off with a warning.
+    # If all rows have one cell too many, pandas makes the first cell an index. With `index_col=False` it cuts off the
+    # last one and warns.
     with warnings.catch_warnings(action="error", category=ParserWarning):
         rows = datasets.Dataset.from_csv(
             list(files),
@@ -66,8 +65,8 @@ def _separated(files: Sequence[str], cache: str, separator: str) -> Columns:
 
 
 def _header(file: str, separator: str) -> tuple[list[str], bool]:
-    """Return the columns' names, and whether anything follows them. A column without a name, as an index that was
-    written with the rest, is called by its place."""
+    """Return the columns' names, and whether rows follow. A column without a name, such as a stored index, is named
+    after its position."""
     with Path(file).open(encoding="utf-8-sig", newline="") as lines:
         names = next(filter(None, csv.reader(lines, delimiter=separator)), [])
         has_rows = any(map(str.strip, lines))
@@ -83,8 +82,8 @@ def _parquet(files: Sequence[str], cache: str) -> Columns:
 
 
 def _json_lines(files: Sequence[str], cache: str) -> Columns:  # noqa: ARG001 (it needs none)
-    """JSON lines, each value as it is written: `datasets` makes all of a column JSON where one value is of another
-    kind, and dates of text that looks like them."""
+    """Return the columns of JSON lines, with each value as it is written. `datasets` would convert columns of mixed
+    types to JSON, and text that looks like a date to a date."""
     rows = [row for file in files for row in _objects(Path(file))]
     if not rows:
         raise ValueError(EMPTY)
@@ -92,7 +91,7 @@ def _json_lines(files: Sequence[str], cache: str) -> Columns:  # noqa: ARG001 (i
 
 
 def _objects(file: Path) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -101,9 +100,9 @@ def _objects(file: Path) -> list[dict[str, Any]]:
                 except json.JSONDecodeError as fault:
                     raise ValueError(f"line {number}: {fault.msg}") from None
                 if not isinstance(row, dict):
-                    raise ValueError(f"line {number} is no JSON object")
-                found.append(row)
-    return found
+                    raise ValueError(f"line {number} is not a JSON object")
+                rows.append(row)
+    return rows
 
 
 READERS: dict[str, Callable[[Sequence[str], str], Columns]] = {
@@ -113,7 +112,7 @@ READERS: dict[str, Callable[[Sequence[str], str], Columns]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
 }
-"""By a file's ending. Each is told a folder for what it keeps meanwhile, and raises what `read_table` catches."""
+"""Readers by a file's suffix. Each takes the files and a folder for temporary files."""
 
 
 def _listed(value: object) -> object:
@@ -121,7 +120,7 @@ def _listed(value: object) -> object:
 
 
 Files = Annotated[tuple[Path, ...], BeforeValidator(_listed), Field(min_length=1, max_length=10_000)]
-"""One file, or several with the same columns whose rows follow one another."""
+"""One file, or several with the same columns, whose rows are concatenated."""
 
 
 @dataclass(frozen=True)
@@ -137,15 +136,14 @@ class DataTable:
         return str(self.files[0]) if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
 
     def column(self, option: str, name: str) -> list[Any]:
-        """Return the values of a column that an option names. Raises DataError if there is none called so."""
+        """Return the values of the column that an option names. Raises DataError if there is no such column."""
         if name not in self.names:
             there = ", ".join(self.names[:20])
-            raise DataError(f"{option}: {self.where} has no column {name!r}, but {there}")
+            raise DataError(f"{option}: {self.where} has no column {name!r}; its columns are {there}")
         return self._values(name)
 
     def texts(self, option: str, name: str) -> list[str]:
-        """Return a column's values as text. Raises DataError naming the row of one that is missing, or no text or
-        number."""
+        """Return a column's values as text. Raises DataError, naming the row, if one is not text or a number."""
         values = self.column(option, name)
         for row, value in enumerate(values):
             if not isinstance(value, str | int | float):
@@ -157,31 +155,31 @@ class DataTable:
         return [value.encode() for value in self.texts(option, name)]
 
     def domains(self, option: str, name: str) -> Tensor:
-        """Return a column's values, numbered in their order as text, int64 [rows]."""
+        """Return a column's values, numbered in alphabetical order, int64 [rows]."""
         return numbered_domains(self.texts(option, name))
 
 
 def numbered_domains(names: list[str]) -> Tensor:
-    """Return each name's place among them all in their order, int64 [names]."""
+    """Return the position of each name among the sorted distinct names, int64 [names]."""
     return torch.from_numpy(np.unique(np.array(names), return_inverse=True)[1].astype(np.int64))
 
 
 def read_table(option: str, files: tuple[Path, ...]) -> DataTable:
-    """Raise DataError naming the option and a file that is not there, of another kind, or not what its name says."""
+    """Return the rows of the files. Raises DataError, naming the option, if one is missing, unreadable or unknown."""
     for file in files:
         if not file.is_file():
             raise DataError(f"{option}: there is no file {file}")
     suffixes = {file.suffix.lower() for file in files}
     reader = READERS.get(min(suffixes)) if len(suffixes) == 1 else None
     if reader is None:
-        raise DataError(f"{option}: {files[0]}: give files that all end in one of {', '.join(READERS)}")
+        raise DataError(f"{option}: {files[0]}: all files must end in one of {', '.join(READERS)}")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
-        # What is kept between calls would be a copy of the site's data in somebody's home folder.
+        # Without it, the library would keep a copy of the site's data in a home folder.
         with TemporaryDirectory(prefix="tessera-") as cache:
             names, values = reader([str(file) for file in files], cache)
     except (DatasetsError, OSError, ValueError, csv.Error) as fault:
-        told = " ".join(str(fault.__cause__ or fault).split())[:MAX_SHOWN]
-        raise DataError(f"{option}: {files[0]} cannot be read: {told}") from fault
+        reason = " ".join(str(fault.__cause__ or fault).split())[:MAX_SHOWN]
+        raise DataError(f"{option}: {files[0]} cannot be read: {reason}") from fault
     return DataTable(files, names, values)
