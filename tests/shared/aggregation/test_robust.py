@@ -292,7 +292,7 @@ def test_the_neutral_rule_is_the_mean_by_examples_to_the_bit() -> None:
     for facts in (RunInfo((), rounds=1), RunInfo((), rounds=1, robust=Mean())):
         found = CoordinatorHalf(MethodSettings(), facts).merge(state, updates)
         assert to_array(found.model["w"]).tobytes() == to_array(plain["w"]).tobytes()
-        assert found.metrics == {}
+        assert found.scalars == {}
 
 
 # ---------------------------------------------------------------- partial uploads
