@@ -162,7 +162,7 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
             rounds=sums[:SHOWN_ROUNDS],
             facts=[
                 *facts_of(run.spec, run.model_bytes),
-                *([("A site counts", run.bounds.told)] if run.bounds else []),
+                *([("A site counts", run.bounds.summary)] if run.bounds else []),
             ],
         )
 
