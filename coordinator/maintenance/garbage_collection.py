@@ -176,7 +176,7 @@ class Retention:
     def _needed(self, session: Session, run: RunRow, keep: int) -> set[int]:
         """Return the first version, the latest ones, those of open tasks or unmerged updates, and those still to be
         evaluated."""
-        live = TaskRow.state.in_(("offered", "leased", "lapsed")) | UNMERGED
+        live = TaskRow.state.in_(("offered", "leased", "expired")) | UNMERGED
         in_tasks = session.scalars(select(TaskRow.version_number).where(TaskRow.run_id == run.id, live))
         pending = central_due(session, run, RunSpec.model_validate(run.spec), None)
         latest = range(run.version_number - keep + 1, run.version_number + 1)

@@ -157,9 +157,9 @@ class PrivateTask:
             raise RuntimeError("nothing trains before it is paid for")
         return NoisyGradients(trainer, freeze, dataset, self._mechanism, self._dice)
 
-    def disclosed(self, numbers: Mapping[str, float]) -> dict[str, float]:
+    def disclosed(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Of the numbers that would be reported those that no example has a part in."""
-        return {name: value for name, value in numbers.items() if name in DISCLOSED}
+        return {name: value for name, value in metrics.items() if name in DISCLOSED}
 
     def spent(self) -> float:
         """Return the epsilon of all that the run was allowed here so far, at the run's delta."""

@@ -24,7 +24,7 @@ class Report:
     """Counted up by the thread that does the task, and read by the one that renews its lease."""
 
     examples: int = 0
-    numbers: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     download_bytes: int = 0
     upload_bytes: int = 0
     phase: Phase = "waiting"
@@ -32,13 +32,13 @@ class Report:
     steps: int = 0
     """0 where nobody knows."""
     loss: float | None = None
-    of_bytes: int = 0
+    total_bytes: int = 0
     """Those that are to be moved in this phase, together with what was moved before."""
     by_quarter: bool = False
     """Whether only full quarters of the steps are told: how long a single step takes tells the size of its batch."""
 
-    def begin(self, phase: Phase, *, steps: int = 0, of_bytes: int = 0, by_quarter: bool = False) -> None:
-        self.step, self.steps, self.loss, self.of_bytes = 0, steps, None, of_bytes
+    def begin(self, phase: Phase, *, steps: int = 0, total_bytes: int = 0, by_quarter: bool = False) -> None:
+        self.step, self.steps, self.loss, self.total_bytes = 0, steps, None, total_bytes
         self.by_quarter = by_quarter
         self.phase = phase
 
@@ -58,7 +58,7 @@ class Report:
             steps=self.steps or None,
             loss=loss if loss is not None and abs(loss) < MAX_NUMBER else None,
             bytes=moved,
-            of_bytes=self.of_bytes or None,
+            total_bytes=self.total_bytes or None,
         )
 
     def _step(self) -> int:

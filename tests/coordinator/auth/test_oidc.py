@@ -35,7 +35,7 @@ def provider() -> Iterator[Provider]:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Iterator[LiveCoordinator]:
     folder = tmp_path_factory.mktemp("oidc")
-    with LiveCoordinator(folder, failures_per_minute=10_000, **settings(provider)) as coordinator:
+    with LiveCoordinator(folder, auth_failures_per_minute=10_000, **settings(provider)) as coordinator:
         yield coordinator
 
 
@@ -238,7 +238,7 @@ def test_while_the_provider_is_away_its_keys_hold_for_an_hour_and_then_nobody_is
     clock.advance(KEYS_SECONDS - 1)
     people.principal(token)
     clock.advance(AGAIN_SECONDS)
-    with pytest.raises(Unavailable, match="keys cannot be had"):
+    with pytest.raises(Unavailable, match="keys cannot be fetched"):
         people.principal(token)
 
 
