@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import patch
 
 from sqlalchemy import make_url
 
@@ -22,7 +21,6 @@ from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.runs import Cohort, Run
 from tessera.shared.client.client import Client
 from tests.chaos.network import Line
-from tests.support import zygote
 from tests.support.coordinator import until
 from tests.support.federation import small_model, start_run, values
 from tests.support.histories import Log, RecordingClient
@@ -153,8 +151,6 @@ def stormy(folder: Path, seed: int) -> Iterator[Federation]:
     folder.mkdir(parents=True)
     federation = Federation(folder, seed)
     with ExitStack() as stack:
-        # While a process is forked, what a crash of PostgreSQL leaves behind would become a child of this one.
-        stack.enter_context(patch.dict(zygote.NEEDS, clear=True))
         federation.database = PostgreSQL(folder / "postgresql")
         stack.callback(federation.database.close)
         federation.settings = {

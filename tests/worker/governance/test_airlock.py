@@ -157,7 +157,8 @@ def test_what_was_changed_after_its_release_does_not_leave(tmp_path: Path) -> No
     path, told = tmp_path / "update", summary()
     path.write_bytes(b"another")
     released = ReleaseDecision(update=told.update, verdict="release", by="a person", at=datetime.now(UTC))
+    nothing: Any = None
     airlock: Any = SimpleNamespace(hold=lambda *_: released)
     run: Any = SimpleNamespace(journal=SimpleNamespace(note=lambda *_, **__: None), check=lambda: None)
     with pytest.raises(PolicyViolation, match="not what was released"):
-        Egress(run)._hold(airlock, path, told)
+        Egress(run, nothing)._hold(airlock, path, told)
