@@ -575,7 +575,7 @@ def test_a_budget_that_equals_the_runs_target_is_warned_of_at_the_runs_first_tas
 @pytest.mark.parametrize("delta", [0.01, 0.0049, 0.003])
 def test_a_delta_that_promises_nothing_is_refused(tmp_path: Path, delta: float) -> None:
     with pytest.raises(
-        PolicyViolation, match=r"promises nothing to 200 examples: set privacy.delta to 0.0029 or less"
+        PolicyViolation, match=r"gives no guarantee for 200 examples: set privacy.delta to 0.0029 or less"
     ):
         private_task(tmp_path, examples=200, privacy=Privacy(epsilon=3.0, delta=delta, clip_norm=1.0))
 
