@@ -53,8 +53,7 @@ class Overspent(ValueError):
 
 def epsilon(events: Iterable[Event], delta: float) -> float:
     """Return the epsilon of all events together at `delta`, if their settings were fixed beforehand."""
-    steps, rho = _sums(events)
-    return _epsilon(steps, rho, delta)
+    return _epsilon(*_sums(events), delta)
 
 
 def within(events: Iterable[Event], budget: Budget) -> bool:

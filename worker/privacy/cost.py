@@ -14,7 +14,7 @@ def epsilon_of(events: Iterable[Event], delta: float) -> float:
 
     Raises ImportError without the extra `privacy`.
     """
-    return _found("epsilon", events, delta)
+    return _cost("epsilon", events, delta)
 
 
 def least_budget_of(events: Iterable[Event], delta: float) -> float:
@@ -22,14 +22,14 @@ def least_budget_of(events: Iterable[Event], delta: float) -> float:
 
     Infinite if one of them is exact. Raises ImportError without the extra `privacy`.
     """
-    return _found("least_budget", events, delta)
+    return _cost("least_budget", events, delta)
 
 
-def _found(function: str, events: Iterable[Event], delta: float) -> float:
+def _cost(function: str, events: Iterable[Event], delta: float) -> float:
     events = list(events)
     if any(isinstance(event, Exact) for event in events):
         return math.inf
     if not events:
         return 0.0
-    found: float = getattr(importlib.import_module("tessera.worker.privacy.accountant"), function)(events, delta)
-    return found
+    cost: float = getattr(importlib.import_module("tessera.worker.privacy.accountant"), function)(events, delta)
+    return cost

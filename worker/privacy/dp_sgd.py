@@ -114,13 +114,13 @@ def clipped_sum(gradients: Gradients, clip_norm: float) -> list[Tensor]:
     return scaled_sum(gradients, scales(gradients, clip_norm))
 
 
-def release(total: Tensor, mechanism: Mechanism, dice: NoiseSource) -> None:
+def release(total: Tensor, mechanism: Mechanism, source: NoiseSource) -> None:
     """Add the noise to a sum, float64 and contiguous, and round it to the grid, in place.
 
     Only these multiples of the grid are released; the data are used nowhere else.
     """
     for values in torch.split(total.view(-1), NOISE_AT_ONCE):
-        noise = torch.from_numpy(dice.normal(len(values))).to(values.device)
+        noise = torch.from_numpy(source.normal(len(values))).to(values.device)
         values.add_(noise, alpha=mechanism.deviation).div_(mechanism.grid).round_().mul_(mechanism.grid)
 
 
@@ -154,14 +154,14 @@ class NoisyGradients:
     """
 
     def __init__(
-        self, trainer: Trainer, freeze: Freeze, dataset: Dataset, mechanism: Mechanism, dice: NoiseSource
+        self, trainer: Trainer, freeze: Freeze, dataset: Dataset, mechanism: Mechanism, source: NoiseSource
     ) -> None:
         self.steps = mechanism.sampling.steps
         """Steps of one epoch."""
         self._freeze = freeze
         self._dataset = dataset
         self._mechanism = mechanism
-        self._dice = dice
+        self._noise_source = source
         self._device = trainer.device
         self._without = 0
         self._log = structlog.get_logger("worker")
@@ -185,26 +185,26 @@ class NoisyGradients:
         exact = trainer.training.precision == "float32" and all(p.dtype.itemsize >= 4 for p in freeze.parameters)
         tolerance = EXACT if exact else ROUGH
         self._clip_norm = mechanism.clip_norm * (1 - ROUNDING[tolerance])
-        self._way = fastest(model, loss, each if plain else None, freeze.parameters, common, sample, tolerance)
+        self._method = fastest(model, loss, each if plain else None, freeze.parameters, common, sample, tolerance)
         self._known = known_examples(context, dataset, {name: tensor[:1] for name, tensor in sample.items()} | common)
         self._alone = OneByOne(loss, freeze.parameters, common)
-        self._at_once = at_once(self._way, freeze.parameters)
+        self._at_once = at_once(self._method, freeze.parameters)
 
     @property
-    def way(self) -> str:
+    def method(self) -> str:
         """The name of the method for per-example gradients."""
-        return self._way.name
+        return self._method.name
 
     def _rows(self, rows: Tensor) -> dict[str, Tensor]:
         return {name: tensor[rows].to(self._device) for name, tensor in self._dataset.tensors.items()}
 
     def fill(self) -> None:
         """Set each parameter's gradient to the noisy mean of clipped gradients, and to 0 in frozen rows."""
-        how = self._mechanism.sampling
-        rows = torch.from_numpy(self._dice.sample(how.examples, how.rate))
+        sampling = self._mechanism.sampling
+        rows = torch.from_numpy(self._noise_source.sample(sampling.examples, sampling.rate))
         for parameter, total in zip(self._freeze.parameters, self.sums(rows), strict=True):
-            release(total, self._mechanism, self._dice)
-            parameter.grad = total.div_(how.expected).to(parameter.dtype)
+            release(total, self._mechanism, self._noise_source)
+            parameter.grad = total.div_(sampling.expected).to(parameter.dtype)
         self._freeze.mask_gradients()
 
     def sums(self, rows: Tensor) -> list[Tensor]:
@@ -232,14 +232,16 @@ class NoisyGradients:
         If the method fails for a single example, plain autograd is tried; if that fails too, the example has no
         gradient. So an example's contribution depends on this example alone.
         """
-        ways = [self._way] if len(rows) > 1 else [self._way, self._alone]
-        for way in ways:
+        methods = [self._method] if len(rows) > 1 else [self._method, self._alone]
+        for method in methods:
             try:
-                found = way(self._rows(rows))
+                gradients = method(self._rows(rows))
             except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
-                self._log.info("per-example-gradients-failed", way=way.name, examples=len(rows), reason=repr(fault))
+                self._log.info(
+                    "per-example-gradients-failed", way=method.name, examples=len(rows), reason=repr(fault)
+                )
             else:
-                yield found
+                yield gradients
                 return
         if len(rows) > 1:
             for row in torch.split(rows, 1):
@@ -248,7 +250,7 @@ class NoisyGradients:
             self._without += 1
 
     def close(self) -> None:
-        self._way.close()
+        self._method.close()
         if self._without:
             # Only for the site: the existence of such examples is exact information about its data.
             reason = "their gradients are not finite, or could not be computed"

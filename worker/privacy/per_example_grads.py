@@ -88,16 +88,16 @@ class Batched:
 
     def _alone(self, values: Mapping[str, Tensor], example: Batch) -> Tensor:
         batch = {name: tensor.unsqueeze(0) for name, tensor in example.items()}
-        found: Tensor = functional_call(self._loss, dict(values), ({**batch, **self._common},))
-        return found
+        loss: Tensor = functional_call(self._loss, dict(values), ({**batch, **self._common},))
+        return loss
 
     def __call__(self, batch: Batch) -> Gradients:
         values = {name: parameter.detach() for name, parameter in self._parameters.items()}
         # The fused kernels of attention have no batching rule.
         with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-            found = self._each(values, dict(batch))
-        return [found[name].detach() for name in values]
+            gradients = self._each(values, dict(batch))
+        return [gradients[name].detach() for name in values]
 
     def close(self) -> None: ...
 
@@ -188,8 +188,8 @@ class Hooked:
     def _reset(self) -> None:
         """Delete the state of the last pass, which may have failed half way."""
         for module in self._model.modules():
-            for left in ("activations", "max_batch_len"):
-                module.__dict__.pop(left, None)
+            for name in ("activations", "max_batch_len"):
+                module.__dict__.pop(name, None)
         for parameter in self._model.parameters():
             parameter.__dict__.pop("_current_grad_sample", None)
             if "_forward_counter" in parameter.__dict__:
@@ -213,11 +213,11 @@ class Hooked:
         for handle in (*self._expanding, *self._model.__dict__.pop("autograd_grad_sample_hooks", ())):
             handle.remove()
         for module in self._model.modules():
-            for left in ("ft_compute_sample_grad", "activations", "max_batch_len"):
-                module.__dict__.pop(left, None)
+            for name in ("ft_compute_sample_grad", "activations", "max_batch_len"):
+                module.__dict__.pop(name, None)
         for parameter in self._model.parameters():
-            for left in OPACUS_PARAM_MONKEYPATCH_ATTRS:
-                parameter.__dict__.pop(left, None)
+            for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:
+                parameter.__dict__.pop(name, None)
 
 
 def _drops(module: nn.Module) -> bool:
@@ -253,32 +253,32 @@ def fastest(
     known, is each example's in a batch without common tensors. Leaves the model as it was, bit for bit.
     """
     truth = OneByOne(loss, parameters, common)
-    ways: list[Callable[[], PerExample]] = [lambda: Batched(model, loss, parameters, common)]
+    methods: list[Callable[[], PerExample]] = [lambda: Batched(model, loss, parameters, common)]
     if losses is not None and not common:
         known = losses
-        ways.insert(0, lambda: Hooked(model, known, parameters, tolerance))
+        methods.insert(0, lambda: Hooked(model, known, parameters, tolerance))
     with _at_a_generic_point(model, parameters):
         expected = truth(sample)
-        for make in ways:
-            if way := _agreeing(make, expected, sample, tolerance):
-                return way
+        for make in methods:
+            if method := _agreeing(make, expected, sample, tolerance):
+                return method
     return truth
 
 
 def _agreeing(
     make: Callable[[], PerExample], expected: Gradients, sample: Batch, tolerance: float
 ) -> PerExample | None:
-    way: PerExample | None = None
+    method: PerExample | None = None
     try:
-        way = make()
-        if agree(way(sample), expected, tolerance):
-            return way
+        method = make()
+        if agree(method(sample), expected, tolerance):
+            return method
         reason = "its gradients differ from those of single examples"
     except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
         reason = f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
-    if way is not None:
-        way.close()
-    name = "?" if way is None else way.name
+    if method is not None:
+        method.close()
+    name = "?" if method is None else method.name
     structlog.get_logger("worker").info("per-example-gradients-refused", way=name, reason=reason)
     return None
 
@@ -291,12 +291,12 @@ def agree(found: Gradients, expected: Gradients, tolerance: float = EXACT) -> bo
     if [each.shape for each in found] != [each.shape for each in expected]:
         return False
     whole = norms(expected)  # [examples]
-    says = whole.isfinite()
+    finite = whole.isfinite()
     for one, other in zip(found, expected, strict=True):
         allowed = tolerance * norms([other]) + tolerance / 100 * whole
-        if not bool((norms([one - other])[says] <= allowed[says]).all()):
+        if not bool((norms([one - other])[finite] <= allowed[finite]).all()):
             return False
-    return bool(says.any())
+    return bool(finite.any())
 
 
 def norms(gradients: Gradients) -> Tensor:
@@ -346,9 +346,9 @@ def _examples(batch: Batch) -> Iterator[Batch]:
         yield {name: tensor[row : row + 1] for name, tensor in batch.items()}
 
 
-def at_once(way: PerExample, parameters: Sequence[nn.Parameter]) -> int:
+def at_once(method: PerExample, parameters: Sequence[nn.Parameter]) -> int:
     """Return the number of examples whose gradients are computed at a time."""
-    if isinstance(way, OneByOne):
+    if isinstance(method, OneByOne):
         return 1
     sizes = [parameter.nbytes for parameter in parameters]
     # Tensors are summed in float64, one after the other.

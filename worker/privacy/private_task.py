@@ -77,7 +77,7 @@ class PrivateTask:
         self._weekly = weekly
         self._reserved: list[int] = []
         self._leaves = False
-        self._dice = NoiseSource(key or secret_key())
+        self._noise_source = NoiseSource(key or secret_key())
         self._mechanism: Mechanism | None = None
         self._selections = (privacy.selections or task.rounds) if privacy.selection == "noisy" else 0
         self._choice = NoisyChoice(rho=privacy.selection_share * rho_of(privacy) / max(1, self._selections))
@@ -131,7 +131,7 @@ class PrivateTask:
             self._epsilon_per_pick = epsilon_per_pick(self._choice.rho, self._picks_left)
         self._chosen = True
         self._picks_left -= count
-        return private_top_k(bounded_sums(scores), count, self._epsilon_per_pick, self._dice)
+        return private_top_k(bounded_sums(scores), count, self._epsilon_per_pick, self._noise_source)
 
     def check_choice(self) -> None:
         """Raise PolicyViolation if blocks were chosen without noise. Call it after the choice."""
@@ -150,12 +150,12 @@ class PrivateTask:
             self._write(page, [event])
         self._mechanism = Mechanism(self._sampling, self._privacy.clip_norm, event.noise_multiplier)
         # Dropout is off. Other random draws of a model's code must be unpredictable too.
-        seed_everything(self._dice.seed())
+        seed_everything(self._noise_source.seed())
 
     def phase(self, trainer: Trainer, freeze: Freeze, dataset: Dataset) -> NoisyGradients:
         if self._mechanism is None:
             raise RuntimeError("call begin before phase: it reserves the privacy")
-        return NoisyGradients(trainer, freeze, dataset, self._mechanism, self._dice)
+        return NoisyGradients(trainer, freeze, dataset, self._mechanism, self._noise_source)
 
     def disclosed(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics that do not depend on the examples' content."""
@@ -325,12 +325,12 @@ def epsilon_per_pick(rho: float, count: int) -> float:
     return float(np.sqrt(8 * rho / count))
 
 
-def private_top_k(sums: Array, count: int, epsilon_per_pick: float, dice: NoiseSource) -> list[int]:
+def private_top_k(sums: Array, count: int, epsilon_per_pick: float, source: NoiseSource) -> list[int]:
     """Return the places of the `count` largest of noisy sums [candidates], largest first.
 
     Adding an example must change each sum by at most 1, and all of them in the same direction. Picking by one draw of
     Gumbel noise of scale 1/epsilon equals repeated use of the exponential mechanism (Durfee and Rogers 2019, arXiv
     1905.04273), and each pick is epsilon^2/8-zCDP (Cesar and Rogers 2021, arXiv 2004.07223).
     """
-    noisy = sums + dice.gumbel(len(sums)) / epsilon_per_pick
+    noisy = sums + source.gumbel(len(sums)) / epsilon_per_pick
     return [int(place) for place in np.argsort(-noisy)[:count]]

@@ -72,15 +72,14 @@ class LocalTaskContext:
     def restore(self, private: Selector) -> None:
         """Set the run's private blocks to their values in the vault. Raises SelectorError as `resolve` does."""
         for block in private.resolve(self.blocks):
-            if block.name in self.vault:
-                self.write(block, self.vault[block.name])
+            self._restore(block)
 
     def tensors(self, values: Mapping[str, Array]) -> dict[str, Tensor]:
-        wanted = {block.tensor for block in self.blocks if block.name in values}
+        blocks = [block for block in self.blocks if block.name in values]
+        wanted = {block.tensor for block in blocks}
         whole = {name: torch.zeros_like(t) for name, t in named_tensors(self.model).items() if name in wanted}
-        for block in self.blocks:
-            if block.name in values:
-                write_block(whole, block, values[block.name])
+        for block in blocks:
+            write_block(whole, block, values[block.name])
         return whole
 
     def forward(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None) -> Output:
@@ -169,8 +168,11 @@ class LocalTaskContext:
                 tensor=f"{name}.{path}", role="other", shape=tuple(tensor.shape), dtype=DTYPES[tensor.dtype]
             )
             self.private.append(block)
-            if block.name in self.vault:
-                self.write(block, self.vault[block.name])
+            self._restore(block)
+
+    def _restore(self, block: Block) -> None:
+        if block.name in self.vault:
+            self.write(block, self.vault[block.name])
 
     def fuse_prompts(
         self, modalities: Sequence[Modality], fusion: Fusion, start: LocalStart, *, shared_fusion: bool = False

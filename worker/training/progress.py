@@ -49,23 +49,20 @@ class Report:
 
     def progress(self) -> Progress:
         """Return the progress for a heartbeat."""
-        moved = {"fetching": self.download_bytes, "uploading": self.upload_bytes}.get(self.phase)
-        works = self.phase in ("training", "evaluating")
         loss = None if self.loss is None else rounded(self.loss)
         return Progress(
             phase=self.phase,
-            step=self._step() if works else None,
+            step=self._step() if self.phase in ("training", "evaluating") else None,
             steps=self.steps or None,
             loss=loss if loss is not None and abs(loss) < MAX_NUMBER else None,
-            bytes=moved,
+            bytes={"fetching": self.download_bytes, "uploading": self.upload_bytes}.get(self.phase),
             of_bytes=self.of_bytes or None,
         )
 
     def _step(self) -> int:
         if not self.by_quarter:
             return self.step
-        quarters = 4 * self.step // self.steps if self.steps else 0
-        return quarters * self.steps // 4
+        return 4 * self.step // self.steps * self.steps // 4 if self.steps else 0
 
 
 Check = Callable[[], None]

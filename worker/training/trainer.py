@@ -201,11 +201,11 @@ class _Epoch:
     def _step(self, batch: Batch) -> float:
         """Take one step. After an overflow of float16 the step is repeated at half the scale, so each batch
         counts."""
-        value, stepped = self._try_step(batch)
-        while not stepped:
-            self._trainer.check()
+        while True:
             value, stepped = self._try_step(batch)
-        return value
+            if stepped:
+                return value
+            self._trainer.check()
 
     def _try_step(self, batch: Batch) -> tuple[float, bool]:
         """Return the loss of a batch, and whether its gradients were finite and the optimizer took a step."""
@@ -226,7 +226,8 @@ class _Epoch:
         scaler.step(self._optimizer)
         scaler.update()
         stepped = scaler.get_scale() >= scale
-        self._after_step(stepped)
+        self.freeze.restore()
+        self.steps += stepped
         return value, stepped
 
     def noisy_step(self, noisy: PrivateGradients) -> None:
@@ -234,18 +235,14 @@ class _Epoch:
         noisy.fill()
         self._correct_gradients()
         self._optimizer.step()
-        self._after_step(stepped=True)
+        self.freeze.restore()
+        self.steps += 1
 
     def _correct_gradients(self) -> None:
-        half, context, training = self._trainer.half, self._trainer.context, self._trainer.training
-        half.after_backward(context)
+        self._trainer.half.after_backward(self._trainer.context)
         self.freeze.mask_gradients()
-        if training.max_gradient_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.freeze.parameters, training.max_gradient_norm)
-
-    def _after_step(self, stepped: bool) -> None:
-        self.freeze.restore()
-        self.steps += stepped
+        if (norm := self._trainer.training.max_gradient_norm) is not None:
+            torch.nn.utils.clip_grad_norm_(self.freeze.parameters, norm)
 
 
 def _optimizer(parameters: Sequence[dict[str, Any]], training: Training) -> torch.optim.Optimizer:

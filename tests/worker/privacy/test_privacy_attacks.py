@@ -183,7 +183,7 @@ def test_an_example_that_fails_counts_as_zero_and_changes_nothing_of_the_others(
     noisy = NoisyGradients(
         trainer, freeze, data, Mechanism(sampling(EXAMPLES, None), 1.0, 1.0), NoiseSource(bytes(32))
     )
-    assert noisy.way == way
+    assert noisy.method == way
     if "vocab_size" in fatal:
         # As if it had not been noticed.
         noisy._known[:] = True
