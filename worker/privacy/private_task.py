@@ -233,7 +233,8 @@ class PrivateTask:
         name = self._dataset
         if self._budget:
             self._budget.check_exact(name, entries)
-        lately = _since(entries, datetime.now(UTC) - WEEK)
+        a_week_ago = datetime.now(UTC) - WEEK
+        lately = [entry for entry in entries if entry.at > a_week_ago]
         for allowed, counted, rule, within_what in (
             (self._budget, entries, "privacy", ""),
             (self._weekly, lately, "max_weekly_privacy", " within seven days"),
@@ -272,10 +273,6 @@ class PrivateTask:
 def _up(value: float) -> str:
     """Return an epsilon as text, rounded up, so that a budget of this value suffices."""
     return f"{math.ceil(value * 100) / 100:g}" if math.isfinite(value) else "more than 1000"
-
-
-def _since(entries: Iterable[LedgerEntry], at: datetime) -> list[LedgerEntry]:
-    return [entry for entry in entries if entry.at > at]
 
 
 @dataclass(frozen=True)
