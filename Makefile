@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .PHONY: help install demo demo-reports demo-pairs test test-postgresql check fix system fuzz \
-  bench bench-quick bench-results bench-rivals bench-attention simulation chaos soak test-long image-check deploy-check \
+  bench bench-quick bench-results bench-rivals bench-attention simulation mutants chaos soak test-long image-check deploy-check \
   migrate image clean docs
 
 help: ## show this help
@@ -71,6 +71,9 @@ simulation: install ## a federation on one seed after the other; STEPS=, SEED=, 
 	$(BIN)/python -m tests.model_checking --rules --seed $(or $(SEED),0) --steps 100000000
 	$(BIN)/python -m tests.model_checking --crash-points
 	$(BIN)/python -m tests.model_checking --planted
+
+mutants: install ## faults of one line in a copy of the tree, each caught by the tests beside it; a quarter of an hour
+	$(BIN)/python -m tests.mutants
 
 fuzz: install ## a million hostile updates, a quarter of an hour on one core; prints its seed
 	$(BIN)/python -m tests.fuzz --cases $(or $(CASES),1000000) $(if $(SEED),--seed $(SEED))

@@ -7,7 +7,7 @@ Problem
 |  `- SiteSuspended      the site is out for a while
 |- NotFound 404
 |- Conflict 409          the state is not what the request supposes
-|  |- LeaseLost          the lease lapsed or is another's: drop the work
+|  |- LeaseLost          the lease expired or is another's: drop the work
 |  |- TaskCancelled      the run or round no longer wants it: drop the work
 |  |- RoundClosed        it came too late to be merged
 |  |- StaleVersion       it was trained from another version

@@ -27,7 +27,7 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of the worker protocol that this code speaks."""
 
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -77,7 +77,7 @@ TaskKind = Literal["train", "evaluate"]
 RunState = Literal["running", "paused", "completed", "failed", "cancelled"]
 RoundState = Literal["open", "merging", "committed", "abandoned"]
 TaskState = Literal[
-    "offered", "leased", "accepted", "merged", "left_out", "rejected", "lapsed", "failed", "cancelled"
+    "offered", "leased", "accepted", "merged", "left_out", "rejected", "expired", "failed", "cancelled"
 ]
 ACCEPTED: tuple[TaskState, ...] = ("accepted", "merged", "left_out")
 """The states of a task whose report was accepted, whatever became of it afterwards."""

@@ -72,7 +72,7 @@ def list_audit(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Curs
 @router.get("/v1/admin/status", operation_id="getStatus")
 def status(serving: Serving, caller: Viewer) -> Status:
     """Return who is doing what right now."""
-    since = serving.database.now() - serving.settings.live_seconds
+    since = serving.database.now() - serving.settings.liveness_seconds
     with serving.database.snapshot() as session:
         live = select(WorkerRow, SiteRow).join(SiteRow, SiteRow.id == WorkerRow.site_id)
         workers = session.execute(live.where(WorkerRow.last_seen_at >= since).order_by(SiteRow.name, WorkerRow.name))

@@ -28,7 +28,7 @@ class BoundedRequest(Request):
             settings: CoordinatorSettings = self.app.state.services.settings
             limit = settings.max_body_bytes
             received = bytearray()
-            async with in_time(settings.body_seconds, settings.head_seconds) as came:
+            async with in_time(settings.body_timeout_seconds, settings.header_timeout_seconds) as came:
                 async for piece in self.stream():
                     came()
                     received += piece
@@ -48,19 +48,19 @@ class BoundedRequest(Request):
 
 
 @asynccontextmanager
-async def in_time(most_seconds: float, idle_seconds: float) -> AsyncIterator[Callable[[], None]]:
+async def in_time(most_seconds: float, idle_timeout_seconds: float) -> AsyncIterator[Callable[[], None]]:
     """Something comes in pieces, of each of which it is told. Raises TooSlow for one that is too long in coming."""
     now = asyncio.get_running_loop().time
     end = now() + most_seconds
     try:
-        async with asyncio.timeout(min(idle_seconds, most_seconds)) as silence:
-            yield lambda: silence.reschedule(min(now() + idle_seconds, end))
+        async with asyncio.timeout(min(idle_timeout_seconds, most_seconds)) as silence:
+            yield lambda: silence.reschedule(min(now() + idle_timeout_seconds, end))
     except TimeoutError:
         if not silence.expired():
             raise
         raise TooSlow(
-            f"the body stood still for {idle_seconds:g} s or was not here after {most_seconds:g} s "
-            "(settings head_seconds, body_seconds)",
+            f"the body stood still for {idle_timeout_seconds:g} s or was not here after {most_seconds:g} s "
+            "(settings header_timeout_seconds, body_timeout_seconds)",
             # What else comes of it would be taken for the next request.
             headers={"Connection": "close"},
         ) from None

@@ -57,7 +57,7 @@ def resume_site(site_id: str, serving: Serving, caller: Admin) -> Site:
 def list_workers(serving: Serving, caller: Anyone, limit: Limit = 100, cursor: Cursor = None) -> Page[WorkerView]:
     """Return every worker ever heard of, for a site its own; `live` if heard of lately, unless its site is
     suspended."""
-    since = serving.database.now() - serving.settings.live_seconds
+    since = serving.database.now() - serving.settings.liveness_seconds
     with serving.database.snapshot() as session:
         query = select(WorkerRow, SiteRow).join(SiteRow, SiteRow.id == WorkerRow.site_id)
         if caller.site_id is not None:

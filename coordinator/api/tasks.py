@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from tessera.coordinator.api.dependencies import Anyone, Cursor, Limit, Serving, SiteCaller
 from tessera.coordinator.api.request_limits import BoundedRoute
@@ -13,13 +14,33 @@ from tessera.coordinator.operations import tasks
 from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Lease, Submission, Task, TaskView
 from tessera.shared.problems import Fault, Invalid, TooLarge
 from tessera.shared.schema import MAX_CLAIM_BYTES, PROTOCOL, Page
+from tessera.shared.version import VERSION
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"], route_class=BoundedRoute)
 
 _WAIT = re.compile(r"wait=(\d{1,4})")
 
 
-@router.post("/claim", operation_id="claimTask", response_model=Task, responses={204: {"description": "nothing now"}})
+async def require_protocol(request: Request, _: SiteCaller) -> None:
+    """Raise Invalid for a worker of another protocol, before anything else of its claim is read."""
+    claim = json.loads(await request.body() or b"{}")
+    spoken = [claim.get(name) if isinstance(claim, dict) else None for name in ("protocol_min", "protocol_max")]
+    lowest, highest = (number if isinstance(number, int) else PROTOCOL for number in spoken)
+    if not lowest <= PROTOCOL <= highest:
+        raise Invalid(
+            f"this coordinator speaks protocol {PROTOCOL}; the worker speaks {lowest} to {highest}",
+            errors=[Fault(pointer="/protocol_max", detail=f"{lowest} to {highest}")],
+            remedy=f"Install version {VERSION} of Tessera at the worker, which is the coordinator's (GET /version).",
+        )
+
+
+@router.post(
+    "/claim",
+    operation_id="claimTask",
+    response_model=Task,
+    responses={204: {"description": "nothing now"}},
+    dependencies=[Depends(require_protocol)],
+)
 async def claim(
     body: Claim,
     request: Request,
@@ -33,9 +54,8 @@ async def claim(
             f"the claim has {length} bytes; at most {MAX_CLAIM_BYTES} are taken",
             remedy="Shorten what the worker declares, such as the lists of its policy.",
         )
-    _require_protocol(body)
     wanted = _WAIT.search(prefer)
-    wait = min(float(wanted.group(1)) if wanted else 0.0, serving.settings.longest_wait_seconds)
+    wait = min(float(wanted.group(1)) if wanted else 0.0, serving.settings.max_wait_seconds)
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -46,16 +66,6 @@ async def claim(
         return Response(status_code=204)
     # Without defaults: a worker of the version before understands what does not use what is new.
     return Response(task.model_dump_json(exclude_defaults=True), media_type="application/json")
-
-
-def _require_protocol(body: Claim) -> None:
-    if not body.protocol_min <= PROTOCOL <= body.protocol_max:
-        spoken = f"{body.protocol_min} to {body.protocol_max}"
-        raise Invalid(
-            f"this coordinator speaks protocol {PROTOCOL}; the worker speaks {spoken}",
-            errors=[Fault(pointer="/protocol_max", detail=spoken)],
-            remedy="Install a version of the worker that speaks this protocol; GET /version tells it.",
-        )
 
 
 @router.get("", operation_id="listTasks")

@@ -1,4 +1,4 @@
-"""Blobs addressed by their SHA-256: the store, resumable uploads, differences between versions.
+"""Blobs addressed by their SHA-256: storage, resumable uploads, differences between versions.
 
 Imports `auth`, `db`, `domain` and `limits`.
 """

@@ -1,9 +1,8 @@
 """Blobs in an S3-compatible store.
 
-The store is believed in nothing but that it may have kept what it was given. What exists is a row of the table, whose
-digest and size were found before the bytes went there; and before a process uses an object for the first time it
-hashes it. From then on it knows the object by the tag that the store gives it: bytes under another
-tag are hashed anew.
+The store is not trusted. A blob exists if the table has its row, whose digest and size were computed before the
+bytes were sent to the store; and a process hashes an object before it uses it for the first time. After that it
+recognizes the object by the store's tag, and hashes it again when the tag changes.
 """
 
 from __future__ import annotations
@@ -30,35 +29,35 @@ from tessera.shared.problems import StoreAway, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 
 HASHED_BYTES = 1 << 22
-"""What is read at a time to be hashed: a request each, so that none is cut off for having taken long in all."""
+"""Bytes of one request when hashing, so that no single request reaches the time limit."""
 
 TAGS_KEPT = 65_536
-"""Objects that are known by their tags. One that is forgotten is hashed once more."""
+"""Objects whose tags are remembered; a forgotten one is hashed again."""
 
 PROBE = "probe"
 PROBE_SECONDS = 5.0
-"""How long a store that took a probe counts as there: anybody may ask whether we are ready."""
+"""How long the store counts as working after a probe, because unauthenticated callers may request readiness."""
 
 AGAIN_SECONDS = 2.0
-"""When a caller may ask again after the store did not answer."""
+"""Time after which a caller may retry when the store did not respond."""
 
 TIMES: Any = {"connect_timeout": "3s", "timeout": "30s"}
-"""Of one request: no more than a few megabytes go in one."""
+"""Limits of one request, which carries a few megabytes at most."""
 
 RETRIES: Any = {
     "max_retries": 3,
     "retry_timeout": timedelta(seconds=5),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2},
 }
-"""A hiccup is waited out here. Whoever meets more than that is told, and asks again."""
+"""Retries of short failures; a longer one is reported to the caller, who retries."""
 
 log = structlog.get_logger()
 
 
 class Objects:
-    """For any thread. `url` is `s3://bucket/prefix`; all else is in the environment, as `AWS_...`.
+    """An object store at `s3://bucket/prefix`, configured by `AWS_...` in the environment. Safe in any thread.
 
-    Raises ValueError for a URL that holds more than that: a secret, perhaps, which would be shown with it.
+    Raises ValueError for a URL with anything else: it may be a secret, and URLs are logged.
     """
 
     def __init__(self, url: str) -> None:
@@ -71,29 +70,29 @@ class Objects:
     # ------------------------------------------------------------ writing
 
     def put(self, digest: str, path: Path) -> None:
-        """Return once the store says that it is safe; large ones go in parts."""
-        # Another may have put the same before: what is there now has another tag, perhaps.
+        """Store a file and return when the store confirms it; send a large file in parts."""
+        # It may have been there already, under another tag.
         self.forget(digest)
-        with _asked():
+        with _translated():
             obstore.put(self.store, key_of(digest), path)
 
     def remove(self, digest: str, before: float) -> bool:
-        """Return whether there was one that was written before then, and now is not."""
+        """Remove an object that was written before this instant; return whether it did."""
         self.forget(digest)
-        with suppress(FileNotFoundError), _asked("object"):
+        with suppress(FileNotFoundError), _translated("object"):
             if obstore.head(self.store, key_of(digest))["last_modified"].timestamp() < before:
                 obstore.delete(self.store, key_of(digest))
                 return True
         return False
 
     def serves(self) -> bool:
-        """Return whether the store took a few bytes, and gave back a part of them, just now or a moment ago."""
+        """Return whether the store accepted a few bytes and returned a part of them within `PROBE_SECONDS`."""
         with self._probing:
             if time.monotonic() < self._probed_until:
                 return True
-            with suppress(StoreAway), _asked():
+            with suppress(StoreAway), _translated():
                 obstore.put(self.store, PROBE, PROBE.encode())
-                # There are servers that know no ranges, and blobs are not read whole.
+                # Some servers do not support ranges, which reading blobs requires.
                 part = obstore.get(self.store, PROBE, options={"range": (1, 4)})
                 if bytes(part.bytes()) == PROBE.encode()[1:4]:
                     self._probed_until = time.monotonic() + PROBE_SECONDS
@@ -103,47 +102,46 @@ class Objects:
     # ------------------------------------------------------------ reading
 
     def size(self, digest: str) -> int | None:
-        """None if there is no such object."""
-        with suppress(FileNotFoundError), _asked("object"):
+        """Return the size of an object, or None if there is none."""
+        with suppress(FileNotFoundError), _translated("object"):
             return int(obstore.head(self.store, key_of(digest))["size"])
         return None
 
     def listed(self, at_a_time: int) -> Iterator[Sequence[obstore.ObjectMeta]]:
-        with _asked():
+        with _translated():
             yield from obstore.list(self.store, chunk_size=at_a_time)
 
     def open(self, blob: Stored, readahead_bytes: int) -> BinaryIO:
-        """Return a seekable file. Reading it raises StoreSpoilt, and StoreAway."""
+        """Return a seekable file. Reading it raises StoreSpoilt and StoreAway."""
         return io.BufferedReader(cast("io.RawIOBase", _ObjectFile(self, blob)), readahead_bytes)
 
     def read(self, blob: Stored, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop`, which are those that were hashed. Raises StoreSpoilt and StoreAway."""
+        """Return bytes `start` to `stop` of the object that was hashed. Raises StoreSpoilt and StoreAway."""
         for _ in range(2):
             expected = self._tags.get(blob.digest) or self.hash(blob)
             data, tag = self._get(blob, start, stop)
             if tag == expected:
                 return data
-            # Replaced, by the same bytes perhaps: another process has uploaded them too.
+            # Replaced, perhaps by the same bytes from another process.
             self.forget(blob.digest)
         raise StoreSpoilt(f"blob {blob.digest} is being replaced in the store while it is read")
 
     def verify(self, blob: Stored) -> None:
-        """Hash an object that this process has not met. Raises StoreSpoilt and StoreAway."""
+        """Hash an object that this process has not used yet. Raises StoreSpoilt and StoreAway."""
         if blob.digest not in self._tags:
             self.hash(blob)
 
     def hash(self, blob: Stored) -> str:
-        """Hash an object and return the tag that it is known by from then on.
+        """Hash an object and return the tag by which it is recognized from then on.
 
-        Raises StoreSpoilt if it is missing or has other bytes than those of its name, and StoreAway.
+        Raises StoreSpoilt if it is missing or its bytes do not match its digest, and StoreAway.
         """
-        found, at, tags = hashlib.sha256(), 0, set[str]()
-        while at < blob.size:
+        computed, tags = hashlib.sha256(), set[str]()
+        for at in range(0, blob.size, HASHED_BYTES):
             piece, tag = self._get(blob, at, min(at + HASHED_BYTES, blob.size))
-            found.update(piece)
-            at += len(piece)
+            computed.update(piece)
             tags.add(tag)
-        if len(tags) > 1 or f"sha256:{found.hexdigest()}" != blob.digest:
+        if len(tags) > 1 or f"sha256:{computed.hexdigest()}" != blob.digest:
             self.forget(blob.digest)
             raise StoreSpoilt(f"blob {blob.digest} no longer has the bytes of its name")
         tag = tags.pop() if tags else ""
@@ -155,14 +153,14 @@ class Objects:
         return tag
 
     def forget(self, digest: str) -> None:
-        """It is hashed before it is used again."""
+        """Forget an object's tag, so that it is hashed before its next use."""
         with self._lock:
             self._tags.pop(digest, None)
 
     def _get(self, blob: Stored, start: int, stop: int) -> tuple[bytes, str]:
-        """Return bytes of an object that has the size of the blob, and its tag."""
+        """Return bytes of an object of the blob's size, and its tag."""
         try:
-            with _asked("object"):
+            with _translated("object"):
                 result = obstore.get(self.store, key_of(blob.digest), options={"range": (start, stop)})
                 if result.meta["size"] == blob.size:
                     data = bytes(result.bytes())
@@ -203,17 +201,16 @@ class _ObjectFile(io.RawIOBase):
         return len(data)
 
     def readall(self) -> bytes:
-        # In few requests; the way of the base class is one for every 8 KiB.
-        whole = bytearray()
-        while self._at < self._blob.size:
-            stop = min(self._at + HASHED_BYTES, self._blob.size)
-            whole += self._objects.read(self._blob, self._at, stop)
-            self._at = stop
-        return bytes(whole)
+        # In few requests; the base class sends one for every 8 KiB.
+        starts = range(self._at, self._blob.size, HASHED_BYTES)
+        self._at = max(self._at, self._blob.size)
+        return b"".join(
+            self._objects.read(self._blob, start, min(start + HASHED_BYTES, self._blob.size)) for start in starts
+        )
 
 
 def key_of(digest: str) -> str:
-    """Return where a blob lies, in an object store and in a folder alike."""
+    """Return a blob's key in an object store, which is also its path in a folder."""
     hexadecimal = digest.removeprefix("sha256:")
     return f"{hexadecimal[:2]}/{hexadecimal}"
 
@@ -222,26 +219,26 @@ def _opened(url: str) -> ObjectStore:
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ValueError(
-            "TESSERA_BLOB_URL holds more than s3://bucket/prefix; credentials, region and endpoint go into "
+            "TESSERA_BLOB_URL holds more than s3://bucket/prefix; set credentials, region and endpoint in "
             "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL"
         )
     if parts.scheme not in ("s3", "s3a"):
         return from_url(url)
-    # Options that are given here replace all that the environment says of the client.
+    # Options given here replace all those of the environment.
     plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes", "on")
     options: Any = {**TIMES, "allow_http": plain}
     return S3Store.from_url(url, client_options=options, retry_config=RETRIES)
 
 
 @contextmanager
-def _asked(of: Literal["object", "bucket"] = "bucket") -> Iterator[None]:
-    """Within it the store is asked. Raises StoreAway if it does not answer, refuses, or knows no such bucket; and
-    FileNotFoundError if it was asked of an object that it does not have."""
+def _translated(of: Literal["object", "bucket"] = "bucket") -> Iterator[None]:
+    """Translate the store's errors: raise StoreAway if it does not respond, refuses, or has no such bucket, and
+    FileNotFoundError if it lacks the requested object."""
     try:
         yield
     except (BaseError, FileNotFoundError) as fault:
         if of == "object" and isinstance(fault, FileNotFoundError):
             raise
-        # What the store says may name addresses and accounts: it is for our log, and not for our callers.
+        # The store's message may name addresses and accounts: it is logged, and not sent to callers.
         log.warning("store.away", detail=str(fault).partition("\n")[0][:500])
         raise StoreAway("the coordinator's blob store did not answer", retry_after_seconds=AGAIN_SECONDS) from None

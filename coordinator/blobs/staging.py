@@ -1,7 +1,7 @@
-"""What a process has not finished writing: in a folder of its own, which others clear away once it is gone.
+"""Unfinished files of each process, in a folder of its own that other processes remove after its end.
 
-Several processes, on several machines, may share one staging folder. Who is gone is told by a lock in its folder,
-which the kernel, or the file server, takes back however the process ended.
+Several processes on several machines may share one staging folder. Each holds a lock in its own, which the kernel or
+the file server releases however the process ends.
 """
 
 from __future__ import annotations
@@ -24,52 +24,51 @@ class StagingArea:
 
     def __init__(self, staging_dir: Path) -> None:
         self._staging_dir = staging_dir
-        self._moving = threading.Lock()
+        self._creating = threading.Lock()
         self._own: Path | None = None
 
     def path(self) -> Path:
-        """Return where to write a file that nobody else knows of yet."""
-        with self._moving:
+        """Return a new path to write to."""
+        with self._creating:
             while self._own is None or not self._own.is_dir():
-                self._own = self._moved_in()
+                self._own = self._create()
             return self._own / uuid.uuid4().hex
 
-    def _moved_in(self) -> Path | None:
-        """Return a folder under this process's lock, or None if somebody has swept before it was locked."""
+    def _create(self) -> Path | None:
+        """Create a folder and lock it; return None if another process swept it before it was locked."""
         own = self._staging_dir / f"{OWN}{uuid.uuid4().hex}"
         own.mkdir()
-        descriptor = _locked(own, os.O_CREAT)
+        descriptor = _lock(own, os.O_CREAT)
         if descriptor is None:
             return None
-        self._moving_out = weakref.finalize(self, _moved_out, own, descriptor)
+        self._finalizer = weakref.finalize(self, _remove, own, descriptor)
         return own
 
     def abandon(self) -> None:
-        """Let go of the lock and leave the files behind, as the end of a killed process does."""
-        if self._own and (left := self._moving_out.detach()):
-            _, _, (_, descriptor), _ = left
+        """Release the lock and leave the files behind, as a killed process does."""
+        if self._own and (detached := self._finalizer.detach()):
+            _, _, (_, descriptor), _ = detached
             os.close(descriptor)
 
 
 def sweep(staging_dir: Path) -> int:
-    """Remove what processes that are gone left half-written, and returns how many files there were."""
+    """Remove the files of ended processes; return how many there were."""
     swept = 0
     for folder in staging_dir.glob(f"{OWN}*"):
-        descriptor = _locked(folder)
+        descriptor = _lock(folder)
         if descriptor is not None:
             swept += sum(1 for path in folder.iterdir() if path.name != LOCK)
-            _moved_out(folder, descriptor)
+            _remove(folder, descriptor)
     return swept
 
 
-def _locked(folder: Path, create: int = 0) -> int | None:
-    """Return a descriptor that holds the folder's lock until it is closed; None if another does, or the folder is
-    gone."""
+def _lock(folder: Path, create: int = 0) -> int | None:
+    """Return a descriptor that holds the folder's lock until it is closed; None if it is taken or the folder gone."""
     try:
-        # For writing, without which network file systems lock nothing.
+        # For writing: network file systems require that for an exclusive lock.
         descriptor = os.open(folder / LOCK, os.O_RDWR | create)
     except FileNotFoundError:
-        # Nobody's yet: whoever has made it makes another.
+        # Not locked yet: the process that created it creates another.
         with suppress(OSError):
             folder.rmdir()
         return None
@@ -84,6 +83,6 @@ def _locked(folder: Path, create: int = 0) -> int | None:
     return descriptor
 
 
-def _moved_out(folder: Path, descriptor: int) -> None:
+def _remove(folder: Path, descriptor: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     os.close(descriptor)

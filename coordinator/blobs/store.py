@@ -1,8 +1,7 @@
-"""Bytes under their sha-256: small ones in the database, the others in an object store.
+"""Blobs under their SHA-256: small ones in the database, larger ones in a local folder or an S3-compatible store.
 
 A blob is never visible in part. Its bytes are written under a temporary name, flushed to the disk, renamed to their
-digest and only then entered in the `blobs` table; what the table does not know does not exist. The store is a local
-folder by default, or one that speaks S3: see `objects`.
+digest and then entered in the `blobs` table; a blob without a row does not exist.
 """
 
 from __future__ import annotations
@@ -39,29 +38,28 @@ from tessera.shared.tensors.mmap_file import MappedFile, mapped
 PIECE_BYTES = 1 << 18
 
 STREAM_BYTES = 1 << 20
-"""What is read at a time to be sent: each piece is a trip to a thread, and perhaps to the store."""
+"""Bytes read and sent at a time; each piece takes a thread, and perhaps a request to the store."""
 
 ROWS_KEPT = 4_096
-"""Rows of the table that are kept at hand: a merge asks for every update once a block, and for the blocks."""
+"""Cached rows of the table: a merge reads every update once for each block."""
 ROWS_BYTES = 16 << 20
-"""What the small blobs in them may come to."""
+"""Most bytes of the small blobs in them."""
 
 MAPS_KEPT = 64
-"""Files of the store that stay mapped, for the same reason. A map costs addresses and a descriptor, and no memory."""
+"""Files that stay mapped, for the same reason. A map takes address space and a descriptor, but no memory."""
 
 SOUND_KEPT = 1 << 16
-"""Blobs that are known to be sound. One that is forgotten is hashed once more: that costs less than to remember all
-that ever were, in a process that is not told which of them another has removed."""
+"""Blobs known to be sound; a forgotten one is hashed again. Bounded, as other processes remove blobs unnoticed."""
 
 _HEXADECIMAL = re.compile("[0-9a-f]{64}")
 
 FLUSHES = 4
-"""Files that are flushed at a time: most of it is waiting for the disk."""
+"""Threads that flush files; they mostly wait for the disk."""
 
 
 @dataclass(frozen=True)
 class Portion:
-    """Part of an answer that has several blobs: small ones of the table together, or another one alone."""
+    """Part of a response with several blobs: several small ones, or one large one."""
 
     blobs: tuple[Stored, ...]
     inline: bool
@@ -72,7 +70,7 @@ class Portion:
 
 
 class StagingOnOtherDisk(RuntimeError):
-    """The staging folder is not on the blobs' file system."""
+    """The staging folder is on another file system than the blobs."""
 
 
 class Blobs:
@@ -89,28 +87,29 @@ class Blobs:
         self._readahead_bytes = readahead_bytes
         self._url = url if "://" in url else Path(url).absolute()
         self.staging_dir = staging_dir.absolute()
-        # What lies in them is of sites: updates, and models that not everybody may have.
+        # Closed to other users of the machine: it holds sites' updates and restricted models.
         staging_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.unfinished = StagingArea(self.staging_dir)
-        # A disk may have spoilt what an earlier process wrote: each blob is hashed once more before its first use.
-        # What came since was hashed as it came, by this process or by one beside it.
+        # The disk may have corrupted earlier blobs, so each is hashed before its first use. Later ones were hashed
+        # when they were received, by this or another process.
         self._sound = Recent(SOUND_KEPT)
         self.began_at = database.now()
-        # A blob that is there stays as it is, and one that is not is not remembered.
+        # Blobs are immutable, and missing ones are not cached.
         self._rows = Rows()
         self._map = lru_cache(maxsize=MAPS_KEPT)(mapped)
         self._objects = Objects(url) if "://" in url else None
-        # Where they are otherwise.
+        # Used unless there is an object store.
         self._root = Path(url)
         if self._objects is None:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._root.stat().st_dev != staging_dir.stat().st_dev:
                 raise StagingOnOtherDisk(
-                    f"{staging_dir} and {url} are on two file systems; finishing an upload is a rename"
+                    f"{staging_dir} and {url} are on different file systems; an upload is finished by a rename. Set "
+                    "TESSERA_STAGING_DIR to a folder on the file system of TESSERA_BLOB_URL."
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # To another process, which opens the same database and store once, however many tensors it is sent.
+        # The receiving process opens the same database and store once for all tensors that it receives.
         url = self._database.url.render_as_string(hide_password=False)
         arguments = (str(self._url), self.staging_dir, self._inline_bytes, self._readahead_bytes)
         return _reopened, (url, arguments, self.began_at)
@@ -118,19 +117,19 @@ class Blobs:
     # ------------------------------------------------------------ writing
 
     def put(self, pieces: Iterable[bytes | memoryview]) -> Stored:
-        """Make bytes safe under their digest. To be entered with `record`."""
+        """Store bytes durably under their digest. Enter them with `record`."""
         with self.writer() as writer:
             for piece in pieces:
                 writer.write(piece)
             return writer.finish()
 
     def writer(self) -> BlobWriter:
-        """Return the same bit by bit. Several may be open at a time."""
+        """Return a writer that stores a blob piece by piece. Several may be open at a time."""
         return BlobWriter(self, self._inline_bytes)
 
     @contextmanager
     def file(self) -> Iterator[BinaryIO]:
-        """Yield a seekable file to write and `keep`; what is not kept leaves nothing behind."""
+        """Yield a seekable file to write and `keep`; without `keep` it leaves nothing behind."""
         path = self.unfinished.path()
         try:
             with path.open("x+b") as file:
@@ -139,19 +138,17 @@ class Blobs:
             path.unlink(missing_ok=True)
 
     def keep(self, file: BinaryIO) -> Stored:
-        """Make the bytes of a `file` safe under their digest. To be entered with `record`."""
+        """Store the bytes of a `file` durably under their digest. Enter them with `record`."""
         file.seek(0)
-        found = hashlib.sha256()
-        while piece := file.read(PIECE_BYTES):
-            found.update(piece)
-        return self.adopt(Path(file.name), f"sha256:{found.hexdigest()}", file.tell())
+        computed = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
+        return self.adopt(Path(file.name), f"sha256:{computed.hexdigest()}", file.tell())
 
     def batch(self) -> BlobBatch:
-        """Write several, which are safe at the end of `with`: to wait for the disk once costs far less."""
+        """Return a batch of blobs that are durable at the end of `with`, after one wait for the disk."""
         return BlobBatch(self, self._inline_bytes)
 
     def adopt(self, path: Path, digest: str, size: int) -> Stored:
-        """Take over a finished file of the staging folder, whose digest was checked."""
+        """Store a finished file of the staging folder under its checked digest."""
         if size <= self._inline_bytes:
             return Stored(digest, size, path.read_bytes())
         self.move(path, digest)
@@ -159,7 +156,7 @@ class Blobs:
         return Stored(digest, size)
 
     def move(self, path: Path, digest: str) -> None:
-        """The same in part: its name is safe only after `flush_names`."""
+        """Store a file as `adopt` does, but without making its name durable: `flush_names` does."""
         if self._objects:
             self._objects.put(digest, path)
             path.unlink(missing_ok=True)
@@ -167,7 +164,7 @@ class Blobs:
         _flush(path)
         final = self._path(digest)
         final.parent.mkdir(parents=True, exist_ok=True)
-        # The name is the content, so replacing a file of the same name changes nothing.
+        # Files of the same name have the same content, so replacing one changes nothing.
         path.replace(final)
         self._sound.add(digest)
 
@@ -177,25 +174,25 @@ class Blobs:
                 _flush(folder)
 
     def record(self, session: Session, now: float, stored: Sequence[Stored]) -> None:
-        """Enter blobs in the table; those already there stay as they are."""
-        new = {blob.digest: blob for blob in stored}
-        known = session.scalars(select(BlobRow.digest).where(BlobRow.digest.in_(new)))
-        for digest in known:
-            del new[digest]
+        """Enter blobs in the table; existing rows stay as they are."""
+        blobs = {blob.digest: blob for blob in stored}
+        known = set(session.scalars(select(BlobRow.digest).where(BlobRow.digest.in_(blobs))))
         session.add_all(
-            BlobRow(digest=blob.digest, size=blob.size, inline=blob.inline, created_at=now) for blob in new.values()
+            BlobRow(digest=blob.digest, size=blob.size, inline=blob.inline, created_at=now)
+            for blob in blobs.values()
+            if blob.digest not in known
         )
         session.flush()
 
     def save(self, pieces: Iterable[bytes | memoryview]) -> Stored:
-        """`put` and `record` in one."""
+        """Store and record bytes."""
         stored = self.put(pieces)
         with self._database.transaction() as session:
             self.record(session, self._database.now(), [stored])
         return stored
 
     def writable(self) -> bool:
-        """Return whether the staging folder takes a file, and a store that is no folder takes and gives bytes."""
+        """Return whether the staging folder accepts a file, and an object store accepts and returns bytes."""
         probe = self.staging_dir / f"probe-{uuid.uuid4().hex}"
         try:
             probe.write_bytes(b"probe")
@@ -205,14 +202,11 @@ class Blobs:
         return self._objects is None or self._objects.serves()
 
     def sweep(self) -> int:
-        """Remove what killed processes left half-written, and returns how many files there were.
-
-        Unfinished uploads stay: their senders may come back for them.
-        """
+        """Remove unfinished files of killed processes; return how many there were. Unfinished uploads stay."""
         for probe in self.staging_dir.glob("probe-*"):
             probe.unlink(missing_ok=True)
         for aside in self.staging_dir.glob("gone-*"):
-            # Removing it was cut off before its age was seen. At worst it is a stray, which will be found.
+            # Its removal was interrupted before its age was checked. At worst it is a stray file.
             with suppress(FileNotFoundError):
                 aside.replace(self._path(aside.name.removeprefix("gone-")))
         return sweep(self.staging_dir)
@@ -220,12 +214,12 @@ class Blobs:
     # ------------------------------------------------------------ removing
 
     def discard(self, digest: str, before: float) -> bool:
-        """Remove the bytes of a blob that is in the table no more, unless they were written since `before`."""
+        """Remove the bytes of a blob without a row unless they were written since `before`; return whether it did."""
         self._sound.discard(digest)
         self._rows.drop(digest)
         if self._objects:
             return self._objects.remove(digest, before)
-        # It must be looked at where nobody can put another in its place.
+        # Its age is checked at a path where no other process can replace it.
         path, aside = self._path(digest), self.staging_dir / f"gone-{digest.removeprefix('sha256:')}"
         with suppress(FileNotFoundError):
             path.replace(aside)
@@ -236,25 +230,24 @@ class Blobs:
         return False
 
     def listed(self, before: float, at_a_time: int) -> Iterator[list[str]]:
-        """Yield the digests of all that the store holds and that was written before then, a list at a time."""
+        """Yield the digests of the stored objects written before this instant, in lists."""
         pages: Iterable[Sequence[obstore.ObjectMeta]]
         if self._objects:
             pages = self._objects.listed(at_a_time)
         else:
             pages = obstore.list(LocalStore(self._root), chunk_size=at_a_time)
         for objects in pages:
-            keys = [found["path"] for found in objects if found["last_modified"].timestamp() < before]
+            keys = [meta["path"] for meta in objects if meta["last_modified"].timestamp() < before]
             yield [f"sha256:{name}" for key in keys if _HEXADECIMAL.fullmatch(name := key.rpartition("/")[2])]
 
     # ------------------------------------------------------------ reading
 
     def size(self, digest: str) -> int:
-        """Raise NotFound."""
+        """Return the size of a blob. Raises NotFound."""
         return self._row(digest).size
 
     def open(self, digest: str) -> BinaryIO:
-        """Return the blob as a seekable file. Raises NotFound, and StoreSpoilt if its bytes are not those of its
-        name."""
+        """Return the blob as a seekable file. Raises NotFound, and StoreSpoilt if its bytes are corrupt."""
         row = self._row(digest)
         self.verify(row)
         if self._objects is None and row.inline is None:
@@ -269,30 +262,27 @@ class Blobs:
         return self._path(blob.digest).open("rb", buffering=0)
 
     def _path(self, digest: str) -> Path:
-        """Return where a blob is, or would be, in a store that is a folder."""
+        """Return the path of a blob in the local folder."""
         return self._root / key_of(digest)
 
     def verify(self, blob: Stored) -> None:
-        """Hash a blob, the first time that this process meets it, unless it came into a folder since it began.
-
-        Raises StoreSpoilt, and StoreAway.
-        """
+        """Hash a blob unless this process knows it to be sound. Raises StoreSpoilt and StoreAway."""
         if self._objects and blob.inline is None:
             self._objects.verify(blob)
         elif blob.digest not in self._sound:
             self.rehash(blob)
 
     def rehash(self, blob: Stored) -> None:
-        """Raise StoreSpoilt if the blob is missing, or has other bytes than those of its name; and StoreAway."""
+        """Raise StoreSpoilt if the blob is missing or its bytes do not match its digest, and StoreAway."""
         if self._objects and blob.inline is None:
             self._objects.hash(blob)
             return
         try:
             with self._open(blob) as file:
-                found = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
+                computed = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
         except FileNotFoundError:
             raise StoreSpoilt(f"blob {blob.digest} is missing from the store") from None
-        if f"sha256:{found.hexdigest()}" != blob.digest:
+        if f"sha256:{computed.hexdigest()}" != blob.digest:
             raise StoreSpoilt(f"blob {blob.digest} no longer has the bytes of its name")
         self._sound.add(blob.digest)
 
@@ -302,17 +292,17 @@ class Blobs:
             return file.read()
 
     async def stream(self, blob: Stored, start: int, stop: int) -> AsyncIterator[bytes]:
-        """Yield bytes `start` to `stop` of a blob, piece by piece, as the receiver takes them."""
+        """Yield bytes `start` to `stop` of a blob, piece by piece, as fast as the receiver reads them."""
         if blob.inline is not None:
             yield blob.inline[start:stop]
         elif self._objects:
             while start < stop:
-                # A request for each piece: a receiver that is slow keeps no connection to the store waiting.
+                # A request for each piece, so that a slow receiver blocks no connection to the store.
                 piece = await to_thread.run_sync(self._objects.read, blob, start, min(start + STREAM_BYTES, stop))
                 start += len(piece)
                 yield piece
         else:
-            # Read in a thread of ours: the store's own stream takes ten times the processor time over a local file.
+            # Read in a thread here: the store library's stream takes ten times the processor time for a local file.
             with self._path(blob.digest).open("rb", buffering=0) as file:
                 file.seek(start)
                 while start < stop and (
@@ -322,66 +312,63 @@ class Blobs:
                     yield piece
 
     def find(self, session: Session, digest: str) -> Stored:
-        """Raise NotFound."""
+        """Return a blob's row. Raises NotFound."""
         row = session.get(BlobRow, digest)
         if row is None:
             raise NotFound(f"there is no blob {digest}")
         return self._stored(row)
 
     def portions(self, session: Session, digests: Sequence[str]) -> list[Portion]:
-        """Return several blobs in the order given, divided so that reading one portion takes little memory.
+        """Return blobs in the given order, in portions that take little memory to read. Raises NotFound.
 
-        The bytes themselves are not read: four thousand small blobs have 256 MiB. Raises NotFound.
+        The bytes are not read: four thousand small blobs take 256 MiB.
         """
         columns = select(BlobRow.digest, BlobRow.size, BlobRow.created_at, BlobRow.inline.is_not(None))
-        found = {}
+        single = {}
         for digest, size, created_at, inline in session.execute(columns.where(BlobRow.digest.in_(set(digests)))):
             self._note_sound(digest, created_at)
-            found[digest] = Portion((Stored(digest, size),), inline)
-        if missing := [digest for digest in digests if digest not in found]:
-            raise NotFound(f"there is no blob {missing[0]}")
-        joined: list[Portion] = []
+            single[digest] = Portion((Stored(digest, size),), inline)
+        _require_all(digests, single)
+        portions: list[Portion] = []
         for digest in digests:
-            last, one = joined[-1] if joined else None, found[digest]
+            last, one = portions[-1] if portions else None, single[digest]
             if last and last.inline and one.inline and last.size + one.size <= STREAM_BYTES:
-                joined[-1] = Portion((*last.blobs, *one.blobs), inline=True)
+                portions[-1] = Portion((*last.blobs, *one.blobs), inline=True)
             else:
-                joined.append(one)
-        return joined
+                portions.append(one)
+        return portions
 
     def verify_all(self, portions: Iterable[Portion]) -> None:
-        """Hash what this process has not met yet. Raises StoreSpoilt, and StoreAway."""
+        """Verify the blobs of all portions. Raises StoreSpoilt and StoreAway."""
         for portion in portions:
             if not portion.inline:
                 self.verify(portion.blobs[0])
             elif any(blob.digest not in self._sound for blob in portion.blobs):
-                self._together(portion)
+                self._read_inline(portion)
 
     async def stream_all(self, portions: Iterable[Portion], start: int) -> AsyncIterator[bytes]:
-        """Yield bytes of the portions from `start` of them all on, piece by piece, as the receiver takes them."""
+        """Yield the portions' bytes from offset `start` of all of them, as fast as the receiver reads them."""
         for portion in portions:
             skipped = min(start, portion.size)
             start -= skipped
             if skipped == portion.size:
                 continue
             if portion.inline:
-                yield (await to_thread.run_sync(self._together, portion))[skipped:]
+                yield (await to_thread.run_sync(self._read_inline, portion))[skipped:]
             else:
                 async for piece in self.stream(portion.blobs[0], skipped, portion.size):
                     yield piece
 
-    def _together(self, portion: Portion) -> bytes:
-        """Return the bytes of a portion of small blobs. Raises NotFound if one was removed meanwhile, and
-        StoreSpoilt."""
+    def _read_inline(self, portion: Portion) -> bytes:
+        """Return the bytes of a portion of small blobs. Raises NotFound if one was removed, and StoreSpoilt."""
         digests = [blob.digest for blob in portion.blobs]
         with self._database.snapshot() as session:
             rows = session.execute(select(BlobRow.digest, BlobRow.inline).where(BlobRow.digest.in_(digests)))
-            found = {digest: inline for digest, inline in rows if inline is not None}
-        if missing := [digest for digest in digests if digest not in found]:
-            raise NotFound(f"there is no blob {missing[0]}")
+            contents = {digest: inline for digest, inline in rows if inline is not None}
+        _require_all(digests, contents)
         for digest in digests:
-            self.verify(Stored(digest, len(found[digest]), found[digest]))
-        return b"".join(found[digest] for digest in digests)
+            self.verify(Stored(digest, len(contents[digest]), contents[digest]))
+        return b"".join(contents[digest] for digest in digests)
 
     def _stored(self, row: BlobRow) -> Stored:
         self._note_sound(row.digest, row.created_at)
@@ -392,7 +379,7 @@ class Blobs:
             self._sound.add(digest)
 
     def __contains__(self, blob: Stored) -> bool:
-        """Return whether a file of this name and size is in the store, whatever the table says."""
+        """Return whether the store has an object of this digest and size, regardless of the table."""
         if self._objects:
             return self._objects.size(blob.digest) == blob.size
         with suppress(FileNotFoundError):
@@ -400,7 +387,7 @@ class Blobs:
         return False
 
     def expect(self, digests: Collection[str]) -> None:
-        """Look up in one query what will be asked for. What is not there is found missing when it is."""
+        """Cache the rows of blobs that will be read, in one query; missing ones are reported when they are read."""
         wanted = [digest for digest in digests if digest not in self._rows]
         if len(wanted) > 1:
             with self._database.snapshot() as session:
@@ -416,7 +403,7 @@ class Blobs:
 
 
 class Recent:
-    """The latest so many names that were added. For any thread."""
+    """The most recently added names, up to a number. Safe in any thread."""
 
     def __init__(self, most: int) -> None:
         self._names: OrderedDict[str, None] = OrderedDict()
@@ -439,7 +426,7 @@ class Recent:
 
 
 class Rows:
-    """Blobs that were looked up lately, the latest of them. For any thread."""
+    """A cache of the most recently used blobs' rows. Safe in any thread."""
 
     def __init__(self) -> None:
         self._rows: OrderedDict[str, Stored] = OrderedDict()
@@ -451,14 +438,14 @@ class Rows:
 
     def drop(self, digest: str) -> None:
         with self._lock:
-            if found := self._rows.pop(digest, None):
-                self._bytes -= len(found.inline or b"")
+            if row := self._rows.pop(digest, None):
+                self._bytes -= len(row.inline or b"")
 
     def get(self, digest: str) -> Stored | None:
         with self._lock:
-            if found := self._rows.get(digest):
+            if row := self._rows.get(digest):
                 self._rows.move_to_end(digest)
-            return found
+            return row
 
     def keep(self, blob: Stored) -> None:
         with self._lock:
@@ -474,15 +461,15 @@ class Rows:
 @lru_cache(maxsize=4)
 def _reopened(database_url: str, arguments: tuple[Any, ...], began_at: float) -> Blobs:
     blobs = Blobs(Database(database_url), *arguments)
-    # What the process that it comes from need not hash again, this one need not either.
+    # Blobs that the sending process need not hash again are sound here too.
     blobs.began_at = began_at
     return blobs
 
 
 class BlobWriter:
-    """Bytes on their way to becoming a blob; what is left unfinished at the end of `with` leaves nothing behind.
+    """A blob that is being written; without `finish`, it leaves nothing behind at the end of `with`.
 
-    Few bytes stay in memory; more go to a file, and are hashed as they pass.
+    Its bytes are hashed as they come. A small blob stays in memory, a larger one is written to a file.
     """
 
     def __init__(self, blobs: Blobs, inline_bytes: int, batch: BlobBatch | None = None) -> None:
@@ -501,7 +488,7 @@ class BlobWriter:
     def __exit__(self, *fault: object) -> None:
         try:
             if self._file:
-                # On a full disk this too fails, for what was not written yet.
+                # On a full disk this fails too, for buffered bytes.
                 self._file.close()
         finally:
             if self._path:
@@ -522,7 +509,7 @@ class BlobWriter:
             self._head.clear()
 
     def finish(self) -> Stored:
-        """Make the bytes safe under their digest, or leave that to the batch. To be entered with `record`."""
+        """Store the bytes durably under their digest, or leave that to the batch. Enter them with `record`."""
         digest = f"sha256:{self._received.hexdigest()}"
         if not self._file or not self._path:
             return Stored(digest, self._size, bytes(self._head))
@@ -530,13 +517,13 @@ class BlobWriter:
         if self._batch is None:
             return self._blobs.adopt(self._path, digest, self._size)
         self._batch.take(self._path, digest)
-        # It is the batch's from here on.
+        # The batch owns the file from here on.
         self._path = None
         return Stored(digest, self._size)
 
 
 class BlobBatch:
-    """Blobs that become safe together. Its writers may work in several threads."""
+    """Blobs that become durable together. Its writers may run in several threads."""
 
     def __init__(self, blobs: Blobs, inline_bytes: int) -> None:
         self._blobs = blobs
@@ -562,8 +549,14 @@ class BlobBatch:
         return BlobWriter(self._blobs, self._inline_bytes, self)
 
     def take(self, path: Path, digest: str) -> None:
-        """A finished file of the staging folder."""
+        """Add a finished file of the staging folder."""
         self._taken.append((path, digest, self._pool.submit(self._blobs.move, path, digest)))
+
+
+def _require_all(digests: Iterable[str], found: Collection[str]) -> None:
+    for digest in digests:
+        if digest not in found:
+            raise NotFound(f"there is no blob {digest}")
 
 
 def _flush(path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Uploads that may break off at any byte and go on.
+"""Uploads that can be interrupted at any byte and resumed.
 
-How much has arrived is the length of the staging file, so nothing has to be written down while bytes come in, and
-nothing is lost with the process that received them.
+The length of the staging file is the offset, so that receiving bytes writes nothing to the database and a crash loses
+none of them.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from tessera.shared.tensors.lazy import digest_of
 
 WRITE_BYTES = 1 << 20
 HASHED_AT_A_TIME = 64
-"""Pieces of so many bytes."""
+"""Pieces of `WRITE_BYTES` hashed in one turn."""
 
 FINISHING_SECONDS = 30.0
-"""When a site that has too many unfinished uploads may ask again."""
+"""Time after which a site with too many unfinished uploads may retry."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,13 @@ class Upload:
 
 @dataclass(frozen=True)
 class Quota:
-    """What a site may announce. Judged in the tables, so that several coordinators agree."""
+    """Limits on what a site announces, counted in the tables so that several coordinators agree."""
 
     bytes_per_day: int | None
     unfinished: int
 
     def spend(self, session: Session, now: float, site_id: str, unfinished: int, more_bytes: int) -> None:
-        """Enter what a new upload, or the new length of one, adds to what the site has announced. Raises
-        QuotaExceeded."""
+        """Count the bytes that a new upload, or a new length of one, adds. Raises QuotaExceeded."""
         if unfinished >= self.unfinished:
             raise QuotaExceeded(
                 f"{unfinished} uploads of this site are unfinished (setting site_unfinished_uploads)",
@@ -74,20 +73,20 @@ class Quota:
             if total + more_bytes > self.bytes_per_day:
                 oldest = min((row.hour for row in rows), default=int(now // 3600))
                 raise QuotaExceeded(
-                    f"this site has announced {total} bytes within a day; {more_bytes} more would be over "
+                    f"this site has announced {total} bytes within a day; {more_bytes} more would exceed "
                     f"{self.bytes_per_day} (setting site_bytes_per_day)",
                     retry_after_seconds=(oldest + 24) * 3600 - now,
                 )
         self.note_bytes(session, now, site_id, more_bytes)
 
     def note_bytes(self, session: Session, now: float, site_id: str, more: int) -> None:
-        """Enter what a site writes into the tables, which other limits bound: it takes from what it may announce."""
+        """Count bytes that a site stores in the tables against what it may announce."""
         if self.bytes_per_day is None:
             return
         hour = int(now // 3600)
-        found = next((row for row in self._of_the_day(session, now, site_id) if row.hour == hour), None)
-        if found:
-            found.bytes += more
+        current = next((row for row in self._of_the_day(session, now, site_id) if row.hour == hour), None)
+        if current:
+            current.bytes += more
         else:
             session.add(AnnouncedRow(site_id=site_id, hour=hour, bytes=more))
 
@@ -103,16 +102,16 @@ class Uploads:
     blobs: Blobs
     disk: DiskSpace
     quota: Quota
-    idle_seconds: float
+    idle_timeout_seconds: float
     threads: FairThreadPool
-    """Where what takes long is done, in the turns of the owners."""
+    """For slow work, in which the owners take turns."""
 
     # ------------------------------------------------------------ the table
 
     def announce(self, owner: str, digest: str, length: int, *, site_id: str | None = None) -> Upload:
-        """Return a new upload, or the one that this owner has announced before.
+        """Return a new upload, or the owner's earlier one of this digest.
 
-        Raises BadRequest if the lengths differ, StoreFull, and QuotaExceeded if the owner is a site.
+        Raises BadRequest if it is complete with another length, StoreFull, and QuotaExceeded if the owner is a site.
         """
         with self.database.transaction() as session:
             same = (UploadRow.owner == owner) & (UploadRow.digest == digest)
@@ -124,22 +123,22 @@ class Uploads:
             elif row.length != length and row.complete:
                 raise BadRequest(f"{row.digest} has {row.length} bytes, not {length}")
             elif row.length != length:
-                # One of the announcements is mistaken; the bytes will tell which.
+                # One of the announcements is wrong; the bytes will show which.
                 more, row.length = max(0, length - row.length), length
                 self._permit(session, site_id, row, more)
                 self._discard(_record(row))
-            # What was announced again is not about to be removed.
+            # Keeps garbage collection from removing it.
             row.created_at = self.database.now()
             return _record(row)
 
     def _permit(self, session: Session, site_id: str | None, row: UploadRow, more_bytes: int) -> None:
         if site_id is not None:
-            # Two announcements of one site at once would each not see the other.
+            # Concurrent announcements of one site would not see each other.
             session.get_one(SiteRow, site_id, with_for_update=True)
         others = (UploadRow.owner == row.owner) & (UploadRow.id != row.id) & ~UploadRow.complete
         unfinished = session.scalars(select(UploadRow).where(others)).all()
-        # What this owner has announced and not sent yet needs room too. That of others takes none from it: they may
-        # never send it. What has come is no longer among what is free.
+        # Bytes that this owner announced and has not sent need space too. Those of others do not count: they may
+        # never come. Received bytes are no longer free.
         self.disk.require(sum(each.length - self.offset(_record(each)) for each in (*unfinished, row)))
         if site_id is not None:
             self.quota.spend(session, self.database.now(), site_id, len(unfinished), more_bytes)
@@ -149,11 +148,11 @@ class Uploads:
         with self.database.snapshot() as session:
             row = session.get(UploadRow, upload_id)
             if row is None or row.owner != owner:
-                raise NotFound(f"there is no upload {upload_id}", remedy="Announce the blob anew.")
+                raise NotFound(f"there is no upload {upload_id}", remedy="Announce the blob again.")
             return _record(row)
 
     def forget(self, upload_id: str, before: float) -> bool:
-        """Remove an unfinished upload, unless it was announced or written to since then."""
+        """Remove an unfinished upload unless it was announced or written to since `before`; return whether it did."""
         with self.database.transaction() as session:
             row = session.get(UploadRow, upload_id)
             if row is None or row.complete or row.created_at >= before:
@@ -178,37 +177,39 @@ class Uploads:
     # ------------------------------------------------------------ the bytes
 
     async def whole(self, upload: Upload, body: AsyncIterator[bytes]) -> None:
-        """A blob that comes in the request that announces it. A small one never touches the staging folder."""
+        """Receive a blob in the request that announces it; a small one is not staged."""
         if upload.length > WRITE_BYTES:
             await self.append(upload, 0, body)
             return
         received = bytearray()
-        async with self._moving() as sender:
+        async with self._idle_timeout() as sender:
             async for piece in body:
                 sender.sent()
                 received += piece
                 if len(received) > upload.length:
                     raise _longer(upload)
         if len(received) < upload.length:
-            raise BadRequest(f"{len(received)} bytes came of {upload.length}", remedy="Send the whole blob again.")
+            raise BadRequest(
+                f"{len(received)} of {upload.length} bytes were received", remedy="Send the whole blob again."
+            )
         await self.threads.run(upload.owner, self.keep, upload, bytes(received))
 
     def store(self, owner: str, digest: str, data: bytes, *, site_id: str | None = None) -> Upload:
-        """Announce and keep a blob that is here whole. Raise as `announce` and `keep` do."""
+        """Announce and keep a blob that is in memory. Raise as `announce` and `keep` do."""
         upload = self.announce(owner, digest, len(data), site_id=site_id)
         self.keep(upload, data)
         return upload
 
     def keep(self, upload: Upload, data: bytes) -> None:
-        """Take a blob that is here whole. Raise DigestMismatch."""
-        # Judged even where the blob is here already: else a copy of the same request might be answered otherwise.
+        """Store the bytes of an announced blob. Raise DigestMismatch."""
+        # Checked even if the blob is stored already, so that a repeated request gets the same answer.
         if digest_of(data) != upload.digest:
             raise _mismatch(upload, digest_of(data))
         if not upload.complete:
             self._complete(upload, self.blobs.put([data]))
 
     async def append(self, upload: Upload, offset: int, body: AsyncIterator[bytes]) -> int:
-        """Add bytes from `offset` on and return the new offset; completes the upload when all are here.
+        """Append bytes at `offset` and return the new offset; complete the upload when all are received.
 
         Raises OffsetMismatch, UploadBusy, TooLarge, DigestMismatch, StoreFull.
         """
@@ -217,13 +218,13 @@ class Uploads:
         with self._locked(upload) as file, self.disk.expecting(max(0, upload.length - offset)) as written:
             upload = await self.threads.run(upload.owner, self._locked_row, upload)
             _require_end(file, upload, offset)
-            # Hashed as it comes, or else when it is whole: never again for each part, which costs its sender nothing.
+            # Hashed while it is received, or once when it is whole: hashing each part again would let a sender of
+            # empty parts cause unlimited work.
             received = hashlib.sha256() if offset == 0 else None
             pending = bytearray()
 
             def write() -> None:
-                # Bit by bit, and gone from `pending` when it is there: a full disk takes a part, and what it has
-                # taken may not be written again.
+                # Written bytes leave `pending` at once: a full disk accepts a part, which must not be written again.
                 while pending:
                     count = file.write(pending)
                     if received is not None:
@@ -232,18 +233,18 @@ class Uploads:
                     written(count)
 
             try:
-                async with self._moving() as sender:
+                async with self._idle_timeout() as sender:
                     async for piece in body:
                         sender.sent()
                         pending += piece
                         if file.tell() + len(pending) > upload.length:
                             raise _longer(upload)
                         if len(pending) >= WRITE_BYTES:
-                            sender.waits()
-                            await self._to_the_end(upload.owner, write)
+                            sender.pause()
+                            await self._uncancelled(upload.owner, write)
                             sender.sent()
             finally:
-                # What has come is kept even when the sender is cut off, so that it need not come again.
+                # Received bytes are kept even when the sender is disconnected, so that it can resume after them.
                 if file.tell() + len(pending) <= upload.length:
                     write()
             if file.tell() == upload.length:
@@ -252,21 +253,21 @@ class Uploads:
             return file.tell()
 
     @asynccontextmanager
-    async def _moving(self) -> AsyncIterator[_Sender]:
-        """Yield a deadline that each piece of bytes puts off: a slow sender may go on, a silent one is cut off."""
+    async def _idle_timeout(self) -> AsyncIterator[_Sender]:
+        """Yield a deadline that each piece postpones: a slow sender may continue, a silent one is disconnected."""
         try:
-            # One deadline that is put off: to wait for each piece on its own costs a task a piece.
-            async with asyncio.timeout(self.idle_seconds) as silence:
-                yield _Sender(silence, self.idle_seconds)
+            # One deadline for all: a timeout for each piece would cost a task each.
+            async with asyncio.timeout(self.idle_timeout_seconds) as silence:
+                yield _Sender(silence, self.idle_timeout_seconds)
         except TimeoutError:
             if not silence.expired():
                 raise
             raise BadRequest(
-                f"no byte came for {self.idle_seconds:g} s", remedy="Go on with the upload from its offset."
+                f"no byte was received for {self.idle_timeout_seconds:g} s", remedy="Resume the upload at its offset."
             ) from None
 
-    async def _to_the_end(self, owner: str, work: Callable[[], None]) -> None:
-        """Work in a thread and wait for it even when cancelled, so that nobody else touches what it works on."""
+    async def _uncancelled(self, owner: str, work: Callable[[], None]) -> None:
+        """Run work in a thread and wait for it even when cancelled, because it uses the caller's data."""
         task = asyncio.ensure_future(self.threads.run(owner, work))
         try:
             await asyncio.shield(task)
@@ -275,7 +276,7 @@ class Uploads:
             raise
 
     async def _hashed(self, owner: str, file: FileIO) -> hashlib._Hash:
-        """Return the hash of a file, in so many turns that others are not kept waiting."""
+        """Return the hash of a file, computed in short turns so that other owners do not wait."""
         received = hashlib.sha256()
 
         def some() -> bool:
@@ -295,7 +296,7 @@ class Uploads:
             path.unlink()
             raise _mismatch(upload, f"sha256:{hexadecimal}")
         self._complete(upload, self.blobs.adopt(path, upload.digest, upload.length))
-        # A small one is in the table now. In place of one that was moved there may be a file of who came too late.
+        # A small blob is in the table now. If it was moved, the path may hold the file of a later request.
         if _is_at(path, file):
             path.unlink()
 
@@ -304,8 +305,8 @@ class Uploads:
             self.blobs.record(session, self.database.now(), [stored])
             row = session.get(UploadRow, upload.id)
             if row is None:
-                raise NotFound(f"upload {upload.id} was removed meanwhile", remedy="Announce the blob anew.")
-            # The bytes are those of the digest, so this is its length, whatever was announced meanwhile.
+                raise NotFound(f"upload {upload.id} was removed meanwhile", remedy="Announce the blob again.")
+            # The bytes match the digest, so this is its length, even if another was announced meanwhile.
             row.length, row.complete = upload.length, True
 
     def _path(self, upload: Upload) -> Path:
@@ -320,38 +321,37 @@ class Uploads:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UploadBusy(f"upload {upload.id} is being written to", retry_after_seconds=1) from None
-            # Between the opening and the lock another request may have finished it, or thrown it away.
+            # Another request may have finished or discarded the file before it was locked.
             if not _is_at(path, file):
                 raise UploadBusy(f"upload {upload.id} was being written to", retry_after_seconds=0)
             yield file
 
     def _locked_row(self, upload: Upload) -> Upload:
-        """Return what the table says now that it is locked: its length is not changed meanwhile. Raises
-        UploadBusy."""
-        found = self.find(upload.id, upload.owner)
-        if found.complete:
+        """Return the upload as the table has it while the file is locked. Raises UploadBusy if it is complete."""
+        upload = self.find(upload.id, upload.owner)
+        if upload.complete:
             self._path(upload).unlink()
             raise UploadBusy(f"upload {upload.id} was finished by another request", retry_after_seconds=0)
-        return found
+        return upload
 
     def _discard(self, upload: Upload) -> None:
-        """Throw away what has come of it. Raises UploadBusy if more is coming."""
+        """Remove the received bytes. Raises UploadBusy while a request sends more."""
         with self._locked(upload):
             self._path(upload).unlink()
 
 
 @dataclass(frozen=True)
 class _Sender:
-    """Whoever sends, and until when the next piece has to come."""
+    """The deadline for the next piece of an upload."""
 
     silence: asyncio.Timeout
-    idle_seconds: float
+    idle_timeout_seconds: float
 
     def sent(self) -> None:
-        self.silence.reschedule(asyncio.get_running_loop().time() + self.idle_seconds)
+        self.silence.reschedule(asyncio.get_running_loop().time() + self.idle_timeout_seconds)
 
-    def waits(self) -> None:
-        """It is this side that takes its time now: for a thread, or the disk."""
+    def pause(self) -> None:
+        """Suspend the deadline while the sender waits for this side."""
         self.silence.reschedule(None)
 
 
@@ -362,17 +362,17 @@ def _is_at(path: Path, file: FileIO) -> bool:
 
 
 def find_finished(session: Session, owner: str, digest: str) -> Upload | None:
-    """Return the complete upload of this owner, if there is one."""
+    """Return the owner's complete upload of this digest, or None."""
     row = session.scalars(select(UploadRow).where(_finished(owner, digest))).one_or_none()
     return _record(row) if row else None
 
 
 def retain(session: Session, now: float, upload: Upload) -> None:
-    """Keep a complete upload from being removed while a row that refers to it is written. Raise NotFound."""
+    """Keep garbage collection from removing a complete upload before a row refers to it. Raise NotFound."""
     same = _finished(upload.owner, upload.digest)
     touched = update(UploadRow).where(same).values(created_at=now).returning(UploadRow.id)
     if session.scalar(touched) is None:
-        raise NotFound(f"{upload.digest} was removed before it was handed in", remedy="Upload it again.")
+        raise NotFound(f"{upload.digest} was removed before it was submitted", remedy="Upload it again.")
 
 
 def _finished(owner: str, digest: str) -> ColumnElement[bool]:
@@ -380,23 +380,23 @@ def _finished(owner: str, digest: str) -> ColumnElement[bool]:
 
 
 def _require_end(file: FileIO, upload: Upload, offset: int) -> None:
-    """Raise OffsetMismatch unless what is here ends at `offset`."""
-    end = file.seek(0, 2)
+    """Raise OffsetMismatch unless the received bytes end at `offset`."""
+    end = file.seek(0, os.SEEK_END)
     if end != offset:
         raise OffsetMismatch(
-            f"upload {upload.id} stands at byte {end}, not {offset}", headers={"Upload-Offset": str(end)}
+            f"upload {upload.id} is at offset {end}, not {offset}", headers={"Upload-Offset": str(end)}
         )
 
 
 def _longer(upload: Upload) -> TooLarge:
     return TooLarge(
-        f"more bytes came than the {upload.length} that were announced",
-        remedy="Announce the true length, and send no more than that.",
+        f"more bytes were sent than the {upload.length} announced",
+        remedy="Announce the actual length, and send no more than that.",
     )
 
 
 def _mismatch(upload: Upload, found: str) -> DigestMismatch:
-    return DigestMismatch(f"{upload.digest} was announced; the bytes are {found}")
+    return DigestMismatch(f"{upload.digest} was announced, but the bytes have {found}")
 
 
 def _record(row: UploadRow) -> Upload:

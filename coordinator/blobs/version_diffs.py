@@ -1,4 +1,8 @@
-"""Differences between versions: each made once, when a worker first asks for it, and kept."""
+"""Exact differences between versions of a run, each computed on its first request and stored.
+
+A difference is an update from the earlier version, smaller than the changed blocks. A worker that has the earlier
+version computes the later one from it and checks each block's digest.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,12 @@ from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.versions import Difference, Manifest
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import NotFound
-from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.versions import States
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 
 FURTHEST = 8
-"""A worker further behind is better off with the blocks themselves."""
+"""Most versions that a difference spans; a worker further behind fetches the blocks."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,15 @@ class Differences:
     _locks: WeakValueDictionary[tuple[str, int, int], asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     async def find(self, caller: Principal, run_id: str, number: int, since: int) -> Difference:
-        """Raise NotFound for versions that are not there or not within the caller's reach, or too far apart."""
+        """Return the difference from version `since` to `number`.
+
+        Raises NotFound for versions that are missing, not readable by the caller, or too far apart.
+        """
         if not 0 < number - since <= FURTHEST:
             raise NotFound(
-                f"there is no difference between versions {since} and {number}", remedy="Fetch the blocks themselves."
+                f"there is no difference between versions {since} and {number}", remedy="Fetch the blocks."
             )
-        # However many ask for it at once, one makes it, and only that one keeps a thread.
+        # Concurrent requests wait here without a thread while one computes it.
         lock = self._locks.setdefault((run_id, number, since), asyncio.Lock())
         async with lock:
             return await to_thread.run_sync(self._find, caller, run_id, number, since)
@@ -51,22 +57,19 @@ class Differences:
             digests = [row.digest for row in rows if row and row.retired_at is None]
             if len(digests) < 2 or readable_blobs(session, caller, digests) != set(digests):
                 raise NotFound(f"run {run_id} has no versions {since} and {number}")
-            if made := session.get(DifferenceRow, (run_id, number, since)):
-                return Difference(digest=made.digest, nbytes=session.get_one(BlobRow, made.digest).size)
+            if stored := session.get(DifferenceRow, (run_id, number, since)):
+                return Difference(digest=stored.digest, nbytes=session.get_one(BlobRow, stored.digest).size)
             spec = RunSpec.model_validate(session.get_one(RunRow, run_id).spec)
         earlier, later = map(self.states.manifest, digests)
         with self.blobs.file() as file:
             write_difference(file, self.states, self.states.model(spec.model), earlier, later)
-            stored = self.blobs.keep(file)
-        self._record(stored, run_id, number, since)
-        return Difference(digest=stored.digest, nbytes=stored.size)
-
-    def _record(self, stored: Stored, run_id: str, number: int, since: int) -> None:
+            blob = self.blobs.keep(file)
         with self.database.transaction() as session:
-            self.blobs.record(session, self.database.now(), [stored])
-            # Another process may have been as quick, with the same bytes.
-            session.merge(DifferenceRow(run_id=run_id, number=number, since=since, digest=stored.digest))
-            session.merge(RunBlobRow(run_id=run_id, digest=stored.digest))
+            self.blobs.record(session, self.database.now(), [blob])
+            # Another process may have stored the same meanwhile.
+            session.merge(DifferenceRow(run_id=run_id, number=number, since=since, digest=blob.digest))
+            session.merge(RunBlobRow(run_id=run_id, digest=blob.digest))
+        return Difference(digest=blob.digest, nbytes=blob.size)
 
 
 def write_difference(file: BinaryIO, states: States, model: Model, since: Manifest, later: Manifest) -> None:

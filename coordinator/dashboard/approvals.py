@@ -45,7 +45,7 @@ class WithheldRun:
 def list_approvals(request: Request, serving: Serving, who: Signed) -> Response:
     now = serving.database.now()
     with serving.database.snapshot() as session:
-        found = withheld(session, live_workers(session, now - serving.settings.live_seconds))
+        found = withheld(session, live_workers(session, now - serving.settings.liveness_seconds))
     # As in the API, administrators alone see who asks.
     pending = enrolments.list_enrolments(serving, MAX_PENDING).items if who.administers else ()
     return render(request, "approvals.html", who, now=views.instant(now), withheld=found, pending=pending)

@@ -179,7 +179,7 @@ def _form(
     by_field, rest = placed(faults, [*fields, start])
     with serving.database.snapshot() as session:
         starts = [*_of_runs(session), *_uploaded(session, serving, who.principal)]
-        datasets = _declared(session, serving.database.now() - serving.settings.live_seconds)
+        datasets = _declared(session, serving.database.now() - serving.settings.liveness_seconds)
     return render(
         request,
         "start.html",

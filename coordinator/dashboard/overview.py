@@ -65,7 +65,7 @@ def overview(request: Request, serving: Serving, who: Signed) -> Response:
     """Return what the federation does, at a glance."""
     database = serving.database
     now = database.now()
-    since = now - serving.settings.live_seconds
+    since = now - serving.settings.liveness_seconds
     with database.snapshot() as session:
         counts = views.counts_by_state(session)
         moved = moved_by_run(session)
@@ -152,7 +152,7 @@ def _concerns(session: Session, serving: Services, now: float) -> Iterator[Alert
             "Mend what the reason names, then resume the run.",
             f"{PREFIX}/runs/{run.id}",
         )
-    live = live_workers(session, now - serving.settings.live_seconds)
+    live = live_workers(session, now - serving.settings.liveness_seconds)
     for run in session.scalars(newest.where(RunRow.state == "running")):
         view = views.run_view(session, run)
         able, quorum = len(sites_of(candidates(session, invitation(session, run), live))), view.spec.cohort.quorum

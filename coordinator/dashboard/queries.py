@@ -26,7 +26,7 @@ MAX_POINTS = 60
 MAX_BARS = 60
 PAST_ROUNDS = 5
 
-LIVE_TASKS = ("offered", "leased", "lapsed")
+LIVE_TASKS = ("offered", "leased", "expired")
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def measured(session: Session, run: Run) -> list[Measurement]:
     step, latest = thinned(run.version.number), run.version.number
     rows = session.execute(
         select(
-            TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.numbers, WorkerRow.name, SiteRow.name
+            TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.metrics, WorkerRow.name, SiteRow.name
         )
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
@@ -178,9 +178,9 @@ def measured(session: Session, run: Run) -> list[Measurement]:
             worker=f"{site}/{worker}",
             held_out=held_out,
             examples=examples or 0,
-            numbers=numbers,
+            metrics=metrics,
         )
-        for version, held_out, examples, numbers, worker, site in rows
+        for version, held_out, examples, metrics, worker, site in rows
     ]
 
 
@@ -188,14 +188,14 @@ def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> di
     """Return what the method tells of versions, by name and version, of names that begin so."""
     step = thinned(run.version.number)
     rows = session.execute(
-        select(VersionRow.number, VersionRow.numbers)
+        select(VersionRow.number, VersionRow.scalars)
         .where(VersionRow.run_id == run.id)
         .where((VersionRow.number % step == 0) | (VersionRow.number == run.version.number))
         .order_by(VersionRow.number)
     )
     found: dict[str, dict[int, float]] = {}
-    for number, numbers in rows:
-        for name, value in numbers.items():
+    for number, metrics in rows:
+        for name, value in metrics.items():
             if name.startswith(prefixes):
                 found.setdefault(name, {})[number] = value
     return found
@@ -207,16 +207,16 @@ def epsilon_by_worker(session: Session, run: Run) -> dict[str, dict[int, float]]
     # What is not merged yet is for the next version.
     step, made = thinned(run.version.number), func.coalesce(TaskRow.merged_in, TaskRow.version_number + 1)
     rows = session.execute(
-        select(SiteRow.name, WorkerRow.name, made, TaskRow.numbers)
+        select(SiteRow.name, WorkerRow.name, made, TaskRow.metrics)
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
         .where(TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
         .where((made % step == 0) | (made >= run.version.number))
     )
     found: dict[str, dict[int, float]] = {}
-    for site, worker, version, numbers in rows:
-        if EPSILON in numbers:
-            found.setdefault(f"{site}/{worker}", {})[version] = numbers[EPSILON]
+    for site, worker, version, metrics in rows:
+        if EPSILON in metrics:
+            found.setdefault(f"{site}/{worker}", {})[version] = metrics[EPSILON]
     return found
 
 
@@ -299,8 +299,8 @@ def pace(task: TaskView, began_at: float | None) -> Pace:
     if task.state != "leased" or said is None:
         return Pace(over=False)
     done = (said.step or 0) / said.steps if said.steps else None
-    if done is None and said.of_bytes:
-        done = (said.bytes or 0) / said.of_bytes
+    if done is None and said.total_bytes:
+        done = (said.bytes or 0) / said.total_bytes
     return Pace(over=False, began_at=began_at, phase=said.phase, done=done)
 
 
@@ -333,7 +333,7 @@ def latest_scores(session: Session, run: RunRow) -> list[Measurement]:
         return []
     spec = RunSpec.model_validate(run.spec)
     # These columns alone: a task's plan takes long to decode.
-    columns = select(TaskRow.kind, TaskRow.held_out, TaskRow.examples, TaskRow.numbers)
+    columns = select(TaskRow.kind, TaskRow.held_out, TaskRow.examples, TaskRow.metrics)
     rows = session.execute(columns.where(done, TaskRow.version_number == number).limit(200))
     return [
         Measurement(
@@ -342,7 +342,7 @@ def latest_scores(session: Session, run: RunRow) -> list[Measurement]:
             worker="",
             held_out=row.held_out,
             examples=row.examples or 0,
-            numbers=row.numbers,
+            metrics=row.metrics,
         )
         for row in rows
     ]

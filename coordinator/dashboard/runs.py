@@ -251,7 +251,7 @@ def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> 
 
 
 def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> str:
-    live = live_workers(session, now - serving.settings.live_seconds)
+    live = live_workers(session, now - serving.settings.liveness_seconds)
     able = len(sites_of(candidates(session, invitation(session, session.get_one(RunRow, run.id)), live)))
     quorum = run.spec.cohort.quorum
     if able < quorum:
@@ -274,7 +274,7 @@ def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
         ("Training", f"{plural(training.epochs, 'epoch')}, batches of {batches}"),
         ("Optimizer", f"{training.optimizer}, learning rate {training.learning_rate:g}"),
         ("Codec", spec.codec),
-        ("Averaged over", spec.divide),
+        ("Averaged over", spec.normalization),
         ("Robust rule", spec.robust.rule),
         ("Server optimizer", spec.server_optimizer.kind),
     ]
@@ -299,8 +299,8 @@ def _charts(
     made = [_metric(measurements, scores, name, bands, every) for name in ("accuracy", "loss")]
     made.append(_bytes_by_round(run, sums))
     made.append(_heat(session, run))
-    numbers = version_numbers(session, run, tuple(name for one in charts(run.spec.method) for name in one.numbers))
-    made += [_declared(chart, numbers, bands, every) for chart in charts(run.spec.method)]
+    metrics = version_numbers(session, run, tuple(name for one in charts(run.spec.method) for name in one.scalars))
+    made += [_declared(chart, metrics, bands, every) for chart in charts(run.spec.method)]
     if run.spec.privacy:
         made.append(_epsilon(session, run, run.spec.privacy, bands, every))
     return made
@@ -327,13 +327,13 @@ def _absent(run: Run, measurements: Sequence[Measurement], shown: set[str]) -> I
 
 
 def _declared(
-    chart: Chart, numbers: Mapping[str, Mapping[int, float]], bands: Sequence[svg_charts.Band], every: str
+    chart: Chart, metrics: Mapping[str, Mapping[int, float]], bands: Sequence[svg_charts.Band], every: str
 ) -> Panel:
     """Draw a chart that the run's method declares."""
     lines = [
         Series((name.partition(".")[2] or name).replace("_", " "), points, main=True)
-        for name, points in sorted(numbers.items(), key=lambda pair: natural(pair[0]))
-        if name.startswith(chart.numbers)
+        for name, points in sorted(metrics.items(), key=lambda pair: natural(pair[0]))
+        if name.startswith(chart.scalars)
     ]
     of_all = f"The first {MAX_LINES} of {len(lines)}." if len(lines) > MAX_LINES else ""
     note = " ".join(filter(None, (chart.description, of_all, every)))
@@ -352,7 +352,7 @@ def _metric(
     """Return a number of the global model, of sites' own models, and of the global one at each site."""
     together = {version: found[name] for version, found in scores.items() if name in found}
     lines = [Series("global", together, main=True)]
-    told = [one for one in measurements if PERSONAL + name in one.numbers]
+    told = [one for one in measurements if PERSONAL + name in one.metrics]
     own = {v: s[PERSONAL + name].mean for v, s in spreads(told).items()} if told else {}
     if own:
         lines.append(Series("sites' own models, mean", own, main=True))
@@ -424,7 +424,7 @@ def _heat(session: Session, run: Run) -> Panel:
 
 def _oddity(task: TaskView) -> str:
     """Return what of an update is far from the others', in a word."""
-    return "unusual" if max(task.numbers.get(NORM, 0.0), task.numbers.get(DISTANCE, 0.0)) >= ODD else ""
+    return "unusual" if max(task.metrics.get(NORM, 0.0), task.metrics.get(DISTANCE, 0.0)) >= ODD else ""
 
 
 def _layers_told(task: TaskView) -> str:
@@ -432,7 +432,7 @@ def _layers_told(task: TaskView) -> str:
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") if names else NOTHING
 
 
-ENDS = {"accept": "accepted", "reject": "failed", "fail": "failed", "lapse": "failed"}
+ENDS = {"accept": "accepted", "reject": "failed", "fail": "failed", "expire": "failed"}
 
 
 def _timeline(session: Session, now: float, round_: Round) -> Markup:
@@ -460,7 +460,7 @@ def _stretches(task: TaskView, happened: Sequence[tuple[float, str]], most: floa
         word = {"accepted": "worked, accepted", "failed": f"worked, {action}", "leased": "worked"}.get(kind, "waited")
         found.append(Stretch(kind, at, when, f"{word} {number(when - at, 3)} s"))
         at, working = when, action == "lease"
-    if task.state in ("leased", "offered", "lapsed"):
+    if task.state in ("leased", "offered", "expired"):
         kind = "leased" if working else "offered"
         found.append(
             Stretch(kind, at, most, f"{'at work for' if working else 'waiting for'} {number(most - at, 3)} s")

@@ -84,7 +84,7 @@ def list_sites(request: Request, serving: Serving, who: Signed, after: Text = No
         if after is not None:
             query = query.where(SiteRow.name > after)
         rows = session.scalars(query).all()
-        blocks = _blocks(session, rows[:SITES], now - serving.settings.live_seconds)
+        blocks = _blocks(session, rows[:SITES], now - serving.settings.liveness_seconds)
         older = f"{PREFIX}/sites?after={rows[SITES - 1].name}" if len(rows) > SITES else None
         return render(
             request,
@@ -114,7 +114,7 @@ def _blocks(session: Session, sites: Sequence[SiteRow], since: float) -> list[Si
                 views.worker_view(row, by_id[row.site_id], since),
                 at.get(row.id),
                 sum(ends.get(state, 0) for state in ACCEPTED),
-                ends.get("failed", 0) + ends.get("rejected", 0) + ends.get("lapsed", 0),
+                ends.get("failed", 0) + ends.get("rejected", 0) + ends.get("expired", 0),
                 scores.get(row.id, {}),
             )
         )
@@ -142,11 +142,11 @@ def _latest_numbers(session: Session, worker_ids: Sequence[str]) -> dict[str, Ma
         .subquery()
     )
     rows = session.execute(
-        select(TaskRow.worker_id, TaskRow.numbers)
+        select(TaskRow.worker_id, TaskRow.metrics)
         .join(newest, (newest.c.worker_id == TaskRow.worker_id) & (newest.c.at == TaskRow.created_at))
         .where(TaskRow.state.in_(ACCEPTED), TaskRow.kind == "train")
     )
-    return {worker_id: numbers for worker_id, numbers in rows}  # noqa: C416 (a row is no pair)
+    return {worker_id: metrics for worker_id, metrics in rows}  # noqa: C416 (a row is no pair)
 
 
 # ---------------------------------------------------------------- failures
@@ -327,5 +327,5 @@ def _keeping(settings: CoordinatorSettings) -> list[tuple[str, str]]:
         ("Versions of a run", "all" if versions is None else f"the first and the latest {versions}"),
         ("Updates", f"{span(settings.keep_updates_seconds)} after their round has ended"),
         ("What nothing refers to", span(settings.keep_unused_seconds)),
-        ("Looked after", f"every {span(settings.housekeeping_seconds)}"),
+        ("Looked after", f"every {span(settings.gc_interval_seconds)}"),
     ]

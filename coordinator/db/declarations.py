@@ -52,8 +52,8 @@ class Declarations:
 
     def _keep(self, key: str, declared: dict[str, Any]) -> dict[str, Any]:
         length = len(declared_text(declared))
-        # Each run is compared with it, so the mirror is read here.
-        declared = {**declared, "mirror": policy_of(declared)}
+        # Each run is compared with it, so the advertised policy is read here.
+        declared = {**declared, "advertised_policy": policy_of(declared)}
         if key.startswith("sha256:"):
             with self._lock:
                 if key not in self._kept:

@@ -136,11 +136,11 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     round_ = session.scalars(
         select(RoundRow).where(RoundRow.run_id == run_id, RoundRow.state.in_(LIVE_ROUND))
     ).one_or_none()
-    # A site that let an earlier version lapse is not asked about it again: what it keeps may have moved on.
+    # A site that let an earlier version expire is not asked about it again: what it keeps may have moved on.
     wanted = ~TaskRow.held_out | (TaskRow.version_number == _latest_due(run, spec))
     pending = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate")
     pending &= TaskRow.state.in_(("offered", "leased")) | (
-        (TaskRow.state == "lapsed") & (TaskRow.leases < spec.cohort.task_tries) & wanted
+        (TaskRow.state == "expired") & (TaskRow.attempts < spec.cohort.max_task_attempts) & wanted
     )
     return RunSnapshot(
         id=run.id,
@@ -171,7 +171,7 @@ def _task_snapshots(session: Session, which: ColumnElement[bool], here: set[str]
             TaskRow.id,
             TaskRow.state,
             TaskRow.token,
-            TaskRow.leases,
+            TaskRow.attempts,
             TaskRow.lease_expires_at,
             TaskRow.worker_id,
             WorkerRow.site_id,
@@ -223,10 +223,10 @@ def central_due(
         return []
     due = (VersionRow.number % spec.evaluation.every == 0) | (VersionRow.number == spec.rounds)
     central = (TaskRow.run_id == run.id) & (TaskRow.kind == "evaluate") & ~TaskRow.held_out
-    awaited: ColumnElement[bool] = TaskRow.state.in_(("offered", "lapsed"))
+    awaited: ColumnElement[bool] = TaskRow.state.in_(("offered", "expired"))
     if here is not None:
         awaited &= TaskRow.worker_id.in_(here)
-    taken = awaited | TaskRow.state.in_(("leased", "accepted")) | (TaskRow.leases >= spec.cohort.task_tries)
+    taken = awaited | TaskRow.state.in_(("leased", "accepted")) | (TaskRow.attempts >= spec.cohort.max_task_attempts)
     numbers = (
         select(VersionRow.number)
         .where(VersionRow.run_id == run.id, due, VersionRow.retired_at.is_(None))
@@ -259,6 +259,8 @@ def sites_due(
         return []
     number = _latest_due(run, spec)
     tasks = (TaskRow.run_id == run.id) & (TaskRow.version_number == number) & (TaskRow.held_out)
-    over = TaskRow.state.in_(("offered", "leased", "lapsed", "accepted")) | (TaskRow.leases >= spec.cohort.task_tries)
+    over = TaskRow.state.in_(("offered", "leased", "expired", "accepted")) | (
+        TaskRow.attempts >= spec.cohort.max_task_attempts
+    )
     asked = set(session.scalars(select(TaskRow.worker_id).where(tasks, over)))
     return [PendingEvaluation(number, worker.id) for worker in able if worker.id not in asked]

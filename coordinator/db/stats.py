@@ -53,7 +53,7 @@ class RunFigures(NamedTuple):
 
 def tasks_in_hand(session: Session) -> Sequence[Row[str, str, int]]:
     """Kind, state and number of the tasks of live rounds, and of live runs' evaluations that are not over."""
-    pending = (TaskRow.kind == "evaluate") & TaskRow.state.in_(("offered", "leased", "lapsed"))
+    pending = (TaskRow.kind == "evaluate") & TaskRow.state.in_(("offered", "leased", "expired"))
     pending &= TaskRow.run_id.in_(select(RunRow.id).where(RunRow.state.in_(LIVE_RUN)))
     of_rounds = TaskRow.round_id.in_(select(RoundRow.id).where(RoundRow.state.in_(LIVE_ROUND)))
     which = of_rounds | pending
@@ -114,7 +114,7 @@ def _measured(session: Session, run_id: str, *, held_out: bool) -> dict[tuple[Pl
     rows = session.scalars(select(TaskRow).where(done, TaskRow.version_number == latest))
     found = [measurement_view(session, row, "") for row in rows]
     if not held_out:
-        return {("central", name): value for one in found for name, value in one.numbers.items() if name in MEASURED}
+        return {("central", name): value for one in found for name, value in one.metrics.items() if name in MEASURED}
     return {
         ("sites", name): spread.weighted_mean
         for by_name in spreads(found).values()

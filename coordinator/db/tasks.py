@@ -113,7 +113,7 @@ def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None
 
     What a site measures of its own comes before training, which would change it.
     """
-    # An answer that was lost on its way is given again rather than left to lapse.
+    # An answer that was lost on its way is given again rather than left to expire.
     again = (TaskRow.state == "leased") & (TaskRow.instance == instance)
     order = (again.desc(), TaskRow.held_out.desc(), TaskRow.created_at, TaskRow.id)
     open_to = (TaskRow.worker_id == worker_id) & (again | (TaskRow.state == "offered"))
@@ -143,7 +143,7 @@ def lease(session: Session, now: float, actor: str, task: TaskRow, instance: str
     else:
         values = {
             "token": task.token + 1,
-            "leases": task.leases + 1,
+            "attempts": task.attempts + 1,
             "instance": instance,
             "lease_expires_at": now + seconds,
             "progress": {},

@@ -177,9 +177,9 @@ def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
             "kind": row.kind,
             "state": row.state,
             "token": row.token,
-            "leases": row.leases,
+            "attempts": row.attempts,
             "examples": row.examples,
-            "numbers": row.numbers,
+            "metrics": row.metrics,
             "upload_bytes": row.upload_bytes,
             "download_bytes": row.download_bytes,
             "progress": row.progress or None,
@@ -193,9 +193,9 @@ def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
     )
 
 
-def without_scores(numbers: Mapping[str, float]) -> dict[str, float]:
+def without_scores(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return a worker's numbers without those under the names of outlier scores, which the coordinator writes."""
-    return {name: value for name, value in numbers.items() if not name.startswith(PREFIX)}
+    return {name: value for name, value in metrics.items() if not name.startswith(PREFIX)}
 
 
 def task_for_site(view: TaskView) -> TaskView:
@@ -204,7 +204,7 @@ def task_for_site(view: TaskView) -> TaskView:
     Outlier scores are hidden, so that an attacker cannot tune an update against them. What was accepted stays
     `accepted`: a repeated report gets the first answer, and older workers know no later state.
     """
-    shown: dict[str, Any] = {"numbers": without_scores(view.numbers)}
+    shown: dict[str, Any] = {"metrics": without_scores(view.metrics)}
     if view.is_accepted:
         shown |= {"state": "accepted", "unmerged": ()}
     if view.is_accepted and view.kind == "train":
@@ -225,7 +225,7 @@ def version_view(row: VersionRow) -> Version:
         digest=row.digest,
         created_at=instant(row.created_at),
         retired_at=maybe_instant(row.retired_at),
-        numbers=row.numbers,
+        scalars=row.scalars,
         warnings=tuple(row.warnings),
     )
 
@@ -237,7 +237,7 @@ def measurement_view(session: Session, row: TaskRow, dataset: str) -> Measuremen
         worker=worker_name(session, row.worker_id),
         held_out=row.held_out,
         examples=row.examples or 0,
-        numbers=row.numbers,
+        metrics=row.metrics,
     )
 
 

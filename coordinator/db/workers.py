@@ -14,7 +14,17 @@ from tessera.shared.problems import Conflict, NotFound, QuotaExceeded
 from tessera.shared.schema import MAX_CLAIM_BYTES
 from tessera.shared.tensors.lazy import digest_of
 
-DECLARED = {"kinds", "datasets", "held_out", "methods", "device", "version", "resources", "mirror", "withheld"}
+DECLARED = {
+    "kinds",
+    "datasets",
+    "held_out",
+    "methods",
+    "device",
+    "version",
+    "resources",
+    "advertised_policy",
+    "withheld",
+}
 """What is kept of a claim: all that tells which tasks the worker may have, and what it runs on."""
 
 FORGOTTEN_SECONDS = 30 * 86_400.0

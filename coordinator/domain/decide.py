@@ -25,7 +25,7 @@ class Expire:
 
 @dataclass(frozen=True)
 class Offer:
-    """A lapsed task is to be had again."""
+    """An expired task is to be had again."""
 
     task: str
 
@@ -81,7 +81,7 @@ Action = Expire | Offer | Open | Close | Merge | Abandon | Evaluate | CancelEval
 class Timeouts:
     """How long is waited for what may still come, in seconds."""
 
-    gather_seconds: float
+    cohort_wait_seconds: float
     """For the full cohort, or for whoever else may come, once there is a quorum."""
     evaluation_seconds: float
     """For the last evaluations, once all rounds are done."""
@@ -109,14 +109,14 @@ def _wind_up(run: RunSnapshot) -> Iterator[Action]:
 
 
 def _leases(run: RunSnapshot, now: float) -> Iterator[Action]:
-    """Yield a lease that ran out lapses; a lapsed task is offered again while it has tries left."""
+    """Yield a lease that ran out expires; an expired task is offered again while it has tries left."""
     open_tasks = run.round.tasks if run.round and run.round.state == "open" else ()
     # An evaluation whose worker is gone is for another worker, or for nobody.
     evaluations = (task for task in run.evaluations if task.state == "leased" or task.present)
     for task in (*open_tasks, *evaluations):
         if task.state == "leased" and (task.lease_expires_at or 0) <= now:
             yield Expire(task.id, task.token)
-        elif task.state == "lapsed" and task.leases < run.cohort.task_tries:
+        elif task.state == "expired" and task.attempts < run.cohort.max_task_attempts:
             yield Offer(task.id)
 
 
@@ -132,9 +132,9 @@ def _round(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Acti
         return
     # A site counts once, and as soon as one of its workers' updates is accepted.
     came = {task.site for task in round_.tasks if task.state == "accepted"}
-    waiting = {task.site for task in round_.tasks if _may_come(task, run.cohort.task_tries)}
+    waiting = {task.site for task in round_.tasks if _may_come(task, run.cohort.max_task_attempts)}
     quorum = run.cohort.quorum
-    if run.cohort.enough and len(came) >= max(run.cohort.enough, quorum):
+    if run.cohort.target_updates and len(came) >= max(run.cohort.target_updates, quorum):
         yield Close(round_.id, f"{len(came)} updates are enough")
     elif waiting and len(came | waiting) >= quorum and now < round_.deadline_at:
         return
@@ -148,7 +148,7 @@ def _round(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Acti
 
 def _may_come(task: TaskSnapshot, tries: int) -> bool:
     """Return whether a report may still come of a task: it is held, or its worker is there to take it."""
-    to_be_had = task.state == "offered" or (task.state == "lapsed" and task.leases < tries)
+    to_be_had = task.state == "offered" or (task.state == "expired" and task.attempts < tries)
     return task.state == "leased" or (to_be_had and task.present)
 
 
@@ -156,14 +156,14 @@ def _next(run: RunSnapshot, now: float, patience: Timeouts) -> Iterator[Action]:
     """Between rounds: the next one, or the end, or a pause for a reason that a person can read."""
     waited = now - run.idle_since
     if run.version >= run.rounds:
-        coming = any(_may_come(task, run.cohort.task_tries) for task in run.evaluations)
+        coming = any(_may_come(task, run.cohort.max_task_attempts) for task in run.evaluations)
         last_due = any(_evaluations(run))
         if not (coming or last_due) or waited > patience.evaluation_seconds:
             yield Complete()
-    elif run.abandoned >= run.cohort.tries:
+    elif run.abandoned >= run.cohort.max_attempts:
         yield Pause(f"round {run.version + 1} was abandoned {run.abandoned} times; see its rounds for the reasons")
     elif run.eligible >= run.cohort.quorum and (
         # Without a size nobody knows when all are there, so whoever else may come is given the time to.
-        (run.cohort.size is not None and run.eligible >= run.cohort.size) or waited >= patience.gather_seconds
+        (run.cohort.size is not None and run.eligible >= run.cohort.size) or waited >= patience.cohort_wait_seconds
     ):
         yield Open(run.version + 1)

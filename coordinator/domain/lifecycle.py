@@ -34,15 +34,15 @@ ROUND: Lifecycle = {
 TASK: Lifecycle = {
     "lease": Move(("offered",), "leased"),
     "release": Move(("leased",), "offered"),
-    "lapse": Move(("leased",), "lapsed"),
-    "offer": Move(("lapsed",), "offered"),
+    "expire": Move(("leased",), "expired"),
+    "offer": Move(("expired",), "offered"),
     "accept": Move(("leased",), "accepted"),
     "merge": Move(("accepted",), "merged"),
     "leave_out": Move(("accepted",), "left_out"),
     "reject": Move(("leased",), "rejected"),
     "fail": Move(("leased",), "failed"),
     "withhold": Move(("offered", "leased"), "cancelled"),
-    "cancel": Move(("offered", "leased", "lapsed"), "cancelled"),
+    "cancel": Move(("offered", "leased", "expired"), "cancelled"),
 }
 
 LIVE_ROUND = ("open", "merging")

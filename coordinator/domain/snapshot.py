@@ -14,7 +14,7 @@ class TaskSnapshot:
     """Whichever way of naming it: sites are counted."""
     state: str
     token: int
-    leases: int
+    attempts: int
     lease_expires_at: float | None
     present: bool = True
     """Whether its worker was heard of lately, or may still be about to be."""

@@ -23,7 +23,7 @@ class LiveWorker:
     """As `Participant.last_round`, where `remembering` looked it up."""
 
     @property
-    def mirror(self) -> AdvertisedPolicy | None:
+    def advertised_policy(self) -> AdvertisedPolicy | None:
         return policy_of(self.declared)
 
     def participant(self, dataset: str) -> Participant:

@@ -1,10 +1,10 @@
-"""A coordinator's whole memory copied into a folder, and back: whichever database and blob store it has.
+"""Backup of a coordinator into a folder, and restore, for every kind of database and blob store.
 
-    folder/tessera.db     every table, as a SQLite file; it appears last, and whole
-    folder/blobs/ab/...   every blob that is no row of a table, under its digest
+    folder/tessera.db     every table, as a SQLite file; created last, by a rename
+    folder/blobs/ab/...   every blob that is not stored in a table, under its digest
 
-A copy into the same folder again adds only the blobs that are new. The folder is a coordinator's own in form: its
-tables and blobs are read and written by the same code.
+A second backup into the same folder copies only new blobs. The folder has the form of a coordinator's own data and is
+read and written by the same code.
 """
 
 from __future__ import annotations
@@ -31,36 +31,35 @@ from tessera.shared.rounds.versions import States
 
 NAME = "tessera.db"
 ROWS = 500
-"""Rows that are held at a time."""
+"""Rows in memory at a time."""
 
 
 class DatabaseNotEmpty(RuntimeError):
-    """A backup goes back into an empty database only."""
+    """The target of a restore has rows."""
 
 
 class BackupNotFound(RuntimeError):
-    """A folder without one."""
+    """The folder holds no backup."""
 
 
 @dataclass
 class CopyCounts:
     rows: int = 0
     blobs: int = 0
-    """Those that the other side did not have yet."""
+    """Copied blobs, without those that the target had."""
     bytes: int = 0
 
 
 def back_up(database: Database, blobs: Blobs, folder: Path) -> CopyCounts:
-    """Copy everything into the folder, while the coordinator works on. Raises StoreSpoilt for a blob that is not what
-    its name says: what is in the folder is sound."""
+    """Copy everything into the folder while the coordinator runs. Raises StoreSpoilt for a corrupt blob."""
     copied = CopyCounts()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
-        with _opened(Path(partial), folder / "blobs") as (made, kept):
-            # Most of the blobs first: what the tables then know of can hardly have been removed before it is copied.
+        with _opened(Path(partial), folder / "blobs") as (target, kept):
+            # Most blobs first, so that the second pass is short: few blobs are removed before their copy.
             with database.snapshot() as session:
                 _copy_blobs(session.connection(), blobs, kept, copied)
-            with _one_moment(database) as source, made.transaction() as session:
+            with _snapshot(database) as source, target.transaction() as session:
                 _copy_rows(source, session, copied)
                 _copy_blobs(source, blobs, kept, copied)
         (Path(partial) / NAME).replace(folder / NAME)
@@ -73,10 +72,10 @@ def restore(folder: Path, database: Database, blobs: Blobs) -> CopyCounts:
     Raises BackupNotFound, DatabaseNotEmpty, and StoreSpoilt for a blob of the backup with other bytes than its name.
     """
     if not (folder / NAME).is_file():
-        raise BackupNotFound(f"{folder} holds no {NAME}; give the folder that was given to 'backup'")
+        raise BackupNotFound(f"{folder} holds no {NAME}; give the folder that 'backup' wrote")
     copied = CopyCounts()
     with tempfile.TemporaryDirectory(prefix="restore-", dir=blobs.staging_dir) as partial:
-        # A backup that an older version made is brought to head, and stays as it is in its folder.
+        # The copy of an older version's backup is migrated to head; the folder stays as it is.
         shutil.copy(folder / NAME, Path(partial) / NAME)
         with _opened(Path(partial), folder / "blobs") as (saved, kept), saved.snapshot() as source:
             with database.snapshot() as session:
@@ -89,8 +88,7 @@ def restore(folder: Path, database: Database, blobs: Blobs) -> CopyCounts:
 
 
 def verify(database: Database, blobs: Blobs, states: States) -> Iterator[str]:
-    """Yield everything that is wrong with what is stored, each as a sentence: blobs are hashed, versions read, the
-    audit chain followed."""
+    """Hash all blobs, read all versions and check the audit chain; yield each fault as a sentence."""
     with database.snapshot() as session:
         if (broken := audit.broken_at(session)) is not None:
             yield f"the audit chain breaks at entry {broken}"
@@ -135,8 +133,7 @@ def _faulty_versions(session: Session, run: RunRow, blobs: Blobs, states: States
 
 @contextmanager
 def _opened(folder: Path, blob_folder: Path) -> Iterator[tuple[Database, Blobs]]:
-    """Yield a backup's tables at head, and its blobs. At the end the tables are one file with all that was
-    written."""
+    """Yield a backup's database at head, and its blobs. Closing the database completes its file."""
     blob_folder.mkdir(parents=True, exist_ok=True)
     with closing(Database(f"sqlite:///{folder / NAME}")) as database:
         with database.engine.begin() as connection:
@@ -145,8 +142,8 @@ def _opened(folder: Path, blob_folder: Path) -> Iterator[tuple[Database, Blobs]]
 
 
 @contextmanager
-def _one_moment(database: Database) -> Iterator[Connection]:
-    """Yield a connection that sees the database as it is now, for as long as it is used."""
+def _snapshot(database: Database) -> Iterator[Connection]:
+    """Yield a connection whose reads all see the database at one instant."""
     if database.url.get_backend_name() == "sqlite":
         with database.snapshot() as session:
             yield session.connection()
@@ -164,7 +161,7 @@ def _copy_rows(source: Connection, target: Session, copied: CopyCounts) -> None:
 
 
 def _copy_blobs(source: Connection, blobs: Blobs, target: Blobs, copied: CopyCounts) -> None:
-    """Those that are no rows of the table and that the target lacks."""
+    """Copy the blobs that are not stored in a table and that the target lacks."""
     stored = select(BlobRow.digest, BlobRow.size).where(BlobRow.inline.is_(None))
     with target.batch() as batch:
         for digest, size in source.execute(stored).all():
@@ -173,8 +170,8 @@ def _copy_blobs(source: Connection, blobs: Blobs, target: Blobs, copied: CopyCou
             with blobs.open(digest) as file, batch.writer() as writer:
                 while piece := file.read(PIECE_BYTES):
                     writer.write(piece)
-                found = writer.finish()
-            if found.digest != digest:
+                written = writer.finish()
+            if written.digest != digest:
                 raise StoreSpoilt(f"blob {digest} no longer has the bytes of its name")
             copied.blobs += 1
             copied.bytes += size
@@ -184,6 +181,6 @@ def _require_empty(session: Session) -> None:
     for table in Table.metadata.sorted_tables:
         if session.execute(select(table).limit(1)).first() is not None:
             raise DatabaseNotEmpty(
-                f"the database is in use: there are {table.name}. A backup goes into an empty one: name another in "
-                "TESSERA_DATABASE_URL and run 'tessera coordinator migrate'."
+                f"the database is not empty: it has {table.name}. Name an empty one in TESSERA_DATABASE_URL and run "
+                "'tessera coordinator migrate'."
             )

@@ -1,8 +1,8 @@
-"""What is no longer needed goes: updates that were merged, versions beyond those to be kept, bytes nobody refers to.
+"""Garbage collection of merged updates, of versions beyond those to keep, and of unreferenced bytes.
 
-A blob's row goes first, in a transaction that finds once more that nothing refers to it, and its file only after that
-was committed. A file that was written since, because the same bytes came again, is left alone by its age. Killed at
-any point, this leaves a file without a row at worst, which the next pass finds.
+A blob's row is removed first, in a transaction that checks again that nothing refers to it, and its file after the
+commit. A file written since then, because the same bytes were uploaded again, is kept by its age. A crash leaves at
+worst a file without a row, which the next pass removes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tessera.shared.api.runs import RunSpec
 from tessera.shared.rounds.versions import States
 
 AT_A_TIME = 500
-"""Rows that go in one transaction, so that no writer waits for long."""
+"""Rows removed in one transaction, so that no writer waits for long."""
 
 ACTOR = "retention"
 
 ANSWERS_SECONDS = 7 * 86_400.0
-"""How long the answer to a creating request is kept for its repeats."""
+"""How long the response to an idempotent request is kept for its repetitions."""
 
 UNMERGED = (TaskRow.kind == "train") & (TaskRow.state == "accepted")
 """Updates that are neither merged nor left out yet."""
@@ -50,7 +50,7 @@ log = structlog.get_logger()
 
 @dataclass
 class Freed:
-    """What a pass removed, or would have."""
+    """What a pass removed."""
 
     updates: int = 0
     blobs: int = 0
@@ -58,7 +58,7 @@ class Freed:
     versions: int = 0
     uploads: int = 0
     strays: int = 0
-    """Files of the store that no row knows of."""
+    """Files of the store without a row."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -66,7 +66,7 @@ class Freed:
 
 @dataclass(frozen=True)
 class Retention:
-    """Several processes may each do this at any time."""
+    """One pass of garbage collection. Safe in several processes at once."""
 
     database: Database
     blobs: Blobs
@@ -75,12 +75,12 @@ class Retention:
     updates_seconds: float
     """How long an update is kept after its round has ended."""
     unused_seconds: float
-    """How long bytes are kept that nothing refers to: longer than any merge or upload takes."""
+    """How long unreferenced bytes are kept: longer than any merge or upload takes."""
     versions: int | None = None
-    """Of each run, how many of the latest versions are kept beside the first; all if None."""
+    """How many of a run's latest versions are kept besides its first; all if None."""
 
     def collect(self) -> Freed:
-        """Return one pass over everything; returns what it removed."""
+        """Remove everything that need not be kept; return what was removed."""
         freed = Freed()
         now = self.database.now()
         if self.versions is not None:
@@ -100,7 +100,7 @@ class Retention:
     # ------------------------------------------------------------ blobs
 
     def _remove(self, which: ColumnElement[bool], before: float, freed: Freed) -> int:
-        """Remove those of the blobs that nothing refers to, nor was announced since; returns how many."""
+        """Remove the unreferenced ones of these blobs; return how many."""
         removed = 0
         while True:
             with self.database.transaction() as session:
@@ -108,7 +108,7 @@ class Retention:
                 digests = session.scalars(unused).all()
                 stale = UploadRow.digest.in_(digests) & UploadRow.complete & (UploadRow.created_at < before)
                 session.execute(delete(UploadRow).where(stale))
-                # Judged again: one may have been announced since, and whoever comes now finds no upload of it.
+                # Checked again: one may have been announced since. From here on a new announcement finds no upload.
                 gone = session.execute(
                     delete(BlobRow)
                     .where(BlobRow.digest.in_(digests), _unreferenced(before))
@@ -123,19 +123,19 @@ class Retention:
                 return removed
 
     def _strays(self, before: float) -> Iterator[str]:
-        """Yield files of the store that are older, and that no row knows of."""
+        """Yield older files of the store without a row."""
         for digests in self.blobs.listed(before, AT_A_TIME):
             with self.database.snapshot() as session:
                 known = set(session.scalars(select(BlobRow.digest).where(BlobRow.digest.in_(digests))))
             yield from sorted(set(digests) - known)
 
     def _sweep_uploads(self, now: float, freed: Freed) -> None:
-        """Unfinished uploads that nobody has gone on with."""
-        stale = (~UploadRow.complete) & (UploadRow.created_at < now - self.unused_seconds)
+        """Remove abandoned uploads."""
+        before = now - self.unused_seconds
         with self.database.snapshot() as session:
-            found = session.scalars(select(UploadRow.id).where(stale)).all()
-        for upload_id in found:
-            freed.uploads += self.uploads.forget(upload_id, now - self.unused_seconds)
+            stale = session.scalars(select(UploadRow.id).where(~UploadRow.complete, UploadRow.created_at < before))
+            ids = stale.all()
+        freed.uploads = sum(self.uploads.forget(upload_id, before) for upload_id in ids)
 
     # ------------------------------------------------------------ versions
 
@@ -145,22 +145,22 @@ class Retention:
         return sum(self._retire_in(now, run_id, keep) for run_id in runs)
 
     def _retire_in(self, now: float, run_id: str, keep: int) -> int:
-        """Let go of the blocks of a run's older versions. Their manifests stay, and what was measured of them."""
+        """Release the blocks of a run's older versions. Their manifests and evaluations stay."""
         with self.database.transaction() as session:
             run = session.get_one(RunRow, run_id)
-            there = session.scalars(
+            stored = session.scalars(
                 select(VersionRow).where(VersionRow.run_id == run_id, VersionRow.retired_at.is_(None))
             ).all()
-            wanted = self._wanted(session, run, keep)
-            old = [version for version in there if version.number not in wanted]
+            needed = self._needed(session, run, keep)
+            old = [version for version in stored if version.number not in needed]
             if not old:
                 return 0
-            kept = [version for version in there if version.number in wanted]
+            kept = [version for version in stored if version.number in needed]
             used = {blob for version in kept for blob in self.states.manifest(version.digest).digests}
             unused = {blob for version in old for blob in self.states.manifest(version.digest).digests} - used
             # Manifests are kept: later ones may be written as differences from them.
             unused -= set(session.scalars(select(VersionRow.digest).where(VersionRow.run_id == run_id)))
-            unused -= {root for version in there if (root := self.states.manifest(version.digest).root)}
+            unused -= {root for version in stored if (root := self.states.manifest(version.digest).root)}
             numbers = [version.number for version in old]
             session.execute(
                 update(VersionRow)
@@ -173,31 +173,31 @@ class Retention:
                 session.execute(delete(RunBlobRow).where(RunBlobRow.run_id == run_id, RunBlobRow.digest.in_(some)))
             return len(old)
 
-    def _wanted(self, session: Session, run: RunRow, keep: int) -> set[int]:
-        """Return the first version, the latest ones, those that a task or an update not yet merged starts from, and
-        those that are yet to be measured."""
-        live = TaskRow.state.in_(("offered", "leased", "lapsed")) | UNMERGED
-        about = session.scalars(select(TaskRow.version_number).where(TaskRow.run_id == run.id, live))
-        due = central_due(session, run, RunSpec.model_validate(run.spec), None)
+    def _needed(self, session: Session, run: RunRow, keep: int) -> set[int]:
+        """Return the first version, the latest ones, those of open tasks or unmerged updates, and those still to be
+        evaluated."""
+        live = TaskRow.state.in_(("offered", "leased", "expired")) | UNMERGED
+        in_tasks = session.scalars(select(TaskRow.version_number).where(TaskRow.run_id == run.id, live))
+        pending = central_due(session, run, RunSpec.model_validate(run.spec), None)
         latest = range(run.version_number - keep + 1, run.version_number + 1)
-        return {0, *latest, *about, *(one.version for one in due)}
+        return {0, *latest, *in_tasks, *(evaluation.version for evaluation in pending)}
 
 
 def _forget_differences(session: Session, run_id: str, numbers: Sequence[int]) -> set[str]:
-    """Return those to or from these versions; returns the blobs that they were."""
+    """Remove the differences to or from these versions; return their blobs."""
     to_or_from = DifferenceRow.number.in_(numbers) | DifferenceRow.since.in_(numbers)
     forgotten = delete(DifferenceRow).where(DifferenceRow.run_id == run_id, to_or_from)
     return set(session.scalars(forgotten.returning(DifferenceRow.digest)))
 
 
 def _update_of_ended_round(before: float) -> ColumnElement[bool]:
-    """Return blobs that were handed in, in rounds that all ended before then."""
+    """Select updates of rounds that ended before this instant."""
     return exists().where(TaskRow.update_digest == BlobRow.digest, _over(before))
 
 
 def _unreferenced(before: float) -> ColumnElement[bool]:
-    """Return blobs of no run, neither announced since nor on their way, and handed in for no round that is live or
-    ended since."""
+    """Select blobs of no run that are not being uploaded, were not announced since, and are updates of no live or
+    later round."""
     wanted = ~UploadRow.complete | (UploadRow.created_at >= before)
     recent = (UploadRow.digest == BlobRow.digest) & wanted
     needed = (TaskRow.update_digest == BlobRow.digest) & ~_over(before)
@@ -221,12 +221,14 @@ def _batches(digests: Sequence[str]) -> Iterator[Sequence[str]]:
 
 @dataclass(frozen=True)
 class Housekeeping:
+    """A thread beside the conductor that collects garbage at an interval."""
+
     retention: Retention
     every_seconds: float
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
-        """A daemon, and not waited for: what is cut off is found again by the next pass."""
+        """Start a daemon thread; the next pass finishes what its end interrupts."""
         threading.Thread(target=self._work, name="housekeeping", daemon=True).start()
 
     def end(self) -> None:

@@ -30,7 +30,7 @@ def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | 
     """
     model, manifest = _start_of(services, caller, spec)
     named = {f"/version/blocks/{name}": digest for name, digest in manifest.blocks.items()}
-    named |= {f"/version/memory/{name}": entry.digest for name, entry in manifest.memory.items()}
+    named |= {f"/version/server_state/{name}": entry.digest for name, entry in manifest.server_state.items()}
     _require_readable(services, caller, named)
     given = services.states.load(model, manifest, 0)
     # The first version holds what the method's server half remembers from the start, too.
@@ -76,7 +76,7 @@ def preview_run(services: Services, caller: Principal, spec: RunSpec) -> Preview
     now = services.database.now()
     with services.database.snapshot() as session:
         known = live_workers(session, 0.0)
-        live = {worker.name for worker in live_workers(session, now - services.settings.live_seconds)}
+        live = {worker.name for worker in live_workers(session, now - services.settings.liveness_seconds)}
     return preview(RunTerms(spec, model.nbytes, caller.name), model, state, known, live, now)
 
 

@@ -119,7 +119,7 @@ def lease(services: Services, caller: Principal, worker_id: str, instance: str, 
         return task
     # The worker finds a blob that cannot be read itself, and reports what comes of it.
     with suppress(Problem):
-        return task.model_copy(update={"along": _inline_blobs(services, task, earlier)})
+        return task.model_copy(update={"inline_blobs": _inline_blobs(services, task, earlier)})
     return task
 
 
@@ -207,16 +207,16 @@ def submit_update(services: Services, caller: Principal, task_id: str, report: S
     spec, plan = record.spec, record.plan
     try:
         model = services.states.model(spec.model)
-        check_report(spec, model, plan, report.examples, report.numbers)
+        check_report(spec, model, plan, report.examples, report.metrics)
         manifest = services.states.manifest(record.version.digest)
         # The whole update is read, outside of any transaction.
         measured, blocks = services.inspector.checked(report.update, model, manifest, plan, spec.max_update_norm)
-        numbers = {**views.without_scores(report.numbers), **measured}
+        metrics = {**views.without_scores(report.metrics), **measured}
     except InvalidUpdate as problem:
         _reject(services, caller, record, _rejected(report, problem))
         raise
     layers = [layer.name for layer in layers_of(model.by_name[name] for name in blocks)]
-    columns = _accepted(report, numbers, layers, upload)
+    columns = _accepted(report, metrics, layers, upload)
     view = _accept(services, caller, record, columns, upload)
     UPDATES_TOTAL.labels(outcome="accepted").inc()
     return view
@@ -229,7 +229,7 @@ def submit_evaluation(services: Services, caller: Principal, task_id: str, repor
         if tasks.was_accepted(record, report.token):
             return _view(record, caller)
         tasks.require_report(record, report, "evaluate")
-    return _accept(services, caller, record, _accepted(report, dict(report.numbers)))
+    return _accept(services, caller, record, _accepted(report, dict(report.metrics)))
 
 
 def fail(services: Services, caller: Principal, task_id: str, report: Failure) -> TaskView:
@@ -256,7 +256,7 @@ def release(services: Services, caller: Principal, task_id: str, request: Heartb
     with services.database.transaction() as session:
         record = tasks.find_task(session, task_id, caller.site_id)
         if not tasks.was_released(record, request.token):
-            columns = {"leases": record.task.leases - 1, "lease_expires_at": None}
+            columns = {"attempts": record.task.attempts - 1, "lease_expires_at": None}
             now = services.database.now()
             tasks.settle(session, now, caller.actor, record, request.token, "release", columns)
         view, worker_id = _view(record, caller), record.worker.id
@@ -280,14 +280,14 @@ def _rejected(report: Submission, problem: Problem) -> dict[str, Any]:
 
 def _accepted(
     report: Submission | EvaluationResult,
-    numbers: dict[str, float],
+    metrics: dict[str, float],
     layers: Sequence[str] = (),
     upload: Upload | None = None,
 ) -> dict[str, Any]:
     """Return the columns of a task whose report counts."""
     return {
         "examples": report.examples,
-        "numbers": numbers,
+        "metrics": metrics,
         "layers": list(layers),
         "download_bytes": report.download_bytes,
         "upload_bytes": upload.length if upload else 0,
@@ -308,7 +308,7 @@ def _accept(
                 retain(session, now, upload)
             tasks.settle(session, now, caller.actor, record, token, "accept", columns)
             # Counted and not refused: what is under way may finish.
-            nbytes = len(json.dumps(columns["numbers"]))
+            nbytes = len(json.dumps(columns["metrics"]))
             services.uploads.quota.note_bytes(session, now, caller.site_id or "", nbytes)
         view = _view(record, caller)
     services.wake_conductor()

@@ -1,4 +1,4 @@
-"""Whether a coordinator could do its work here: database, blobs, disk, limits, and what of its settings is unsafe."""
+"""Checks of what a coordinator needs: database, blobs, disk, limits, and safe settings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import resource
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -30,23 +31,23 @@ from tessera.shared.diagnostics import Check, Finding, fail, ok, warn
 from tessera.shared.urls import is_loopback, without_password
 
 SPARE_FILES = 1_024
-"""What `serve` needs beside its connections."""
+"""Open files that `serve` needs besides its connections."""
 
 PROBE_BYTES = 1 << 20
 
 PREFIX = "TESSERA_"
 OF_COMMANDS = ("URL", "TOKEN", "TOKEN_FILE", "CA_BUNDLE", "CLIENT_CERT", "CLIENT_KEY", "PLAIN_HTTP", "METHODS")
-"""Read by all commands, or by those of whoever asks a coordinator, and often set beside its settings."""
+"""Variables of other commands, often set beside the coordinator's settings."""
 OF_OTHERS = ("WORKER_", "TEST_")
 SKEW_SECONDS = 5.0
 
 
 class _Undo(Exception):
-    """Ends a transaction that was only tried."""
+    """Rolls back a test transaction."""
 
 
 def checks(services: Services) -> Iterator[tuple[str, Check]]:
-    """Yield what is looked at, in order. Nothing that is written stays."""
+    """Yield the checks in order. They leave nothing behind."""
     settings = services.settings
     yield "database", lambda: _database(services)
     yield "clock", lambda: _clock(services)
@@ -68,51 +69,43 @@ def _database(services: Services) -> Iterator[Finding]:
     if database.at_head():
         yield ok("schema", "at head")
     elif database.at_head_or_later():
-        yield warn("schema", "later than this version of the code knows", "Install the newer version here too.")
+        yield warn("schema", "newer than this version of the code", "Install the newer version here too.")
     else:
-        yield fail("schema", "behind this version of the code", "Run `tessera coordinator migrate`.")
+        yield fail("schema", "older than this version of the code", "Run `tessera coordinator migrate`.")
         return
     began_at = time.monotonic()
-    try:
-        _write_in_vain(services)
-    except _Undo:
-        yield ok("write", f"written and taken back in {1000 * (time.monotonic() - began_at):.0f} ms")
-
-
-def _write_in_vain(services: Services) -> None:
-    """Write to the database and take it back. Raises _Undo if all went well."""
-    with services.database.transaction() as session:
-        audit.record(session, services.database.now(), "doctor", "doctor.try", "nothing")
+    with suppress(_Undo), database.transaction() as session:
+        audit.record(session, database.now(), "doctor", "doctor.try", "nothing")
         session.scalars(select(AuditRow.seq).where(AuditRow.actor == "doctor")).one()
         raise _Undo
+    yield ok("write", f"written and rolled back in {1000 * (time.monotonic() - began_at):.0f} ms")
 
 
 def _clock(services: Services) -> Iterator[Finding]:
     skew = time.time() - services.database.now()
-    told = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the database's, which judges every deadline"
-    yield ok("clock", told) if abs(skew) <= SKEW_SECONDS else warn("clock", told, "Set both by NTP.")
+    detail = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the database's, which decides every deadline"
+    yield ok("clock", detail) if abs(skew) <= SKEW_SECONDS else warn("clock", detail, "Set both by NTP.")
 
 
 def _blobs(services: Services) -> Iterator[Finding]:
     blobs = services.blobs
     began_at = time.monotonic()
     stored = blobs.put([os.urandom(PROBE_BYTES)])
-    # It reads what it hashes.
     blobs.rehash(stored)
     seconds = time.monotonic() - began_at
     blobs.discard(stored.digest, time.time() + SKEW_SECONDS)
     where = without_password(services.settings.blob_url)
     yield ok("blobs", f"written, read, hashed and removed 1 MiB at {where} in {1000 * seconds:.0f} ms")
-    # Opening the store refuses a staging folder elsewhere.
-    yield ok("staging", f"{services.settings.staging_dir} is where finishing an upload is a rename")
+    # Checked when the store was opened.
+    yield ok("staging", f"{services.settings.staging_dir} is on the file system of the blobs")
 
 
 def _disk(services: Services) -> Iterator[Finding]:
     reserve = services.settings.disk_reserve_bytes
     if services.disk.has():
-        yield ok("disk", f"more is free than the reserve of {reserve} bytes")
+        yield ok("disk", f"free space exceeds the reserve of {reserve} bytes")
     else:
-        yield fail("disk", f"less is free than the reserve of {reserve} bytes", "Free some, or add a disk.")
+        yield fail("disk", f"free space is below the reserve of {reserve} bytes", "Free disk space, or add a disk.")
 
 
 def _address(services: Services) -> Iterator[Finding]:
@@ -120,36 +113,36 @@ def _address(services: Services) -> Iterator[Finding]:
     listens = f"{settings.host}:{settings.port}"
     try:
         require_free(settings)
-        yield ok("address", f"{listens}, which is free")
-    except PortInUseError as taken:
+        yield ok("address", f"{listens} is free")
+    except PortInUseError as in_use:
         try:
             services.database.hold("serve")
         except DatabaseInUse:
-            yield ok("address", f"{listens}, where the coordinator of this database may be the one that listens")
+            yield ok("address", f"{listens} is in use, perhaps by the running coordinator of this database")
         else:
-            yield warn("address", str(taken), "If that is not this coordinator, `serve` will not start.")
+            yield warn("address", str(in_use), "If that is not this coordinator, `serve` will not start.")
     try:
         require_private(settings)
     except (InsecureBindError, BadCertificate) as refusal:
         yield fail("tls", str(refusal), "Until then `serve` refuses to start.")
         return
     if settings.tls_cert is not None:
-        yield ok("tls", f"served, with {settings.tls_cert}")
+        yield ok("tls", f"served with {settings.tls_cert}")
     elif is_loopback(settings.host):
-        yield ok("tls", "this machine alone reaches it; others through a proxy here, which has to speak TLS")
+        yield ok("tls", "only this machine can connect; other machines need a TLS proxy here")
     else:
-        yield warn("tls", f"{listens} is said to be behind a proxy", "See to it that nobody else reaches it.")
+        yield warn("tls", f"{listens} is behind a proxy, by its setting", "Allow only the proxy to connect to it.")
 
 
 def _provider(settings: CoordinatorSettings) -> Iterator[Finding]:
-    # Loaded for this alone: its libraries take long.
+    # Its libraries are slow to import.
     oidc = importlib.import_module("tessera.coordinator.auth.oidc")
     try:
         keys = oidc.OIDCVerifier(settings).fetched()
     except oidc.ProviderFault as fault:
-        yield fail("provider", str(fault), "Nobody is admitted with its tokens until it answers.")
+        yield fail("provider", str(fault), "Its tokens are not accepted until it responds.")
     else:
-        yield ok("provider", f"{settings.oidc_issuer} has {len(keys)} keys that sign")
+        yield ok("provider", f"{settings.oidc_issuer} has {len(keys)} signing keys")
 
 
 def _files(settings: CoordinatorSettings) -> Iterator[Finding]:
@@ -159,18 +152,18 @@ def _files(settings: CoordinatorSettings) -> Iterator[Finding]:
         yield ok("files", f"{needed} open files are permitted")
     else:
         remedy = "Raise it (LimitNOFILE, ulimit -n), or lower TESSERA_MAX_CONNECTIONS."
-        yield warn("files", f"{hard} open files are permitted, {needed} may be needed", remedy)
+        yield warn("files", f"{hard} open files are permitted, but {needed} may be needed", remedy)
 
 
 def _memory(memory: Memory) -> Iterator[Finding]:
     share = memory.share()
-    told = f"{100 * share:.0f} % of the limit is in use" if share else "no limit is set"
-    remedy = "Give it more, or say in TESSERA_MEMORY_LIMIT_BYTES what there is."
-    yield ok("memory", told) if share < WATERMARK else warn("memory", told, remedy)
+    detail = f"{100 * share:.0f} % of the limit is in use" if share else "no limit is set"
+    remedy = "Give it more memory, or set TESSERA_MEMORY_LIMIT_BYTES."
+    yield ok("memory", detail) if share < WATERMARK else warn("memory", detail, remedy)
 
 
 def _folders(settings: CoordinatorSettings) -> set[Path]:
-    """Return where what belongs to sites lies on this machine."""
+    """Return the folders of this machine that hold sites' data."""
     url = make_url(settings.database_url)
     of_database = [Path(url.database).parent] if url.get_backend_name() == "sqlite" and url.database else []
     of_blobs = [] if "://" in settings.blob_url else [Path(settings.blob_url)]
@@ -178,41 +171,35 @@ def _folders(settings: CoordinatorSettings) -> set[Path]:
 
 
 def unknown(environment: Iterable[str]) -> Iterator[Finding]:
-    """Variables that look like settings and are none: a misspelt one would leave its default in force."""
+    """Warn of variables that look like settings: a misspelt one leaves its default in force."""
     for variable in sorted(environment):
         name = variable.removeprefix(PREFIX)
         known = name.lower() in CoordinatorSettings.model_fields or name in OF_COMMANDS or name.startswith(OF_OTHERS)
         if name == variable or known:
             continue
-        (near, *_) = (*get_close_matches(name.lower(), CoordinatorSettings.model_fields, n=1), "")
-        remedy = (
-            f"{PREFIX}{near.upper()} is one."
-            if near
-            else "See `tessera coordinator config show` for those there are."
-        )
-        yield warn("settings", f"{variable} is no setting and does nothing here", remedy)
+        close = get_close_matches(name.lower(), CoordinatorSettings.model_fields, n=1)
+        remedy = f"Use {PREFIX}{close[0].upper()}." if close else "List all with `tessera coordinator config show`."
+        yield warn("settings", f"{variable} is not a setting and has no effect", remedy)
 
 
 def insecure(settings: CoordinatorSettings) -> Iterator[Finding]:
-    """Yield what of the settings lets in more than it should."""
-    found = 0
+    """Yield unsafe settings, or that there are none."""
+    findings = tuple(_insecure(settings))
+    yield from findings or (ok("settings", "none is known to be unsafe"),)
+
+
+def _insecure(settings: CoordinatorSettings) -> Iterator[Finding]:
     path = settings.admin_token_file
     if path and path.exists() and path.stat().st_mode & 0o077:
-        found += 1
-        yield fail("settings", f"{path} holds an administrator's token and others may read it", f"chmod 600 {path}")
+        yield fail("settings", f"other users may read the administrator's token in {path}", f"chmod 600 {path}")
     for folder in _folders(settings):
         if folder.is_dir() and folder.stat().st_mode & 0o077:
-            found += 1
-            told = f"other users of this machine may look into {folder}, where the updates and hashes of tokens are"
-            yield warn("settings", told, f"chmod 700 {folder}")
+            detail = f"other users of this machine may read {folder}, which holds updates and hashes of tokens"
+            yield warn("settings", detail, f"chmod 700 {folder}")
     url = urlsplit(settings.database_url)
-    elsewhere = url.scheme.startswith("postgresql") and not is_loopback(url.hostname or "localhost")
-    if elsewhere and "sslmode=verify-full" not in url.query:
-        found += 1
+    remote = url.scheme.startswith("postgresql") and not is_loopback(url.hostname or "localhost")
+    if remote and "sslmode=verify-full" not in url.query:
         remedy = "Add ?sslmode=verify-full to TESSERA_DATABASE_URL."
-        yield warn("settings", "the database is elsewhere, and its server is not verified", remedy)
+        yield warn("settings", "the database server is on another machine and is not verified", remedy)
     if settings.site_bytes_per_day is None:
-        found += 1
         yield warn("settings", "a site may announce any number of bytes", "Set TESSERA_SITE_BYTES_PER_DAY.")
-    if not found:
-        yield ok("settings", "none that is known to be unsafe")

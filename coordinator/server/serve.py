@@ -1,4 +1,4 @@
-"""The process that serves, from its sockets to its end."""
+"""The serving process, from its sockets to its shutdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 
 def serve(services: Services, child: ChildConductor | None) -> None:
-    """Serve the API until a signal ends it, with the child beside it that moves the rounds."""
+    """Serve the API until a signal ends it, with the child process that conducts."""
     settings = services.settings
     raise_file_limit(settings.max_connections)
     spans.begin("tessera-coordinator")
@@ -37,15 +37,15 @@ def serve(services: Services, child: ChildConductor | None) -> None:
 
 
 def freeze_imports() -> None:
-    """Have the garbage collector pass over what is there by now, which stays.
+    """Exempt all imported objects from garbage collection.
 
-    Else it goes through all that was imported each few dozen requests, one of which takes 80 ms longer.
+    Otherwise a collection of them delays one of every few dozen requests by 80 ms.
     """
     gc.freeze()
 
 
 class _Server(uvicorn.Server):
-    """A server that sends waiting workers home when it is told to stop, rather than waiting for them."""
+    """A server that ends long polls and event streams when it stops, instead of waiting for them."""
 
     def __init__(self, config: uvicorn.Config, services: Services, child: ChildConductor | None) -> None:
         super().__init__(config)

@@ -119,7 +119,7 @@ class TableCollector(Collector):
             yield from _of_runs(session)
             yield from _of_rounds(session, now)
             yield from _of_sites(session, now)
-            live = len(live_workers(session, now - self._services.settings.live_seconds))
+            live = len(live_workers(session, now - self._services.settings.liveness_seconds))
             blobs, blob_bytes = blob_totals(session)
         ready = float(readiness(self._services).ready)
         yield GaugeMetricFamily("tessera_ready", "Whether this process can do its work", ready)
@@ -129,7 +129,9 @@ class TableCollector(Collector):
         )
         yield GaugeMetricFamily("tessera_blobs", "Blobs stored", blobs)
         yield GaugeMetricFamily("tessera_disk_free_bytes", "Bytes free on the disk", self._services.disk.free_bytes())
-        yield GaugeMetricFamily("tessera_memory_share", "Share of the memory in use", self._services.memory.share())
+        yield GaugeMetricFamily(
+            "tessera_memory_used_ratio", "Share of the memory in use", self._services.memory.share()
+        )
         yield GaugeMetricFamily("tessera_blob_bytes", "Bytes of the blobs stored", blob_bytes)
 
 
@@ -145,7 +147,7 @@ def _of_runs(session: Session) -> Iterator[Metric]:
         for one in figures:
             family.add_metric([one.run, one.name], getattr(one, name))
         yield family
-    measured = GaugeMetricFamily("tessera_run_measured", MEASURED, labels=["run", "name", "measure", "place"])
+    measured = GaugeMetricFamily("tessera_run_metric", MEASURED, labels=["run", "name", "metric", "source"])
     for one in figures:
         for (place, measure), value in one.measured.items():
             measured.add_metric([one.run, one.name, measure, place], value)
@@ -196,5 +198,5 @@ def readiness(services: Services) -> Readiness:
         ready=schema and writable,
         schema_at_head=schema,
         store_writable=writable,
-        store_has_room=services.disk.has(),
+        store_has_space=services.disk.has(),
     )

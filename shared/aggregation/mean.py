@@ -11,7 +11,7 @@ from typing import Literal
 
 from tessera.shared.tensors.lazy import Tensor, mean_step
 
-Divide = Literal["participants", "cohort", "inverse-probability"]
+Normalization = Literal["participants", "cohort", "inverse-probability"]
 """What a block's step is divided by: the weight of those who sent it, or that of all whose update was accepted, or
 the latter times the probability with which a worker sends the block."""
 
@@ -19,7 +19,7 @@ the latter times the probability with which a worker sends the block."""
 def average(
     model: Mapping[str, Tensor],
     senders: Sequence[tuple[float, Mapping[str, Tensor]]],
-    divide: Divide,
+    normalization: Normalization,
     inclusion: Callable[[str], float] = lambda _: 1.0,
 ) -> dict[str, Tensor]:
     """Return the blocks that somebody sent, averaged with each sender's weight.
@@ -35,7 +35,7 @@ def average(
     accepted = sum(weight for weight, _ in senders)
 
     def whole(name: str) -> float | None:
-        match divide:
+        match normalization:
             case "participants":
                 return None
             case "cohort":

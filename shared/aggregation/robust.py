@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from tessera.shared.aggregation.mean import Divide
+from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import (
     PIECE,
@@ -341,12 +341,15 @@ Robust = Annotated[
 
 
 def guarded(
-    rule: RobustRule, model: Mapping[str, Tensor], senders: Sequence[Mapping[str, Tensor]], divide: Divide
+    rule: RobustRule,
+    model: Mapping[str, Tensor],
+    senders: Sequence[Mapping[str, Tensor]],
+    normalization: Normalization,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the blocks that enough workers sent, stepped by the rule, and the names of those that only fewer did.
 
-    With `divide` of `cohort` a step is damped by the share of all workers that sent the block. Raises ValueError if a
-    shape differs.
+    With `normalization` of `cohort` a step is damped by the share of all workers that sent the block. Raises
+    ValueError if a shape differs.
     """
     moved: dict[str, Tensor] = {}
     few: list[str] = []
@@ -355,7 +358,7 @@ def guarded(
         if any(tensor.shape != base.shape for tensor in sent):
             raise ValueError(f"shapes differ from {base.shape}: {[tensor.shape for tensor in sent]}")
         if len(sent) >= rule.least:
-            share = 1.0 if divide == "participants" else len(sent) / len(senders)
+            share = 1.0 if normalization == "participants" else len(sent) / len(senders)
             moved[name] = SteppedTensor(base.shape, base.dtype, (base, rule.step(base, sent, share)))
         elif sent:
             few.append(name)

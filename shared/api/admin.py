@@ -184,5 +184,5 @@ class Readiness(Message):
     ready: bool
     schema_at_head: bool
     store_writable: bool
-    store_has_room: bool = True
+    store_has_space: bool = True
     """Whether the disk has more free than the reserve."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -13,7 +13,8 @@ from pydantic import (
     model_validator,
 )
 
-from tessera.shared.aggregation.mean import Divide
+from tessera.shared import renamed_keys
+from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
 from tessera.shared.api.tasks import TaskView
@@ -36,13 +37,15 @@ class Cohort(Frozen):
     workers_per_site: PositiveInt = Field(
         default=1, le=1000, description="workers of a chosen site that take part; their updates count as one"
     )
-    enough: PositiveInt | None = Field(
+    target_updates: PositiveInt | None = Field(
         default=None, description="sites whose updates close a round before its deadline"
     )
     quorum: PositiveInt = Field(default=1, description="sites without whose updates a round is abandoned")
     deadline_seconds: float = Field(default=3600, gt=0, le=30 * 86400)
-    tries: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")
-    task_tries: PositiveInt = Field(default=3, le=100, description="leases of a task before it counts as lapsed")
+    max_attempts: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")
+    max_task_attempts: PositiveInt = Field(
+        default=3, le=100, description="leases of a task before it counts as expired"
+    )
     sites: tuple[Label, ...] | None = Field(
         default=None, description="sites that may take part, be it to train or to evaluate; all if left out"
     )
@@ -113,13 +116,13 @@ class RunSpec(Frozen):
     upload_seconds: PositiveFloat | None = Field(
         default=None, description="the most that an update may take on the line that its worker declares"
     )
-    divide: Divide = "participants"
+    normalization: Normalization = "participants"
     robust: Robust = Mean()
     server_optimizer: ServerOptimizer = Plain()
     max_examples: PositiveInt | Unlimited | None = Field(
         default=None,
         description="a site with more examples weighs as if it had this many; if left out, 4 times the median of "
-        "what the willing sites have when the first round opens",
+        "what the eligible sites have when the first round opens",
     )
     max_update_norm: float | None = Field(default=None, gt=0, description="updates of a larger l2 norm are refused")
     max_norm_of_median: Annotated[float, Field(gt=1, le=1e6)] | Unlimited | None = Field(
@@ -127,6 +130,11 @@ class RunSpec(Frozen):
         description="updates of more times the round's median l2 norm are not merged; if left out, 10 for the mean, "
         "and unlimited with a robust rule",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_present_names(cls, given: Any) -> Any:
+        return renamed_keys.refuse_old(given, renamed_keys.RUN)
 
     @field_validator("codec")
     @classmethod
@@ -138,7 +146,7 @@ class RunSpec(Frozen):
     def _rule_can_work(self) -> Self:
         if self.robust.neutral:
             return self
-        if self.divide == "inverse-probability":
+        if self.normalization == "inverse-probability":
             raise ValueError(
                 f"dividing by probabilities is right for means, which {self.robust.rule} is not: divide by "
                 "participants or cohort"
@@ -199,11 +207,11 @@ class WorkerPreview(Message):
     """What is to be expected of a worker."""
 
     worker: str
-    objections: tuple[Ineligibility, ...] = ()
+    ineligibilities: tuple[Ineligibility, ...] = ()
     """Why it would not take part; it would if there are none."""
-    reservations: tuple[Ineligibility, ...] = ()
+    warnings: tuple[Ineligibility, ...] = ()
     """What may keep one that takes part from doing so to the run's end, or make it late."""
-    asked: RoundWorkload | None = None
+    workload: RoundWorkload | None = None
     """What the first round asks of it; None if it would not take part, or is not drawn for that round."""
 
 
@@ -211,11 +219,11 @@ class Preview(Message):
     """What would become of a run if it were started now."""
 
     quorum: int
-    willing: int
+    eligible: int
     """The sites that would take part."""
-    awaiting: int
+    awaiting_approval: int
     """The sites that also would, once a person there has approved the run."""
-    prospects: tuple[WorkerPreview, ...]
+    workers: tuple[WorkerPreview, ...]
     missing_sites: tuple[str, ...] = ()
     """Sites that the run invites and that no worker was ever heard of from."""
     warnings: tuple[str, ...] = ()
@@ -249,7 +257,7 @@ class Measurement(Message):
     worker: str
     held_out: bool = False
     examples: int
-    numbers: dict[str, float]
+    metrics: dict[str, float]
 
     @property
     def site(self) -> str:

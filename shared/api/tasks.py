@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from tessera.shared.aggregation.mean import Divide
+from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block, Name
@@ -57,8 +57,8 @@ from tessera.shared.schema import (
 class Progress(Message):
     """How far a worker is with its task, as it says itself.
 
-    `step` of `steps` while it trains or evaluates, `bytes` of `of_bytes` while it moves some; `loss` is the mean over
-    the examples of the epoch so far.
+    `step` of `steps` while it trains or evaluates, `bytes` of `total_bytes` while it moves some; `loss` is the mean
+    over the examples of the epoch so far.
     """
 
     phase: Phase
@@ -66,7 +66,7 @@ class Progress(Message):
     steps: Counted | None = None
     loss: Number | None = None
     bytes: Counted | None = None
-    of_bytes: Counted | None = None
+    total_bytes: Counted | None = None
 
 
 def _or_nothing(value: object, validate: ValidatorFunctionWrapHandler) -> Progress | None:
@@ -99,9 +99,9 @@ class TaskView(Message):
     kind: TaskKind
     state: TaskState
     token: int
-    leases: int
+    attempts: int
     examples: int | None = None
-    numbers: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     upload_bytes: int = 0
     download_bytes: int = 0
     progress: Progress | None = None
@@ -185,16 +185,16 @@ class Claim(Message):
     version: ShortText = ""
     """Of the worker's own code; none of a worker that does not say."""
     resources: Resources = {}
-    mirror: AdvertisedPolicy | None = None
+    advertised_policy: AdvertisedPolicy | None = None
     withheld: dict[Identifier, Annotated[str, Field(max_length=300)]] = Field(default={}, max_length=MAX_WITHHELD)
     """Runs that it is to be offered no task of, and why."""
 
     def shortened(self) -> Claim:
         """Return the claim without what a coordinator can do without, if it is longer than one takes: first why runs
-        are withheld, then the mirror, which only helps to plan."""
+        are withheld, then the advertised policy, which only helps to plan."""
         changes: tuple[dict[str, object], ...] = (
             {"withheld": dict.fromkeys(self.withheld, "withheld")},
-            {"mirror": None},
+            {"advertised_policy": None},
         )
         claim = self
         for change in changes:
@@ -227,7 +227,7 @@ class Task(Message):
     codec: str
     upload_budget: PositiveInt | None = None
     upload_seconds: PositiveFloat | None = None
-    divide: Divide
+    normalization: Normalization
     model: Digest
     version: VersionRef
     inline_bytes: NonNegativeInt = 0
@@ -237,7 +237,7 @@ class Task(Message):
     lease_seconds: LeaseSeconds
     receipt: Receipt | None = None
     """Of the last update that was accepted from this worker in this run."""
-    along: Annotated[tuple[bytes, ...], Field(max_length=MAX_INLINE_BLOBS)] = ()
+    inline_blobs: Annotated[tuple[bytes, ...], Field(max_length=MAX_INLINE_BLOBS)] = ()
     """Blobs that need not be fetched any more: what is new in the version, where that is little. A worker goes by the
     digests of what is here, and by nothing else."""
 
@@ -270,7 +270,7 @@ class Submission(Message):
     update: Digest
     data: bytes | None = None
     examples: PositiveInt = Field(lt=1 << 40)
-    numbers: Reported = {}
+    metrics: Reported = {}
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
     audit_head: AuditHead | None = None
 
@@ -281,7 +281,7 @@ class EvaluationResult(Message):
     token: int
     version: Digest
     examples: PositiveInt = Field(lt=1 << 40)
-    numbers: Reported
+    metrics: Reported
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
     audit_head: AuditHead | None = None
 

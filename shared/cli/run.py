@@ -69,7 +69,9 @@ def create(
     key: Annotated[
         str | None,
         typer.Option(
-            callback=_sendable, help="Names this wish: creating with the same key again gives the same run."
+            "--idempotency-key",
+            callback=_sendable,
+            help="Repeating the command with the same key returns the same run.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -104,7 +106,7 @@ def preview(
         output.out().print(preview_table(found))
         for sentence in preview_notes(found):
             output.note(sentence)
-    if found.willing < found.quorum:
+    if found.eligible < found.quorum:
         raise typer.Exit(3)
 
 
@@ -143,7 +145,7 @@ def list_runs(ctx: typer.Context, as_json: AsJson = False) -> None:
 def show(
     ctx: typer.Context,
     run: Named,
-    numbers: Annotated[bool, typer.Option("--numbers", help="Also what the method tells of each version.")] = False,
+    numbers: Annotated[bool, typer.Option("--scalars", help="Also what the method tells of each version.")] = False,
     scores: Annotated[
         bool, typer.Option("--scores", help="Also how far each worker's updates are from the others'.")
     ] = False,
@@ -307,14 +309,14 @@ def export(
 
 def preview_table(found: Preview) -> Table:
     columns = ("worker", "takes part", "fetches", "trains", "sends, at most", "because")
-    return output.table(columns, map(_preview_row, found.prospects))
+    return output.table(columns, map(_preview_row, found.workers))
 
 
 def _preview_row(prospect: WorkerPreview) -> tuple[object, ...]:
-    asked, said = prospect.asked, (*prospect.objections, *prospect.reservations)
+    asked, said = prospect.workload, (*prospect.ineligibilities, *prospect.warnings)
     because = "; ".join(f"{one.rule}: {one.detail}" for one in said)
-    willing = "yes, but" if prospect.reservations else "yes"
-    takes_part = "no" if prospect.objections else willing if asked else "not in the first round"
+    willing = "yes, but" if prospect.warnings else "yes"
+    takes_part = "no" if prospect.ineligibilities else willing if asked else "not in the first round"
     return (prospect.worker, takes_part, *_parts(asked), because or None)
 
 
@@ -332,9 +334,11 @@ def preview_notes(found: Preview) -> Iterator[str]:
     """Yield what a person should know before the run is started."""
     if found.missing_sites:
         yield f"nobody was ever heard of from {', '.join(found.missing_sites)}"
-    if found.willing < found.quorum:
-        after = f"; {found.awaiting} more once their sites have approved it" if found.awaiting else ""
-        yield f"warning: {found.willing} would take part now, fewer than the quorum of {found.quorum}{after}"
+    if found.eligible < found.quorum:
+        after = (
+            f"; {found.awaiting_approval} more once their sites have approved it" if found.awaiting_approval else ""
+        )
+        yield f"warning: {found.eligible} would take part now, fewer than the quorum of {found.quorum}{after}"
     yield from (f"warning: {warning}" for warning in found.warnings)
 
 

@@ -27,7 +27,7 @@ class Outcome:
     scores: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, Spread] = field(default_factory=dict)
     """What sites measured on what they hold out, by name."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
     """What the method tells of the version."""
     warnings: tuple[str, ...] = ()
     """What the method warns of, and did not with the version before."""
@@ -63,7 +63,7 @@ class Outcome:
             "seconds": self.seconds(),
             "scores": dict(self.scores),
             "sites": {name: asdict(spread) for name, spread in self.spreads.items()},
-            "numbers": dict(self.numbers),
+            "scalars": dict(self.scalars),
             "warnings": list(self.warnings),
         }
 
@@ -94,7 +94,7 @@ def _outcome(
         round_,
         scores.get(number, {}),
         spreads.get(number, {}),
-        made.numbers if made else {},
+        made.scalars if made else {},
         tuple(warning for warning in made.warnings if warning not in old) if made else (),
     )
 

@@ -48,7 +48,7 @@ def rows_of(
     for number, by_name in spreads(found).items():
         yield from _fairness(run, number, by_name)
     for version in versions:
-        for name, value in sorted(version.numbers.items()):
+        for name, value in sorted(version.scalars.items()):
             yield MetricRow(run.id, version.number, None, None, "version", None, None, None, name, value)
 
 
@@ -75,13 +75,13 @@ def _task(task: TaskView) -> dict[str, float]:
     if not task.is_accepted:
         return {}
     cost = {"upload_bytes": float(task.upload_bytes), "download_bytes": float(task.download_bytes)}
-    return {**task.numbers, "examples": float(task.examples or 0), **cost}
+    return {**task.metrics, "examples": float(task.examples or 0), **cost}
 
 
 def _measured(run: Run, one: Measurement) -> Iterator[MetricRow]:
     site, _, worker = one.worker.partition("/")
     stage = "sites" if one.held_out else "central"
-    for name, value in {**one.numbers, "examples": float(one.examples)}.items():
+    for name, value in {**one.metrics, "examples": float(one.examples)}.items():
         yield MetricRow(run.id, one.version, None, None, stage, one.dataset, site, worker, name, value)
 
 

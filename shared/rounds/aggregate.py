@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import fsum
 from typing import Any
 
-from tessera.shared.aggregation.mean import Divide, average
+from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, State, Update
@@ -38,7 +38,7 @@ class Accepted:
     worker: str
     digest: str
     examples: int
-    numbers: Mapping[str, float]
+    metrics: Mapping[str, float]
     plan: Plan
     base: VersionRef
     """The version that it started from."""
@@ -103,7 +103,7 @@ class Aggregation:
                     worker=entry.worker,
                     examples=entry.examples,
                     blocks=self._opened(entry, model, state),
-                    numbers=entry.numbers,
+                    metrics=entry.metrics,
                     site=entry.site,
                     plan=entry.plan,
                     staleness=current.number - entry.base.number,
@@ -113,7 +113,7 @@ class Aggregation:
             if any(update.staleness for update in sent):
                 half.check_buffered()
             blocks |= {update.worker: set(update.blocks) for update in sent}
-            update = pooled(state.model, sent, spec.divide)
+            update = pooled(state.model, sent, spec.normalization)
             updates.append(replace(update, examples=min(update.examples, bounds.max_examples or update.examples)))
         return half, state, updates, blocks
 
@@ -123,7 +123,7 @@ class Aggregation:
         return {n: t if t.base == state.model[n] else Rebased(state.model[n], t) for n, t in sent.items()}
 
 
-def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], divide: Divide) -> Update:
+def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], normalization: Normalization) -> Update:
     """Return the updates of one site's workers as one: the mean by their examples, which come to its weight.
 
     A block that only some of them sent is averaged over those with `participants`. Else it counts as unchanged by the
@@ -132,10 +132,10 @@ def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], divide: Divid
     if len(updates) == 1:
         return updates[0]
     senders = [(float(update.examples), update.blocks) for update in updates]
-    blocks = average(model, senders, "participants" if divide == "participants" else "cohort")
-    numbers = _means([(update.examples, update.numbers) for update in updates])
+    blocks = average(model, senders, "participants" if normalization == "participants" else "cohort")
+    metrics = _means([(update.examples, update.metrics) for update in updates])
     examples, staleness = sum(update.examples for update in updates), max(update.staleness for update in updates)
-    return replace(updates[0], examples=examples, blocks=blocks, numbers=numbers, staleness=staleness)
+    return replace(updates[0], examples=examples, blocks=blocks, metrics=metrics, staleness=staleness)
 
 
 def _by_site(accepted: Iterable[Accepted]) -> list[list[Accepted]]:
@@ -148,8 +148,8 @@ def _by_site(accepted: Iterable[Accepted]) -> list[list[Accepted]]:
 
 def _means(told: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     """Return each number's mean by examples over those who told it."""
-    names = sorted({name for _, numbers in told for name in numbers})
-    having = {name: [(weight, numbers[name]) for weight, numbers in told if name in numbers] for name in names}
+    names = sorted({name for _, metrics in told for name in metrics})
+    having = {name: [(weight, metrics[name]) for weight, metrics in told if name in metrics] for name in names}
     return {
         name: fsum(weight * number for weight, number in those) / sum(weight for weight, _ in those)
         for name, those in having.items()
@@ -192,19 +192,19 @@ def _ratios(half: CoordinatorHalf[Any], accepted: Sequence[Accepted]) -> dict[st
     return {entry.worker: ratios[entry.site] for entry in accepted if entry.site in ratios}
 
 
-def stretched_norm(half: CoordinatorHalf[Any], numbers: Mapping[str, float]) -> float | None:
+def stretched_norm(half: CoordinatorHalf[Any], metrics: Mapping[str, float]) -> float | None:
     """Return the norm of an update's step as the method merges it, in a unit that is the same in every round.
 
     None for an update that was not measured.
     """
-    return numbers[UPDATE_NORM] * half.step_scale(numbers) if UPDATE_NORM in numbers else None
+    return metrics[UPDATE_NORM] * half.step_scale(metrics) if UPDATE_NORM in metrics else None
 
 
 def _norms(half: CoordinatorHalf[Any], accepted: Sequence[Accepted]) -> dict[str, float]:
     """Return the norm of each site's update. That of several updates as one is at most the mean of theirs, which is
     what is taken for it: nothing is read again."""
     means = {
-        entries[0].site: _means([(entry.examples, entry.numbers) for entry in entries])
+        entries[0].site: _means([(entry.examples, entry.metrics) for entry in entries])
         for entries in _by_site(accepted)
     }
     return {site: norm for site, mean in means.items() if (norm := stretched_norm(half, mean)) is not None}

@@ -38,7 +38,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunInfo:
     return RunInfo(
         model.blocks,
         spec.rounds,
-        spec.divide,
+        spec.normalization,
         spec.training,
         spec.privacy,
         upload_budget=spec.upload_budget,
@@ -125,12 +125,12 @@ def bounds_of(spec: RunSpec, willing: Iterable[Participant]) -> Bounds:
     return Bounds(max_examples=examples, max_norm_of_median=norm)
 
 
-def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
+def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
     """Ask the method about what a worker reports beside its blocks. Raises InvalidUpdate."""
     try:
-        coordinator_half(spec.method, run_facts(spec, model)).check(plan, examples, numbers)
+        coordinator_half(spec.method, run_facts(spec, model)).check(plan, examples, metrics)
     except ValueError as fault:
-        unusable = Fault(pointer="/numbers", detail=str(fault)[:300], code="numbers-unusable")
+        unusable = Fault(pointer="/metrics", detail=str(fault)[:300], code="metrics-unusable")
         raise InvalidUpdate("the method cannot merge the update's numbers", errors=[unusable]) from None
 
 
@@ -177,7 +177,7 @@ def task_of(
         codec=spec.codec,
         upload_budget=spec.upload_budget,
         upload_seconds=spec.upload_seconds,
-        divide=spec.divide,
+        normalization=spec.normalization,
         model=spec.model,
         version=version,
         inline_bytes=inline_bytes,
@@ -210,7 +210,7 @@ def warnings_of(
 
 def _of_rule(spec: RunSpec, state: State) -> list[str]:
     rule = spec.robust
-    if rule.neutral or not state.numbers.get(FEW_SENDERS):
+    if rule.neutral or not state.scalars.get(FEW_SENDERS):
         return []
     few = f"some blocks stayed as they were, sent by fewer than the {rule.least} sites that {rule.rule} takes"
     return [f"{few}: {FEW_SENDERS} of the version says how many"]

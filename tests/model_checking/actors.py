@@ -207,7 +207,7 @@ class Worker:
             self._report(task, "release", lambda s: tasks.release(s, self._me, task.id, beat))
         elif task.kind == "evaluate":
             found = EvaluationResult(
-                token=task.token, version=task.version.digest, examples=5, numbers={"accuracy": 0.5}
+                token=task.token, version=task.version.digest, examples=5, metrics={"accuracy": 0.5}
             )
             self._report(
                 task,

@@ -123,6 +123,10 @@ def in_two_transactions(session: Any, now: float, run: Any, round_: Any, version
     return news
 
 
+def unmeasured(self: Any, digest: str, model: Any, manifest: Any, plan: Any, max_norm: Any) -> Any:
+    return {}, tuple(self.open(digest, model, manifest, plan))
+
+
 def leaking(session: Any, now: float, round_: Any, reason: str) -> None:
     """Assigns what earlier attempts at the round had accepted, too."""
     CLOSE(session, now, round_, reason)
@@ -161,7 +165,7 @@ def endless(round_: Any, run: Any, now: float) -> Any:
 def lapse_unseen(self: Any, task_id: str, token: int) -> None:
     with self.database.transaction() as session:
         now, task = self.database.now(), session.get_one(TaskRow, task_id)
-        actions.move_task(session, now, actions.ACTOR, task, "lapse")
+        actions.move_task(session, now, actions.ACTOR, task, "expire")
 
 
 def kept_at_once(self: Any, *arguments: Any) -> Any:
@@ -180,7 +184,7 @@ def kept_when_accepted(self: Any) -> Any:
 
 
 def unaudited(session: Any, now: float, actor: str, action: str, subject: str, **detail: Any) -> None:
-    if action != "task.lapse":
+    if action != "task.expire":
         RECORD(session, now, actor, action, subject, **detail)
 
 
@@ -262,14 +266,46 @@ FAULTS: dict[str, Fault] = {
     "the tasks of a closed round live on": Fault(((rounds, "cancel_tasks", lambda *arguments: None),)),
     "a round never reaches its deadline": Fault(((decide, "_round", endless),)),
     "a site reaches the tasks of others": Fault(((tasks, "find_task", of_any_site),)),
-    "what is not finite is taken": Fault(((inspection.Inspector, "check", lambda *arguments: {}),)),
+    "what is not finite is taken": Fault(((inspection.Inspector, "checked", unmeasured),)),
     "the sweep takes blobs that are being made": Fault(((blobs.Blobs, "sweep", everything_swept),)),
     "a report on another version, or of any weight, is taken": Fault(((tasks, "require_report", unchecked_report),)),
     "a refused report leaves a trace": Fault(((tasks, "settle", writes_first),)),
 }
 
 HIDDEN = {"a lapse is entered though the lease was renewed"}
-"""Found with no seed of 40: a renewal must fall between a look and the write that follows from it."""
+"""Found with no seed of forty: a renewal must fall between a look and the write that follows from it."""
+
+FIRST = {
+    "the token is not checked": 6,
+    "no index keeps a run to one live round": 1,
+    "a write does not look at the state it starts from": 5,
+    "a file is not flushed before its rename": 1,
+    "a folder is not flushed after a rename": 3,
+    "a blob is in the table before it has its name": 1,
+    "a round is committed in two transactions": 1,
+    "leases do not run out": 1,
+    "a cancelled task is accepted": 1,
+    "an update leaks into the next attempt": 80,
+    "updates are merged in the order of arrival": 1,
+    "an update counts twice": 1,
+    "an accepted update is left out": 1,
+    "a repeated report is not recognised": 1,
+    "digests are not verified": 21,
+    "the vault keeps before the update is merged": 10,
+    "whoever was ever here is present": 8,
+    "a lapse is not audited": 1,
+    "a round never reaches its deadline": 25,
+    "the sweep takes blobs that are being made": 19,
+    "a report on another version, or of any weight, is taken": 16,
+    "a refused report leaves a trace": 5,
+}
+"""The seed that shows a fault, where it is not 0: to spare time only, for a change may move it to another."""
+
+
+def seeds_of(name: str) -> Iterable[int]:
+    """Those with which a fault is looked for."""
+    first = FIRST.get(name, 0)
+    return range(first, first + 40)
 
 
 SCHEDULES: list[Schedule] = []

@@ -6,7 +6,7 @@ import pytest
 
 from tests.model_checking.crash_points import SHAPES, killed, undisturbed
 from tests.model_checking.federation import simulate
-from tests.model_checking.planted import hunt
+from tests.model_checking.planted import hunt, seeds_of
 
 SEEDS = 5
 LAPSING = 9045
@@ -14,24 +14,6 @@ LAPSING = 9045
 HUNTED = range(2000)
 CRASHES = 3
 """Points of each shape at which something is killed; `make simulation` takes all of them."""
-
-FIRST = {
-    "the token is not checked": 1,
-    "no index keeps a run to one live round": 1,
-    "a write does not look at the state it starts from": 5,
-    "a file is not flushed before its rename": 1,
-    "a folder is not flushed after a rename": 1,
-    "a blob is in the table before it has its name": 1,
-    "an update leaks into the next attempt": 35,
-    "the vault keeps before the update is merged": 10,
-    "digests are not verified": 13,
-    "whoever was ever here is present": 7,
-    "a round never reaches its deadline": 5,
-    "what is not finite is taken": 10,
-    "the sweep takes blobs that are being made": 7,
-    "a report on another version, or of any weight, is taken": 6,
-}
-"""The seed of 40 that shows a fault, where it is not 0: to spare time only, for a change may move it to another."""
 
 
 @pytest.mark.parametrize("seed", [*range(SEEDS), LAPSING])
@@ -84,8 +66,7 @@ QUICK = [
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_planted_fault_is_found(name: str) -> None:
-    first = FIRST.get(name, 0)
-    assert hunt(name, [*range(first, 40), *range(first)]), f"the simulation does not find that {name}"
+    assert hunt(name, seeds_of(name)), f"the simulation does not find that {name}"
 
 
 @pytest.mark.parametrize("name", SHAPES)

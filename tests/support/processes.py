@@ -75,7 +75,7 @@ class CoordinatorProcess:
         self.folder = folder
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        quick = {"tick_seconds": 0.1, "gather_seconds": 60.0, **ROOMY}
+        quick = {"tick_seconds": 0.1, "cohort_wait_seconds": 60.0, **ROOMY}
         self.environment = {
             f"TESSERA_{key.upper()}": str(value)
             for key, value in {

@@ -157,7 +157,9 @@ def test_bells_alone_move_rounds_on_where_no_tick_comes(tmp_path: Path, running:
         run, worker = run_of_one(coordinator, rounds=3)
         worker.enrol()
         for _ in range(3):
-            worker.train(worker.take(wait_seconds=20))
+            task = worker.claim(60)
+            assert task, "no bell was heard"
+            worker.train(task)
         until(lambda: completed(coordinator.admin(), run, 3))
 
 
@@ -172,7 +174,7 @@ def test_where_no_bell_is_heard_ticks_move_rounds_on(tmp_path: Path) -> None:
         run, worker = run_of_one(coordinator, rounds=2)
         worker.enrol()
         for _ in range(2):
-            worker.train(worker.take(wait_seconds=20))
+            worker.train(worker.take())
         until(lambda: completed(coordinator.admin(), run, 2))
 
 
@@ -189,7 +191,7 @@ def test_a_conductor_that_waits_for_its_turn_takes_it(live: CoordinatorProcess) 
     assert worker.claim(2) is None
     assert live.process.log.read_text().count("coordinator.conducting") == conducting
     earlier.close()
-    worker.train(worker.take(wait_seconds=20))
+    worker.train(worker.take())
     until(lambda: completed(live.admin(), run, 1))
 
 

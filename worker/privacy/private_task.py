@@ -157,9 +157,9 @@ class PrivateTask:
             raise RuntimeError("call begin before phase: it reserves the privacy")
         return NoisyGradients(trainer, freeze, dataset, self._mechanism, self._noise_source)
 
-    def disclosed(self, numbers: Mapping[str, float]) -> dict[str, float]:
+    def disclosed(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics that do not depend on the examples' content."""
-        return {name: value for name, value in numbers.items() if name in DISCLOSED}
+        return {name: value for name, value in metrics.items() if name in DISCLOSED}
 
     def spent(self) -> float:
         """Return the epsilon that the run has spent on this data set so far, at the run's delta."""

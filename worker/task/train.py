@@ -47,7 +47,7 @@ def train(
         private.check_choice()
     phases = half.phases(context, selected)
     env.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
-    least = env.policy.min_measured
+    least = env.policy.min_evaluation_examples
     # Training that fails puts none back: its scale is good for nothing.
     scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
     trainer = Trainer(half, context, task.training, env.device, run.check, private, report, least, scaler)
@@ -55,9 +55,9 @@ def train(
     env.scalers[task.run] = scaler
     result = half.collect(context, selected, stats)
     measured = {"loss": rounded(stats.loss)} if math.isfinite(stats.loss) else {}
-    report.numbers = {**measured, **result.numbers}
+    report.metrics = {**measured, **result.metrics}
     if private:
-        report.numbers = {**private.disclosed(report.numbers), EPSILON: private.spent()}
+        report.metrics = {**private.disclosed(report.metrics), EPSILON: private.spent()}
     return result, stats
 
 

@@ -41,7 +41,7 @@ class LocalTaskContext:
     plan: Plan
     blocks: Sequence[Block]
     vault: Mapping[str, Array] = field(default_factory=dict)
-    memory: Mapping[str, Array] = field(default_factory=dict)
+    server_state: Mapping[str, Array] = field(default_factory=dict)
     private: list[Block] = field(default_factory=list)
     choose_top: Callable[[Array, int, int | None], list[int]] = largest
     """The function behind `top_k`: without noise, unless the task is private."""

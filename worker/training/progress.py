@@ -24,7 +24,7 @@ class Report:
     """Counters of a task: written by the task's thread, read by the thread that renews its lease."""
 
     examples: int = 0
-    numbers: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     download_bytes: int = 0
     upload_bytes: int = 0
     phase: Phase = "waiting"
@@ -32,13 +32,13 @@ class Report:
     steps: int = 0
     """0 if unknown."""
     loss: float | None = None
-    of_bytes: int = 0
+    total_bytes: int = 0
     """Bytes to transfer until the end of this phase, with those already transferred."""
     by_quarter: bool = False
     """Report only full quarters of the steps: the duration of a single step would reveal the size of its batch."""
 
-    def begin(self, phase: Phase, *, steps: int = 0, of_bytes: int = 0, by_quarter: bool = False) -> None:
-        self.step, self.steps, self.loss, self.of_bytes = 0, steps, None, of_bytes
+    def begin(self, phase: Phase, *, steps: int = 0, total_bytes: int = 0, by_quarter: bool = False) -> None:
+        self.step, self.steps, self.loss, self.total_bytes = 0, steps, None, total_bytes
         self.by_quarter = by_quarter
         self.phase = phase
 
@@ -56,7 +56,7 @@ class Report:
             steps=self.steps or None,
             loss=loss if loss is not None and abs(loss) < MAX_NUMBER else None,
             bytes={"fetching": self.download_bytes, "uploading": self.upload_bytes}.get(self.phase),
-            of_bytes=self.of_bytes or None,
+            total_bytes=self.total_bytes or None,
         )
 
     def _step(self) -> int:

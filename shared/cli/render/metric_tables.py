@@ -42,7 +42,7 @@ def _row(number: int, name: str, spread: Spread) -> tuple[object, ...]:
 
 
 def number_table(versions: Iterable[Version]) -> Table:
-    rows = [(version.number, name, f"{value:.6g}") for version in versions for name, value in version.numbers.items()]
+    rows = [(version.number, name, f"{value:.6g}") for version in versions for name, value in version.scalars.items()]
     return output.table(NUMBER_COLUMNS, rows, right=("version", "value"))
 
 
@@ -50,10 +50,10 @@ def epsilon_table(rounds: Iterable[Round]) -> Table:
     """Return what each worker said with its latest update that it has spent of the run's epsilon, of rounds from the
     oldest on."""
     spent = {
-        task.worker: (task.worker, f"{task.numbers[EPSILON]:.4g}", round_.number)
+        task.worker: (task.worker, f"{task.metrics[EPSILON]:.4g}", round_.number)
         for round_ in rounds
         for task in round_.tasks
-        if task.is_accepted and EPSILON in task.numbers
+        if task.is_accepted and EPSILON in task.metrics
     }
     rows = [spent[worker] for worker in sorted(spent)]
     return output.table(("worker", "epsilon", "round"), rows, right=("epsilon", "round"))
@@ -65,7 +65,7 @@ def score_table(rounds: Iterable[Round]) -> Table:
         (
             round_.number,
             task.worker,
-            *(_score(task.numbers.get(name)) for name in (NORM, DISTANCE, COSINE)),
+            *(_score(task.metrics.get(name)) for name in (NORM, DISTANCE, COSINE)),
             _aside(task),
         )
         for round_ in rounds
@@ -84,4 +84,4 @@ def _score(value: float | None) -> str | None:
 
 
 def _aside(task: TaskView) -> str:
-    return "left out" if task.numbers.get(LEFT_OUT) else ""
+    return "left out" if task.metrics.get(LEFT_OUT) else ""

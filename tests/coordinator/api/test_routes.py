@@ -30,7 +30,7 @@ DATA = b"an upload"
 
 TOKEN = {"token": 999}
 """The fencing token of no lease."""
-REPORT = {**TOKEN, "version": NOWHERE, "examples": 1, "numbers": {}}
+REPORT = {**TOKEN, "version": NOWHERE, "examples": 1, "metrics": {}}
 CLAIM = {"worker": "idle", "instance": "0" * 32, "datasets": {}}
 
 
@@ -167,7 +167,7 @@ def begun(creator: Client, site: Client, name: str, seed: int) -> tuple[Run, Tas
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with LiveCoordinator(tmp_path_factory.mktemp("world"), failures_per_minute=10_000) as live:
+    with LiveCoordinator(tmp_path_factory.mktemp("world"), auth_failures_per_minute=10_000) as live:
         admin = live.client()
         secrets = {role: live.token(role) for role in ("admin", "orchestrator", "viewer")}  # type: ignore[arg-type]
         secrets["site"] = live.token("site", "a")

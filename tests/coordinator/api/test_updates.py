@@ -178,14 +178,14 @@ def test_the_norm_of_an_accepted_update_is_measured(scene: Scene) -> None:
     digest = scene.bad.client.put_bytes(head(HEAD + np.float32(1)))
     view = scene.bad.submit(scene.task, digest)
     # Eight elements moved by 1.
-    assert view.numbers["update_norm"] == pytest.approx(8**0.5, rel=1e-6)
+    assert view.metrics["update_norm"] == pytest.approx(8**0.5, rel=1e-6)
 
 
 def test_as_many_numbers_as_may_be_reported_leave_room_for_what_is_measured(scene: Scene) -> None:
     many = {f"layer {i}": 0.5 for i in range(4096)}
-    scene.bad.client.submit(scene.task.id, submission(scene, numbers=many))
+    scene.bad.client.submit(scene.task.id, submission(scene, metrics=many))
     shown = [task for task in next(scene.client.rounds(scene.run.id)).tasks if task.id == scene.task.id]
-    assert shown[0].numbers == {**many, "update_norm": 0.0}
+    assert shown[0].metrics == {**many, "update_norm": 0.0}
 
 
 def test_a_norm_that_cannot_be_told_is_refused(standing: LiveCoordinator) -> None:
@@ -194,7 +194,7 @@ def test_a_norm_that_cannot_be_told_is_refused(standing: LiveCoordinator) -> Non
     client, name = standing.client(), f"data{next(_names)}"
     worker = ScriptedWorker(standing.client("site", "a"), name=name, datasets={name: 10})
     worker.enrol()
-    run = start_run(client, model, {"w": np.array([-1.7e308, 0.0])}, dataset=name, cohort=Cohort(tries=1))
+    run = start_run(client, model, {"w": np.array([-1.7e308, 0.0])}, dataset=name, cohort=Cohort(max_attempts=1))
     task = worker.take()
     huge = np.array([1.7e308, 0.0], dtype=NUMPY_DTYPES["F64"])
     digest = worker.client.put_bytes(update_file({"w": bytes(as_bytes(huge))}))
@@ -221,12 +221,12 @@ def test_numbers_that_the_method_cannot_merge_are_refused(standing: LiveCoordina
             version=task.version.digest,
             update=worker.client.put_bytes(head(HEAD + np.float32(1))),
             examples=10,
-            numbers={"effective_steps": steps},
+            metrics={"effective_steps": steps},
         )
         if worker is bad:
             with refusing("invalid-update", "cannot merge the update's numbers") as caught:
                 worker.client.submit(task.id, said)
-            assert [fault.pointer for fault in caught.value.errors] == ["/numbers"]
+            assert [fault.pointer for fault in caught.value.errors] == ["/metrics"]
         else:
             worker.client.submit(task.id, said)
     until(lambda: client.run(run.id).state == "completed")

@@ -35,7 +35,7 @@ def provider() -> Iterator[Provider]:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Iterator[LiveCoordinator]:
     folder = tmp_path_factory.mktemp("oidc")
-    with LiveCoordinator(folder, failures_per_minute=10_000, **settings(provider)) as coordinator:
+    with LiveCoordinator(folder, auth_failures_per_minute=10_000, **settings(provider)) as coordinator:
         yield coordinator
 
 

@@ -208,7 +208,7 @@ def test_bytes_that_are_not_those_announced_are_thrown_away(http: httpx.Client, 
 
 def test_a_body_that_is_shorter_than_announced_leaves_a_small_upload_where_it_was(http: httpx.Client) -> None:
     answer = http.post("/v1/uploads", headers=announced(SMALL, complete=True), content=SMALL[:3])
-    assert "3 bytes came of 10" in refused(answer, 400, "bad-request").detail
+    assert "3 of 10 bytes were received" in refused(answer, 400, "bad-request").detail
     assert progress(http.post("/v1/uploads", headers=announced(SMALL))) == (0, "?0")
 
 
@@ -328,7 +328,7 @@ def test_an_upload_that_is_not_there_is_to_be_announced_anew(standing: LiveCoord
 
 
 def test_a_silent_sender_is_cut_off_and_a_slow_one_is_not(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, idle_seconds=0.3) as live:
+    with LiveCoordinator(tmp_path, idle_timeout_seconds=0.3) as live:
         http = live.http("orchestrator")
         location = http.post("/v1/uploads", headers=announced(SMALL)).headers["Location"]
         address = urlsplit(live.url)
@@ -347,7 +347,7 @@ def test_a_silent_sender_is_cut_off_and_a_slow_one_is_not(tmp_path: Path) -> Non
                 raw.settimeout(until_silent)
                 raw.sendall(bytes([byte]))
             answer = raw.recv(65536)
-        assert b"no byte came for 0.3 s" in answer
+        assert b"no byte was received for 0.3 s" in answer
         assert progress(http.head(location)) == (4, "?0")
 
 

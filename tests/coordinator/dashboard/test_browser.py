@@ -122,7 +122,12 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         failing = ScriptedWorker(coordinator.client("site", "st-mary"), name="cpu", datasets={"xray": 9})
         failing.enrol()
         once = start_run(
-            client, MODEL, values(MODEL), name="xray", dataset="xray", cohort=Cohort(tries=1, task_tries=1)
+            client,
+            MODEL,
+            values(MODEL),
+            name="xray",
+            dataset="xray",
+            cohort=Cohort(max_attempts=1, max_task_attempts=1),
         )
         task = failing.take()
         failing.client.fail(task.id, Failure(token=task.token, code="out-of-memory", detail="it does not fit"))
@@ -280,7 +285,7 @@ def test_a_hostile_worker_runs_nothing_in_anybodys_browser(browser: Browser, coo
     hostile = '<img src=x onerror="window.owned=1"><script>window.owned=1</script>\'"><svg onload=window.owned=1>'
     worker = ScriptedWorker(coordinator.client("site", "a"))
     worker.enrol()
-    run = start_run(coordinator.client(), MODEL, values(MODEL), cohort=Cohort(tries=1))
+    run = start_run(coordinator.client(), MODEL, values(MODEL), cohort=Cohort(max_attempts=1))
     task = worker.take()
     worker.client.fail(task.id, Failure(token=task.token, code=hostile[:64], detail=hostile))
     until(lambda: coordinator.client().run(run.id).state == "paused")

@@ -56,7 +56,7 @@ def test_a_sites_token_admits_nobody(coordinator: LiveCoordinator) -> None:
 
 
 def test_who_guesses_too_often_is_refused_for_a_while(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, failures_per_minute=3) as coordinator:
+    with LiveCoordinator(tmp_path, auth_failures_per_minute=3) as coordinator:
         person = Person(coordinator)
         assert [person.sign_in("x").status_code for _ in range(4)] == [401, 401, 401, 429]
         assert int(person.sign_in("x").headers["Retry-After"]) > 0

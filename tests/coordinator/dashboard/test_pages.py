@@ -122,7 +122,7 @@ def worked(coordinator: LiveCoordinator) -> str:
         worker.enrol()
     run = start_run(
         client, MODEL, values(MODEL), name="wards", rounds=3, evaluation=Evaluation(sites=True),
-        method=MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1}), cohort=Cohort(quorum=2, tries=1),
+        method=MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1}), cohort=Cohort(quorum=2, max_attempts=1),
     )  # fmt: skip
     for worker in workers:
         while (task := worker.take()).kind == "evaluate":
@@ -325,7 +325,7 @@ def test_a_users_method_has_the_charts_that_it_declares(
     assert "No distance moved: no version has any yet." in shown
     assert "No wind: they are measured if weather is bad." in shown
     with coordinator.services.database.transaction() as session:
-        session.get_one(VersionRow, (run.id, 0)).numbers = {"moved.10": 2.0, "moved.9": 1.0, "secret": 3.0}
+        session.get_one(VersionRow, (run.id, 0)).scalars = {"moved.10": 2.0, "moved.9": 1.0, "secret": 3.0}
     shown = viewer.http.get(page).text
     assert "Distance moved (nm)</h2>" in shown
     assert "Of each layer." in shown

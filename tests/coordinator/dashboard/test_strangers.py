@@ -55,7 +55,7 @@ def sent(http: httpx.Client, method: str, path: str, **request: object) -> int:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> object:
-    with LiveCoordinator(tmp_path_factory.mktemp("strangers"), failures_per_minute=100_000) as live:
+    with LiveCoordinator(tmp_path_factory.mktemp("strangers"), auth_failures_per_minute=100_000) as live:
         yield live.bare()
 
 
@@ -118,7 +118,7 @@ def test_any_text_leads_somewhere_within_the_page(wanted: str) -> None:
 
 
 def test_whoever_shows_no_session_is_refused_only_so_often(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, clock=Clock(), failures_per_minute=1) as live:
+    with LiveCoordinator(tmp_path, clock=Clock(), auth_failures_per_minute=1) as live:
         stranger = live.bare()
         # A form from elsewhere, and pages that only who is signed in sees.
         assert sent(stranger, "POST", "/page/theme", headers={"Origin": "http://["}) == 403

@@ -167,7 +167,7 @@ def test_what_the_version_before_wrote_is_read_and_what_it_does_not_know_is_left
         command.upgrade(alembic_config(connection), "head")
     with database.transaction() as session:
         version = session.get_one(VersionRow, ("run", 0))
-        assert (version.numbers, version.warnings) == ({}, [])
+        assert (version.scalars, version.warnings) == ({}, [])
         add_worker(session)
         for name, held_out in (("central", False), ("at a site", True)):
             add_task(session, name, kind="evaluate", round_id=None, held_out=held_out)
@@ -187,7 +187,7 @@ def test_of_evaluations_that_the_version_before_asked_for_twice_the_one_that_is_
     with database.engine.begin() as connection:
         command.downgrade(alembic_config(connection), "0001")
         for worker, state, version in (
-            ("w", "lapsed", 0),
+            ("w", "expired", 0),
             ("x", "accepted", 0),
             ("y", "accepted", 0),
             ("z", "failed", 0),

@@ -42,6 +42,12 @@ def test_nothing_leaves_a_final_state(kind: str) -> None:
     assert states - left == ENDS[kind]
 
 
+def test_a_task_is_reported_on_while_it_is_leased_and_counts_once_it_is_accepted() -> None:
+    sources = {event: TASK[event].sources for event in ("accept", "reject", "fail", "release", "merge", "leave_out")}
+    assert set(sources.values()) == {("leased",), ("accepted",)}
+    assert [event for event, states in sources.items() if states == ("accepted",)] == ["merge", "leave_out"]
+
+
 def test_what_is_called_live_is_what_is_not_final() -> None:
     assert set(LIVE_RUN) == STATES["run"][2] - ENDS["run"]
     assert set(LIVE_ROUND) == STATES["round"][2] - ENDS["round"]

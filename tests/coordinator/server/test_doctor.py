@@ -38,7 +38,7 @@ def test_a_coordinator_that_works_has_nothing_that_fails(coordinator: LiveCoordi
 def test_a_disk_below_its_reserve_fails(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path, disk_reserve_bytes=1 << 60) as coordinator:
         (found,) = [one for one in findings(coordinator) if one.verdict == "fail"]
-    assert (found.name, found.remedy) == ("disk", "Free some, or add a disk.")
+    assert (found.name, found.remedy) == ("disk", "Free disk space, or add a disk.")
 
 
 def unsafe(**given: Any) -> list[str]:
@@ -69,7 +69,7 @@ def test_a_variable_that_is_misspelt_is_told_with_the_setting_it_resembles() -> 
     given = ("TESSERA_TLS_CRT", "TESSERA_TLS_KEY", "TESSERA_TOKEN_FILE", "TESSERA_WORKER_NAME", "TESSERA_QQQ", "PATH")
     found = [(finding.detail, finding.remedy) for finding in unknown(given)]
     assert [detail.split()[0] for detail, _ in found] == ["TESSERA_QQQ", "TESSERA_TLS_CRT"]
-    assert found[1][1] == "TESSERA_TLS_CERT is one."
+    assert found[1][1] == "Use TESSERA_TLS_CERT."
 
 
 def test_unsafe_settings_are_named(tmp_path: Path) -> None:
@@ -79,9 +79,9 @@ def test_unsafe_settings_are_named(tmp_path: Path) -> None:
     quota = {"site_bytes_per_day": 1 << 40}
     assert unsafe(**quota) == []
     assert unsafe() == ["a site may announce any number of bytes"]
-    assert unsafe(**quota, admin_token_file=file) == [f"{file} holds an administrator's token and others may read it"]
+    assert unsafe(**quota, admin_token_file=file) == [f"other users may read the administrator's token in {file}"]
     assert unsafe(**quota, database_url="postgresql://t@db.example/t") == [
-        "the database is elsewhere, and its server is not verified"
+        "the database server is on another machine and is not verified"
     ]
     assert unsafe(**quota, database_url="postgresql://t@db.example/t?sslmode=verify-full") == []
     assert unsafe(**quota, database_url="postgresql://t@127.0.0.1/t") == []

@@ -235,7 +235,7 @@ def test_serve_begins_nothing_where_something_listens_already(tmp_path: Path) ->
         settings = {"TESSERA_DATABASE_URL": f"sqlite:///{tmp_path}/t.db", "TESSERA_PORT": port}
         taken = tessera("coordinator", "serve", "--migrate", **settings)
     assert (taken.returncode, taken.stderr.count("\n")) == (2, 1), taken.stderr
-    assert f"127.0.0.1:{port} cannot be listened at: Address already in use" in taken.stderr
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in taken.stderr
     assert "TESSERA_PORT" in taken.stderr
     # No token was shown that nobody would be shown again.
     assert list(tmp_path.iterdir()) == []

@@ -32,7 +32,7 @@ def summary(token: int = 1, update: bytes = BYTES) -> Summary:
     return summary_of(
         task, orchestrator=None, dataset="wards", examples=10, held_at=datetime.now(UTC), update=digest_of(update),
         nbytes=len(update),
-        blocks={"a": BlockOut(nbytes=4, norm=3.0), "b": BlockOut(nbytes=5, norm=4.0)}, numbers={}, epsilon=None,
+        blocks={"a": BlockOut(nbytes=4, norm=3.0), "b": BlockOut(nbytes=5, norm=4.0)}, metrics={}, epsilon=None,
     )  # fmt: skip
 
 

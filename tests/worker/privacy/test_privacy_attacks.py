@@ -81,7 +81,7 @@ def train(
     task = Task.model_validate({
         "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 1, "seed": 0,
         "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "privacy": privacy, "codec": "raw",
-        "training": training, "divide": "participants", "model": DIGEST, "lease_seconds": 60.0,
+        "training": training, "normalization": "participants", "model": DIGEST, "lease_seconds": 60.0,
         "version": VersionRef(number=0, digest=DIGEST),
     })  # fmt: skip
     half = worker_half(task.method, RunInfo(tuple(context.blocks), 1, training=training, privacy=privacy))

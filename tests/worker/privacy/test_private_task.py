@@ -429,7 +429,7 @@ def task(**more: object) -> Task:
     given = {
         "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 4, "seed": 0,
         "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "privacy": PRIVACY, "codec": "raw",
-        "training": Training(batch_size=8, learning_rate=0.05), "divide": "participants", "model": DIGEST,
+        "training": Training(batch_size=8, learning_rate=0.05), "normalization": "participants", "model": DIGEST,
         "version": VersionRef(number=0, digest=DIGEST), "lease_seconds": 60.0,
     }  # fmt: skip
     return Task.model_validate({**given, **more})

@@ -1,0 +1,259 @@
+"""What is changed, and what finds it: merging, leases and what leaves a site."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str
+    old: str
+    """A line, or a part of one, that the file has exactly once."""
+    new: str
+    tests: tuple[str, ...]
+    """Paths, as pytest takes them, that fail when `old` is `new`."""
+
+
+MEAN = ("tests/shared/aggregation/test_mean.py",)
+ROBUST = ("tests/shared/aggregation/test_robust.py",)
+LAZY = ("tests/shared/tensors/test_lazy.py",)
+SITES = ("tests/shared/rounds/test_sites.py",)
+COUNTED = ("tests/coordinator/api/test_sites_count.py",)
+UPDATES = ("tests/coordinator/api/test_updates.py",)
+LEASES = ("tests/coordinator/api/test_leases.py",)
+ACCEPTANCE = ("tests/coordinator/domain/test_acceptance.py",)
+LIFECYCLE = ("tests/coordinator/domain/test_lifecycle.py", "tests/coordinator/db/test_transitions.py")
+TRANSITIONS = ("tests/coordinator/db/test_transitions.py",)
+DECIDE = ("tests/coordinator/domain/test_decide.py",)
+ACCESS = ("tests/coordinator/api/test_access.py", "tests/coordinator/api/test_owasp.py")
+POLICY = ("tests/worker/governance/test_policy.py",)
+AIRLOCK = ("tests/worker/governance/test_airlock.py",)
+BUDGET = ("tests/worker/task/test_upload_budget.py",)
+AGENT = ("tests/worker/test_agent.py::test_what_may_not_be_done_fails_the_task_and_sends_nothing",)
+DECIDES = ("tests/worker/governance/test_site_decides.py",)
+
+MERGING = (
+    Mutant(
+        "shared/aggregation/mean.py",
+        "accepted = sum(weight for weight, _ in senders)",
+        "accepted = float(len(senders))",
+        MEAN,
+    ),
+    Mutant(
+        "shared/aggregation/mean.py",
+        "return accepted * _probability(name, inclusion(name))",
+        "return accepted",
+        MEAN,
+    ),
+    Mutant("shared/aggregation/mean.py", "if not 0 < chance <= 1:", "if not 0 < chance <= 2:", MEAN),
+    Mutant("shared/aggregation/mean.py", "if name in blocks] for name", "] for name", MEAN),
+    Mutant(
+        "shared/tensors/lazy.py",
+        "total = sum(weight for weight, _ in senders) if whole is None else whole",
+        "total = sum(weight for weight, _ in senders)",
+        (*LAZY, *MEAN),
+    ),
+    Mutant(
+        "shared/tensors/lazy.py",
+        "if any(weight <= 0 for weight, _ in senders):",
+        "if any(weight < 0 for weight, _ in senders):",
+        LAZY,
+    ),
+    Mutant(
+        "shared/rounds/aggregate.py",
+        "for entry in sorted(accepted, key=lambda entry: entry.worker):",
+        "for entry in accepted:",
+        SITES,
+    ),
+    Mutant(
+        "shared/rounds/aggregate.py",
+        "_by_site(entry for entry in accepted if entry.worker not in aside)",
+        "_by_site(accepted)",
+        COUNTED,
+    ),
+    Mutant(
+        "shared/rounds/aggregate.py",
+        "examples=min(update.examples, bounds.max_examples or update.examples)",
+        "examples=update.examples",
+        COUNTED,
+    ),
+    Mutant(
+        "shared/rounds/aggregate.py",
+        '"participants" if normalization == "participants" else "cohort"',
+        '"participants"',
+        SITES,
+    ),
+    Mutant(
+        "shared/rounds/aggregate.py",
+        "examples, staleness = sum(update.examples for update in updates),",
+        "examples, staleness = updates[0].examples,",
+        SITES,
+    ),
+    Mutant(
+        "shared/rounds/aggregate.py",
+        "limit = most * max(middle, bounds.median_norm)",
+        "limit = most * middle",
+        SITES,
+    ),
+    Mutant("shared/aggregation/robust.py", "return 2 * self.attackers + 1", "return 2 * self.attackers", ROBUST),
+    Mutant("shared/aggregation/robust.py", "return (senders - 1) // 2", "return (senders - 1) // 3", ROBUST),
+    Mutant(
+        "shared/rounds/validation.py",
+        "if max_norm is not None and norm > max_norm:",
+        "if max_norm is not None and norm > 2 * max_norm:",
+        UPDATES,
+    ),
+    Mutant("shared/rounds/validation.py", "if not isfinite(norm):", "if norm < 0:", (*UPDATES, *COUNTED)),
+)
+
+FENCING = (
+    Mutant(
+        "coordinator/domain/acceptance.py",
+        'if state != "leased" or shown_token != token:',
+        'if state != "leased":',
+        ACCEPTANCE,
+    ),
+    Mutant(
+        "coordinator/domain/acceptance.py",
+        'if state != "leased" or shown_token != token:',
+        'if state == "expired" or shown_token != token:',
+        ACCEPTANCE,
+    ),
+    Mutant(
+        "coordinator/domain/acceptance.py",
+        'round_state in ("merging", "committed")',
+        'round_state in ("merging",)',
+        ACCEPTANCE,
+    ),
+    Mutant(
+        "coordinator/domain/lifecycle.py",
+        '"accept": Move(("leased",), "accepted")',
+        '"accept": Move(("leased", "expired"), "accepted")',
+        LIFECYCLE,
+    ),
+    Mutant(
+        "coordinator/domain/lifecycle.py",
+        '"abandon": Move(("open", "merging"), "abandoned")',
+        '"abandon": Move(("open", "merging", "committed"), "abandoned")',
+        LIFECYCLE,
+    ),
+    Mutant(
+        "coordinator/db/transitions.py",
+        "same = (TaskRow.id == task.id) & (TaskRow.token == task.token)",
+        "same = TaskRow.id == task.id",
+        TRANSITIONS,
+    ),
+    Mutant(
+        "coordinator/db/transitions.py",
+        ".where(which, table.state.in_(move.sources))",
+        ".where(which)",
+        TRANSITIONS,
+    ),
+    Mutant("coordinator/db/transitions.py", ".rowcount != 1:", ".rowcount > 1:", TRANSITIONS),
+    Mutant("coordinator/db/tasks.py", '"token": task.token + 1,', '"token": task.token,', LEASES),
+    Mutant("coordinator/db/tasks.py", '"attempts": task.attempts + 1,', '"attempts": task.attempts,', LEASES),
+    Mutant(
+        "coordinator/db/tasks.py",
+        "return task.state in ACCEPTED and task.token == token and",
+        "return task.state in ACCEPTED and",
+        (*LEASES, "tests/coordinator/api/test_idempotency.py"),
+    ),
+    Mutant("coordinator/db/tasks.py", "    record.require_lease(token)", "    pass", LEASES),
+    Mutant(
+        "coordinator/db/tasks.py",
+        "if report.examples > (declared := record.declared_examples):",
+        "if report.examples > 1000 * (declared := record.declared_examples):",
+        UPDATES,
+    ),
+    Mutant(
+        "coordinator/db/tasks.py",
+        "if report.version != record.version.digest:",
+        "if not report.version:",
+        UPDATES,
+    ),
+    Mutant(
+        "coordinator/db/tasks.py",
+        "if row is None or (site_id is not None and row[1].site_id != site_id):",
+        "if row is None:",
+        ACCESS,
+    ),
+    Mutant(
+        "coordinator/domain/decide.py",
+        "(task.lease_expires_at or 0) <= now",
+        "(task.lease_expires_at or 0) < now",
+        DECIDE,
+    ),
+    Mutant(
+        "coordinator/domain/decide.py",
+        'elif task.state == "expired" and task.attempts < run.cohort.max_task_attempts:',
+        'elif task.state == "expired" and task.attempts <= run.cohort.max_task_attempts:',
+        DECIDE,
+    ),
+    Mutant(
+        "coordinator/domain/decide.py",
+        "len(came) >= max(run.cohort.target_updates, quorum):",
+        "len(came) >= run.cohort.target_updates:",
+        DECIDE,
+    ),
+    Mutant(
+        "coordinator/domain/decide.py",
+        "elif waiting and len(came | waiting) >= quorum and now < round_.deadline_at:",
+        "elif waiting and len(came | waiting) >= quorum:",
+        DECIDE,
+    ),
+    Mutant(
+        "coordinator/operations/tasks.py",
+        '"attempts": record.task.attempts - 1',
+        '"attempts": record.task.attempts',
+        LEASES,
+    ),
+    Mutant(
+        "coordinator/operations/tasks.py",
+        "record.require_lease(request.token)",
+        "pass",
+        LEASES,
+    ),
+)
+
+EGRESS = (
+    Mutant(
+        "worker/governance/policy.py",
+        "if unasked := names - {block.name for block in asked}:",
+        "if unasked := names & set():",
+        POLICY,
+    ),
+    Mutant(
+        "worker/governance/policy.py",
+        "self.check_upload(block for block in asked if block.name in names)",
+        "pass",
+        POLICY,
+    ),
+    Mutant("worker/governance/policy.py", "if private := names & set(kept):", "if private := names & set():", POLICY),
+    Mutant(
+        "worker/governance/policy.py",
+        "if nbytes > self.max_upload_bytes:",
+        "if nbytes > 2 * self.max_upload_bytes:",
+        POLICY,
+    ),
+    Mutant("worker/task/upload.py", "self._check_egress(path, asked, result.keep)", "pass", AGENT),
+    Mutant("worker/task/upload.py", "self._hold(env.airlock, path, summary)", "pass", DECIDES),
+    Mutant(
+        "worker/task/upload.py",
+        "if digest_at(path) != decision.update:",
+        "if not decision.update:",
+        (*DECIDES, *AIRLOCK),
+    ),
+    Mutant("worker/task/upload.py", 'if view.state == "accepted":', 'if view.state == "merged":', DECIDES),
+    Mutant("worker/governance/airlock.py", 'if decision.verdict == "withhold":', "if not decision.verdict:", AIRLOCK),
+    Mutant(
+        "worker/governance/airlock.py",
+        "if decision and decision.update == summary.update:",
+        "if decision:",
+        AIRLOCK,
+    ),
+    Mutant("worker/governance/airlock.py", "if _decision(self._folder / held.id):", "if not held.id:", AIRLOCK),
+    Mutant("worker/task/upload_budget.py", "if over <= 0:", "if over <= 64:", BUDGET),
+)
+
+MUTANTS = (*MERGING, *FENCING, *EGRESS)
