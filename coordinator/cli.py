@@ -41,7 +41,7 @@ from tessera.shared.cli.render.output import AsJson, print_findings, print_json,
 from tessera.shared.diagnostics import effective, examined
 from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.methods.registry import MethodsUnusable, methods
-from tessera.shared.problems import Problem, said_of
+from tessera.shared.problems import Problem, message_of
 from tessera.shared.telemetry import spans
 
 app = typer.Typer(
@@ -89,7 +89,7 @@ def token(
             else:
                 print(f"admin token (shown only this once): {secret}", file=sys.stderr, flush=True)
     except ValidationError as refusal:
-        typer.echo(f"--name: {said_of(refusal.errors()[0])}", err=True)
+        typer.echo(f"--name: {message_of(refusal.errors()[0])}", err=True)
         raise typer.Exit(2) from None
     except (NotAFile, UnknownDatabase) as refusal:
         typer.echo(str(refusal), err=True)
@@ -245,7 +245,7 @@ def _settings() -> CoordinatorSettings:
     except ValidationError as refusal:
         for error in refusal.errors(include_url=False, include_input=False):
             named = "_".join(("TESSERA", *map(str, error["loc"]))).upper()
-            typer.echo(f"setting {named}: {said_of(error)}", err=True)
+            typer.echo(f"setting {named}: {message_of(error)}", err=True)
         raise typer.Exit(2) from None
 
 

@@ -98,5 +98,5 @@ def description(request: Request, caller: Anyone) -> JSONResponse:
 @router.get("/metrics", operation_id="getMetrics", response_class=Response)
 def metrics(request: Request, caller: Viewer) -> Response:
     """Prometheus metrics. They tell how a run goes, so they need a viewer's token like everything else."""
-    told: Metrics = request.app.state.metrics
-    return Response(told.exposition(), media_type=CONTENT_TYPE_LATEST)
+    found: Metrics = request.app.state.metrics
+    return Response(found.exposition(), media_type=CONTENT_TYPE_LATEST)

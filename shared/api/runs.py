@@ -28,8 +28,8 @@ from tessera.shared.updates.codecs import pipeline
 
 
 class Cohort(Frozen):
-    """Who takes part in a round, and how long it may take. What is counted are sites: a site's token admits any
-    number of workers, under names that the site chooses."""
+    """Participants and time limits of a round. Sites are counted, not workers: a site's token admits any number of
+    workers, under names that the site chooses."""
 
     size: PositiveInt | None = Field(
         default=None, description="sites chosen per round; all that are live if left out"
@@ -58,7 +58,7 @@ class Cohort(Frozen):
 
 
 class Evaluation(Frozen):
-    """What new versions are measured on: a central data set, what each site holds out, or both."""
+    """Data on which new versions are measured: a central data set, each site's held-out examples, or both."""
 
     dataset: Label | None = Field(default=None, description="central: a worker that holds this data set evaluates")
     sites: bool = Field(default=False, description="each site that trains evaluates on what it holds out of its data")
@@ -71,7 +71,7 @@ class Evaluation(Frozen):
         return self
 
     def due(self, number: int, rounds: int) -> bool:
-        """Return whether this version of a run of so many rounds is measured."""
+        """Return whether version `number` of a run of `rounds` rounds is measured."""
         return number % self.every == 0 or number == rounds
 
 
@@ -79,7 +79,7 @@ Unlimited = Literal["unlimited"]
 
 
 class Bounds(Message):
-    """How much one site may count for in a round, at the most; None for no bound."""
+    """Limits on one site's influence in a round; None for no limit."""
 
     max_examples: PositiveInt | None = None
     max_norm_of_median: float | None = None
@@ -88,15 +88,15 @@ class Bounds(Message):
     the others without being an attacker. Norms are as the method stretches them (`CoordinatorHalf.stretch`)."""
 
     @property
-    def told(self) -> str:
-        """The bounds in words, for people."""
+    def summary(self) -> str:
+        """Return the bounds in words, for people."""
         examples = f"at most {self.max_examples} examples" if self.max_examples else "any number of examples"
         norm = f"{self.max_norm_of_median:g} times the median norm" if self.max_norm_of_median else "any norm"
         return f"{examples}, {norm}"
 
 
 class RunSpec(Frozen):
-    """What an orchestrator asks for. `model` and `version` are digests of blobs uploaded before."""
+    """An orchestrator's definition of a run. `model` and `version` are digests of blobs uploaded before."""
 
     name: Label
     method: MethodSpec
@@ -153,8 +153,8 @@ class RunSpec(Frozen):
             )
         if (reached := self.cohort.quorum) < self.robust.least:
             raise ValueError(
-                f"{self.robust.rule} takes updates of {self.robust.least} sites a round to bear what it is told to; "
-                f"with a quorum of {reached} there may be fewer: raise cohort.quorum"
+                f"{self.robust.rule} with these settings needs updates of at least {self.robust.least} sites; "
+                f"cohort.quorum is {reached}. Raise it to {self.robust.least}."
             )
         return self
 
@@ -184,15 +184,15 @@ class Run(Message):
 
 
 class Ineligibility(Message):
-    """Why a worker would not take part: a rule of its policy, or what it lacks."""
+    """A reason why a worker would not take part: a rule of its policy, or a missing capability."""
 
     rule: str
     detail: str
 
 
 class RoundWorkload(Message):
-    """What a round asks of a worker, in blocks and bytes, before any codec. What it holds already is not fetched
-    again."""
+    """A round's work for one worker, in blocks and bytes, before any codec. Blocks that the worker has are not
+    fetched again."""
 
     stage: str
     fetch_blocks: int
@@ -204,19 +204,19 @@ class RoundWorkload(Message):
 
 
 class WorkerPreview(Message):
-    """What is to be expected of a worker."""
+    """A worker's expected part in a run."""
 
     worker: str
     ineligibilities: tuple[Ineligibility, ...] = ()
-    """Why it would not take part; it would if there are none."""
+    """Reasons why it would not take part; if empty, it would."""
     warnings: tuple[Ineligibility, ...] = ()
-    """What may keep one that takes part from doing so to the run's end, or make it late."""
+    """Reasons why it may leave the run before its end, or be late."""
     workload: RoundWorkload | None = None
-    """What the first round asks of it; None if it would not take part, or is not drawn for that round."""
+    """Its work in the first round; None if it would not take part, or is not drawn for that round."""
 
 
 class Preview(Message):
-    """What would become of a run if it were started now."""
+    """Forecast of a run if it were started now."""
 
     quorum: int
     eligible: int

@@ -111,7 +111,7 @@ class Difference(Message):
 
 
 class Version(VersionRef):
-    """A version with what its method tells of it: numbers for programs, warnings as sentences for people."""
+    """A version with its method's metrics for programs, and warnings as sentences for people."""
 
     created_at: datetime
     retired_at: datetime | None = None

@@ -199,7 +199,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("method", _with_settings(run.spec.method.name, run.spec.method.settings)),
         ("server optimizer", _with_settings(optimizer.kind, optimizer.model_dump(exclude={"kind"}))),
         ("robust", _with_settings(run.spec.robust.rule, run.spec.robust.model_dump(exclude={"rule"}))),
-        *([("a site counts", run.bounds.told)] if run.bounds else []),
+        *([("a site counts", run.bounds.summary)] if run.bounds else []),
         ("privacy", bounds),
         ("version", f"{run.version.number} of {run.spec.rounds}"),
         ("dataset", run.spec.dataset),

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from tessera.shared.hashing import dice
+from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, State, UnsupportedRun, Update
 from tessera.shared.tensors.lazy import ArrayTensor, to_array
 
@@ -110,4 +110,4 @@ class PopulationCoordinator(CoordinatorHalf[S]):
 
 def _digest(site: str) -> int:
     """Return 53 bits of a name's digest, which float64 holds exactly."""
-    return dice(0, "member", site)
+    return derive_seed(0, "member", site)

@@ -1,4 +1,4 @@
-"""Everything that was measured of a run, in long form: one number a row, whatever it is a number of."""
+"""All measurements of a run in long form: one value a row."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tessera.shared.metrics.site_spread import Spread, spreads
 
 
 class MetricRow(NamedTuple):
-    """One number. What does not apply to it is None.
+    """One value. Fields that do not apply to it are None.
 
-    `stage` says what kind of row it is: the plan's stage for what workers and rounds came to, `central` and `sites`
-    for evaluations, `fairness` for figures over sites, of which `worst` names its site, and `version` for what the
-    method tells.
+    `stage` is the kind of the row: the plan's stage for results of workers and rounds, `central` and `sites` for
+    evaluations, `fairness` for statistics over sites (`worst` names its site), and `version` for the method's
+    metrics.
     """
 
     run: str
@@ -36,7 +36,7 @@ class MetricRow(NamedTuple):
 def rows_of(
     run: Run, rounds: Iterable[Round], versions: Iterable[Version], measurements: Iterable[Measurement]
 ) -> Iterator[MetricRow]:
-    """Yield the rows of a run: its rounds in order, then what was measured and told of each version.
+    """Yield the rows of a run: its rounds in order, then the measurements and metrics of each version.
 
     An attempt at a round that was abandoned has rows too, with no version: what it cost was spent.
     """
@@ -71,7 +71,7 @@ def _round(run: Run, round_: Round) -> Iterator[MetricRow]:
 
 
 def _task(task: TaskView) -> dict[str, float]:
-    """Return what an accepted update came to, and what it cost; nothing is known of one that was not accepted."""
+    """Return the metrics and costs of an accepted update; nothing for one that was not accepted."""
     if not task.is_accepted:
         return {}
     cost = {"upload_bytes": float(task.upload_bytes), "download_bytes": float(task.download_bytes)}

@@ -1,4 +1,4 @@
-"""How a version's scores are spread over the sites: whom the model serves, and whom it does not."""
+"""Distribution of a version's scores over the sites: mean, worst site and deviation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from statistics import fmean, pstdev
 from tessera.shared.api.runs import Measurement
 
 PERSONAL = "personal_"
-"""What the names of a site's own model's numbers begin with."""
+"""Prefix of the metrics of a site's own model."""
 
 BETTER_LOW = ("loss", "calibration_error")
 
 DECILE_SITES = 10
-"""From so many sites on, the worst tenth of them is more than one site's luck."""
+"""Number of sites from which on the mean of the worst tenth is reported: with fewer, it is one site's chance."""
 
 
 @dataclass(frozen=True)

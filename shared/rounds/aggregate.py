@@ -1,10 +1,10 @@
 """Blobs in, blobs out: a round's accepted updates become the next version, block by block, chunk by chunk.
 
-The updates are merged in the order of their workers' names, so the same set of updates gives the same bytes whatever
-the order in which they came (invariant I6), and memory is bounded by a few chunks per update (invariant I11).
+The updates are merged in the order of their workers' names, so the same set of updates gives the same bytes in any
+order of arrival (invariant I6), and memory is bounded by a few chunks per update (invariant I11).
 
-Sites count and workers do not: a site's token admits as many workers as the site likes. So the updates of one site
-are made one before anything is judged, weighed or averaged.
+Sites count, not workers: a site's token admits any number of workers. So the updates of one site are pooled into one
+before they are judged, weighed or averaged.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ class Aggregation:
 
 
 def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], normalization: Normalization) -> Update:
-    """Return the updates of one site's workers as one: the mean by their examples, which come to its weight.
+    """Return the updates of one site's workers as one: the mean weighted by examples, whose sum is its weight.
 
-    A block that only some of them sent is averaged over those with `participants`. Else it counts as unchanged by the
-    others, so that averaging the sites comes to what averaging the workers would.
+    With `participants`, a block that only some of them sent is averaged over those. Otherwise the others count as
+    'no change', so that averaging the sites gives the same as averaging the workers.
     """
     if len(updates) == 1:
         return updates[0]
@@ -146,10 +146,10 @@ def _by_site(accepted: Iterable[Accepted]) -> list[list[Accepted]]:
     return list(found.values())
 
 
-def _means(told: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return each number's mean by examples over those who told it."""
-    names = sorted({name for _, metrics in told for name in metrics})
-    having = {name: [(weight, metrics[name]) for weight, metrics in told if name in metrics] for name in names}
+def _means(reported: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Return each metric's mean, weighted by examples, over the workers that reported it."""
+    names = sorted({name for _, metrics in reported for name in metrics})
+    having = {name: [(weight, metrics[name]) for weight, metrics in reported if name in metrics] for name in names}
     return {
         name: fsum(weight * number for weight, number in those) / sum(weight for weight, _ in those)
         for name, those in having.items()

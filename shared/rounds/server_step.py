@@ -54,7 +54,7 @@ def _step(
 
 
 def _gradient(base: Tensor, merged: Tensor) -> Tensor:
-    """base - merged, taken before `merged` is rounded: in sixteen bits that can be as much as the step."""
+    """Return base - merged, before `merged` is rounded: in 16 bits the rounding can be as large as the step."""
     if isinstance(merged, SteppedTensor) and merged.sources[0] is base:
         return merged.step
     exact = replace(merged, dtype="F64") if isinstance(merged, Derived) else merged

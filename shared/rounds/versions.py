@@ -30,7 +30,7 @@ D = TypeVar("D", Model, Manifest)
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that is a blob: read anew, chunk by chunk, each time."""
+    """A tensor stored as a blob, read from the store chunk by chunk at each use."""
 
     blobs: BlobStore
     digest: str

@@ -17,7 +17,7 @@ from tessera.coordinator.domain.decide import Timeouts, decide
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN, ROUND, RUN, TASK, Lifecycle
 from tessera.coordinator.domain.snapshot import RoundSnapshot, RunSnapshot, TaskSnapshot
 from tessera.shared.api.runs import Cohort
-from tessera.shared.hashing import dice
+from tessera.shared.hashing import derive_seed
 from tessera.shared.rounds.planning import choose
 from tessera.shared.schema import ACCEPTED
 from tests.model_checking.invariants import LEGAL, Violated
@@ -249,7 +249,7 @@ class Rules:
         here = [worker for worker, at in self.seen.items() if at >= self.now - LIVE]
         if run.live or run.state != "running" or number != len(run.versions) or len(here) < run.cohort.quorum:
             raise Overtaken
-        chosen = choose(here, run.cohort.size, Random(dice(run.seed, "cohort", number)))
+        chosen = choose(here, run.cohort.size, Random(derive_seed(run.seed, "cohort", number)))
         name = f"{self.runs}-{len(run.attempts)}"
         tasks = [Task(f"{name}-{worker}", worker, number) for worker in chosen]
         run.attempts.append(Round(name, number, self.now, self.now + run.cohort.deadline_seconds, tasks))

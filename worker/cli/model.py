@@ -31,7 +31,7 @@ from tessera.shared.model.spec import (
     Prompts,
     stored_name,
 )
-from tessera.shared.problems import Problem, said_of
+from tessera.shared.problems import Problem, message_of
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import AUTO_CLASSES, check_model, insert, instantiate, load, merge_adapters
@@ -367,7 +367,7 @@ def _read_document(path: Path) -> Model:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(step) for step in first["loc"])
-        raise ValueError(f"{file} is not a table of blocks: {where} {said_of(first)}") from error
+        raise ValueError(f"{file} is not a table of blocks: {where} {message_of(first)}") from error
 
 
 def _summary(blocks: Sequence[Block]) -> list[dict[str, str | int | None]]:

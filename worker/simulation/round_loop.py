@@ -14,7 +14,7 @@ from tessera.shared.api.runs import Bounds, Measurement, Round, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Manifest, Version, VersionRef
 from tessera.shared.client.round_outcomes import Outcome, outcomes
-from tessera.shared.hashing import dice
+from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import CoordinatorHalf, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.metrics.site_spread import scores_by_version, spreads
@@ -230,7 +230,7 @@ class Simulation:
         """Return the orders as they come in. Where the first are enough, the dice say who is first."""
         if self.spec.cohort.target_updates is None:
             return list(orders)
-        rng = Random(dice(self.spec.seed, "arrival", orders[0].number, attempt))  # noqa: S311 (no secret: reproducible)
+        rng = Random(derive_seed(self.spec.seed, "arrival", orders[0].number, attempt))  # noqa: S311 (no secret: reproducible)
         return rng.sample(orders, len(orders))
 
     def _closed(self, orders: Sequence[Order], attempt: int, opened_at: datetime, views: Sequence[TaskView]) -> Round:

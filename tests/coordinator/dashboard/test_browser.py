@@ -199,13 +199,13 @@ def test_a_run_is_seen_from_its_start_to_its_end_without_loading_anew(
         expect(page.get_by_label("Model and version").locator(":checked")).to_contain_text("before")
         for label, said in {"name": "watched", "dataset": "data", "rounds": "many"}.items():
             page.get_by_label(re.compile(f"^{label} \\(required\\)", re.IGNORECASE)).fill(said)
-        page.get_by_role("button", name="See what each site would be asked").click()
-        expect(page.get_by_role("alert")).to_contain_text("makes no run yet")
+        page.get_by_role("button", name="Preview the first round").click()
+        expect(page.get_by_role("alert")).to_contain_text("The run was not created")
         wrong = page.get_by_label(re.compile("^Rounds"))
         expect(wrong).to_have_attribute("aria-invalid", "true")
         wrong.fill("2")
         visit.said.clear()  # the 422 was asked for
-        page.get_by_role("button", name="See what each site would be asked").click()
+        page.get_by_role("button", name="Preview the first round").click()
         expect(page.get_by_role("row", name=re.compile("a.w"))).to_contain_text("yes")
         page.get_by_role("button", name="Start the run").click()
         expect(page.get_by_role("heading", level=1)).to_contain_text("watched running")

@@ -144,7 +144,7 @@ def test_a_form_of_another_site_is_refused(standing: LiveCoordinator, headers: d
     for path in (*POSTS, "/page/sign-in", "/page/theme"):
         answer = standing.bare(headers | admin.cookie).post(path, data=fields)
         assert answer.status_code == 403, path
-        assert "was not sent by this page" in answer.text
+        assert "was not sent by this dashboard" in answer.text
 
 
 def test_a_browser_that_only_tells_its_origin_may_send_forms(coordinator: LiveCoordinator) -> None:

@@ -292,7 +292,7 @@ def test_the_neutral_rule_is_the_mean_by_examples_to_the_bit() -> None:
     for facts in (RunInfo((), rounds=1), RunInfo((), rounds=1, robust=Mean())):
         found = CoordinatorHalf(MethodSettings(), facts).merge(state, updates)
         assert to_array(found.model["w"]).tobytes() == to_array(plain["w"]).tobytes()
-        assert found.metrics == {}
+        assert found.scalars == {}
 
 
 # ---------------------------------------------------------------- partial uploads
@@ -427,8 +427,11 @@ def test_stretched_steps_are_ruled_as_they_are_stretched() -> None:
             {"robust": {"rule": "median"}, "normalization": "inverse-probability", "cohort": {"quorum": 3}},
             "divide by",
         ),
-        ({"robust": {"rule": "median", "attackers": 2}, "cohort": {"quorum": 4}}, "takes updates of 5 sites a round"),
-        ({"robust": {"rule": "multi-krum"}, "cohort": {"quorum": 4}}, "raise cohort.quorum"),
+        (
+            {"robust": {"rule": "median", "attackers": 2}, "cohort": {"quorum": 4}},
+            "needs updates of at least 5 sites; cohort.quorum is 4",
+        ),
+        ({"robust": {"rule": "multi-krum"}, "cohort": {"quorum": 4}}, "cohort.quorum is 4. Raise it to 5."),
         ({"robust": {"rule": "median", "trim": 1}}, "trim"),
         ({"robust": {"rule": "mode"}}, "does not match any of the expected tags"),
         ({"robust": {"rule": "median", "attackers": 0}}, "greater than 0"),
