@@ -489,14 +489,14 @@ CASES = [
     ),
     Case(
         "server state of Python objects",
-        "invalid-version: /memory/m/dtype",
+        "invalid-version: /server_state/m/dtype",
         lambda scene: scene.manifest(
             server_state={"m": {"digest": "sha256:" + "0" * 64, "shape": [4], "dtype": "O"}}
         ),
     ),
     Case(
         "server state of forty axes",
-        "invalid-version: /memory/m/shape",
+        "invalid-version: /server_state/m/shape",
         lambda scene: scene.manifest(
             server_state={"m": {"digest": "sha256:" + "0" * 64, "shape": [1] * 40, "dtype": "F32"}}
         ),
