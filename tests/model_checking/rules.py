@@ -36,7 +36,7 @@ class Task:
     round: int
     state: str = "offered"
     token: int = 0
-    leases: int = 0
+    attempts: int = 0
     expires_at: float | None = None
     accepted_token: int | None = None
 

@@ -310,9 +310,10 @@ def test_the_same_submission_again_gives_the_same_answer_and_counts_once(scene: 
 def test_an_update_cannot_claim_more_examples_than_its_worker_declared(scene: Scene) -> None:
     worker, task = scene.bad, scene.task
     digest = worker.upload(task, {"head.weight": HEAD + np.float32(1000)})
-    with refusing("invalid") as caught:
-        worker.submit(task, digest, examples=2**40 - 1)
-    assert [fault.pointer for fault in caught.value.errors] == ["/examples"]
+    for claimed in (11, 2**40 - 1):
+        with refusing("invalid") as caught:
+            worker.submit(task, digest, examples=claimed)
+        assert [fault.pointer for fault in caught.value.errors] == ["/examples"]
     assert worker.submit(task, digest, examples=10).state == "accepted"
 
 

@@ -238,7 +238,7 @@ def test_while_the_provider_is_away_its_keys_hold_for_an_hour_and_then_nobody_is
     clock.advance(KEYS_SECONDS - 1)
     people.principal(token)
     clock.advance(AGAIN_SECONDS)
-    with pytest.raises(Unavailable, match="keys cannot be had"):
+    with pytest.raises(Unavailable, match="keys cannot be fetched"):
         people.principal(token)
 
 

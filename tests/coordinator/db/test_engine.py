@@ -187,7 +187,7 @@ def test_of_evaluations_that_the_version_before_asked_for_twice_the_one_that_is_
     with database.engine.begin() as connection:
         command.downgrade(alembic_config(connection), "0001")
         for worker, state, version in (
-            ("w", "expired", 0),
+            ("w", "lapsed", 0),
             ("x", "accepted", 0),
             ("y", "accepted", 0),
             ("z", "failed", 0),

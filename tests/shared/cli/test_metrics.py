@@ -171,7 +171,7 @@ def test_a_run_is_shown_as_json_with_all_of_that(scene: Scene) -> None:
     assert [version["warnings"] for version in shown["versions"]] == [[], [], [STILL]]
     first, second = shown["rounds"]
     # The score is the central one.
-    assert (first["scores"], first["metrics"]) == ({"accuracy": 0.5, "macro_f1": 0.5}, {"moved": 1.0})
+    assert (first["scores"], first["scalars"]) == ({"accuracy": 0.5, "macro_f1": 0.5}, {"moved": 1.0})
     assert second["sites"]["accuracy"]["worst_site"] == "b"
     assert shown["sites"]["0"]["accuracy"]["deviation"] == 0.25
 
