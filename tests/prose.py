@@ -54,7 +54,8 @@ _STOPPED = re.compile(
     rf"\b({'|'.join(f'{word}|{_FORMS[word]}' if word in _FORMS else word for word in STOP_LIST)})\b", re.IGNORECASE
 )
 _RELATIVE = re.compile(r"(What|How|Who|Whose|Whether|Where|Which|Why|When)\b(?!.*\?)")
-_CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+_CODE = re.compile(r"```.*?```|`[^`\n]*`|(?<=\])\([^)\n]*\)", re.DOTALL)
+"""Code, and the targets of links."""
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 PRODUCT = ("coordinator", "worker", "shared")

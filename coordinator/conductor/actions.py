@@ -1,4 +1,4 @@
-"""What each of the conductor's decisions does, but for a merge, which `merge` does."""
+"""The conductor's actions, except for a merge, which is in `merge`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TooFewWilling(Conflict):
 
 
 class Liveness:
-    """Which workers are live: those that were heard of lately."""
+    """The live workers: those that sent a request recently."""
 
     def __init__(self, database: Database, liveness_seconds: float) -> None:
         self._database = database

@@ -39,10 +39,10 @@ from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
 log = structlog.get_logger()
 
 REFUSED_SECONDS = 5.0
-"""How long a round waits after too few workers would have done what was planned for them."""
+"""Delay before a round is planned again, after too few workers were eligible for its plans."""
 
 FULL_SECONDS = 10.0
-"""How long merges wait when the disk has no room for one."""
+"""Delay of merges after the disk was full."""
 
 
 class Conductor:

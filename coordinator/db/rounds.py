@@ -153,7 +153,7 @@ def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> 
 
 
 def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
-    """What was accepted came to nothing."""
+    """Abandon a round: its accepted updates are left out."""
     move_round(session, now, ACTOR, round_, "abandon", reason)
     cancel_tasks(session, now, tasks_of(session, round_.id))
     move_tasks(session, "leave_out", TaskRow.round_id == round_.id, merged_in=None)

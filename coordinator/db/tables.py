@@ -56,7 +56,7 @@ class SiteRow(Table):
 
 
 class TokenRow(Table):
-    """Who may call. Only a hash of the secret is kept."""
+    """A caller's token. Only a hash of the secret is stored."""
 
     __tablename__ = "tokens"
 
@@ -114,7 +114,7 @@ class EnrolmentRow(Table):
 
 
 class SessionRow(Table):
-    """Who is signed in to the page, and by which token: it ends with that one at the latest."""
+    """A session of the dashboard and the token that it was started with; it ends with the token at the latest."""
 
     __tablename__ = "sessions"
 
@@ -340,7 +340,7 @@ class BlobRow(Table):
 
 
 class RunBlobRow(Table):
-    """Which blobs a run's model and versions are made of: what its workers may fetch, and what must be kept."""
+    """A blob of a run's model or versions: the run's workers may fetch it, and it must be kept."""
 
     __tablename__ = "run_blobs"
 
@@ -349,8 +349,8 @@ class RunBlobRow(Table):
 
 
 class DifferenceRow(Table):
-    """What a worker that holds one version of a run may fetch in place of the blocks of a later one. Made when it is
-    first asked for."""
+    """The difference between two versions of a run, which a worker that has the earlier may fetch in place of blocks
+    of the later. Computed at the first request."""
 
     __tablename__ = "differences"
 

@@ -1,4 +1,4 @@
-"""What workers do to tasks: claim, renew, report. Each write shows the fencing token (invariant I4)."""
+"""Workers' writes to tasks: claim, renew, report. Each write carries the fencing token (invariant I4)."""
 
 from __future__ import annotations
 
@@ -185,19 +185,19 @@ def settle(
 
 
 def was_released(record: TaskRecord, token: int) -> bool:
-    """Tell whether this release took place before, and only the answer was lost."""
+    """Return whether this release took place before, and only the response was lost."""
     return record.task.state == "offered" and record.task.token == token > 0
 
 
 def was_failed(record: TaskRecord, token: int) -> bool:
-    """Tell whether this failure was recorded before, and only the answer was lost."""
+    """Return whether this failure was recorded before, and only the response was lost."""
     task = record.task
     over = task.state == "failed" or (task.state == "cancelled" and task.problem is not None)
     return over and task.token == token
 
 
 def was_accepted(record: TaskRecord, token: int, digest: str | None = None) -> bool:
-    """Tell whether this very report was accepted before, and only the answer was lost.
+    """Return whether this very report was accepted before, and only the response was lost.
 
     `digest` is that of its update, if it has one.
     """

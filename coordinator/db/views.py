@@ -58,8 +58,8 @@ def page(
 ) -> Page[V]:
     """Return one page of `query` in the order of `keys`, which must be unique together and selected first.
 
-    The cursor holds the last keys shown, so pages neither skip nor repeat while rows are added. A page also ends
-    where it has PAGE_BYTES: whoever reads it holds it whole.
+    The cursor holds the last keys of the page, so pages neither skip nor repeat rows while others are added. A page
+    also ends at PAGE_BYTES: its reader holds it in memory.
     """
     ordered = query.order_by(*keys).limit(limit + 1)
     if cursor is not None:
@@ -128,8 +128,8 @@ def run_view(session: Session, row: RunRow) -> Run:
 
 
 def for_site(run: Run, site: str) -> Run:
-    """Return what a site is told of a run that it takes part in: nothing that names another, or tells how much it
-    has."""
+    """Return the view of a run for a site that takes part in it: without the names of other sites or the sizes of
+    their data."""
     cohort = run.spec.cohort
     own = cohort.model_copy(update={"sites": None if cohort.sites is None else (site,)})
     spec = run.spec.model_copy(update={"cohort": own})

@@ -389,7 +389,7 @@ CASES = [
     ),
     Case(
         "a model type that is code",
-        "model-refused: .*transformers has none called",
+        "model-refused: .*transformers has no model type",
         lambda scene: scene.config(model_type="__import__('os').system('id')"),
     ),
     Case(

@@ -68,7 +68,7 @@ env:
   - {name: AWS_ALLOW_HTTP, value: "true"}
   {{- end }}
   - {name: TESSERA_STAGING_DIR, value: /data/staging}
-  # The ingress or gateway does TLS.
+  # The ingress or gateway terminates TLS.
   - {name: TESSERA_BEHIND_PROXY, value: "true"}
   - {name: TESSERA_HEARTBEAT_FILE, value: /tmp/alive}
   - {name: TESSERA_ADMIN_TOKEN_FILE, value: /tmp/admin-token}
