@@ -272,7 +272,7 @@ def scenarios(arm: Arm, rounds: int) -> dict[str, Scenario]:
         "2 of 4 drawn": Scenario({"cohort": {"size": 2, "quorum": 2}}),
     }
     if arm.keeps:
-        abandoned = Scenario({"cohort": {"quorum": len(SIZES), "tries": 100}}, Conditions(dropout=0.1))
+        abandoned = Scenario({"cohort": {"quorum": len(SIZES), "max_attempts": 100}}, Conditions(dropout=0.1))
         return {**every, "attempts abandoned": abandoned, "left out by norm": Scenario({"max_norm_of_median": 1.01})}
     # From 5 to 50 steps a round, by size.
     return {**every, "batches of 8": Scenario(training={"batch_size": 8, "learning_rate": RATE / 10})}
@@ -312,14 +312,14 @@ def run(problem: Problem, arm: Arm, scenario: Scenario, rounds: int) -> Outcome:
         None if scenario.training else distance(head),
         invariant(result, arm, {site for cohort in cohorts for site in cohort}) if arm.keeps else None,
         sum(attempt.state == "abandoned" for attempt in result.rounds),
-        sum(LEFT_OUT in task.numbers for attempt in result.rounds for task in attempt.tasks),
+        sum(LEFT_OUT in task.metrics for attempt in result.rounds for task in attempt.tasks),
     )
 
 
 def merged(result: Result) -> list[list[str]]:
     """The sites whose updates each version was made of."""
     return [
-        [task.worker.partition("/")[0] for task in attempt.tasks if task.examples and LEFT_OUT not in task.numbers]
+        [task.worker.partition("/")[0] for task in attempt.tasks if task.examples and LEFT_OUT not in task.metrics]
         for attempt in result.rounds
         if attempt.state == "committed"
     ]
@@ -327,11 +327,11 @@ def merged(result: Result) -> list[list[str]]:
 
 def invariant(result: Result, arm: Arm, sites: Collection[str]) -> float:
     """The largest difference between the server's mean and that of what the vaults of these sites hold."""
-    memory, weights = result.state().memory, OBJECTIVES[arm.objective]
+    server_state, weights = result.state().server_state, OBJECTIVES[arm.objective]
     kept, whole = {site: result.kept(site) for site in sites}, sum(weights[site] for site in sites)
     names = [f"{arm.keeps}{name}" for name in HEAD]
     means = {name: sum(weights[site] / whole * own.get(name, 0.0) for site, own in kept.items()) for name in names}
-    return max(float(np.abs(to_array(memory[name]) - mean).max()) for name, mean in means.items())
+    return max(float(np.abs(to_array(server_state[name]) - mean).max()) for name, mean in means.items())
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -149,7 +149,7 @@ class Federation:
             "rounds": rounds,
             # Another for each: of what a run before has made to the bit, nothing would have to travel.
             "seed": self._begun,
-            "cohort": {"size": cohort, "quorum": cohort, "tries": 1},
+            "cohort": {"size": cohort, "quorum": cohort, "max_attempts": 1},
             "model": uploaded.model,
             "version": uploaded.version,
             **spec,

@@ -310,10 +310,10 @@ def with_optimizer(optimizer: OptimizerRule, base: ArrayTensor, sent: Sequence[A
     """One block in memory, merged in one thread. The moments are there already, as in every round but the first."""
     block = Block(tensor="w", role="mlp", shape=base.shape, dtype=base.dtype)
     half = CoordinatorHalf(MethodSettings(), RunInfo((block,), rounds=1))
-    memory = {f"server/{letter}/w": base for letter in "mv"}
+    server_state = {f"server/{letter}/w": base for letter in "mv"}
     updates = [Update(f"{index}/w", 10, {"w": tensor}) for index, tensor in enumerate(sent)]
-    merged = merge(half, optimizer, State(0, {"w": base}, memory), updates)
-    new = [tensor for tensor in (*merged.model.values(), *merged.memory.values()) if tensor is not base]
+    merged = merge(half, optimizer, State(0, {"w": base}, server_state), updates)
+    new = [tensor for tensor in (*merged.model.values(), *merged.server_state.values()) if tensor is not base]
     return best(len(sent) * base.values.nbytes / 1e9, lambda: sum(1 for _ in lockstep(new)))
 
 

@@ -87,10 +87,10 @@ def _fill_run(
     versions, rows, tasks, audit = [], [], [], []
     for number in range(rounds + 1):
         at = now - 60.0 * (rounds - number)
-        numbers = {
+        scalars = {
             f"{name}.{layer}": dice.random() for name in ("picks", "score", "entropy") for layer in range(LAYERS)
         }
-        versions.append({"run_id": run_id, "number": number, "digest": DIGEST, "numbers": numbers, "warnings": [],
+        versions.append({"run_id": run_id, "number": number, "digest": DIGEST, "scalars": scalars, "warnings": [],
                          "created_at": at, "retired_at": None})  # fmt: skip
         cohort = dice.sample(workers, min(trained, len(workers)))
         round_id = f"{run_id}-{number}"
@@ -109,10 +109,10 @@ def _fill_run(
                 tasks.append({
                     "id": task_id, "run_id": run_id, "round_id": round_id if kind == "train" else None,
                     "worker_id": worker, "kind": kind, "held_out": kind == "evaluate", "state": "accepted",
-                    "version_number": number - (kind == "train"), "seed": 0, "plan": plan, "token": 1, "leases": 1,
+                    "version_number": number - (kind == "train"), "seed": 0, "plan": plan, "token": 1, "attempts": 1,
                     "instance": "0" * 32, "lease_expires_at": at, "created_at": at, "update_digest": None,
                     "upload_bytes": 50_000_000 * (kind == "train"), "download_bytes": 150_000_000, "examples": 1000,
-                    "numbers": measured | scores, "progress": {}, "problem": None,
+                    "metrics": measured | scores, "progress": {}, "problem": None,
                     "layers": layers if kind == "train" else [],
                 })  # fmt: skip
                 audit += [(at, f"task.{event}", task_id, run_id) for event in ("lease", "accept")]
@@ -203,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = CoordinatorSettings(database_url=f"sqlite:///{folder}/tessera.db", blob_url=str(folder / "blobs"),
-                            staging_dir=folder / "staging", live_seconds=3600)  # fmt: skip
+                            staging_dir=folder / "staging", liveness_seconds=3600)  # fmt: skip
         services = assemble(settings, duty="serve")
         with services.database.engine.begin() as connection:
             command.upgrade(alembic_config(connection), "head")

@@ -102,11 +102,11 @@ def figures(result: Result, sites: int) -> Figures:
     found: Figures = {}
     own = []
     for measurement in last:
-        numbers = measurement.numbers
+        metrics = measurement.metrics
         if not measurement.held_out:
-            found["test accuracy"] = 100 * numbers["accuracy"]
+            found["test accuracy"] = 100 * metrics["accuracy"]
         else:
-            own.append(100 * numbers.get(f"{PERSONAL}accuracy", numbers["accuracy"]))
+            own.append(100 * metrics.get(f"{PERSONAL}accuracy", metrics["accuracy"]))
     if own:
         found |= {"sites' mean": fmean(own), "worst site": min(own)}
     outcomes = result.outcomes

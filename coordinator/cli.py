@@ -1,4 +1,4 @@
-"""`tessera coordinator`: serve, conduct, migrate, token; backup, restore, verify, gc."""
+"""The commands of `tessera coordinator`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tessera.shared.cli.render.output import AsJson, print_findings, print_json,
 from tessera.shared.diagnostics import effective, examined
 from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.methods.registry import MethodsUnusable, methods
-from tessera.shared.problems import Problem, said_of
+from tessera.shared.problems import Problem, message_of
 from tessera.shared.telemetry import spans
 
 app = typer.Typer(
@@ -50,12 +50,12 @@ app = typer.Typer(
 )
 log = structlog.get_logger()
 
-Folder = Annotated[Path, typer.Argument(help="of a backup: its database and blobs")]
+Folder = Annotated[Path, typer.Argument(help="folder of the backup, for its database and blobs")]
 
 
 @app.command()
 def migrate() -> None:
-    """Bring the database's schema to what this version needs. Safe to repeat."""
+    """Migrate the database's schema to this version. Safe to repeat."""
     try:
         database = Database(_settings().database_url)
         with database.engine.begin() as connection:
@@ -64,32 +64,32 @@ def migrate() -> None:
         typer.echo(str(refusal), err=True)
         raise typer.Exit(2) from None
     except DATABASE_AWAY as fault:
-        typer.echo(f"the schema was left as it was: {str(fault).splitlines()[0]}", err=True)
+        typer.echo(f"the schema was not changed: {str(fault).splitlines()[0]}", err=True)
         raise typer.Exit(2) from None
     typer.echo(f"the schema of {database.shown} is at head", err=True)
 
 
 @app.command()
 def token(
-    name: Annotated[str, typer.Option(help="What the token is called in the audit.")] = "recovered-admin",
+    name: Annotated[str, typer.Option(help="Name of the token in the audit chain.")] = "recovered-admin",
     as_json: AsJson = False,
 ) -> None:
-    """Issue another token for an administrator, on the coordinator's own machine, and print it this once.
+    """Issue an administrator's token on the coordinator's own machine and print it once.
 
-    For when every such token is lost: whoever may write to the database needs none.
+    Use it when every such token is lost. It needs no token, but write access to the database.
     """
     try:
         database = Database(_settings().database_url)
         spec = TokenSpec(name=name, role="admin")
         with database.transaction() as session:
             _, secret = issue_token(session, database.now(), "coordinator", spec)
-            # Handed over before it is entered, as the first one.
+            # Printed before it is committed, as the first one.
             if as_json:
                 print_json({"name": name, "secret": secret})
             else:
                 print(f"admin token (shown only this once): {secret}", file=sys.stderr, flush=True)
     except ValidationError as refusal:
-        typer.echo(f"--name: {said_of(refusal.errors()[0])}", err=True)
+        typer.echo(f"--name: {message_of(refusal.errors()[0])}", err=True)
         raise typer.Exit(2) from None
     except (NotAFile, UnknownDatabase) as refusal:
         typer.echo(str(refusal), err=True)
@@ -101,14 +101,14 @@ def token(
 
 @app.command()
 def serve(
-    first_migrate: Annotated[bool, typer.Option("--migrate", help="bring the schema to head first")] = False,
+    first_migrate: Annotated[bool, typer.Option("--migrate", help="migrate the schema first")] = False,
     conducting: Annotated[
         bool,
-        typer.Option("--conduct/--no-conduct", help="have a child process move the rounds, or not"),
+        typer.Option("--conduct/--no-conduct", help="start a child process that conducts the rounds, or not"),
     ] = True,
 ) -> None:
-    """Serve the API, and have a process beside this one move the rounds."""
-    # Not above: the process that conducts does without, and is the smaller for it.
+    """Serve the API, with a child process that conducts the rounds."""
+    # Imported here, because the process that conducts does not need it and stays smaller.
     limits = load("tessera.coordinator.server.http_limits")
     try:
         limits.require_private(_settings())
@@ -127,21 +127,21 @@ def serve(
 def conduct(
     attached: Annotated[
         bool,
-        typer.Option("--attached", hidden=True, help="wait for an earlier one, end with stdin"),
+        typer.Option("--attached", hidden=True, help="wait for an earlier conductor to end; end with stdin"),
     ] = False,
 ) -> None:
-    """Move the rounds without serving the API: beside one or more `serve --no-conduct`."""
+    """Conduct the rounds without serving the API, beside one or more `serve --no-conduct`."""
     if attached:
         end_with_parent()
     services = _opened("conduct", wait=attached)
     spans.begin("tessera-conductor")
-    # Waited for rather than handled: a handler that sets an event can deadlock with the wait that it interrupts.
+    # Waited for instead of handled: a handler that sets an event can deadlock with the wait that it interrupts.
     endings = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, endings)
     thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
     thread.start()
     services.housekeeping.start()
-    threading.Thread(target=_heed, args=(services,), name="bell", daemon=True).start()
+    threading.Thread(target=_listen, args=(services,), name="wakeup", daemon=True).start()
     log.info("coordinator.conducting")
     signal.sigwait(endings)
     services.housekeeping.end()
@@ -152,7 +152,7 @@ def conduct(
 
 @app.command()
 def gc(as_json: AsJson = False) -> None:
-    """Remove at once what is no longer kept, as a conductor does now and again. Safe beside running coordinators."""
+    """Collect garbage now, as a conductor does at an interval. Safe while coordinators run."""
     freed = _stored().housekeeping.retention.collect()
     if as_json:
         print_json(asdict(freed))
@@ -165,9 +165,9 @@ def gc(as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(as_json: AsJson = False) -> None:
-    """Hash every blob, read every version and follow the audit chain.
+    """Hash every blob, read every version and check the audit chain.
 
-    Exit code 0: all is well, 1: something is wrong.
+    Exit code 0: no faults, 1: faults.
     """
     services = _stored()
     faults: list[str] = []
@@ -183,15 +183,15 @@ def verify(as_json: AsJson = False) -> None:
 
 @app.command("backup")
 def back_up(folder: Folder, as_json: AsJson = False) -> None:
-    """Copy every table and blob into a folder, while the coordinator works on. Again into the same one, only what is
-    new is copied."""
+    """Copy every table and blob into a folder while the coordinator runs. Into the same folder again, it copies
+    only new blobs."""
     services = _stored()
     _copying("backed up", lambda: backup.back_up(services.database, services.blobs, folder), as_json=as_json)
 
 
 @app.command()
 def restore(folder: Folder, as_json: AsJson = False) -> None:
-    """Copy a backup into an empty database at head and into the blob store, whatever kinds of these it came from."""
+    """Copy a backup into an empty database at head and into the blob store, of any kind."""
     services = _stored()
     _copying("restored", lambda: backup.restore(folder, services.database, services.blobs), as_json=as_json)
 
@@ -230,12 +230,12 @@ def _copying(what: str, work: Callable[[], backup.CopyCounts], *, as_json: bool)
     typer.echo(f"{what}: {copied.rows} rows, {copied.blobs} new blobs of {copied.bytes} bytes")
 
 
-def _heed(services: Services) -> None:
-    """Have the conductor look whenever its bell is rung."""
-    with services.wakeups.listener(CONDUCTOR) as bell:
+def _listen(services: Services) -> None:
+    """Call the conductor on every wakeup."""
+    with services.wakeups.listener(CONDUCTOR) as listener:
         services.conductor.call()
         while True:
-            bell.wait()
+            listener.wait()
             services.conductor.call()
 
 
@@ -245,7 +245,7 @@ def _settings() -> CoordinatorSettings:
     except ValidationError as refusal:
         for error in refusal.errors(include_url=False, include_input=False):
             named = "_".join(("TESSERA", *map(str, error["loc"]))).upper()
-            typer.echo(f"setting {named}: {said_of(error)}", err=True)
+            typer.echo(f"setting {named}: {message_of(error)}", err=True)
         raise typer.Exit(2) from None
 
 
@@ -292,9 +292,9 @@ def _assembled(duty: Duty = "both", ready: Callable[[Services], None] = lambda _
 
 
 def _hand_over_first_token(services: Services) -> None:
-    """Print the first admin token, once; only its hash is kept.
+    """Print the first administrator's token once; only its hash is stored.
 
-    It is handed over before it is entered: killed in between, the next start issues another.
+    It is printed before it is committed: after a crash in between, the next start issues another.
     """
     with services.database.transaction() as session:
         secret = first_token(session, services.database.now())

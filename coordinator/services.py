@@ -105,21 +105,23 @@ def assemble(
         SocketWakeups(settings.staging_dir / "bells") if database.is_sqlite else PostgresWakeups(database)
     )
     wake_workers = waiters.notify if duty == "both" else wakeups.wake_workers
-    change_feed = ChangeFeed(database, tick_seconds=settings.tick_seconds, most_listeners=settings.max_listeners)
-    liveness = Liveness(database, settings.live_seconds)
+    change_feed = ChangeFeed(database, tick_seconds=settings.tick_seconds, most_listeners=settings.max_event_streams)
+    liveness = Liveness(database, settings.liveness_seconds)
     conductor = Conductor(
         database,
         liveness,
         Actions(database, states, liveness),
         RoundMerger(database, blobs, states, Aggregation(states, inspector), disk, liveness),
         last_seen,
-        patience=Timeouts(settings.gather_seconds, settings.evaluation_seconds),
+        patience=Timeouts(settings.cohort_wait_seconds, settings.evaluation_seconds),
         tick_seconds=settings.tick_seconds,
-        alive_file=settings.alive_file,
+        heartbeat_file=settings.heartbeat_file,
         notify=wake_workers,
     )
     quota = Quota(_bytes_per_day(settings, blobs), settings.site_unfinished_uploads)
-    uploads = Uploads(database, blobs, disk, quota, settings.idle_seconds, FairThreadPool("upload", UPLOAD_THREADS))
+    uploads = Uploads(
+        database, blobs, disk, quota, settings.idle_timeout_seconds, FairThreadPool("upload", UPLOAD_THREADS)
+    )
     people = _people(settings) if duty != "conduct" else None
 
     def wake_conductor() -> None:
@@ -137,12 +139,12 @@ def assemble(
         admission=Admission(
             settings.requests_per_second,
             settings.request_burst,
-            settings.failures_per_minute,
+            settings.auth_failures_per_minute,
             settings.enrolments_per_minute,
             settings.declarations_per_hour,
             clock or time.monotonic,
         ),
-        answers=ResponseMemory(settings.answer_bytes_per_token),
+        answers=ResponseMemory(settings.response_bytes_per_token),
         blobs=blobs,
         states=states,
         inspector=inspector,
@@ -168,7 +170,7 @@ def assemble(
                 unused_seconds=settings.keep_unused_seconds,
                 versions=settings.keep_versions,
             ),
-            settings.housekeeping_seconds,
+            settings.gc_interval_seconds,
         ),
         wake_conductor=wake_conductor,
         wake_workers=wake_workers,

@@ -1,18 +1,20 @@
-"""Every setting of the coordinator, read once from the environment (`TESSERA_...`)."""
+"""The coordinator's settings, read once from the environment (`TESSERA_...`)."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tessera.shared import renamed_keys
 from tessera.shared.urls import is_loopback
 
 PersonRole = Literal["admin", "orchestrator", "viewer"]
-"""What a person may be, the strongest first. Sites are admitted by tokens of their own."""
+"""Roles of people, the strongest first. Sites have tokens of their own."""
 
 
 class CoordinatorSettings(BaseSettings):
@@ -76,9 +78,11 @@ class CoordinatorSettings(BaseSettings):
     lease_seconds: PositiveFloat = Field(
         default=60.0, le=86_400, description="duration of a task's lease without a heartbeat"
     )
-    longest_wait_seconds: PositiveFloat = Field(default=60.0, description="longest long poll of a claim for a task")
-    live_seconds: PositiveFloat = Field(default=90.0, description="duration for which a silent worker counts as live")
-    gather_seconds: NonNegativeFloat = Field(
+    max_wait_seconds: PositiveFloat = Field(default=60.0, description="longest long poll of a claim for a task")
+    liveness_seconds: PositiveFloat = Field(
+        default=90.0, description="duration for which a silent worker counts as live"
+    )
+    cohort_wait_seconds: NonNegativeFloat = Field(
         default=10.0,
         description="time before each round to wait for the full cohort, or for all sites if the cohort has no size; "
         "then a quorum suffices",
@@ -86,7 +90,7 @@ class CoordinatorSettings(BaseSettings):
     tick_seconds: PositiveFloat = Field(
         default=0.5, description="interval at which the conductor checks for work without a wakeup"
     )
-    alive_file: Path | None = Field(
+    heartbeat_file: Path | None = Field(
         default=None,
         description="file that the conducting process touches at every check; for health checks, because it has "
         "no port",
@@ -103,14 +107,14 @@ class CoordinatorSettings(BaseSettings):
         description="an update up to this size may travel inside its submission, and the changes of a version "
         "inside its tasks",
     )
-    idle_seconds: PositiveFloat = Field(
+    idle_timeout_seconds: PositiveFloat = Field(
         default=120.0, description="maximum pause within an upload or a response before the connection is closed"
     )
     max_header_bytes: PositiveInt = Field(default=65_536, description="maximum size of a request's head")
-    head_seconds: PositiveFloat = Field(
+    header_timeout_seconds: PositiveFloat = Field(
         default=10.0, description="maximum time for a request's head; maximum pause within a JSON body"
     )
-    body_seconds: PositiveFloat = Field(default=60.0, description="maximum time for a JSON body")
+    body_timeout_seconds: PositiveFloat = Field(default=60.0, description="maximum time for a JSON body")
     max_connections: PositiveInt = Field(default=16_384, description="maximum number of open connections per process")
     max_connections_per_address: PositiveInt | None = Field(
         default=None,
@@ -121,10 +125,10 @@ class CoordinatorSettings(BaseSettings):
         default=1_000.0, description="sustained request rate per token and process"
     )
     request_burst: PositiveInt = Field(default=10_000, description="request burst per token and process")
-    failures_per_minute: PositiveInt = Field(
+    auth_failures_per_minute: PositiveInt = Field(
         default=60, description="requests without a valid token per address and minute, per process"
     )
-    answer_bytes_per_token: PositiveInt = Field(
+    response_bytes_per_token: PositiveInt = Field(
         default=1 << 30,
         ge=2 << 20,
         description="maximum memory for concurrent responses with blobs per token and process; each counts 2 MiB, "
@@ -133,7 +137,7 @@ class CoordinatorSettings(BaseSettings):
     session_seconds: PositiveFloat = Field(
         default=28_800.0, le=7 * 86_400, description="duration of a session on the dashboard"
     )
-    max_listeners: PositiveInt = Field(
+    max_event_streams: PositiveInt = Field(
         default=256, description="maximum number of clients that listen to events, per process"
     )
     enrolments_per_minute: PositiveInt = Field(
@@ -190,21 +194,29 @@ class CoordinatorSettings(BaseSettings):
         ge=3_600,
         description="time to keep unreferenced blobs and abandoned uploads",
     )
-    housekeeping_seconds: PositiveFloat = Field(
+    gc_interval_seconds: PositiveFloat = Field(
         default=600.0, description="interval at which the conductor removes old data"
     )
 
     @property
     def most_per_address(self) -> int | None:
-        """The most connections from one address; None for any number."""
+        """Maximum number of connections from one address; None if unlimited."""
         if self.max_connections_per_address is None and not self.behind_proxy:
             return max(1, self.max_connections // 4)
         return self.max_connections_per_address
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_present_names(cls, given: Any) -> Any:
+        prefix = str(cls.model_config["env_prefix"])
+        names = {f"{prefix}{old}".upper(): f"{prefix}{new}".upper() for old, new in renamed_keys.COORDINATOR.items()}
+        renamed_keys.refuse_old({name.upper(): value for name, value in os.environ.items()}, names)
+        return given
+
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
         if (self.tls_key or self.tls_client_ca) and not self.tls_cert:
-            raise ValueError("tls_key and tls_client_ca are of no use without tls_cert")
+            raise ValueError("tls_key and tls_client_ca require tls_cert")
         return self
 
     @model_validator(mode="after")
@@ -212,13 +224,11 @@ class CoordinatorSettings(BaseSettings):
         if self.oidc_issuer is None:
             return self
         if not (self.oidc_audience and self.oidc_roles):
-            raise ValueError("oidc_issuer needs oidc_audience, whom its tokens are for, and oidc_roles")
+            raise ValueError("oidc_issuer requires oidc_audience, the audience of its tokens, and oidc_roles")
         if self.oidc_client_id and not self.public_url:
-            raise ValueError("oidc_client_id needs public_url, to which the provider sends people back")
+            raise ValueError("oidc_client_id requires public_url, to which the provider redirects people")
         for url in filter(None, (self.oidc_issuer, self.oidc_keys_url, self.oidc_token_url, self.public_url)):
             parts = urlsplit(url)
             if parts.scheme != "https" and not (parts.scheme == "http" and is_loopback(parts.hostname or "")):
-                raise ValueError(
-                    f"{url} is no https:// URL: who changed its answers on the way could be anybody here"
-                )
+                raise ValueError(f"{url} is not an https:// URL: forged responses would let an attacker sign in")
         return self

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Adds each site that is named, unless it has a token already, each in a folder of its own: no worker is to see
-# another's. Runs beside the coordinator, whose first admin token lies there too.
+# Adds each named site that has no token yet. Each token is in its own folder, so that no worker can read another's.
+# Runs beside the coordinator, in whose folder the first admin token is.
 set -eu
 umask 077
 tokens=${TOKENS:-/tokens}

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes what deploy/compose.yaml needs and nobody else may know: passwords in files that only their owner reads, and
-# folders for data. What is there already is kept, so that it may be run again. `sh deploy/secrets.sh`
+# Creates the passwords for deploy/compose.yaml, in files that only their owner can read, and the data folders.
+# Running it again keeps existing files: `sh deploy/secrets.sh`
 set -eu
 umask 077
 cd "$(dirname "$0")"
@@ -19,7 +19,7 @@ AWS_ACCESS_KEY_ID=${key%,*}
 AWS_SECRET_ACCESS_KEY=${key#*,}
 END
 
-# Containers run as whoever owns these files: they can read them, and what they write is that person's.
+# Containers run as the owner of these files, so that they can read them, and the owner can read the containers' files.
 user=$(id -u):$(id -g)
 if [ "$(id -u)" = 0 ]; then
   user=10001:10001

@@ -44,7 +44,7 @@ spec = RunSpec(
 
 # %%
 found = client.preview_run(spec)
-print(f"{found.willing} workers would take part; {found.quorum} are needed")
+print(f"{found.eligible} workers would take part; {found.quorum} are needed")
 
 # %%
 run = client.create_run(spec)

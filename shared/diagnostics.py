@@ -74,7 +74,7 @@ def flat(value: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def shown(name: str, value: Any) -> Any:
-    """Return a value as anybody may see it: without what is secret by its type, its name, or its place in a URL."""
+    """Return a value for display, without parts that are secret by their type, name, or place in a URL."""
     if isinstance(value, SecretStr) or (value and _SECRET.search(name.rpartition(".")[2].lower())):
         return HIDDEN
     if isinstance(value, list | tuple):

@@ -10,7 +10,7 @@ from tessera.shared.problems import DigestMismatch
 
 
 class Sink(Protocol):
-    """What bytes are written to: a binary file, say."""
+    """A destination of bytes, such as a binary file."""
 
     def write(self, data: bytes | memoryview, /) -> int: ...
     def tell(self) -> int: ...
@@ -46,7 +46,7 @@ def digest_at(path: Path) -> str:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-def dice(seed: int, *names: object) -> int:
+def derive_seed(seed: int, *names: object) -> int:
     """Return a seed of 53 bits (exact in JSON) that depends on all of its arguments, and on nothing else."""
     text = "/".join(map(str, (seed, *names)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 11

@@ -1,4 +1,4 @@
-"""How much memory this process may have, and how freed memory is kept."""
+"""The memory limit of this process, and the C library's handling of freed memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep up to 64 MiB of what is freed, rather than hand it back at once.
+    """Make the C library keep up to 64 MiB of freed memory, rather than return it at once.
 
-    A chunk's scratch is a megabyte, just what glibc would map anew each time: half of the time that adding up takes
-    then goes into page faults. Does nothing where the C library has no such setting.
+    The scratch of a chunk is one megabyte, which glibc would map again each time: page faults would then take half
+    of the time of summing. Does nothing if the C library has no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

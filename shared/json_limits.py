@@ -1,4 +1,4 @@
-"""What is looked at in a JSON document from a peer before its values are made."""
+"""Limits on a JSON document from a peer, checked before it is parsed."""
 
 from __future__ import annotations
 

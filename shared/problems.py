@@ -1,39 +1,39 @@
-"""Every refusal, as one tree, and its form on the wire (RFC 9457, `application/problem+json`).
+"""All errors that the API reports, as one tree, and their form on the wire (RFC 9457, `application/problem+json`).
 
 Problem
-|- BadRequest 400        not readable as HTTP, JSON or a header: mend the caller
+|- BadRequest 400        not readable as HTTP, JSON or a header: fix the caller
 |- Unauthenticated 401   no token, or one that is unknown, expired or revoked
-|- Forbidden 403         the token's role does not reach so far
-|  `- SiteSuspended      the site is out for a while
+|- Forbidden 403         the token's role does not allow it
+|  `- SiteSuspended      an administrator suspended the site
 |- NotFound 404
-|- Conflict 409          the state is not what the request supposes
-|  |- LeaseLost          the lease lapsed or is another's: drop the work
-|  |- TaskCancelled      the run or round no longer wants it: drop the work
-|  |- RoundClosed        it came too late to be merged
-|  |- StaleVersion       it was trained from another version
-|  |- OffsetMismatch     an upload goes on from another byte
+|- Conflict 409          the state is not the one that the request expects
+|  |- LeaseLost          the lease expired or is another worker's: drop the work
+|  |- TaskCancelled      the run or round no longer needs the task: drop the work
+|  |- RoundClosed        the update arrived too late to be merged
+|  |- StaleVersion       the update was trained from another version
+|  |- OffsetMismatch     the upload continues at another byte
 |  `- UploadBusy         another request is writing to this upload
-|- TooSlow 408            the request stood still, or took too long to come
-|- Gone 410              it was there, and was removed to make room
+|- TooSlow 408           the request stalled, or took too long to arrive
+|- Gone 410              the version was removed to make room
 |- PreconditionFailed 412
 |- TooLarge 413
 |- RangeUnsatisfiable 416
-|- Invalid 422           read, understood, and wrong: `errors` says where
-|  |- InvalidUpdate      an update that may not be merged
-|  |- DigestMismatch     the bytes are not those that were announced
-|  `- KeyReused          an idempotency key came back with another body
+|- Invalid 422           readable and wrong: `errors` says where
+|  |- InvalidUpdate      an update that cannot be merged
+|  |- DigestMismatch     the bytes have another digest than announced
+|  `- KeyReused          an idempotency key was sent with another body
 |- PreconditionRequired 428
 |- TooManyRequests 429   retry after a while
-|  `- QuotaExceeded      the site has announced as much as it may for now
+|  `- QuotaExceeded      the site has reached its quota of announced bytes
 |- HeadersTooLarge 431
 |- ServerFault 500
-|  |- StoreSpoilt        a blob is not what it was when it was written
-|  |- WorkerFailed       shown with a task, never sent as an answer
-|  `- Withheld           the same, of a task whose site has not agreed to its run
+|  |- StoreSpoilt        a blob is missing or corrupt
+|  |- WorkerFailed       stored with a task, never sent as a response
+|  `- Withheld           the same, for a task whose site has not approved the run
 `- Unavailable 503       retry after a while
    |- Busy               too many connections, or too little memory for another upload
-   |- StoreFull          too little room on the disk for what is announced
-   `- StoreAway          the blobs' object store does not answer
+   |- StoreFull          too little disk space for the announced bytes
+   `- StoreAway          the object store does not answer
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ MAX_FAULTS = 50
 
 
 class Fault(Frozen):
-    """One thing wrong: `pointer` is a JSON pointer into the request, or the name of a block or header.
+    """One error: `pointer` is a JSON pointer into the request, or the name of a block or header.
 
-    `code` is the kind of wrong where there are kinds: see `shared.updates.errors`.
+    `code` is the kind of the error, if it has one: see `shared.updates.errors`.
     """
 
     pointer: str
@@ -72,11 +72,11 @@ class ProblemDocument(Frozen, extra="ignore"):
     retryable: bool
     errors: tuple[Fault, ...] = ()
     trace: str | None = None
-    """Under which the coordinator's log has more of it."""
+    """Id under which the coordinator's log has the details."""
 
 
 class Problem(Exception):
-    """A refusal: what is wrong (`detail`), where (`errors`), and what to do about it (`remedy`)."""
+    """An error to report: what is wrong (`detail`), where (`errors`), and how to fix it (`remedy`)."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "server-fault"
@@ -99,7 +99,7 @@ class Problem(Exception):
         self.advice = remedy or self.remedy
         self.retry_after_seconds = retry_after_seconds
         self.headers = headers or {}
-        # Whether a coordinator said this itself, rather than something in between by a bare HTTP status.
+        # True if a coordinator reported it, rather than a proxy by a bare HTTP status.
         self.from_document = False
 
     def document(self) -> ProblemDocument:
@@ -156,15 +156,15 @@ class SiteSuspended(Forbidden):
 class NotFound(Problem):
     status = 404
     code = "not-found"
-    title = "There is no such thing here"
-    remedy = "Check the identifier; a list of what there is may be had from the collection."
+    title = "It does not exist here"
+    remedy = "Check the id; list the collection to see valid ids."
 
 
 class Conflict(Problem):
     status = 409
     code = "conflict"
-    title = "The state is not what the request supposes"
-    remedy = "Read the resource again and decide anew."
+    title = "The state is not the one that the request expects"
+    remedy = "Read the resource again, then decide whether to repeat the request."
 
 
 class LeaseLost(Conflict):
@@ -181,7 +181,7 @@ class TaskCancelled(Conflict):
 
 class RoundClosed(Conflict):
     code = "round-closed"
-    title = "The round closed before this update came"
+    title = "The round closed before this update arrived"
     remedy = "Drop the update and claim again; a longer deadline or a smaller quorum waits for slow workers."
 
 
@@ -193,7 +193,7 @@ class StaleVersion(Conflict):
 
 class OffsetMismatch(Conflict):
     code = "offset-mismatch"
-    title = "The upload goes on from another byte"
+    title = "The upload continues at another byte"
     remedy = "Continue from the offset in the Upload-Offset header of this response."
 
 
@@ -207,7 +207,7 @@ class UploadBusy(Conflict):
 class TooSlow(Problem):
     status = 408
     code = "too-slow"
-    title = "The request took too long to come"
+    title = "The request took too long to arrive"
     remedy = "Send the request again, without pauses."
     retryable = True
 
@@ -216,7 +216,7 @@ class Gone(Problem):
     status = 410
     code = "version-retired"
     title = "This version is no longer kept"
-    remedy = "Take a later version, or raise keep_versions before it is too late for the next ones."
+    remedy = "Use a later version; raise keep_versions to keep more of them."
 
 
 class PreconditionFailed(Problem):
@@ -229,7 +229,7 @@ class PreconditionFailed(Problem):
 class TooLarge(Problem):
     status = 413
     code = "too-large"
-    title = "The body is larger than is accepted"
+    title = "The body is too large"
     remedy = "Send less, or ask the administrator to raise the limit named in the detail."
 
 
@@ -244,19 +244,19 @@ class Invalid(Problem):
     status = 422
     code = "invalid"
     title = "The request is not valid"
-    remedy = "Mend what the errors name and send it again."
+    remedy = "Fix the listed errors and send the request again."
 
 
 class InvalidUpdate(Invalid):
     code = "invalid-update"
     title = "The update cannot be merged"
-    remedy = "Nothing of it was used and the round goes on; mend the worker before it claims again."
+    remedy = "No part of it was used, and the round goes on; fix the worker before it claims again."
 
 
 class DigestMismatch(Invalid):
     code = "digest-mismatch"
-    title = "The bytes are not those that were announced"
-    remedy = "The upload was thrown away; create it anew and send the bytes again."
+    title = "The bytes have another digest than announced"
+    remedy = "The upload was deleted; create a new one and send the bytes again."
 
 
 class KeyReused(Invalid):
@@ -282,14 +282,14 @@ class TooManyRequests(Problem):
 
 class QuotaExceeded(TooManyRequests):
     code = "quota-exceeded"
-    title = "The site has announced as much as it may for now"
+    title = "The site has reached its quota of announced bytes"
     remedy = "Finish the uploads that are under way, wait as long as Retry-After says, or ask for a larger quota."
 
 
 class HeadersTooLarge(Problem):
     status = 431
     code = "headers-too-large"
-    title = "The head of the request is larger than is accepted"
+    title = "The head of the request is too large"
     remedy = "Send fewer or shorter headers, or ask the administrator to raise the limit named in the detail."
 
 
@@ -299,32 +299,32 @@ class ServerFault(Problem):
 
 class StoreSpoilt(ServerFault):
     code = "store-spoilt"
-    title = "A blob in the coordinator's store is missing or spoilt"
-    remedy = "Restore the blob store from a backup; nothing was computed from what is spoilt."
+    title = "A blob in the coordinator's store is missing or corrupt"
+    remedy = "Restore the blob store from a backup; nothing was computed from the corrupt blob."
     retryable = False
 
 
 class WorkerFailed(ServerFault):
-    """What a worker says of a task that it could not do; shown with the task, never sent as an answer."""
+    """A worker's reason for failing a task; stored with the task, never sent as a response."""
 
     code = "worker-failed"
     title = "The worker could not do the task"
-    remedy = "Ask the people of its site: the worker's log says more."
+    remedy = "Ask the site's staff: the worker's log has the details."
     retryable = False
 
     @classmethod
     def of(cls, code: str, detail: str) -> Self:
-        """With what whoever started the run can do about it, who cannot look at the site."""
+        """Return the failure with a remedy for the run's orchestrator, who has no access to the site."""
         return cls(f"{code}: {detail}", remedy=OF_WORKERS.get(code))
 
 
 _MISFIT = (
-    "Make the model folder anew with `tessera model init`, of the version that the sites have, and begin a new run."
+    "Create the model folder again with `tessera model init` of the version that the sites run, and begin a new run."
 )
 _PLAN = "Change the method or its settings, and begin a new run."
 
 OF_WORKERS: Mapping[str, str] = {
-    "policy-violation": "The site decides what it allows: begin a run that asks for less, or leave it out "
+    "policy-violation": "The site's policy forbids it: begin a run that asks for less, or leave the site out "
     "(cohort.sites).",
     "withheld-by-site": "A person there kept this update: ask the site's people, or leave it out (cohort.sites).",
     "out-of-memory": "Begin a run with a smaller training.batch_size or model, or leave the worker's site out.",
@@ -344,19 +344,19 @@ OF_WORKERS: Mapping[str, str] = {
     "unsuited": _PLAN,
     "unknown-method": "Have the site install the method (TESSERA_METHODS), or leave it out (cohort.sites).",
     "unknown-codec": "Begin a run with another codec, or have the site install a version that has this one.",
-    "unknown-dataset": "Begin a run with a data set that the site has: `tessera run preview` tells who has it.",
+    "unknown-dataset": "Begin a run with a data set that the site has: `tessera run preview` lists them.",
     "nothing-held-out": "Have the site hold out some of the data set, or begin a run that does not measure at sites.",
     "privacy-not-installed": "Have the site install tessera[privacy], or leave it out (cohort.sites).",
 }
-"""What to do about what a worker could not do, by the worker's own code for it."""
+"""Remedies for failures of workers, by the worker's error code."""
 
 
 class Withheld(ServerFault):
-    """A task that a worker gave back because its site has not agreed to the run; shown with the task, never sent."""
+    """A task that a worker returned because its site has not approved the run; stored with the task, never sent."""
 
     code = "withheld"
-    title = "The site has not agreed to the run"
-    remedy = "A person at the site decides: `tessera worker inbox` there shows what is asked."
+    title = "The site has not approved the run"
+    remedy = "A person at the site decides: `tessera worker inbox` there shows the request."
     retryable = False
 
 
@@ -370,7 +370,7 @@ class Unavailable(Problem):
 
 class Busy(Unavailable):
     code = "busy"
-    title = "The coordinator has too much to do to take this on"
+    title = "The coordinator is too busy for this request"
 
 
 class StoreFull(Unavailable):
@@ -391,28 +391,28 @@ def pointer_to(*steps: object) -> str:
 
 
 def faults_of(refusal: ValidationError, above: str = "") -> list[Fault]:
-    """Return what pydantic found wrong, without echoing the input: a hostile body must not come back larger."""
+    """Return pydantic's errors without the input: a hostile request must not get a response larger than itself."""
     return faults_in(refusal.errors(include_url=False, include_input=False, include_context=False), above)
 
 
 def faults_in(errors: Sequence[Mapping[str, Any]], above: str = "") -> list[Fault]:
-    """Return where a value may be of several kinds and is of none, it says so once, at the value."""
-    told: dict[str, list[str]] = {}
+    """Return pydantic's errors, joined into one for a value that matches no member of a union."""
+    details: dict[str, list[str]] = {}
     for error in errors[:MAX_FAULTS]:
-        # That a default could not be told follows from another fault, which is told.
+        # A default factory is not called because of another error, which is listed itself.
         if error["type"] != "default_factory_not_called":
             place = above + pointer_to(*(part for part in error["loc"] if not _names_a_kind(part)))
-            told.setdefault(place, []).append(said_of(error))
-    return [Fault(pointer=place, detail="; or: ".join(dict.fromkeys(said))[:300]) for place, said in told.items()]
+            details.setdefault(place, []).append(message_of(error))
+    return [Fault(pointer=place, detail="; or: ".join(dict.fromkeys(each))[:300]) for place, each in details.items()]
 
 
-def said_of(error: Mapping[str, Any]) -> str:
-    """Return what pydantic says of one fault, in our own words where they are ours."""
+def message_of(error: Mapping[str, Any]) -> str:
+    """Return the message of one of pydantic's errors."""
     return str(error["msg"]).removeprefix("Value error, ")
 
 
 def _names_a_kind(part: str | int) -> bool:
-    """Return whether this part of pydantic's path is one of the kinds that a value may be of, rather than a place."""
+    """Return whether this part of pydantic's path names a member of a union, rather than a place."""
     return isinstance(part, str) and part.startswith(("literal[", "constrained-"))
 
 
@@ -423,7 +423,7 @@ def _tree(kind: type[Problem]) -> Iterator[type[Problem]]:
 
 
 PROBLEMS: dict[str, type[Problem]] = {kind.code: kind for kind in list(_tree(Problem))[1:]}
-"""Every kind of problem by its code."""
+"""All kinds of problem by code."""
 
 
 def problem_from(
@@ -431,7 +431,7 @@ def problem_from(
     retry_after_seconds: float | None = None,
     headers: dict[str, str] | None = None,
 ) -> Problem:
-    """Return the problem that a document describes; one of an unknown code is told by its status."""
+    """Return the problem that a document describes; for an unknown code, the kind follows from the status."""
     read = ProblemDocument.model_validate(document)
     kind = PROBLEMS.get(read.code) or kind_of_status(read.status)
     problem = kind(

@@ -15,7 +15,7 @@ from tessera.shared.schema import Frozen
 
 
 class Training(Frozen):
-    """How a worker trains locally. The same for every method."""
+    """Settings of local training, common to all methods."""
 
     epochs: PositiveInt = Field(default=1, le=1000)
     batch_size: PositiveInt | None = Field(default=32, description="all examples in one batch if null")
@@ -28,13 +28,13 @@ class Training(Frozen):
 
 
 def local_steps(training: Training, examples: int) -> int:
-    """Return the optimizer steps that a worker makes in one phase over so many examples."""
+    """Return the number of optimizer steps of one phase over `examples` examples."""
     return training.epochs * ceil(examples / (training.batch_size or examples))
 
 
 class Budget(Frozen):
-    """How much may be told of one example: (epsilon, delta), of neighbours of which one has nothing in the place
-    of one example of the other."""
+    """Privacy loss per example: (epsilon, delta) for neighbouring data sets, in one of which one example of the other
+    is replaced by nothing."""
 
     epsilon: float = Field(gt=0, le=1000)
     delta: float = Field(gt=0, lt=0.1, description="well below one over the number of examples")
@@ -55,10 +55,10 @@ def about_together(budgets: Iterable[Budget], delta: float) -> float:
 
 
 class Privacy(Budget):
-    """DP-SGD at each worker, on whatever the round trains (Abadi et al. 2016, arXiv 1607.00133, algorithm 1).
+    """DP-SGD at each worker, on the blocks that the round trains (Abadi et al. 2016, arXiv 1607.00133, algorithm 1).
 
-    (epsilon, delta) is what all of the run's updates together may tell of one example of one worker's data set. It
-    says nothing of whole patients, users or sites that bring many examples, and nothing of evaluations.
+    (epsilon, delta) bounds what all updates of the run together reveal about one example of one worker's data set. It
+    does not cover patients, users or sites with several examples, nor evaluations.
     """
 
     clip_norm: float = Field(
@@ -66,8 +66,8 @@ class Privacy(Budget):
     )
     selection: Literal["refused", "noisy", "uncovered"] = Field(
         default="refused",
-        description="what becomes of a method that looks at the data to choose blocks: it may not, it chooses with "
-        "noise that is paid for, or it chooses freely and what the choice tells is not covered",
+        description="for methods that choose blocks by looking at the data: refused; noisy, at the expense of the "
+        "budget; or uncovered, so that epsilon does not bound what the choice reveals",
     )
     selection_share: float = Field(
         default=0.1, gt=0, lt=1, description="of the budget, for noisy selection (measured in zCDP)"

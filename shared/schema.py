@@ -27,7 +27,7 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of the worker protocol that this code speaks."""
 
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -35,7 +35,7 @@ Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """A name that people give: letters, digits, dot, dash and underscore."""
 
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")]
-"""What a coordinator calls a run or a task. Workers name files after them, so it can be nothing but a name."""
+"""Id of a run or a task. Workers name files after it, so it cannot contain a path."""
 
 MAX_NUMBER = 1e100
 """Far above what anything is measured at, and with room for the sums and squares of those who read it."""
@@ -43,16 +43,16 @@ MAX_NUMBER = 1e100
 Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 
 Reported = Annotated[dict[Annotated[str, Field(pattern=r"^[ -~]{1,64}$")], Number], Field(max_length=4096)]
-"""What a worker tells beside blocks. A few for each layer of a deep model, and well below what a body may have."""
+"""Metrics that a worker reports: room for several per layer of a deep model, within the limit of a body."""
 
 Resources = Annotated[dict[Literal["memory_bytes", "upload_bytes_per_second"], PositiveFloat], Field(max_length=8)]
-"""What a worker may spend on a task, as its site declares it."""
+"""Resources of a worker for a task, as declared by its site."""
 
 Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(gt=0, lt=1 << 53)]
 """A number of bytes; also taken with its unit, as in '5 MB'."""
 
 Examples = dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]]
-"""How many there are, by data set."""
+"""Number of examples by data set."""
 
 Short = Annotated[str, Field(max_length=128)]
 
@@ -77,10 +77,10 @@ TaskKind = Literal["train", "evaluate"]
 RunState = Literal["running", "paused", "completed", "failed", "cancelled"]
 RoundState = Literal["open", "merging", "committed", "abandoned"]
 TaskState = Literal[
-    "offered", "leased", "accepted", "merged", "left_out", "rejected", "lapsed", "failed", "cancelled"
+    "offered", "leased", "accepted", "merged", "left_out", "rejected", "expired", "failed", "cancelled"
 ]
 ACCEPTED: tuple[TaskState, ...] = ("accepted", "merged", "left_out")
-"""The states of a task whose report was accepted, whatever became of it afterwards."""
+"""States of a task whose report was accepted, including those after the round's end."""
 
 TokenRole = Literal["admin", "orchestrator", "viewer", "site", "enrolment"]
 EnrolmentState = Literal["pending", "approved", "declined", "expired"]
@@ -89,7 +89,7 @@ SecretHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """The SHA-256 of a whole token: all that a coordinator keeps of one."""
 
 ShortText = Annotated[str, Field(pattern=r"^[ -~]*$", max_length=64)]
-"""What a worker says of itself, for people to read."""
+"""A worker's description of itself, for people."""
 
 
 class Message(BaseModel):
@@ -109,20 +109,20 @@ Counted = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
 EPSILON = "epsilon"
-"""The name, among a task's numbers, of what all that the worker did for the run tells of one example at the most, by
-its own ledger and at the run's delta."""
+"""Name of the metric that bounds what all of the worker's work for the run reveals about one example: the epsilon of
+its own ledger at the run's delta."""
 
 MAX_INLINE_BLOBS = 1024
 """Blobs that may come with a task."""
 
 
 AuditHead = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-"""The digest, under the site's key, of the entry of its audit that says what left. By it the site finds what its
-chain has lost; nobody else learns anything of it."""
+"""Digest, under the site's key, of the last entry of its audit chain. The site can find lost entries by it;
+others learn nothing."""
 
 
 GIVEN_BACK = frozenset({"awaiting-approval", "declined", "approval-ended"})
-"""Codes of a failure that is none: a task is given back because its site has not agreed to the run."""
+"""Codes of tasks that a worker returns because its site has not approved the run; they do not count as failures."""
 
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""What tokens and codes look like, to those who make them and those who check them."""
+"""Format of tokens and codes, for the code that creates them and the code that checks them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TOKEN_BYTES = 32
 
 
 def new_secret(role: str) -> str:
-    """Return the text of a new token: 256 random bits behind a prefix that tells what leaked, should it leak."""
+    """Return the text of a new token: 256 random bits after a prefix that identifies a leaked token."""
     return f"tessera_{role}_{secrets.token_urlsafe(TOKEN_BYTES)}"
 
 

@@ -1,4 +1,4 @@
-"""Hosts and URLs, as far as their text tells."""
+"""Properties of hosts and URLs that follow from their text."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def proxy_of(url: str) -> str | None:
 
 
 def require_private(url: str) -> None:
-    """Raise Invalid for a URL by which other machines would be told secrets in plain HTTP, unless the environment
-    says that the network in between is to be trusted."""
+    """Raise Invalid for a URL that would send secrets to another machine in plain HTTP, unless the environment
+    declares the network trusted."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise Invalid(f"{url!r} is not a coordinator's URL", remedy="Give one that begins with https://.")
     trusted = os.environ.get(PLAIN_HTTP, "").lower() in ("1", "true", "yes")
     if parts.scheme == "http" and not (is_loopback(parts.hostname) or trusted):
         raise Invalid(
-            f"{without_password(url)} is plain HTTP: whoever is on the way would read the token and all else",
+            f"{without_password(url)} is plain HTTP: any machine on the way could read the token and all else",
             remedy=f"Use https://, or set {PLAIN_HTTP}=true where the network in between is to be trusted.",
         )

@@ -54,13 +54,14 @@ _STOPPED = re.compile(
     rf"\b({'|'.join(f'{word}|{_FORMS[word]}' if word in _FORMS else word for word in STOP_LIST)})\b", re.IGNORECASE
 )
 _RELATIVE = re.compile(r"(What|How|Who|Whose|Whether|Where|Which|Why|When)\b(?!.*\?)")
-_CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+_CODE = re.compile(r"```.*?```|`[^`\n]*`|(?<=\])\([^)\n]*\)", re.DOTALL)
+"""Code, and the targets of links."""
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 PRODUCT = ("coordinator", "worker", "shared")
 CHECKED_COMMITS = "c938e56..HEAD"
 """The subjects of those that came before the rule stay as they are."""
-LONGEST_SUBJECT = 72
+MAX_SUBJECT_LENGTH = 72
 HISTORY = re.compile(r"docs/decisions/|CHANGELOG\.md|docs/(openapi|cli)\.")
 """Records of their time, and what is made from the code, which is checked itself."""
 
@@ -130,8 +131,9 @@ def _commit_faults() -> Iterator[str]:
     listed = subprocess.run(log, cwd=ROOT, capture_output=True, text=True, check=False)
     for line in listed.stdout.splitlines():
         digest, _, subject = line.partition(" ")
-        if len(subject) > LONGEST_SUBJECT:
-            yield f"commit {digest}: its subject has {len(subject)} characters, {LONGEST_SUBJECT} at most: {subject}"
+        if len(subject) > MAX_SUBJECT_LENGTH:
+            length = f"{len(subject)} characters, {MAX_SUBJECT_LENGTH} at most"
+            yield f"commit {digest}: its subject has {length}: {subject}"
 
 
 if __name__ == "__main__":

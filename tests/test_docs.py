@@ -81,7 +81,7 @@ def test_every_kind_of_data_is_described_with_all_its_options() -> None:
 
 
 def test_every_scheme_of_a_partition_is_described_with_all_its_settings() -> None:
-    section = text("docs/data.md").partition("## One data set, many sites")[2]
+    section = text("docs/data.md").partition("## Partitions of one data set")[2]
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*)", section, re.MULTILINE))
     schemes = {get_args(kind.model_fields["scheme"].annotation)[0]: kind for kind in Scheme.__subclasses__()}
     assert set(rows) == {*Scheme.model_fields, *schemes}

@@ -311,9 +311,13 @@ class Agent:
         """Return the claim with what may have changed since the last one: what is withheld, and the site's clock."""
         offset = local_time().utcoffset() or timedelta()
         offset_minutes = round(offset.total_seconds() / 60)
-        mirror = self._policy.mirror(self._runner.allowances, offset_minutes, self._runner.spent())
+        advertised_policy = self._policy.advertised_policy(
+            self._runner.allowances, offset_minutes, self._runner.spent()
+        )
         withheld = self._runner.inbox.withheld() if self._runner.inbox else {}
-        return self._claim.model_copy(update={"mirror": mirror, "withheld": withheld}).shortened()
+        return self._claim.model_copy(
+            update={"advertised_policy": advertised_policy, "withheld": withheld}
+        ).shortened()
 
     def _do(self, task: Task) -> None:
         trace = trace_of(task.run, task.round)
@@ -350,7 +354,7 @@ class Agent:
             log.info(
                 "task-done",
                 examples=report.examples,
-                numbers=report.numbers,
+                metrics=report.metrics,
                 download_bytes=report.download_bytes,
                 upload_bytes=report.upload_bytes,
                 seconds=round(time.monotonic() - started_at, 2),

@@ -20,10 +20,10 @@ class Figures:
         self._file = file
         self.registry = registry = CollectorRegistry()
         self._asked = Gauge(
-            "tessera_worker_asked_timestamp_seconds", "When it last asked for a task", registry=registry
+            "tessera_worker_last_claim_timestamp_seconds", "When it last asked for a task", registry=registry
         )
         self._usable = Gauge(
-            "tessera_worker_settings_usable", "Whether its settings file can be used as it is", registry=registry
+            "tessera_worker_settings_valid", "Whether its settings file can be used as it is", registry=registry
         )
         self._usable.set(1)
         self._tasks = Counter("tessera_worker_tasks", "Tasks taken", ["kind", "outcome"], registry=registry)

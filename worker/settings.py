@@ -39,7 +39,7 @@ from pydantic_settings import SettingsError as SourceError
 
 from tessera.shared.client.transport import Credential, tls_context
 from tessera.shared.diagnostics import Setting, effective
-from tessera.shared.problems import Invalid, said_of
+from tessera.shared.problems import Invalid, message_of
 from tessera.shared.schema import Label, Resources, TaskKind
 from tessera.shared.urls import require_private
 from tessera.worker.data.partition.schemes import SitePartition
@@ -238,7 +238,7 @@ def _told(fault: ValidationError) -> str:
     """Return each wrong key and why, without the values: a token may be among them."""
     return "; ".join(
         f"{'.'.join(map(str, error['loc'])) or 'settings'}: "
-        + ("no such setting" if error["type"] == "extra_forbidden" else said_of(error))
+        + ("no such setting" if error["type"] == "extra_forbidden" else message_of(error))
         for error in fault.errors(include_url=False, include_input=False)
     )
 

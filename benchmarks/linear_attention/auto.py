@@ -25,9 +25,9 @@ def warmup_rounds(start: Weights, versions: Iterable[tuple[Weights, Weights]], r
     for sent, mean in versions:
         # The simulation has averaged already, so what the half would average is not read.
         merged = half.merge(state, [Update(f"{k}/w", 1, _named(theirs)) for k, theirs in enumerate(_each(sent))])
-        state = State(merged.round, _named(mean), merged.memory, merged.numbers)
-        if FROZEN_FROM in state.numbers:
-            return int(state.numbers[FROZEN_FROM])
+        state = State(merged.round, _named(mean), merged.server_state, merged.scalars)
+        if FROZEN_FROM in state.scalars:
+            return int(state.scalars[FROZEN_FROM])
     return rounds
 
 

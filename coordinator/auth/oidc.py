@@ -1,7 +1,7 @@
-"""People who sign in elsewhere: the tokens of one OpenID provider, verified with its public keys.
+"""OpenID Connect: verification of one provider's tokens with its public keys, and sign-in to the dashboard.
 
-A request goes to the provider that the settings name and to nobody else: what a token says of where keys are (`jku`,
-`x5u`, another issuer) is not looked at.
+Requests go only to the provider that the settings name: URLs of keys in a token (`jku`, `x5u`, another issuer) are
+ignored.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES
 """Those with a public key. Neither `none` nor one whose key a verifier could sign with."""
 
 KEYS_SECONDS = 3_600.0
-"""How long keys count as the provider's: one that it withdraws is refused after that at the latest."""
+"""Maximum age of the cached keys: a key that the provider withdraws is refused after this time at the latest."""
 
 AGAIN_SECONDS = 30.0
-"""How long is waited before a key that is not known is asked for again: anybody can name one."""
+"""Minimum time between requests for an unknown key: any caller can name one."""
 
 FETCH_SECONDS = 5.0
 MAX_ANSWER_BYTES = 1 << 20
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class _Hourly(Generic[T]):
-    """What the provider says, asked anew once an hour, by one caller at a time and at most every 30 seconds."""
+    """A document of the provider, refreshed once an hour, by one caller at a time and at most every 30 seconds."""
 
     def __init__(self, issuer: str, ask: Callable[[], T], nothing: T, clock: Callable[[], float], event: str) -> None:
         self._issuer = issuer
@@ -92,7 +92,7 @@ class _Hourly(Generic[T]):
 
 
 class OIDCVerifier:
-    """Who the holders of a provider's tokens are. Safe to use from several threads."""
+    """Verifier of one provider's tokens. Safe to use from several threads."""
 
     def __init__(self, settings: CoordinatorSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._issuer = settings.oidc_issuer or ""
@@ -105,8 +105,8 @@ class OIDCVerifier:
         )
 
     def principal(self, token: str) -> Principal:
-        """Return who holds this token. Raises Unauthenticated, Forbidden for a person without a role here, and
-        Unavailable if the provider's keys cannot be had."""
+        """Return the holder of this token. Raise Unauthenticated, Forbidden for a person without a role here, and
+        Unavailable if the provider's keys cannot be fetched."""
         return self.person(self.verified(token, self._audience))
 
     def person(self, claims: Mapping[str, Any]) -> Principal:
@@ -149,7 +149,7 @@ class OIDCVerifier:
         # Keys that may have been withdrawn meanwhile are worse than none.
         keys = self._keys.get(lambda keys: kid not in keys, outdated={})
         if not keys:
-            raise Unavailable("the OpenID provider's keys cannot be had", retry_after_seconds=1)
+            raise Unavailable("the OpenID provider's keys cannot be fetched", retry_after_seconds=1)
         found = keys.get(kid) if isinstance(kid, str) else None
         if found is None:
             raise jwt.InvalidKeyError("it names no key of the provider's")
@@ -242,7 +242,7 @@ def _texts(value: object) -> list[str]:
 
 
 BACK = "/page/sign-in/provider/back"
-"""Where the provider sends people, below the public URL: it has to be registered there."""
+"""Redirect URI, relative to the public URL; it must be registered at the provider."""
 
 SECRET_BYTES = 32
 
@@ -302,7 +302,7 @@ class OIDCLogin:
         Raises Unauthenticated, Forbidden for a person without a role here, and Unavailable.
         """
         if not secret or not _same(answer.get("state", ""), _derived(secret, "state")):
-            raise Unauthenticated("signing in was begun in another browser, or took too long; begin anew")
+            raise Unauthenticated("the sign-in was started in another browser, or took too long; start again")
         if answer.get("iss", self._issuer) != self._issuer:
             raise Unauthenticated("this is the answer of another provider (RFC 9207)")
         if "code" not in answer:
@@ -330,7 +330,7 @@ class OIDCLogin:
             return str(asked(place, form, self._credentials()).get("id_token"))
         except (ProviderFault, OSError, UnicodeDecodeError) as fault:
             log.warning("oidc.no_token", issuer=self._issuer, fault=str(fault))
-            raise Unauthenticated("the provider gave no token for what it sent you back with; begin anew") from fault
+            raise Unauthenticated("the provider did not exchange its code for a token; start again") from fault
 
     def _credentials(self) -> tuple[str, str] | None:
         """Return encoded as OAuth has it (RFC 6749, 2.3.1). Read each time, so that another secret needs no

@@ -1,4 +1,4 @@
-"""Which runs and blobs a caller has to do with. To all others, these are not there: a name must tell nothing."""
+"""Permissions on runs and blobs. A caller without permission gets "not found", so that ids reveal nothing."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def run_within_reach(session: Session, caller: Principal, run_id: str) -> RunRow
 def readable_blobs(session: Session, caller: Principal, digests: Collection[str]) -> set[str]:
     """Return those of the digests that the caller may read or name.
 
-    A site reads the blobs of runs that it has had a task in. Others read those of all runs, and what was sent by any
-    but a site. An update is neither, so nobody reads one.
+    A site may read the blobs of runs in which it has had a task. Others may read those of all runs, and blobs that
+    were not uploaded by a site. An update is neither, so no caller can read one.
     """
     wanted = sorted(set(digests))
     found: set[str] = set()

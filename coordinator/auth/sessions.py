@@ -1,5 +1,5 @@
-"""Who is signed in to the page. A session that was begun with a token of our own ends with it; one of a person whom
-the OpenID provider vouched for ends when the settings name another provider."""
+"""Sessions of the dashboard. A session that was started with one of our tokens ends with the token; one that was
+started at the OpenID provider ends when the settings name another provider."""
 
 from __future__ import annotations
 

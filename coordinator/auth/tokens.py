@@ -1,4 +1,4 @@
-"""Who is who: tokens, sites and workers."""
+"""Authentication by token."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, SiteSusp
 from tessera.shared.token_format import hash_of, new_secret
 
 SUSPENDED_SECONDS = 30.0
-"""How long the workers of a suspended site are sent away for at a time."""
+"""Retry-After of responses to workers of a suspended site."""
 
 
 ANOTHER = "Ask an administrator for another."
-ANEW = "A worker removes the file that holds it and joins anew: tessera worker join URL --site NAME."
+ANEW = "For a worker, delete the token's file and join again: tessera worker join URL --site NAME."
 
 
 def authenticate(session: Session, now: float, secret: str) -> Principal:
@@ -111,7 +111,7 @@ def revoke_token(
 
 
 def _other_admin(session: Session, now: float, token_id: str) -> bool:
-    """Tell whether another token of an administrator is valid."""
+    """Return whether another token of an administrator is valid."""
     valid = TokenRow.revoked_at.is_(None) & (TokenRow.expires_at.is_(None) | (TokenRow.expires_at > now))
     other = (TokenRow.role == "admin") & (TokenRow.id != token_id)
     return bool(session.scalar(select(exists().where(other, valid))))

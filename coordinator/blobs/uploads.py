@@ -102,7 +102,7 @@ class Uploads:
     blobs: Blobs
     disk: DiskSpace
     quota: Quota
-    idle_seconds: float
+    idle_timeout_seconds: float
     threads: FairThreadPool
     """For slow work, in which the owners take turns."""
 
@@ -257,13 +257,13 @@ class Uploads:
         """Yield a deadline that each piece postpones: a slow sender may continue, a silent one is disconnected."""
         try:
             # One deadline for all: a timeout for each piece would cost a task each.
-            async with asyncio.timeout(self.idle_seconds) as silence:
-                yield _Sender(silence, self.idle_seconds)
+            async with asyncio.timeout(self.idle_timeout_seconds) as silence:
+                yield _Sender(silence, self.idle_timeout_seconds)
         except TimeoutError:
             if not silence.expired():
                 raise
             raise BadRequest(
-                f"no byte was received for {self.idle_seconds:g} s", remedy="Resume the upload at its offset."
+                f"no byte was received for {self.idle_timeout_seconds:g} s", remedy="Resume the upload at its offset."
             ) from None
 
     async def _uncancelled(self, owner: str, work: Callable[[], None]) -> None:
@@ -345,10 +345,10 @@ class _Sender:
     """The deadline for the next piece of an upload."""
 
     silence: asyncio.Timeout
-    idle_seconds: float
+    idle_timeout_seconds: float
 
     def sent(self) -> None:
-        self.silence.reschedule(asyncio.get_running_loop().time() + self.idle_seconds)
+        self.silence.reschedule(asyncio.get_running_loop().time() + self.idle_timeout_seconds)
 
     def pause(self) -> None:
         """Suspend the deadline while the sender waits for this side."""

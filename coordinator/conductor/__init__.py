@@ -1,4 +1,4 @@
-"""What moves rounds: the loop (`conductor`), what each decision does (`actions`), and merging a round (`merge`).
+"""The process that advances rounds: its loop (`conductor`), its actions (`actions`), and merging (`merge`).
 
 Imports `blobs`, `db`, `domain`, `limits` and `notify`.
 """

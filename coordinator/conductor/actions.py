@@ -1,4 +1,4 @@
-"""What each of the conductor's decisions does, but for a merge, which `merge` does."""
+"""The conductor's actions, except for a merge, which is in `merge`."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class TooFewWilling(Conflict):
 
 
 class Liveness:
-    """Which workers are live: those that were heard of lately."""
+    """The live workers: those that sent a request recently."""
 
-    def __init__(self, database: Database, live_seconds: float) -> None:
+    def __init__(self, database: Database, liveness_seconds: float) -> None:
         self._database = database
-        self._live_seconds = live_seconds
+        self._liveness_seconds = liveness_seconds
         self._began_at = database.now()
 
     def workers(self, session: Session) -> list[LiveWorker]:
-        return live_workers(session, self._database.now() - self._live_seconds)
+        return live_workers(session, self._database.now() - self._liveness_seconds)
 
     def includes(self, session: Session, plans: Mapping[str, Plan]) -> bool:
         """Return whether all who were planned for are still live: planning, and waiting for the right to write, take
@@ -57,7 +57,7 @@ class Liveness:
 
     def is_settled(self) -> bool:
         """Return whether this process has run for long enough to have heard of everyone who is live."""
-        return self._database.now() - self._began_at > self._live_seconds
+        return self._database.now() - self._began_at > self._liveness_seconds
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Actions:
             now = self.database.now()
             task = session.get_one(TaskRow, task_id)
             require(task.token == token and (task.lease_expires_at or 0) <= now, "the lease was renewed")
-            move_task(session, now, ACTOR, task, "lapse")
+            move_task(session, now, ACTOR, task, "expire")
 
     def offer_again(self, task_id: str) -> list[str]:
         with self.database.transaction() as session:
@@ -192,7 +192,7 @@ def plan_for_willing(spec: RunSpec, model: Model, state: State, willing: Sequenc
 
     Raises SelectorError for a plan of what is not there, before any worker hears of it, and TooFewWilling.
     """
-    refused = {worker.name: found for worker in willing if (found := refused_model(worker.mirror, model))}
+    refused = {worker.name: found for worker in willing if (found := refused_model(worker.advertised_policy, model))}
     while True:
         willing = [worker for worker in willing if worker.name not in refused]
         if (sites := len(sites_of(willing))) < spec.cohort.quorum:
@@ -200,7 +200,7 @@ def plan_for_willing(spec: RunSpec, model: Model, state: State, willing: Sequenc
             raise TooFewWilling(f"{sites} sites would do what the round asks: {said}")
         plans = plan_round(spec, model, state, [worker.participant(spec.dataset) for worker in willing])
         planned = [worker for worker in willing if worker.name in plans]
-        more = {w.name: found for w in planned if (found := refused_plan(w.mirror, model, plans[w.name]))}
+        more = {w.name: found for w in planned if (found := refused_plan(w.advertised_policy, model, plans[w.name]))}
         if not more:
             return plans
         refused |= more

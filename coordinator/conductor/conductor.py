@@ -39,10 +39,10 @@ from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
 log = structlog.get_logger()
 
 REFUSED_SECONDS = 5.0
-"""How long a round waits after too few workers would have done what was planned for them."""
+"""Delay before a round is planned again, after too few workers were eligible for its plans."""
 
 FULL_SECONDS = 10.0
-"""How long merges wait when the disk has no room for one."""
+"""Delay of merges after the disk was full."""
 
 
 class Conductor:
@@ -58,7 +58,7 @@ class Conductor:
         *,
         patience: Timeouts,
         tick_seconds: float,
-        alive_file: Path | None = None,
+        heartbeat_file: Path | None = None,
         notify: Callable[[Sequence[str]], None],
     ) -> None:
         self._database = database
@@ -68,7 +68,7 @@ class Conductor:
         self._presence = presence
         self._patience = patience
         self._tick_seconds = tick_seconds
-        self._alive_file = alive_file
+        self._heartbeat_file = heartbeat_file
         self._notify = notify
         # Forgetting it costs one more try.
         self._failed: dict[tuple[str, Action], float] = {}
@@ -93,8 +93,8 @@ class Conductor:
             self._called.wait(self._tick_seconds)
             self._called.clear()
             try:
-                if self._alive_file:
-                    self._alive_file.touch()
+                if self._heartbeat_file:
+                    self._heartbeat_file.touch()
                 self.step()
             except Exception:  # the loop outlives a database that is away for a while
                 log.exception("conductor.step_failed")

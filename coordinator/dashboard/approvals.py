@@ -1,4 +1,4 @@
-"""What waits for somebody's yes."""
+"""Enrolments and runs that wait for a person's approval."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ MAX_PENDING = 100
 
 @dataclass(frozen=True)
 class WithheldRun:
-    """A run that some sites have not agreed to."""
+    """A run that some sites have not approved."""
 
     run: str
     name: str
     state: str
     workers: Sequence[tuple[str, str]]
-    """Who, and what their site says."""
+    """Each worker's name and its site's reason."""
     more: int
 
 
@@ -45,27 +45,28 @@ class WithheldRun:
 def list_approvals(request: Request, serving: Serving, who: Signed) -> Response:
     now = serving.database.now()
     with serving.database.snapshot() as session:
-        found = withheld(session, live_workers(session, now - serving.settings.live_seconds))
-    # As in the API, administrators alone see who asks.
+        runs = withheld(session, live_workers(session, now - serving.settings.liveness_seconds))
+    # As in the API, only administrators see enrolments.
     pending = enrolments.list_enrolments(serving, MAX_PENDING).items if who.administers else ()
-    return render(request, "approvals.html", who, now=views.instant(now), withheld=found, pending=pending)
+    return render(request, "approvals.html", who, now=views.instant(now), withheld=runs, pending=pending)
 
 
 @router.post("/approvals/{enrolment_id}")
 def decide(enrolment_id: str, serving: Serving, who: Sender, fields: Fields) -> Response:
-    """Admit a worker by the code that its people read on their machine, or declines it."""
+    """Admit a worker by the code that its site's people read on their machine, or decline it."""
     require_role(who, "admin")
     if fields.get("decision") == "approve":
         given = {name: fields.get(name, "").strip() for name in ("code", "site")}
         try:
             approval = Approval.model_validate({**given, "create_site": fields.get("create_site") == "yes"})
         except ValidationError as refusal:
-            raise Invalid("the form has faults; each is named", errors=faults_of(refusal)) from None
+            raise Invalid("the form is invalid; see the errors", errors=faults_of(refusal)) from None
         enrolments.approve(serving, who.principal, enrolment_id, approval)
     elif fields.get("decision") == "decline":
         enrolments.decline(serving, who.principal, enrolment_id)
     else:
-        raise Invalid("the form decides nothing", errors=[Fault(pointer="/decision", detail="approve or decline")])
+        fault = Fault(pointer="/decision", detail="must be approve or decline")
+        raise Invalid("the form has no decision", errors=[fault])
     return RedirectResponse(f"{PREFIX}/approvals", status_code=303)
 
 
@@ -75,11 +76,11 @@ def pending_count(session: Session, now: float) -> int:
 
 
 def withheld(session: Session, live: Sequence[LiveWorker]) -> list[WithheldRun]:
-    """Live runs that live workers withhold themselves from until a person at their site has agreed."""
+    """Return the live runs that live workers do not join before a person at their site approves."""
     by_run: dict[str, list[tuple[str, str]]] = {}
     for worker in live:
-        for run_id, said in worker.declared.get("withheld", {}).items():
-            by_run.setdefault(run_id, []).append((worker.name, str(said)))
+        for run_id, reason in worker.declared.get("withheld", {}).items():
+            by_run.setdefault(run_id, []).append((worker.name, str(reason)))
     rows = session.scalars(
         select(RunRow)
         .where(RunRow.id.in_(by_run), RunRow.state.in_(("running", "paused")))

@@ -1,4 +1,4 @@
-"""Starting a run: a form made of the API's own models, what each site would be asked, and then the run."""
+"""Creation of a run: a form generated from the API's models, a preview for each site, and the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tessera.shared.run_settings import Privacy, Training
 
 router = APIRouter(prefix=f"{PREFIX}/runs/new", include_in_schema=False, route_class=PageRoute)
 
-START, METHOD, WISH, STEP = "start", "method", "wish", "step"
+START, METHOD, REQUEST_KEY, STEP = "start", "method", "request_key", "step"
 FIRST = ("name", "dataset", "rounds", "seed")
 APART = ("cohort", "training", "privacy", "evaluation", "method", "model", "version")
 MAX_RUNS = 50
@@ -60,11 +60,11 @@ class FormSection:
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """A model and a version to begin with."""
+    """A model and a version to start from."""
 
     model: str
     version: str
-    told: str
+    label: str
 
     @property
     def value(self) -> str:
@@ -78,12 +78,12 @@ def show_form(
     require_role(who, *STEERING)
     if method is None:
         return render(request, "methods.html", who, methods=sorted(methods().values(), key=lambda m: m.name))
-    return _form(request, serving, who, _method(method), {WISH: new_id()})
+    return _form(request, serving, who, _method(method), {REQUEST_KEY: new_id()})
 
 
 @router.post("")
 def take_form(request: Request, serving: Serving, who: Sender, fields: Fields) -> Response:
-    """Return what was filled in: back with what is wrong, or on to what it would come to, or begun."""
+    """Return the form with its errors, the preview, or the created run."""
     require_role(who, *STEERING)
     method = _method(fields.get(METHOD, ""))
     if fields.get(STEP) == "change":
@@ -91,7 +91,7 @@ def take_form(request: Request, serving: Serving, who: Sender, fields: Fields) -
     try:
         spec = _spec(method, fields)
         if fields.get(STEP) == "start":
-            run = runs.create_run(serving, who.principal, spec, fields.get(WISH) or None)
+            run = runs.create_run(serving, who.principal, spec, fields.get(REQUEST_KEY) or None)
             return RedirectResponse(f"{PREFIX}/runs/{run.id}", status_code=303)
         preview = runs.preview_run(serving, who.principal, spec)
     except (Invalid, Conflict) as refusal:
@@ -102,19 +102,17 @@ def take_form(request: Request, serving: Serving, who: Sender, fields: Fields) -
 
 
 def _facts(spec: RunSpec) -> list[tuple[str, str]]:
-    told = facts_of(spec, None)
-    return [("Name", spec.name), ("Rounds", str(spec.rounds)), *told]
+    return [("Name", spec.name), ("Rounds", str(spec.rounds)), *facts_of(spec, None)]
 
 
 def _method(name: str) -> Method[Any]:
-    found = methods().get(name)
-    if found is None:
-        raise NotFound(f"there is no method {name[:64]!r}", remedy="Choose one of those that are shown.")
-    return found
+    if (method := methods().get(name)) is None:
+        raise NotFound(f"there is no method {name[:64]!r}", remedy="Choose a method of the list.")
+    return method
 
 
 def _parts(method: Method[Any]) -> list[FormSection]:
-    """Return the whole form, as it is divided."""
+    """Return the sections of the form."""
     run = fields_of(RunSpec, skip=(*APART,))
     first = [field for field in run if field.pointer[1:] in FIRST]
     more = [field for field in run if field.pointer[1:] not in FIRST]
@@ -131,16 +129,16 @@ def _parts(method: Method[Any]) -> list[FormSection]:
 
 
 def _spec(method: Method[Any], given: Mapping[str, str]) -> RunSpec:
-    """Raise Invalid with a pointer to each fault."""
+    """Return the run that was filled in. Raise Invalid with a pointer to each fault."""
     fields = [field for part in _parts(method) for field in part.fields]
     document, faults = filled(fields, given)
     settings = document.pop("method", {}).get("settings", {})
     chosen, digests = given.get(START, "").split(), [given.get(name, "").strip() for name in ("/model", "/version")]
     start = chosen or digests
     if chosen and any(digests):
-        faults.append(Fault(pointer="/model", detail="choose what is listed or give digests, not both"))
+        faults.append(Fault(pointer="/model", detail="choose from the list or give digests, not both"))
     elif len(start) != 2 or not all(start):
-        faults.append(Fault(pointer="/model", detail="choose what to begin with, or give both digests"))
+        faults.append(Fault(pointer="/model", detail="choose a starting point, or give both digests"))
         start = ["", ""]
     try:
         method.settings.model_validate(settings)
@@ -160,7 +158,7 @@ def _spec(method: Method[Any], given: Mapping[str, str]) -> RunSpec:
     if faults:
         if start == ["", ""]:
             faults = [fault for fault in faults if fault.pointer != "/version"]
-        raise Invalid("the form has faults; each is named", errors=faults)
+        raise Invalid("the form is invalid; see the errors", errors=faults)
     return spec
 
 
@@ -175,11 +173,11 @@ def _form(
 ) -> Response:
     parts = _parts(method)
     fields = [field for part in parts for field in part.fields]
-    start = Field("/model", "begin with", "", "choice")
+    start = Field("/model", "start from", "", "choice")
     by_field, rest = placed(faults, [*fields, start])
     with serving.database.snapshot() as session:
         starts = [*_of_runs(session), *_uploaded(session, serving, who.principal)]
-        datasets = _declared(session, serving.database.now() - serving.settings.live_seconds)
+        datasets = _declared(session, serving.database.now() - serving.settings.liveness_seconds)
     return render(
         request,
         "start.html",
@@ -198,18 +196,18 @@ def _form(
         remedy=remedy,
         starts=starts,
         datasets=datasets,
-        wish=given.get(WISH) or new_id(),
+        request_key=given.get(REQUEST_KEY) or new_id(),
     )
 
 
 def _declared(session: Session, since: float) -> list[tuple[str, int]]:
-    """Data sets that live workers have, with how many do."""
+    """Return the data sets of live workers, each with the number of workers that have it."""
     counts = Counter(name for worker in live_workers(session, since) for name in worker.declared["datasets"])
     return sorted(counts.most_common(MAX_DATASETS))
 
 
 def _of_runs(session: Session) -> list[StartingPoint]:
-    """Return the last version of each of the latest runs, whose blocks are still here."""
+    """Return the last version of each of the latest runs, if its blocks are still stored."""
     rows = session.execute(
         select(RunRow, VersionRow.digest)
         .join(VersionRow, (VersionRow.run_id == RunRow.id) & (VersionRow.number == RunRow.version_number))
@@ -224,7 +222,7 @@ def _of_runs(session: Session) -> list[StartingPoint]:
 
 
 def _uploaded(session: Session, serving: Services, caller: Principal) -> list[StartingPoint]:
-    """Models that this caller has uploaded lately, each with the versions that fit it."""
+    """Return the caller's recently uploaded models, each with every version of its blocks."""
     rows = session.execute(
         select(UploadRow.digest)
         .where(UploadRow.owner == caller.owner, UploadRow.complete, UploadRow.length <= MAX_DOCUMENT_BYTES)

@@ -1,4 +1,4 @@
-"""Signing in and out, and the colours."""
+"""Sign-in, sign-out and the colour theme."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute
 ADMITTED: tuple[TokenRole, ...] = ("viewer", "orchestrator", "admin")
 
 KEPT = "kept"
-"""The query by which a browser shows that it was signed in a moment ago."""
+"""Query parameter after a sign-in whose cookie the browser did not keep."""
 
 THEME_SECONDS = 365 * 86_400
 
@@ -52,13 +52,13 @@ Next = Annotated[str, Query(max_length=2_000)]
 def show_sign_in(request: Request, serving: Serving, next: Next = "") -> Response:  # noqa: A002 (as browsers send it)
     wrong = ""
     if KEPT in request.query_params:
-        wrong = "Your browser did not keep the session. It does so over HTTPS alone, except on this machine itself."
+        wrong = "Your browser did not keep the session. It needs HTTPS for that, except on this machine itself."
     return _sign_in(request, serving, own_path(next), wrong)
 
 
 @router.post("/sign-in")
 def sign_in(request: Request, serving: Serving, fields: Fields) -> Response:
-    """Begin a session. Whoever fails too often from one address is refused for a while."""
+    """Begin a session. An address with too many failures is refused for a while."""
     wanted = own_path(fields.get("next", ""))
     try:
         secret, seconds = _begun(serving, _holder(serving, fields.get("token", "").strip()))
@@ -72,7 +72,7 @@ def sign_in(request: Request, serving: Serving, fields: Fields) -> Response:
 
 @router.get("/sign-in/provider")
 def go_to_provider(request: Request, serving: Serving, next: Next = "") -> Response:  # noqa: A002 (as browsers send it)
-    """Off to the OpenID provider, if people sign in there. Raises NotFound and Unavailable."""
+    """Redirect to the OpenID provider. Raises NotFound if there is none, and Unavailable."""
     url, secret = _provider(serving).begin()
     response = RedirectResponse(url, status_code=303)
     keep_signing(request, response, secret, own_path(next))
@@ -81,7 +81,7 @@ def go_to_provider(request: Request, serving: Serving, next: Next = "") -> Respo
 
 @router.get("/sign-in/provider/back")
 def come_back(request: Request, serving: Serving) -> Response:
-    """Begin a session for whom the provider has sent back. Whoever fails too often is refused for a while."""
+    """Begin a session for a person whom the provider sent back. Too many failures are refused for a while."""
     secret, wanted = signing(request)
     try:
         caller = _provider(serving).finish(secret, request.query_params)
@@ -89,7 +89,7 @@ def come_back(request: Request, serving: Serving) -> Response:
         serving.admission.count_failure(address_of(request))
         response = _sign_in(request, serving, wanted, as_sentence(refusal.detail), status=refusal.status)
     else:
-        # Not a redirect: it would count as the provider's, and no cookie of this site's own would go with it.
+        # Not a redirect: it would count as the provider's, and the browser would not send the new cookie with it.
         response = render(request, "signed_in.html", None, onward=f"{PREFIX}/signed-in?{urlencode({'next': wanted})}")
         keep_session(request, response, *_begun(serving, caller))
     response.delete_cookie(SIGNING, path=SIGNING_PATH, httponly=True, samesite="lax")
@@ -98,7 +98,7 @@ def come_back(request: Request, serving: Serving) -> Response:
 
 @router.get("/signed-in")
 def signed_in(request: Request, serving: Serving, next: Next = "") -> Response:  # noqa: A002 (the same)
-    """On to where somebody wanted to go, unless the browser has kept nothing of the session."""
+    """Redirect to the requested page, or back to the sign-in if the browser did not keep the session."""
     if not request.cookies.get(COOKIE):
         return RedirectResponse(f"{PREFIX}/sign-in?{KEPT}=no", status_code=303)
     visitor(request, serving)
@@ -116,7 +116,7 @@ def sign_out(serving: Serving, who: Sender) -> Response:
 
 @router.post("/theme")
 def set_theme(fields: Fields) -> Response:
-    """Colours that the browser remembers: its own, or one of both."""
+    """Store the colour theme in the browser: light, dark, or the system's."""
     response = RedirectResponse(own_path(fields.get("next", "")), status_code=303)
     wanted = fields.get("theme", "")
     if wanted in ("light", "dark"):
@@ -134,7 +134,7 @@ def _provider(serving: Services) -> OIDCLogin:
     """Raise NotFound."""
     if serving.sign_in is None:
         raise NotFound(
-            "people sign in here with a token", remedy="TESSERA_OIDC_CLIENT_ID would have them sign in at a provider."
+            "people sign in here with a token", remedy="Set TESSERA_OIDC_CLIENT_ID to enable sign-in at a provider."
         )
     return serving.sign_in
 
@@ -144,12 +144,12 @@ def _holder(serving: Services, token: str) -> Principal:
     with serving.database.snapshot() as session:
         caller = authenticate(session, serving.database.now(), token)
     if caller.role not in ADMITTED:
-        raise Unauthenticated(f"a token of role {caller.role} admits workers, and nobody to this page")
+        raise Unauthenticated(f"a token of role {caller.role} is for workers and gives no access to the dashboard")
     return caller
 
 
 def _begun(serving: Services, caller: Principal) -> tuple[str, float]:
-    """Return a new session's secret, and for how long it is good."""
+    """Return a new session's secret, and the seconds for which it is valid."""
     seconds = serving.settings.session_seconds
     with serving.database.transaction() as session:
         return sessions.begin(session, serving.database.now(), caller, seconds), seconds

@@ -1,4 +1,4 @@
-"""The overview, and what it points a person to."""
+"""The overview and its alerts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LATELY_SECONDS = 86_400.0
 
 @dataclass(frozen=True)
 class Alert:
-    """Something that does not mend itself."""
+    """A condition that needs a person."""
 
     title: str
     detail: str
@@ -62,10 +62,10 @@ class OpenRound:
 
 @router.get("/")
 def overview(request: Request, serving: Serving, who: Signed) -> Response:
-    """Return what the federation does, at a glance."""
+    """Show the state of the whole federation."""
     database = serving.database
     now = database.now()
-    since = now - serving.settings.live_seconds
+    since = now - serving.settings.liveness_seconds
     with database.snapshot() as session:
         counts = views.counts_by_state(session)
         moved = moved_by_run(session)
@@ -101,7 +101,7 @@ def overview(request: Request, serving: Serving, who: Signed) -> Response:
 
 
 def _runs(session: Session) -> list[RunRow]:
-    """Return what is live, newest first, and what ended last."""
+    """Return the live runs, newest first, then the last ended ones."""
     newest = select(RunRow).order_by(RunRow.updated_at.desc(), RunRow.id)
     live = RunRow.state.in_(("running", "paused"))
     return [
@@ -133,7 +133,7 @@ def _open_rounds(session: Session, now: float) -> Iterator[OpenRound]:
 
 
 def tasks_in_hand(session: Session, names: Mapping[str, str]) -> dict[str, TaskView]:
-    """Return what the workers, given by id with their names, are at, by name."""
+    """Return the leased tasks of these workers (id to name), by worker name."""
     rows = session.scalars(select(TaskRow).where(TaskRow.state == "leased"))
     return {
         names[row.worker_id]: views.task_view(row, names[row.worker_id], row.version_number)
@@ -149,10 +149,10 @@ def _concerns(session: Session, serving: Services, now: float) -> Iterator[Alert
         yield Alert(
             f"{run.name} is paused",
             why,
-            "Mend what the reason names, then resume the run.",
+            "Fix what the reason names, then resume the run.",
             f"{PREFIX}/runs/{run.id}",
         )
-    live = live_workers(session, now - serving.settings.live_seconds)
+    live = live_workers(session, now - serving.settings.liveness_seconds)
     for run in session.scalars(newest.where(RunRow.state == "running")):
         view = views.run_view(session, run)
         able, quorum = len(sites_of(candidates(session, invitation(session, run), live))), view.spec.cohort.quorum
@@ -166,9 +166,9 @@ def _concerns(session: Session, serving: Services, now: float) -> Iterator[Alert
             yield Alert(f"{run.name} warns", warning, link=f"{PREFIX}/runs/{run.id}")
     if waiting := pending_count(session, now):
         yield Alert(
-            f"{plural(waiting, 'worker')} {'asks' if waiting == 1 else 'ask'} to be admitted",
-            "Each shows a code to its people.",
-            "An administrator compares the codes, and admits or declines.",
+            f"{plural(waiting, 'worker')} {'waits' if waiting == 1 else 'wait'} for enrolment",
+            "Each shows a code on its machine.",
+            "An administrator compares the code and admits or declines the worker.",
             f"{PREFIX}/approvals",
         )
     for one in withheld(session, live):
@@ -181,13 +181,16 @@ def _concerns(session: Session, serving: Services, now: float) -> Iterator[Alert
         yield Alert(
             "The disk is nearly full",
             f"{size(serving.disk.free_bytes())} are free, less than the reserve: uploads and merges are refused.",
-            "Make room, or keep fewer versions (setting keep_versions).",
+            "Free disk space, or keep fewer versions (setting keep_versions).",
             f"{PREFIX}/storage",
             "bad",
         )
     if (share := serving.memory.share()) > WATERMARK:
         yield Alert(
-            "Memory is short", f"{share:.0%} are in use: no upload is begun.", "Give the process more.", weight="bad"
+            "Memory is low",
+            f"{share:.0%} are in use: no upload starts.",
+            "Give the process more memory.",
+            weight="bad",
         )
 
 
@@ -198,15 +201,15 @@ def _of_tasks(session: Session, now: float) -> Iterator[Alert]:
     if failed := by_state.get("failed"):
         yield Alert(
             f"{plural(failed, 'task')} failed within a day",
-            "Workers said that they could not do them.",
-            "Each failure says why, and what to do.",
+            "The workers could not do them.",
+            "Each failure names its cause and remedy.",
             f"{PREFIX}/failures",
         )
     if rejected := by_state.get("rejected"):
         yield Alert(
-            f"{plural(rejected, 'update')} refused within a day",
-            "They were not what the plan asked for, or could not be read.",
-            "Each refusal names the block and the fault.",
+            f"{plural(rejected, 'update')} rejected within a day",
+            "They did not match the plan or could not be read.",
+            "Each rejection names the block and the fault.",
             f"{PREFIX}/failures",
             "bad",
         )

@@ -1,4 +1,4 @@
-"""What the pages show beyond what the API does: sums, made in the database."""
+"""Aggregates that the dashboard shows beyond the API, computed in the database."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tessera.shared.rounds.planning import dataset_of
 from tessera.shared.schema import ACCEPTED, EPSILON
 
 MAX_POINTS = 60
-"""Of a chart along versions: of longer runs every n-th version is shown."""
+"""Most versions in a chart: of longer runs every n-th version is shown."""
 MAX_BARS = 60
 PAST_ROUNDS = 5
 
-LIVE_TASKS = ("offered", "leased", "lapsed")
+LIVE_TASKS = ("offered", "leased", "expired")
 
 
 @dataclass(frozen=True)
 class TrafficTotals:
-    """Bytes that updates and what they were made from took, and what whole models would have."""
+    """Bytes of updates and of their downloads, and those of whole models both ways."""
 
     updates: int = 0
     up: int = 0
@@ -44,12 +44,12 @@ class TrafficTotals:
 
     @property
     def saved(self) -> float | None:
-        """The share of a full exchange that did not travel; None before the first update."""
+        """The share of a full exchange that was not sent; None before the first update."""
         return 1 - self.total / self.full if self.full else None
 
 
 def moved_by_run(session: Session, run_id: str | None = None) -> dict[str, TrafficTotals]:
-    """Of each run that has accepted updates, or of one."""
+    """Return the traffic of each run with accepted updates, or of one run."""
     of_these = TaskRow.run_id == run_id if run_id else true()
     rows = session.execute(
         select(
@@ -78,7 +78,7 @@ def together(moved: Mapping[str, TrafficTotals]) -> TrafficTotals:
 
 @dataclass(frozen=True)
 class RoundSum:
-    """One attempt at a round, in figures."""
+    """The totals of one attempt at a round."""
 
     number: int
     attempt: int
@@ -98,7 +98,7 @@ class RoundSum:
 
 
 def round_sums(session: Session, run_id: str, most: int, before: int | None = None) -> list[RoundSum]:
-    """Return the latest rounds, newest first; of those before a number if one is given."""
+    """Return the latest rounds, newest first; only those below number `before` if it is given."""
     latest = select(RoundRow).where(RoundRow.run_id == run_id)
     if before is not None:
         latest = latest.where(RoundRow.number < before)
@@ -115,30 +115,24 @@ def round_sums(session: Session, run_id: str, most: int, before: int | None = No
         .where(TaskRow.round_id.in_([row.id for row in rounds]))
         .group_by(TaskRow.round_id)
     )
-    by_round = {row.round_id: row for row in sums}
-    made = []
-    for row in rounds:
-        found = by_round.get(row.id)
-        made.append(
-            RoundSum(
-                number=row.number,
-                attempt=row.attempt,
-                state=row.state,
-                stage=row.stage,
-                reason=row.reason,
-                opened_at=views.instant(row.opened_at),
-                closed_at=views.maybe_instant(row.closed_at),
-                asked=found.asked if found else 0,
-                accepted=int(found.accepted) if found else 0,
-                up=int(found.up) if found else 0,
-                down=int(found.down) if found else 0,
-            )
+    by_round = {row.round_id: (row.asked, int(row.accepted), int(row.up), int(row.down)) for row in sums}
+    return [
+        RoundSum(
+            row.number,
+            row.attempt,
+            row.state,
+            row.stage,
+            row.reason,
+            views.instant(row.opened_at),
+            views.maybe_instant(row.closed_at),
+            *by_round.get(row.id, (0, 0, 0, 0)),
         )
-    return made
+        for row in rounds
+    ]
 
 
 def stage_bands(session: Session, run_id: str) -> list[Band]:
-    """Stretch of rounds of one stage, in order, of committed rounds."""
+    """Return the consecutive committed rounds of each stage, in order."""
     rows = session.execute(
         select(RoundRow.number, RoundRow.stage)
         .where(RoundRow.run_id == run_id, RoundRow.state == "committed")
@@ -154,16 +148,16 @@ def stage_bands(session: Session, run_id: str) -> list[Band]:
 
 
 def thinned(latest: int, most: int = MAX_POINTS) -> int:
-    """Return every how many versions one is shown."""
+    """Return the step between shown versions."""
     return max(1, math.ceil(latest / most))
 
 
 def measured(session: Session, run: Run) -> list[Measurement]:
-    """Return what was measured, of every n-th version of a long run and of the last one."""
+    """Return the evaluations of every n-th version of a long run and of the last one."""
     step, latest = thinned(run.version.number), run.version.number
     rows = session.execute(
         select(
-            TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.numbers, WorkerRow.name, SiteRow.name
+            TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.metrics, WorkerRow.name, SiteRow.name
         )
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
@@ -178,50 +172,49 @@ def measured(session: Session, run: Run) -> list[Measurement]:
             worker=f"{site}/{worker}",
             held_out=held_out,
             examples=examples or 0,
-            numbers=numbers,
+            metrics=metrics,
         )
-        for version, held_out, examples, numbers, worker, site in rows
+        for version, held_out, examples, metrics, worker, site in rows
     ]
 
 
 def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> dict[str, dict[int, float]]:
-    """Return what the method tells of versions, by name and version, of names that begin so."""
+    """Return the method's metrics of versions, by name and version, for names with these prefixes."""
     step = thinned(run.version.number)
     rows = session.execute(
-        select(VersionRow.number, VersionRow.numbers)
+        select(VersionRow.number, VersionRow.scalars)
         .where(VersionRow.run_id == run.id)
         .where((VersionRow.number % step == 0) | (VersionRow.number == run.version.number))
         .order_by(VersionRow.number)
     )
     found: dict[str, dict[int, float]] = {}
-    for number, numbers in rows:
-        for name, value in numbers.items():
+    for number, metrics in rows:
+        for name, value in metrics.items():
             if name.startswith(prefixes):
                 found.setdefault(name, {})[number] = value
     return found
 
 
 def epsilon_by_worker(session: Session, run: Run) -> dict[str, dict[int, float]]:
-    """Return what a run with privacy had spent at each worker with the update for each version, as the worker
-    says."""
+    """Return the epsilon spent at each worker up to its update for each version, as the worker reports it."""
     # What is not merged yet is for the next version.
-    step, made = thinned(run.version.number), func.coalesce(TaskRow.merged_in, TaskRow.version_number + 1)
+    step, version_number = thinned(run.version.number), func.coalesce(TaskRow.merged_in, TaskRow.version_number + 1)
     rows = session.execute(
-        select(SiteRow.name, WorkerRow.name, made, TaskRow.numbers)
+        select(SiteRow.name, WorkerRow.name, version_number, TaskRow.metrics)
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
         .where(TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
-        .where((made % step == 0) | (made >= run.version.number))
+        .where((version_number % step == 0) | (version_number >= run.version.number))
     )
     found: dict[str, dict[int, float]] = {}
-    for site, worker, version, numbers in rows:
-        if EPSILON in numbers:
-            found.setdefault(f"{site}/{worker}", {})[version] = numbers[EPSILON]
+    for site, worker, version, metrics in rows:
+        if EPSILON in metrics:
+            found.setdefault(f"{site}/{worker}", {})[version] = metrics[EPSILON]
     return found
 
 
 def layers_by_site(session: Session, run_id: str) -> tuple[dict[str, list[float]], list[str]]:
-    """Of each site, the share of its accepted updates that held blocks of each layer; and the layers' names."""
+    """Return, for each site, the share of its accepted updates with blocks of each layer; and the layers' names."""
     written = cast(TaskRow.layers, String)
     rows = session.execute(
         select(SiteRow.name, written, func.count())
@@ -233,7 +226,7 @@ def layers_by_site(session: Session, run_id: str) -> tuple[dict[str, list[float]
     )
     held: dict[str, dict[str, int]] = {}
     totals: dict[str, int] = {}
-    # Sites choose the same layers again and again: each choice is read once.
+    # Sites often choose the same layers: each choice is parsed once.
     read = cache(json.loads)
     for site, layers, count in rows:
         totals[site] = totals.get(site, 0) + count
@@ -245,13 +238,13 @@ def layers_by_site(session: Session, run_id: str) -> tuple[dict[str, list[float]
 
 
 def natural(name: str) -> tuple[str, int]:
-    """To sort names by the numbers that they end in."""
+    """Return a sort key by the number at the end of a name."""
     stack, _, number = name.rpartition(".")
     return stack, int(number) if number.isdecimal() else 0
 
 
 def short_layers(names: Sequence[str]) -> list[str]:
-    """Layers by their number, and by their stack too where there are several."""
+    """Return layers by number, with the index of their stack if there are several."""
     stacks = sorted({name.rpartition(".")[0] for name in names})
     if len(stacks) == 1:
         return [name.rpartition(".")[2] for name in names]
@@ -262,7 +255,7 @@ def short_layers(names: Sequence[str]) -> list[str]:
 
 
 def past_seconds(session: Session, run_id: str, stage: str) -> list[float]:
-    """Return what the latest rounds of a stage took."""
+    """Return the durations of the latest rounds of a stage, in seconds."""
     rows = session.execute(
         select(RoundRow.closed_at, RoundRow.opened_at)
         .where(RoundRow.run_id == run_id, RoundRow.state == "committed", RoundRow.stage == stage)
@@ -273,7 +266,7 @@ def past_seconds(session: Session, run_id: str, stage: str) -> list[float]:
 
 
 def forecast(session: Session, now: float, round_: Round) -> datetime | None:
-    """Return when an open round may be expected to end."""
+    """Return the expected end of an open round."""
     if round_.state not in ("open", "merging"):
         return None
     leased = (AuditRow.action == "task.lease") & AuditRow.subject.in_([task.id for task in round_.tasks])
@@ -295,13 +288,13 @@ def forecast(session: Session, now: float, round_: Round) -> datetime | None:
 def pace(task: TaskView, began_at: float | None) -> Pace:
     if task.state not in LIVE_TASKS:
         return Pace(over=True)
-    said = task.progress
-    if task.state != "leased" or said is None:
+    progress = task.progress
+    if task.state != "leased" or progress is None:
         return Pace(over=False)
-    done = (said.step or 0) / said.steps if said.steps else None
-    if done is None and said.of_bytes:
-        done = (said.bytes or 0) / said.of_bytes
-    return Pace(over=False, began_at=began_at, phase=said.phase, done=done)
+    done = (progress.step or 0) / progress.steps if progress.steps else None
+    if done is None and progress.total_bytes:
+        done = (progress.bytes or 0) / progress.total_bytes
+    return Pace(over=False, began_at=began_at, phase=progress.phase, done=done)
 
 
 # ---------------------------------------------------------------- what happened when
@@ -316,7 +309,7 @@ class AuditLine:
 
 
 def moments(session: Session, subjects: Sequence[str]) -> list[AuditLine]:
-    """Return what the audit chain says of these, in order."""
+    """Return the audit entries of these subjects, in order."""
     rows = session.execute(
         select(AuditRow.at, AuditRow.action, AuditRow.subject, AuditRow.actor)
         .where(AuditRow.subject.in_(subjects))
@@ -326,14 +319,14 @@ def moments(session: Session, subjects: Sequence[str]) -> list[AuditLine]:
 
 
 def latest_scores(session: Session, run: RunRow) -> list[Measurement]:
-    """Return what was measured of the latest version that was."""
+    """Return the evaluations of the latest evaluated version."""
     done = (TaskRow.run_id == run.id) & (TaskRow.kind == "evaluate") & (TaskRow.state == "accepted")
     number = session.scalar(select(func.max(TaskRow.version_number)).where(done))
     if number is None:
         return []
     spec = RunSpec.model_validate(run.spec)
-    # These columns alone: a task's plan takes long to decode.
-    columns = select(TaskRow.kind, TaskRow.held_out, TaskRow.examples, TaskRow.numbers)
+    # Only these columns: a task's plan is slow to decode.
+    columns = select(TaskRow.kind, TaskRow.held_out, TaskRow.examples, TaskRow.metrics)
     rows = session.execute(columns.where(done, TaskRow.version_number == number).limit(200))
     return [
         Measurement(
@@ -342,7 +335,7 @@ def latest_scores(session: Session, run: RunRow) -> list[Measurement]:
             worker="",
             held_out=row.held_out,
             examples=row.examples or 0,
-            numbers=row.numbers,
+            metrics=row.metrics,
         )
         for row in rows
     ]

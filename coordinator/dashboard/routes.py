@@ -1,4 +1,4 @@
-"""What keeps an open page as it is now, and its files."""
+"""The dashboard's routes, with its events and static files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def run_events(run_id: str, serving: Serving, who: Signed, last_event_id: 
 
 
 class _Files(StaticFiles):
-    """The page's own files, kept by browsers for as long as they like."""
+    """The dashboard's static files, which browsers may cache for good."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -43,7 +43,7 @@ class _Files(StaticFiles):
 
 
 def install(app: FastAPI) -> None:
-    """Add the page to the coordinator's application."""
+    """Add the dashboard to the coordinator's application."""
     app.state.show_problem = show_problem
     app.add_middleware(Guarding)
     app.mount(f"{PREFIX}/static", _Files(directory=STATIC), name="static")

@@ -44,7 +44,7 @@ from tessera.coordinator.dashboard.session import (
     Visitor,
     require_role,
 )
-from tessera.coordinator.dashboard.svg_charts import Series, Stretch
+from tessera.coordinator.dashboard.svg_charts import Interval, Series
 from tessera.coordinator.dashboard.templating import NOTHING, first_up, number, percent, plural, render, size
 from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import candidates, invitation, live_workers
@@ -70,10 +70,10 @@ SHOWN_ROUNDS = 10
 MAX_LINES = 8
 HEADLINE = ("accuracy", "macro_f1", "loss")
 ODD = 2.0
-"""Times the round's median from which on a score is pointed to."""
+"""Multiple of the round's median from which an outlier score is marked."""
 
 Scores = Mapping[int, Mapping[str, float]]
-"""What was measured of versions, by name."""
+"""Metrics by version and name."""
 
 Before = Annotated[str | None, Query(max_length=64)]
 RoundNumber = Annotated[int, PathParam(ge=1, lt=1 << 31)]
@@ -82,7 +82,7 @@ Attempt = Annotated[int | None, Query(ge=1, lt=1 << 31)]
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart with its title, and the table that says the same."""
+    """A chart with its title, and a table of the same values."""
 
     ident: str
     title: str
@@ -124,7 +124,7 @@ def list_runs(
 
 @router.get("/{run_id}")
 def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Response:
-    """Return one run: how far it is, how well it does, what it costs."""
+    """Show a run: its progress, metrics and traffic."""
     now = serving.database.now()
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
@@ -137,7 +137,7 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
         sums = round_sums(session, run_id, MAX_BARS)
         moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None
-        made = [chart for chart in _charts(session, run, measurements, scores, sums) if chart.picture]
+        shown_charts = [chart for chart in _charts(session, run, measurements, scores, sums) if chart.picture]
         return render(
             request,
             "run.html",
@@ -157,12 +157,12 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
             round=open_round,
             end=end,
             waiting_for=_waiting_for(session, serving, now, run),
-            charts=made,
-            absent=list(_absent(run, measurements, {chart.ident for chart in made})),
+            charts=shown_charts,
+            absent=list(_absent(run, measurements, {chart.ident for chart in shown_charts})),
             rounds=sums[:SHOWN_ROUNDS],
             facts=[
                 *facts_of(run.spec, run.model_bytes),
-                *([("A site counts", run.bounds.told)] if run.bounds else []),
+                *([("A site counts", run.bounds.summary)] if run.bounds else []),
             ],
         )
 
@@ -192,7 +192,7 @@ def list_rounds(
 def show_round(
     run_id: str, number: RoundNumber, request: Request, serving: Serving, who: Signed, attempt: Attempt = None
 ) -> Response:
-    """Return one attempt at a round, the latest if none is named: who did what when."""
+    """Show one attempt at a round, by default the latest: what each worker did when."""
     now = serving.database.now()
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
@@ -218,12 +218,12 @@ def show_round(
             down=sum(task.download_bytes for task in view.tasks),
             end=forecast(session, now, view),
             picture=_timeline(session, now, view),
-            rows=[{"task": task, "odd": _oddity(task), "layers": _layers_told(task)} for task in view.tasks],
+            rows=[{"task": task, "odd": _oddity(task), "layers": _layers_text(task)} for task in view.tasks],
         )
 
 
 def _steers(session: Session, who: Visitor, run: Run) -> bool:
-    """Return whether somebody may pause, resume and cancel the run: their own, or as an administrator."""
+    """Return whether the visitor may pause, resume and cancel the run: as its owner or an administrator."""
     own = who.administers or session.get_one(RunRow, run.id).owner == who.principal.owner
     return who.steers and own and run.state in ("running", "paused")
 
@@ -238,7 +238,7 @@ def _open_round(session: Session, run: Run) -> Round | None:
 
 
 def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> float | None:
-    """Return seconds that the run may be expected to go on for, by its latest rounds."""
+    """Return the expected seconds until the run's end, from its latest rounds."""
     if run.state != "running" or end is None:
         return None
     stage = session.scalar(
@@ -251,22 +251,24 @@ def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> 
 
 
 def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> str:
-    live = live_workers(session, now - serving.settings.live_seconds)
+    live = live_workers(session, now - serving.settings.liveness_seconds)
     able = len(sites_of(candidates(session, invitation(session, session.get_one(RunRow, run.id)), live)))
     quorum = run.spec.cohort.quorum
     if able < quorum:
         return f"{able} of the {quorum} sites that it needs are live."
     return (
-        "the next one is about to open." if run.version.number < run.spec.rounds else "its last version is measured."
+        "the next one is about to open."
+        if run.version.number < run.spec.rounds
+        else "its last version is being evaluated."
     )
 
 
 def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
-    """Return what was asked for, in words."""
+    """Return the run's settings for people."""
     settings = ", ".join(f"{name} {value}" for name, value in spec.method.settings.items())
     training, cohort = spec.training, spec.cohort
     batches = training.batch_size or "all"
-    told = [
+    facts = [
         ("Method", spec.method.name + (f" ({settings})" if settings else "")),
         *([("Model", size(model_bytes))] if model_bytes is not None else []),
         ("Data set", spec.dataset),
@@ -274,20 +276,20 @@ def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
         ("Training", f"{plural(training.epochs, 'epoch')}, batches of {batches}"),
         ("Optimizer", f"{training.optimizer}, learning rate {training.learning_rate:g}"),
         ("Codec", spec.codec),
-        ("Averaged over", spec.divide),
+        ("Averaged over", spec.normalization),
         ("Robust rule", spec.robust.rule),
         ("Server optimizer", spec.server_optimizer.kind),
     ]
     privacy = spec.privacy
     bound = f"epsilon {privacy.epsilon:g}, delta {privacy.delta:g} at each worker" if privacy else "none"
-    told.append(("Differential privacy", bound))
+    facts.append(("Differential privacy", bound))
     if spec.evaluation:
         where = [spec.evaluation.dataset] if spec.evaluation.dataset else []
         where += ["what sites hold out"] if spec.evaluation.sites else []
-        told.append(("Measured on", f"{' and '.join(where)}, every {spec.evaluation.every}"))
+        facts.append(("Measured on", f"{' and '.join(where)}, every {spec.evaluation.every}"))
     if spec.cohort.sites:
-        told.append(("Sites", ", ".join(spec.cohort.sites)))
-    return told
+        facts.append(("Sites", ", ".join(spec.cohort.sites)))
+    return facts
 
 
 def _charts(
@@ -296,44 +298,44 @@ def _charts(
     bands = stage_bands(session, run.id)
     step = thinned(run.version.number)
     every = f"Every {step} versions." if step > 1 else ""
-    made = [_metric(measurements, scores, name, bands, every) for name in ("accuracy", "loss")]
-    made.append(_bytes_by_round(run, sums))
-    made.append(_heat(session, run))
-    numbers = version_numbers(session, run, tuple(name for one in charts(run.spec.method) for name in one.numbers))
-    made += [_declared(chart, numbers, bands, every) for chart in charts(run.spec.method)]
+    panels = [_metric(measurements, scores, name, bands, every) for name in ("accuracy", "loss")]
+    panels.append(_bytes_by_round(run, sums))
+    panels.append(_heat(session, run))
+    metrics = version_numbers(session, run, tuple(name for one in charts(run.spec.method) for name in one.scalars))
+    panels += [_declared(chart, metrics, bands, every) for chart in charts(run.spec.method)]
     if run.spec.privacy:
-        made.append(_epsilon(session, run, run.spec.privacy, bands, every))
-    return made
+        panels.append(_epsilon(session, run, run.spec.privacy, bands, every))
+    return panels
 
 
 def _absent(run: Run, measurements: Sequence[Measurement], shown: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield what somebody would look for among the charts, and why it is not there."""
+    """Yield each expected chart that is missing, and the reason."""
     evaluation, method = run.spec.evaluation, run.spec.method
     if evaluation is None:
         yield "scores", "the run asks for no evaluation"
     elif not measurements:
-        yield "scores", "nothing is measured yet"
+        yield "scores", "nothing has been evaluated yet"
     elif not any(one.held_out for one in measurements):
-        why = "no site has measured anything yet" if evaluation.sites else "the run does not ask sites to evaluate"
+        why = "no site has evaluated yet" if evaluation.sites else "the run does not have sites evaluate"
         yield "scores by site", why
     if "bytes" in shown and "heat" not in shown:
-        yield "layers by site", "every update held the same layers"
+        yield "layers by site", "every update has the same layers"
     for chart in charts(method):
         if _ident(chart) not in shown:
             lacking = [f"{n} is {value}" for n, value in chart.requires.items() if method.settings.get(n) != value]
             yield chart.name, f"they are measured if {' and '.join(lacking)}" if lacking else chart.missing
     if run.spec.privacy and "epsilon" not in shown:
-        yield "epsilon by worker", "no update has come yet"
+        yield "epsilon by worker", "no update has been accepted yet"
 
 
 def _declared(
-    chart: Chart, numbers: Mapping[str, Mapping[int, float]], bands: Sequence[svg_charts.Band], every: str
+    chart: Chart, metrics: Mapping[str, Mapping[int, float]], bands: Sequence[svg_charts.Band], every: str
 ) -> Panel:
     """Draw a chart that the run's method declares."""
     lines = [
         Series((name.partition(".")[2] or name).replace("_", " "), points, main=True)
-        for name, points in sorted(numbers.items(), key=lambda pair: natural(pair[0]))
-        if name.startswith(chart.numbers)
+        for name, points in sorted(metrics.items(), key=lambda pair: natural(pair[0]))
+        if name.startswith(chart.scalars)
     ]
     of_all = f"The first {MAX_LINES} of {len(lines)}." if len(lines) > MAX_LINES else ""
     note = " ".join(filter(None, (chart.description, of_all, every)))
@@ -342,36 +344,36 @@ def _declared(
 
 
 def _ident(chart: Chart) -> str:
-    """Return what a method's chart is called in the page's HTML, which none of the page's own charts is."""
+    """Return the HTML id of a method's chart, distinct from the dashboard's own charts."""
     return f"method-{chart.name.replace(' ', '-')}"
 
 
 def _metric(
     measurements: Sequence[Measurement], scores: Scores, name: str, bands: Sequence[svg_charts.Band], note: str
 ) -> Panel:
-    """Return a number of the global model, of sites' own models, and of the global one at each site."""
+    """Chart a metric of the global model, of the sites' own models, and of the global one at each site."""
     together = {version: found[name] for version, found in scores.items() if name in found}
     lines = [Series("global", together, main=True)]
-    told = [one for one in measurements if PERSONAL + name in one.numbers]
-    own = {v: s[PERSONAL + name].mean for v, s in spreads(told).items()} if told else {}
+    personal = [one for one in measurements if PERSONAL + name in one.metrics]
+    own = {v: s[PERSONAL + name].mean for v, s in spreads(personal).items()} if personal else {}
     if own:
         lines.append(Series("sites' own models, mean", own, main=True))
     sites = scores_by_site(measurements, name)
     room = MAX_LINES - len(lines)
     if len(sites) > room:
-        note = f"{note} Of {len(sites)} sites, those that fared worst when they were last measured.".strip()
+        note = f"{note} Of {len(sites)} sites, those with the worst last value.".strip()
     worst = sorted(sites, key=lambda site: _last(sites[site]), reverse=name in BETTER_LOW)[:room]
     lines += [Series(site, sites[site]) for site in sorted(worst)]
     return _along(name, name.replace("_", " ").capitalize(), [line for line in lines if line.points], bands, note)
 
 
 def _epsilon(session: Session, run: Run, privacy: Privacy, bands: Sequence[svg_charts.Band], every: str) -> Panel:
-    """Return what the run has spent at each worker so far; of many, where it is the most."""
+    """Chart the epsilon that the run has spent at each worker; of many, at those with the most."""
     spent = epsilon_by_worker(session, run)
     most = sorted(spent, key=lambda worker: _last(spent[worker]), reverse=True)[:MAX_LINES]
     lines = [Series(worker, spent[worker]) for worker in sorted(most)]
-    bound = f"At delta {privacy.delta:g}, and at most {privacy.epsilon:g} in the end."
-    note = f"{bound} What all runs have told of a data set is in its site's ledger alone. {every}"
+    bound = f"At delta {privacy.delta:g}; the limit of the run is {privacy.epsilon:g}."
+    note = f"{bound} Only a site's ledger has the total of all runs on a data set. {every}"
     return _along("epsilon", "Epsilon spent, by worker", lines, bands, note.strip())
 
 
@@ -388,19 +390,19 @@ def _along(ident: str, title: str, lines: Sequence[Series], bands: Sequence[svg_
 
 
 def _bytes_by_round(run: Run, sums: Sequence[RoundSum]) -> Panel:
-    made = {one.number: one for one in sorted(sums, key=lambda one: (one.number, one.attempt)) if one.accepted}
-    down = Series("down", {n: float(one.down) for n, one in made.items()})
-    up = Series("up", {n: float(one.up) for n, one in made.items()})
-    full = Series("whole models both ways", {n: 2.0 * run.model_bytes * one.accepted for n, one in made.items()})
+    rounds = {one.number: one for one in sorted(sums, key=lambda one: (one.number, one.attempt)) if one.accepted}
+    down = Series("down", {n: float(one.down) for n, one in rounds.items()})
+    up = Series("up", {n: float(one.up) for n, one in rounds.items()})
+    full = Series("whole models both ways", {n: 2.0 * run.model_bytes * one.accepted for n, one in rounds.items()})
     whole, total = sum(full.points.values()), sum(down.points.values()) + sum(up.points.values())
-    told = f"Of {size(whole)} for whole models both ways, {size(total)} travelled." if whole else ""
-    picture = svg_charts.bars("bytes-chart", "Bytes by round", (down, up), full, along="round", told=told)
+    sent = f"{size(total)} sent, of {size(whole)} for whole models both ways." if whole else ""
+    picture = svg_charts.bars("bytes-chart", "Bytes by round", (down, up), full, along="round", description=sent)
     rows = [
         [str(n), size(down.points[n]), size(up.points[n]), size(full.points[n]),
          percent((down.points[n] + up.points[n]) / full.points[n])]
-        for n in sorted(made, reverse=True)
+        for n in sorted(rounds, reverse=True)
     ]  # fmt: skip
-    note = f"{told} The dashed line is what whole models would take."
+    note = f"{sent} The dashed line shows whole models."
     if len(sums) == MAX_BARS:
         note = f"The latest {MAX_BARS} rounds. {note}"
     columns = ("round", "down", "up", "whole models", "of whole")
@@ -408,62 +410,64 @@ def _bytes_by_round(run: Run, sums: Sequence[RoundSum]) -> Panel:
 
 
 def _heat(session: Session, run: Run) -> Panel:
-    """Return which layers each site's updates held; nothing where all held all."""
+    """Chart the layers of each site's updates; without a picture if all have the same."""
     rows, layers = layers_by_site(session, run.id)
     columns = short_layers(layers)
-    told = "The share of each site's updates that held blocks of a layer."
+    description = "The share of each site's updates with blocks of a layer."
     varied = any(share < 1 for shares in rows.values() for share in shares)
     title = "Layers that each site trained"
-    picture = svg_charts.heat("heat-chart", title, rows, columns, told) if varied else Markup("")
+    picture = svg_charts.heat("heat-chart", title, rows, columns, description) if varied else Markup("")
     table = [[site, *(percent(share) for share in shares)] for site, shares in rows.items()]
-    return Panel("heat", title, picture, ("site", *columns), table, (), told)
+    return Panel("heat", title, picture, ("site", *columns), table, (), description)
 
 
 # ---------------------------------------------------------------- a round's figures
 
 
 def _oddity(task: TaskView) -> str:
-    """Return what of an update is far from the others', in a word."""
-    return "unusual" if max(task.numbers.get(NORM, 0.0), task.numbers.get(DISTANCE, 0.0)) >= ODD else ""
+    """Return a mark for an update that is far from the others'."""
+    return "unusual" if max(task.metrics.get(NORM, 0.0), task.metrics.get(DISTANCE, 0.0)) >= ODD else ""
 
 
-def _layers_told(task: TaskView) -> str:
+def _layers_text(task: TaskView) -> str:
     names = short_layers(task.layers) if task.layers else []
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") if names else NOTHING
 
 
-ENDS = {"accept": "accepted", "reject": "failed", "fail": "failed", "lapse": "failed"}
+ENDS = {"accept": "accepted", "reject": "failed", "fail": "failed", "expire": "failed"}
 
 
 def _timeline(session: Session, now: float, round_: Round) -> Markup:
-    """From what the audit chain says of each task."""
+    """Draw each task's activities from its audit entries."""
     begin = round_.opened_at.timestamp()
     over = round_.closed_at.timestamp() if round_.closed_at else now
     most = max(over - begin, 1.0)
     by_task: dict[str, list[tuple[float, str]]] = {task.id: [] for task in round_.tasks}
     for moment in moments(session, list(by_task)):
         by_task[moment.subject].append((moment.at.timestamp() - begin, moment.action.removeprefix("task.")))
-    rows = {task.worker: _stretches(task, by_task[task.id], most) for task in round_.tasks}
-    told = "; ".join(f"{worker}: {', '.join(one.told for one in stretches)}" for worker, stretches in rows.items())
+    rows = {task.worker: _intervals(task, by_task[task.id], most) for task in round_.tasks}
+    description = "; ".join(
+        f"{worker}: {', '.join(one.label for one in intervals)}" for worker, intervals in rows.items()
+    )
     deadline = round_.deadline_at.timestamp() - begin
     return svg_charts.timeline(
-        "timeline", "Timeline of the round", rows, most, {"deadline": deadline}, told[:2000] or "No task."
+        "timeline", "Timeline of the round", rows, most, {"deadline": deadline}, description[:2000] or "No task."
     )
 
 
-def _stretches(task: TaskView, happened: Sequence[tuple[float, str]], most: float) -> list[Stretch]:
-    """Return what became of a task: waiting and at work in turn, the last of which says how it ended."""
-    found: list[Stretch] = []
+def _intervals(task: TaskView, happened: Sequence[tuple[float, str]], most: float) -> list[Interval]:
+    """Return a task's intervals of waiting and working; the last one shows how it ended."""
+    found: list[Interval] = []
     at, working = 0.0, False
     for when, action in happened:
         kind = ENDS.get(action, "leased") if working else "offered"
         word = {"accepted": "worked, accepted", "failed": f"worked, {action}", "leased": "worked"}.get(kind, "waited")
-        found.append(Stretch(kind, at, when, f"{word} {number(when - at, 3)} s"))
+        found.append(Interval(kind, at, when, f"{word} {number(when - at, 3)} s"))
         at, working = when, action == "lease"
-    if task.state in ("leased", "offered", "lapsed"):
+    if task.state in ("leased", "offered", "expired"):
         kind = "leased" if working else "offered"
         found.append(
-            Stretch(kind, at, most, f"{'at work for' if working else 'waiting for'} {number(most - at, 3)} s")
+            Interval(kind, at, most, f"{'at work for' if working else 'waiting for'} {number(most - at, 3)} s")
         )
     return found
 

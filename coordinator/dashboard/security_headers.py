@@ -1,4 +1,4 @@
-"""What every answer of the page carries, so that a browser does with it nothing but show it."""
+"""Security headers of every response of the dashboard."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TLS_ONLY = "max-age=31536000"
 
 
 class Guarding:
-    """Adds the headers to whatever is answered under /page, problems and files included."""
+    """Adds the headers to every response under /page, including problems and files."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -40,7 +40,7 @@ class Guarding:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(HEADERS)
-                # What is somebody's own is kept nowhere; files say for themselves how long they may be.
+                # Pages are not cached; static files set their own header.
                 headers.setdefault("Cache-Control", "no-store")
                 if scope["scheme"] == "https":
                     headers["Strict-Transport-Security"] = TLS_ONLY

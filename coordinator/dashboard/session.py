@@ -1,6 +1,6 @@
-"""Who looks at the page: sessions in cookies, and what keeps other sites from using them.
+"""Sessions of the dashboard in cookies, and their protection against requests of other sites.
 
-The cookie goes to /page alone, so that the API knows bearer tokens and nothing else.
+The cookie is sent to /page only, so that the API accepts nothing but bearer tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tessera.coordinator.api.dependencies import Serving, address_of
 from tessera.coordinator.api.errors import faults_of_request
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.auth import sessions
-from tessera.coordinator.dashboard.security_headers import PREFIX
+from tessera.coordinator.dashboard.security_headers import PREFIX, under
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
 from tessera.shared.problems import BadRequest, Forbidden, Invalid, Problem, TooManyRequests, Unauthenticated
@@ -42,7 +42,7 @@ STEERING: tuple[TokenRole, ...] = ("orchestrator", "admin")
 
 @dataclass(frozen=True)
 class Visitor:
-    """Somebody who is signed in."""
+    """A signed-in person or holder of a token."""
 
     principal: Principal
     secret: str
@@ -53,7 +53,7 @@ class Visitor:
 
     @property
     def name(self) -> str:
-        """As the page shows it: of a person what the provider calls them, without the provider."""
+        """The name to show: a person's name at the provider, without the provider."""
         return self.principal.name.rpartition("#")[2] if self.principal.is_person else self.principal.name
 
     @property
@@ -66,17 +66,17 @@ class Visitor:
 
 
 class PageRoute(BoundedRoute):
-    """A route whose refusals are pages: who is not signed in is sent to do so, others are told what is wrong."""
+    """A route whose problems are pages; without a session it redirects to the sign-in."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handle = super().get_route_handler()
 
-        async def told(request: Request) -> Response:
+        async def handle_problems(request: Request) -> Response:
             try:
                 return await handle(request)
             except RequestValidationError as refusal:
                 faults = faults_of_request(refusal)[:8]
-                problem: Problem = Invalid("the address has faults; each is named", errors=faults)
+                problem: Problem = Invalid("the address is invalid; see the errors", errors=faults)
             except Problem as refusal:
                 problem = refusal
             try:
@@ -88,30 +88,30 @@ class PageRoute(BoundedRoute):
             shown: Callable[[Request, Problem], Response] = request.app.state.show_problem
             return shown(request, problem)
 
-        return told
+        return handle_problems
 
 
 def count_stranger(request: Request) -> None:
-    """Count a refusal of whoever is not signed in. Raises TooManyRequests."""
+    """Count a refused request without a session. Raises TooManyRequests."""
     if not getattr(request.state, "signed", False):
         serving: Services = request.app.state.services
         serving.admission.count_anonymous(address_of(request))
 
 
 def visitor(request: Request, serving: Serving) -> Visitor:
-    """Return who is signed in. Raises Unauthenticated and TooManyRequests."""
+    """Return the signed-in visitor. Raises Unauthenticated and TooManyRequests."""
     secret = request.cookies.get(COOKIE, "")
     if not secret:
         raise Unauthenticated("you are not signed in")
     try:
         with serving.database.snapshot() as session:
-            found = sessions.holder(session, serving.database.now(), secret, serving.settings.oidc_issuer)
+            principal = sessions.holder(session, serving.database.now(), secret, serving.settings.oidc_issuer)
     except Unauthenticated:
         serving.admission.count_failure(address_of(request))
         raise
     request.state.signed = True
-    serving.admission.count_request(found.token_id)
-    return Visitor(found, secret)
+    serving.admission.count_request(principal.token_id)
+    return Visitor(principal, secret)
 
 
 Signed = Annotated[Visitor, Depends(visitor)]
@@ -136,7 +136,7 @@ def require_role(who: Visitor, *roles: TokenRole) -> None:
 
 
 async def form(request: Request) -> dict[str, str]:
-    """Return the fields of a form that this very page sent. Raises Forbidden for one that comes from elsewhere."""
+    """Return the fields of a form. Raises Forbidden if a page of another origin sent it."""
     require_same_origin(request)
     body = await request.body()
     try:
@@ -149,10 +149,10 @@ Fields = Annotated[dict[str, str], Depends(form)]
 
 
 def own_form(request: Request, serving: Serving, fields: Fields) -> Visitor:
-    """Return who sent a form, which carries what only this session's pages know. Raises Forbidden."""
+    """Return the sender of a form by the token that only this session's pages have. Raises Forbidden."""
     who = visitor(request, serving)
     if not hmac.compare_digest(fields.get(FORM_TOKEN, "").encode(), who.form_token.encode()):
-        raise Forbidden("the form does not belong to your session", remedy="Go back, load the page anew and repeat.")
+        raise Forbidden("the form does not belong to your session", remedy="Go back, reload the page and repeat.")
     return who
 
 
@@ -160,30 +160,32 @@ Sender = Annotated[Visitor, Depends(own_form)]
 
 
 def require_same_origin(request: Request) -> None:
-    """Raise Forbidden unless the browser says that a page of this very origin made the request."""
-    said = request.headers.get("Sec-Fetch-Site")
-    if said is not None:
-        same = said == "same-origin"
+    """Raise Forbidden unless the browser reports that a page of this origin made the request."""
+    site = request.headers.get("Sec-Fetch-Site")
+    if site is not None:
+        same = site == "same-origin"
     else:
         origin = request.headers.get("Origin", "")
         same = bool(origin) and _host(origin) == request.headers.get("Host")
     if not same:
-        raise Forbidden("the form was not sent by this page", remedy="Open the page itself, and send the form there.")
+        raise Forbidden(
+            "the form was not sent by this dashboard", remedy="Open the dashboard and send the form there."
+        )
 
 
 def _host(url: str) -> str | None:
-    """Return the host and port of a URL; None of what is none."""
+    """Return the host and port of a URL; None if it is invalid."""
     try:
         return urlsplit(url).netloc
     except ValueError:
         return None
 
 
-# ---------------------------------------------------------------- cookies and ways
+# ---------------------------------------------------------------- cookies and redirects
 
 
-def _is_here(request: Request) -> bool:
-    """Return whether the browser is on this machine, by the name that it calls the coordinator."""
+def _is_local(request: Request) -> bool:
+    """Return whether the browser is on this machine, judged by the host name that it uses."""
     try:
         return is_loopback(request.url.hostname or "")
     except ValueError:
@@ -196,28 +198,28 @@ def keep_session(request: Request, response: Response, secret: str, seconds: flo
         secret,
         max_age=int(seconds),
         path=PREFIX,
-        secure=not _is_here(request),
+        secure=not _is_local(request),
         httponly=True,
         samesite="strict",
     )
 
 
 def keep_signing(request: Request, response: Response, secret: str, wanted: str) -> None:
-    """What ties somebody's way to the provider and back together, and where they wanted to go."""
+    """Keep the sign-in's secret and the requested page while the browser is at the provider."""
     response.set_cookie(
         SIGNING,
         f"{secret}.{base64.urlsafe_b64encode(wanted.encode()).decode()}",
         max_age=SIGNING_SECONDS,
         path=SIGNING_PATH,
-        secure=not _is_here(request),
+        secure=not _is_local(request),
         httponly=True,
-        # The provider sends people back from another site.
+        # The browser comes back from the provider's site.
         samesite="lax",
     )
 
 
 def signing(request: Request) -> tuple[str, str]:
-    """Return the secret that was kept, and where its holder wanted to go."""
+    """Return the kept secret and the requested page."""
     secret, _, wanted = request.cookies.get(SIGNING, "").partition(".")
     try:
         return secret, own_path(base64.urlsafe_b64decode(wanted).decode())
@@ -230,12 +232,12 @@ def forget_session(response: Response) -> None:
 
 
 def theme_of(request: Request) -> Theme:
-    said = request.cookies.get(THEME)
-    return said if said in ("light", "dark") else "system"  # type: ignore[return-value]  # narrowed by the test
+    theme = request.cookies.get(THEME)
+    return theme if theme in ("light", "dark") else "system"  # type: ignore[return-value]  # narrowed by the test
 
 
 def to_sign_in(request: Request) -> Response:
-    """To the sign-in page and, after it, back."""
+    """Redirect to the sign-in page, which redirects back."""
     query = query_of(request)
     back = request.scope["path"] + (f"?{query}" if query else "")
     wanted = {"next": back} if request.method == "GET" and back.rstrip("/") != PREFIX else {}
@@ -245,18 +247,17 @@ def to_sign_in(request: Request) -> Response:
 
 
 def query_of(request: Request) -> str:
-    """Return the query as it was sent. `request.url` would have the Host header in it, which may be anything."""
+    """Return the query as it was sent. `request.url` would contain the untrusted Host header."""
     sent: bytes = request.scope["query_string"]
     return sent.decode("latin-1")
 
 
 def own_path(wanted: str) -> str:
-    """Return where to go after signing in: within the page, whatever was asked for."""
+    """Return the path to open after signing in, which is always within the dashboard."""
     try:
         parts = urlsplit(wanted)
     except ValueError:
         return f"{PREFIX}/"
-    inside = parts.path == PREFIX or parts.path.startswith(f"{PREFIX}/")
-    if parts.scheme or parts.netloc or not inside or "\\" in wanted or not wanted.isprintable():
+    if parts.scheme or parts.netloc or not under(parts.path) or "\\" in wanted or not wanted.isprintable():
         return f"{PREFIX}/"
     return parts.path + (f"?{parts.query}" if parts.query else "")

@@ -60,7 +60,7 @@ class WorkerLine:
 
     @property
     def health(self) -> str:
-        """In a word: what a person would want to know first."""
+        """The worker's condition in a word."""
         if not self.view.live:
             return "suspended" if self.view.suspended else "silent"
         if self.faulty > self.accepted:
@@ -84,7 +84,7 @@ def list_sites(request: Request, serving: Serving, who: Signed, after: Text = No
         if after is not None:
             query = query.where(SiteRow.name > after)
         rows = session.scalars(query).all()
-        blocks = _blocks(session, rows[:SITES], now - serving.settings.live_seconds)
+        blocks = _blocks(session, rows[:SITES], now - serving.settings.liveness_seconds)
         older = f"{PREFIX}/sites?after={rows[SITES - 1].name}" if len(rows) > SITES else None
         return render(
             request,
@@ -114,7 +114,7 @@ def _blocks(session: Session, sites: Sequence[SiteRow], since: float) -> list[Si
                 views.worker_view(row, by_id[row.site_id], since),
                 at.get(row.id),
                 sum(ends.get(state, 0) for state in ACCEPTED),
-                ends.get("failed", 0) + ends.get("rejected", 0) + ends.get("lapsed", 0),
+                ends.get("failed", 0) + ends.get("rejected", 0) + ends.get("expired", 0),
                 scores.get(row.id, {}),
             )
         )
@@ -134,7 +134,7 @@ def _counts(session: Session, worker_ids: Sequence[str]) -> dict[str, dict[str, 
 
 
 def _latest_numbers(session: Session, worker_ids: Sequence[str]) -> dict[str, Mapping[str, float]]:
-    """Return what was measured of each worker's latest update."""
+    """Return the metrics of each worker's latest update."""
     newest = (
         select(TaskRow.worker_id, func.max(TaskRow.created_at).label("at"))
         .where(TaskRow.worker_id.in_(worker_ids), TaskRow.state.in_(ACCEPTED), TaskRow.kind == "train")
@@ -142,11 +142,11 @@ def _latest_numbers(session: Session, worker_ids: Sequence[str]) -> dict[str, Ma
         .subquery()
     )
     rows = session.execute(
-        select(TaskRow.worker_id, TaskRow.numbers)
+        select(TaskRow.worker_id, TaskRow.metrics)
         .join(newest, (newest.c.worker_id == TaskRow.worker_id) & (newest.c.at == TaskRow.created_at))
         .where(TaskRow.state.in_(ACCEPTED), TaskRow.kind == "train")
     )
-    return {worker_id: numbers for worker_id, numbers in rows}  # noqa: C416 (a row is no pair)
+    return {worker_id: metrics for worker_id, metrics in rows}  # noqa: C416 (a row is no pair)
 
 
 # ---------------------------------------------------------------- failures
@@ -167,7 +167,7 @@ def list_failures(
     run: Text = None,
     before: Annotated[float | None, Query(ge=0, le=1e12)] = None,
 ) -> Response:
-    """Return what workers could not do and what was refused of them, newest first."""
+    """Show failed tasks and rejected updates, newest first."""
     faulty = TaskRow.state.in_(("failed", "rejected"))
     with serving.database.snapshot() as session:
         of_run = views.run_view(session, views.find_run(session, run)) if run else None
@@ -224,7 +224,7 @@ def list_failures(
 
 @router.get("/audit")
 def list_audit(request: Request, serving: Serving, who: Signed, run: Text = None, before: Place = None) -> Response:
-    """Return every change of state, newest first; for administrators, as in the API."""
+    """Show every change of state, newest first; for administrators, as in the API."""
     require_role(who, "admin")
     with serving.database.snapshot() as session:
         query = select(AuditRow).order_by(AuditRow.seq.desc()).limit(ENTRIES + 1)
@@ -325,7 +325,7 @@ def _keeping(settings: CoordinatorSettings) -> list[tuple[str, str]]:
     versions = settings.keep_versions
     return [
         ("Versions of a run", "all" if versions is None else f"the first and the latest {versions}"),
-        ("Updates", f"{span(settings.keep_updates_seconds)} after their round has ended"),
-        ("What nothing refers to", span(settings.keep_unused_seconds)),
-        ("Looked after", f"every {span(settings.housekeeping_seconds)}"),
+        ("Updates", f"{span(settings.keep_updates_seconds)} after the end of their round"),
+        ("Unreferenced blobs", span(settings.keep_unused_seconds)),
+        ("Garbage collection", f"every {span(settings.gc_interval_seconds)}"),
     ]

@@ -1,7 +1,7 @@
 """Charts as SVG: a title, a description and plain shapes, which the style sheet colours.
 
-What a chart shows is in a table beside it too, so that nobody need see it. There is no style attribute in it: the
-page's policy lets none through.
+Every chart has a table with the same values beside it, for people who cannot see it. Charts have no style attributes,
+which the content security policy forbids.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ WIDTH, HEIGHT = 640, 240
 WIDEST_BAR = 48.0
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 14, 30
 LETTER = 8
-"""About as wide is a letter."""
+"""Approximate width of a letter."""
 NEAREST = 1e-300
-"""Between values that are nearer there is nothing to draw, and a quarter of it may be zero."""
+"""Smallest span of values that can be drawn; a quarter of a smaller one may be zero."""
 COLOURS = 8
-"""So many series are told apart; further ones look alike."""
+"""Number of distinct series; further ones look alike."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Band:
-    """A stretch of the horizontal axis, both ends included, with a name."""
+    """A named interval of the horizontal axis, both ends included."""
 
     name: str
     first: int
@@ -49,7 +49,7 @@ class Band:
 
 @dataclass(frozen=True)
 class _Scale:
-    """From a value to a place."""
+    """A linear map from values to coordinates."""
 
     low: float
     high: float
@@ -63,7 +63,7 @@ class _Scale:
 
 
 def lines(ident: str, title: str, series: Sequence[Series], *, bands: Sequence[Band] = (), along: str) -> Markup:
-    """Return values over rounds or versions, which `along` names."""
+    """Draw values over rounds or versions, as `along` names them."""
     values = [value for one in series for _, value in one.ordered]
     ends = [at for one in series for at, _ in one.ordered]
     if not values:
@@ -74,16 +74,18 @@ def lines(ident: str, title: str, series: Sequence[Series], *, bands: Sequence[B
     across = _Scale(min(ends), max(ends), max(LEFT, 8 + LETTER * max(map(len, labels))), WIDTH - RIGHT)
     up = _Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
     shapes = [_bands(bands, across), _grid(ticks, labels, across, up), _axis(min(ends), max(ends), across, along)]
-    # What matters most is drawn last, above the others.
+    # Main series are drawn last, above the others.
     for place, one in sorted(enumerate(series), key=lambda pair: pair[1].main):
         shapes.append(_line(one, place, across, up, exact))
     last = [(one.name, *one.ordered[-1]) for one in series if one.ordered]
-    said = "; ".join(f"{name}: {value:.{exact}g} at {at}" for name, at, value in last)
-    return _picture(ident, title, f"By {along}. Last values: {said}.", shapes)
+    values_text = "; ".join(f"{name}: {value:.{exact}g} at {at}" for name, at, value in last)
+    return _picture(ident, title, f"By {along}. Last values: {values_text}.", shapes)
 
 
-def bars(ident: str, title: str, series: Sequence[Series], limit: Series | None, *, along: str, told: str) -> Markup:
-    """Stacked bars, and a line that they are compared with."""
+def bars(
+    ident: str, title: str, series: Sequence[Series], limit: Series | None, *, along: str, description: str
+) -> Markup:
+    """Draw stacked bars and a line to compare them with."""
     places = sorted({at for one in series for at in one.points})
     if not places:
         return Markup("")
@@ -102,15 +104,17 @@ def bars(ident: str, title: str, series: Sequence[Series], limit: Series | None,
                 continue
             begin, end = up(below), up(below + value)
             below += value
-            said = f"{along} {at}, {one.name}: {size(value)}"
-            shapes.append(_rect(f"c{place}", across(at) - width / 2, end, width, max(0.5, begin - end), said))
+            tooltip = f"{along} {at}, {one.name}: {size(value)}"
+            shapes.append(_rect(f"c{place}", across(at) - width / 2, end, width, max(0.5, begin - end), tooltip))
     if limit:
         shapes.append(_line(limit, COLOURS - 1, across, up, css="limit"))
-    return _picture(ident, title, told, shapes)
+    return _picture(ident, title, description, shapes)
 
 
-def heat(ident: str, title: str, rows: Mapping[str, Sequence[float]], columns: Sequence[str], told: str) -> Markup:
-    """Return a share in [0, 1] for each row and column."""
+def heat(
+    ident: str, title: str, rows: Mapping[str, Sequence[float]], columns: Sequence[str], description: str
+) -> Markup:
+    """Draw a share in [0, 1] for each row and column."""
     if not rows or not columns:
         return Markup("")
     named = min(220, 12 + max(map(len, rows)) * LETTER)
@@ -123,57 +127,62 @@ def heat(ident: str, title: str, rows: Mapping[str, Sequence[float]], columns: S
         shapes.append(_text(named - 8, y + tall / 2 + 4, name, "end"))
         for place, share in enumerate(shares):
             x = named + place * cell
-            said = f"{name}, layer {columns[place]}: {share:.0%}"
-            shapes.append(_rect(f"heat h{min(9, int(share * 10))}", x, y, max(1.0, cell - 2), tall - 2, said))
+            tooltip = f"{name}, layer {columns[place]}: {share:.0%}"
+            shapes.append(_rect(f"heat h{min(9, int(share * 10))}", x, y, max(1.0, cell - 2), tall - 2, tooltip))
     step = max(1, math.ceil(22 * len(columns) / (WIDTH - named)))
     shapes += [
         _text(named + (place + 0.5) * cell - 1, height - 12, columns[place], "middle")
         for place in range(0, len(columns), step)
     ]
-    return _picture(ident, title, told, shapes, height=height)
+    return _picture(ident, title, description, shapes, height=height)
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """What somebody did from one instant to another, in seconds from the beginning."""
+class Interval:
+    """A worker's activity between two instants, in seconds from the beginning."""
 
     kind: str
     begin: float
     end: float
-    told: str
+    label: str
 
 
 def timeline(
-    ident: str, title: str, rows: Mapping[str, Sequence[Stretch]], most: float, marks: Mapping[str, float], told: str
+    ident: str,
+    title: str,
+    rows: Mapping[str, Sequence[Interval]],
+    most: float,
+    marks: Mapping[str, float],
+    description: str,
 ) -> Markup:
-    """Return a row each, over seconds, as wide as there is room; `marks` are instants with a name."""
+    """Draw a row for each name over seconds, at full width; `marks` are named instants."""
     if not rows:
         return Markup("")
     tall, bar = 44, 20
     height = tall * len(rows) + 28
-    # In shares of the width: text keeps its size on a phone, where a picture that shrinks cannot be read.
+    # In percent of the width, so that text keeps its size on a phone.
     across = _Scale(0.0, max(most, 1e-9), 0.0, 100.0)
     upright = Markup('<line class="{0}" x1="{1:.1f}%" x2="{1:.1f}%" y1="0" y2="{2}"><title>{3}</title></line>')
     shapes: list[Markup] = []
     for tick in [tick for tick in nice(0.0, most) if tick <= 0.9 * most]:
         shapes.append(upright.format("grid", across(tick), height - 24, _seconds(tick)))
         shapes.append(_text(across(tick), height - 8, _seconds(tick), "middle" if tick else "start", "%"))
-    for line, (name, stretches) in enumerate(rows.items()):
+    for line, (name, intervals) in enumerate(rows.items()):
         y = line * tall
         shapes.append(_text(0, y + 14, name, "start"))
-        for one in stretches:
+        for one in intervals:
             x = across(one.begin)
             width = max(0.3, across(min(one.end, most)) - x)
-            shapes.append(_rect(f"stretch {one.kind}", x, y + bar, width, bar, one.told, "%"))
+            shapes.append(_rect(f"stretch {one.kind}", x, y + bar, width, bar, one.label, "%"))
     shapes += [upright.format("mark", across(at), height - 24, name) for name, at in marks.items() if at <= most]
-    return _picture(ident, title, told, shapes, height=height, wide=True)
+    return _picture(ident, title, description, shapes, height=height, wide=True)
 
 
 # ---------------------------------------------------------------- parts
 
 
 def nice(low: float, high: float, count: int = 4) -> list[float]:
-    """Round values from below `low` to above `high`, about so many."""
+    """Return about `count` round values from below `low` to above `high`."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return [0.0, 1.0]
     if high - low < NEAREST:
@@ -191,53 +200,52 @@ def nice(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def digits(values: Sequence[float]) -> int:
-    """So many significant digits tell values as far apart as these from what is between: four, or a hundredth of what
-    they span."""
+    """Return the significant digits that show a hundredth of the values' span; at least four."""
     span = max(values, default=0.0) - min(values, default=0.0)
     most = max(map(abs, values), default=0.0)
     return min(15, max(4, 2 + math.ceil(math.log10(most / span)))) if span else 4
 
 
 def _grid(ticks: Sequence[float], labels: Sequence[str], across: _Scale, up: _Scale) -> Markup:
-    made = Markup("")
+    shapes = Markup("")
     for tick, label in zip(ticks, labels, strict=True):
         y = up(tick)
-        made += Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
+        shapes += Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
             across.begin, WIDTH - RIGHT, y, y
         )
-        made += _text(across.begin - 8, y + 4, label, "end")
-    return made
+        shapes += _text(across.begin - 8, y + 4, label, "end")
+    return shapes
 
 
 def _axis(first: int, last: int, across: _Scale, along: str) -> Markup:
     ticks = sorted({first, last, *(round(t) for t in nice(first, last, 6) if first <= t <= last)})
-    made, right = Markup(""), -math.inf
+    shapes, right = Markup(""), -math.inf
     for tick in ticks:
         x = across(tick)
-        # The last one stands, and what would run into it does not.
+        # The last label is always drawn; those that would overlap it are not.
         if tick != last and (x - right < 34 or across(last) - x < 34):
             continue
         right = x
-        made += _text(x, HEIGHT - BOTTOM + 18, str(tick), "end" if tick == last and first != last else "middle")
-    return made + Markup('<text class="along" x="{}" y="{}" text-anchor="end">{}</text>').format(
+        shapes += _text(x, HEIGHT - BOTTOM + 18, str(tick), "end" if tick == last and first != last else "middle")
+    return shapes + Markup('<text class="along" x="{}" y="{}" text-anchor="end">{}</text>').format(
         across.begin - 8, HEIGHT - BOTTOM + 18, along
     )
 
 
 def _bands(bands: Sequence[Band], across: _Scale) -> Markup:
-    made = Markup("")
+    shapes = Markup("")
     seen = [band for band in bands if band.first <= across.high and band.last >= across.low]
     for place, band in enumerate(seen if len(seen) > 1 else ()):
         begin = max(across.begin, across(band.first - 0.5))
         end = min(WIDTH - RIGHT, across(band.last + 0.5))
         if end <= begin:
             continue
-        made += Markup('<rect class="band b{}" x="{:.1f}" y="{}" width="{:.1f}" height="{}"/>').format(
+        shapes += Markup('<rect class="band b{}" x="{:.1f}" y="{}" width="{:.1f}" height="{}"/>').format(
             place % 2, begin, TOP, end - begin, HEIGHT - TOP - BOTTOM
         )
         if end - begin > 7 * len(band.name):
-            made += Markup('<text class="stage" x="{:.1f}" y="{}">{}</text>').format(begin + 5, TOP + 13, band.name)
-    return made
+            shapes += Markup('<text class="stage" x="{:.1f}" y="{}">{}</text>').format(begin + 5, TOP + 13, band.name)
+    return shapes
 
 
 def _line(one: Series, place: int, across: _Scale, up: _Scale, exact: int = 4, css: str = "") -> Markup:
@@ -246,39 +254,39 @@ def _line(one: Series, place: int, across: _Scale, up: _Scale, exact: int = 4, c
         return Markup("")
     kind = css or f"line c{min(place, COLOURS - 1)}{' main' if one.main else ''}"
     path = " ".join(f"{'L' if index else 'M'}{across(at):.1f} {up(v):.1f}" for index, (at, v) in enumerate(points))
-    made = Markup('<path class="{}" d="{}"/>').format(kind, path)
+    shapes = Markup('<path class="{}" d="{}"/>').format(kind, path)
     if css or not one.main:
-        return made
+        return shapes
     dots = [
         f'<circle class="dot c{min(place, COLOURS - 1)}" cx="{across(at):.1f}" cy="{up(value):.1f}" r="3">'
         f"<title>{escape(f'{one.name}, {at}: {value:.{exact}g}')}</title></circle>"
         for at, value in points
     ]
-    return made + Markup("".join(dots))  # noqa: S704 (figures, and text that is escaped)
+    return shapes + Markup("".join(dots))  # noqa: S704 (figures, and text that is escaped)
 
 
-def _rect(css: str, x: float, y: float, width: float, height: float, said: str, unit: str = "") -> Markup:
+def _rect(css: str, x: float, y: float, width: float, height: float, tooltip: str, unit: str = "") -> Markup:
     # There are hundreds of them, and Markup's own formatting takes ten times as long.
     return Markup(  # noqa: S704 (figures, a class of ours, and text that is escaped)
         f'<rect class="{css}" x="{x:.1f}{unit}" y="{y:.1f}" width="{width:.1f}{unit}" height="{height:.1f}">'
-        f"<title>{escape(said)}</title></rect>"
+        f"<title>{escape(tooltip)}</title></rect>"
     )
 
 
-def _text(x: float, y: float, said: str, anchor: str, unit: str = "") -> Markup:
-    return Markup('<text x="{:.1f}{}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, unit, y, anchor, said)
+def _text(x: float, y: float, text: str, anchor: str, unit: str = "") -> Markup:
+    return Markup('<text x="{:.1f}{}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, unit, y, anchor, text)
 
 
 def _picture(
-    ident: str, title: str, told: str, shapes: Iterable[Markup], height: int = HEIGHT, *, wide: bool = False
+    ident: str, title: str, description: str, shapes: Iterable[Markup], height: int = HEIGHT, *, wide: bool = False
 ) -> Markup:
-    """Return one that shrinks as a whole or, if `wide`, one whose shapes are in shares of the width that there is."""
+    """Return a picture that scales as a whole or, if `wide`, one whose shapes are in percent of the width."""
     shrinking = Markup('class="chart" viewBox="0 0 {} {}"').format(WIDTH, height)
     frame = Markup('class="chart wide" height="{}"').format(height) if wide else shrinking
     return Markup(
         '<svg {} role="img" aria-labelledby="{}-title" aria-describedby="{}-desc">'
         '<title id="{}-title">{}</title><desc id="{}-desc">{}</desc>{}</svg>'
-    ).format(frame, ident, ident, ident, title, ident, told, Markup("").join(shapes))
+    ).format(frame, ident, ident, ident, title, ident, description, Markup("").join(shapes))
 
 
 def _seconds(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Templates, and how figures are written for people."""
+"""Templates and number formats of the dashboard."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tessera.shared.version import VERSION
 STATIC = Path(__file__).parent / "static"
 
 PART = "part"
-"""The query of a request for no more than what changes of a page."""
+"""Query parameter of a request for the changing part of a page only."""
 
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 NOTHING = "\u2013"
-"""What stands where there is no figure: a dash."""
+"""A dash in place of a missing number."""
 SPANS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
@@ -37,9 +37,9 @@ SPANS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 def environment() -> Environment:
     made = Environment(
         loader=PackageLoader("tessera.coordinator.dashboard"),
-        # Everything that a worker or a person wrote is text, and never markup.
+        # Text from workers and people is never markup.
         autoescape=True,
-        # And nothing that turns the order of letters around, or that no letter is.
+        # Nor does it contain characters that are invisible or change the order of others.
         finalize=fit_to_show,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -62,7 +62,7 @@ def environment() -> Environment:
 
 
 def render(request: Request, template: str, who: Visitor | None, *, status: int = 200, **shown: Any) -> HTMLResponse:
-    """Return a page, or no more than what changes of it."""
+    """Return a page, or only its changing part."""
     part = PART in request.query_params
     text = (
         environment()
@@ -81,7 +81,7 @@ def render(request: Request, template: str, who: Visitor | None, *, status: int 
 
 
 def show_problem(request: Request, problem: Problem) -> Response:
-    """Return a refusal, as a page."""
+    """Return a problem as a page."""
     response = render(request, "problem.html", None, status=problem.status, problem=problem.document())
     response.headers.update(headers_of(problem))
     return response
@@ -89,7 +89,7 @@ def show_problem(request: Request, problem: Problem) -> Response:
 
 @cache
 def asset(name: str) -> str:
-    """Return where a static file is; its address changes with its content, so that browsers may keep it."""
+    """Return the path of a static file, which changes with its content so that browsers may cache it."""
     digest = hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:12]
     return f"{PREFIX}/static/{name}?v={digest}"
 
@@ -154,8 +154,8 @@ def first_up(text: str) -> str:
 
 def short(text: str, most: int = 12) -> str:
     """Return the beginning of an id or a digest."""
-    told = text.removeprefix("sha256:")
-    return told if len(told) <= most else f"{told[:most]}…"
+    plain = text.removeprefix("sha256:")
+    return plain if len(plain) <= most else f"{plain[:most]}…"
 
 
 @pass_context

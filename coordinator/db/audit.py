@@ -50,9 +50,9 @@ def creator_of(session: Session, run_id: str) -> str | None:
 
 
 def broken_at(session: Session) -> int | None:
-    """Return the number of the first entry that is not what was chained there, or None if the chain holds.
+    """Return the number of the first entry that differs from the chained one, or None if the chain holds.
 
-    It cannot tell that entries are missing from the end; who keeps the last digest elsewhere can.
+    It cannot detect entries missing at the end; a copy of the last digest kept elsewhere can.
     """
     digest = GENESIS
     # A few at a time: earlier versions entered details of up to a MiB.

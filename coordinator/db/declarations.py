@@ -1,7 +1,7 @@
-"""What live workers declared, parsed once for each text.
+"""Declarations of live workers, parsed once for each text.
 
-Every look at the runs asks for all of it, several times a second, while it hardly ever changes. A text is known by
-its digest, so nothing that is kept can be out of date.
+Each pass over the runs needs all of them, several times a second, and they rarely change. The cache is keyed by the
+text's digest, so no entry can be out of date.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Declarations:
 
     def _keep(self, key: str, declared: dict[str, Any]) -> dict[str, Any]:
         length = len(declared_text(declared))
-        # Each run is compared with it, so the mirror is read here.
-        declared = {**declared, "mirror": policy_of(declared)}
+        # Each run is compared with it, so the advertised policy is read here.
+        declared = {**declared, "advertised_policy": policy_of(declared)}
         if key.startswith("sha256:"):
             with self._lock:
                 if key not in self._kept:

@@ -1,7 +1,7 @@
 """The database: one engine, one way to write, one way to read, one clock.
 
-SQLite or PostgreSQL, and the same code on both: there is one writer at a time, in whichever process, so what a
-transaction reads nobody changes before it writes.
+SQLite or PostgreSQL, and the same code on both: there is one writer at a time over all processes, so rows that a
+transaction has read do not change before it writes.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ SCHEMA_DIR = Path(migrations.__file__).parent
 _READING = "tessera_reading"
 
 DATABASE_AWAY = (OperationalError, InterfaceError, InternalError, NoConnection)
-"""What is raised when the database is away, busy or was restarted: nothing was done, and trying again may help."""
+"""Errors raised when the database is away, busy or was restarted: nothing was done, and a retry may help."""
 
 KEPT_CONNECTIONS = 5
 """To PostgreSQL, while there is nothing to do."""
 CONNECT_SECONDS = 10
 IDLE_SECONDS = 5
-"""How long a transaction may stand still before PostgreSQL ends it: a process that is paused in the midst of one must
-not hold up the others."""
+"""Idle time after which PostgreSQL ends a transaction: a process that is paused inside one must not block the
+others."""
 TURN_SECONDS = 15
-"""How long a writer waits for its turn: longer than one that stands still can keep it."""
+"""Time that a writer waits for the write lock: longer than an idle writer can hold it."""
 STATEMENT_SECONDS = 30
 DUTY_SECONDS = 15
-"""How long PostgreSQL keeps the turn of a process that it hears nothing from."""
+"""Time after which PostgreSQL releases the locks of a process that has gone silent."""
 LISTEN_SECONDS = 5
 AGAIN_SECONDS = 1
-"""How long is waited before a server that is away is asked again whether it has something to tell."""
+"""Delay before listening again after the server was away."""
 CLOCK_SECONDS = 10
-"""How long the difference between PostgreSQL's clock and this process's counts as known."""
+"""Time for which the measured difference between PostgreSQL's clock and this process's is used."""
 CLOCK_TRIES = 3
 GOOD_TRIP_SECONDS = 0.05
 """A question after the time that came back this soon is not asked again."""
@@ -170,10 +170,10 @@ class Database:
 
     @contextmanager
     def alone(self, work: str) -> Iterator[bool]:
-        """Yield whether no other process is at this work, and none will be until the end of `with`.
+        """Yield True if no other process does this work now, nor will before the end of `with`.
 
-        A hint that spares doing it twice: who is dead has it no longer, nor who was not heard of for DUTY_SECONDS. So
-        what the work comes to must be guarded by itself. On SQLite, `hold` has seen to it.
+        A hint that avoids doing it twice: a process that died, or was silent for DUTY_SECONDS, loses the lock. So the
+        result of the work needs a guard of its own. On SQLite, `hold` ensures it.
         """
         if self.is_sqlite:
             yield True
@@ -196,13 +196,13 @@ class Database:
                 alive.join()
 
     def tell(self, channel: str, message: str) -> None:
-        """Send a few bytes to whoever listens on a channel of this PostgreSQL."""
+        """Send a few bytes to the listeners of a channel of this PostgreSQL."""
         with self._aside.connect() as connection:
             connection.exec_driver_sql("SELECT pg_notify(%s, %s)", (channel, message))
 
     def heard(self, channel: str, ended: threading.Event) -> Iterator[str]:
-        """Yield what is told on a channel of this PostgreSQL, until it has `ended`: nothing at all at first, and
-        again when something may have been missed."""
+        """Yield the messages of a channel of this PostgreSQL until `ended`; an empty one at first, and whenever
+        messages may have been missed."""
         dbapi = self._aside.dialect.loaded_dbapi
         while not ended.is_set():
             try:
@@ -306,7 +306,7 @@ def _make(file: Path) -> None:
 
 
 def _lock_file(path: str) -> IO[str]:
-    """Return a file that its owner alone may open: whoever could lock it would stop the coordinator."""
+    """Return a lock file that only its owner may open: any user who could lock it would stop the coordinator."""
     file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")  # noqa: SIM115, PTH123 (open as long as it is held)
     # Earlier versions let others read it. One of another owner stays as it is.
     with suppress(PermissionError):

@@ -79,12 +79,12 @@ def offer_evaluation(session: Session, now: float, run: RunRow, due: PendingEval
     if held_out:
         kin &= TaskRow.worker_id == worker.id
     same = kin & (TaskRow.version_number == due.version)
-    replaced = (kin if held_out else same) & TaskRow.state.in_(("offered", "lapsed"))
+    replaced = (kin if held_out else same) & TaskRow.state.in_(("offered", "expired"))
     cancel_tasks(session, now, session.scalars(select(TaskRow).where(replaced)).all())
     seed = evaluation_seed(spec, due.version)
     task = _task(now, run.id, "evaluate", worker.id, due.version, seed, Plan(stage="evaluate"), None)
     task.held_out = held_out
-    task.leases = session.scalar(select(func.max(TaskRow.leases)).where(same)) or 0
+    task.attempts = session.scalar(select(func.max(TaskRow.attempts)).where(same)) or 0
     session.add(task)
     about = {"version": due.version, "worker": worker.name, "held_out": held_out}
     audit.record(session, now, ACTOR, "task.evaluate", task.id, run_id=run.id, **about)
@@ -121,18 +121,18 @@ def _task(
         seed=seed,
         plan=plan.model_dump(mode="json"),
         token=0,
-        leases=0,
+        attempts=0,
         created_at=now,
         upload_bytes=0,
         download_bytes=0,
-        numbers={},
+        metrics={},
     )
 
 
 def cancel_tasks(session: Session, now: float, which: Sequence[TaskRow]) -> None:
     """Cancel what is not over yet."""
     for task in which:
-        if task.state in ("offered", "leased", "lapsed"):
+        if task.state in ("offered", "leased", "expired"):
             move_task(session, now, ACTOR, task, "cancel")
 
 
@@ -153,7 +153,7 @@ def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> 
 
 
 def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
-    """What was accepted came to nothing."""
+    """Abandon a round: its accepted updates are left out."""
     move_round(session, now, ACTOR, round_, "abandon", reason)
     cancel_tasks(session, now, tasks_of(session, round_.id))
     move_tasks(session, "leave_out", TaskRow.round_id == round_.id, merged_in=None)
@@ -177,7 +177,7 @@ def assigned_updates(session: Session, run_id: str, number: int) -> list[Accepte
             worker=f"{site}/{name}",
             digest=task.update_digest or "",
             examples=task.examples or 0,
-            numbers=task.numbers,
+            metrics=task.metrics,
             plan=Plan.model_validate(task.plan),
             base=VersionRef(number=task.version_number, digest=base),
         )
@@ -199,7 +199,7 @@ def _assigned(session: Session, run_id: str, number: int) -> Sequence[Row[TaskRo
 def note_scores(session: Session, run_id: str, number: int, scores: Mapping[str, Mapping[str, float]]) -> None:
     """Add the scores of each update that was assigned to a version to its numbers."""
     for task, name, site, _ in _assigned(session, run_id, number):
-        task.numbers = {**task.numbers, **scores.get(f"{site}/{name}", {})}
+        task.metrics = {**task.metrics, **scores.get(f"{site}/{name}", {})}
 
 
 def _leave_out(session: Session, run_id: str, number: int, merged: Merged) -> list[str]:
@@ -222,7 +222,7 @@ def add_version(
     which are entered in the audit too."""
     before = session.get(VersionRow, (run_id, ref.number - 1))
     row = VersionRow(run_id=run_id, number=ref.number, digest=ref.digest, created_at=now)
-    row.numbers, row.warnings = dict(manifest.numbers), list(warnings)
+    row.scalars, row.warnings = dict(manifest.scalars), list(warnings)
     session.add(row)
     news = [warning for warning in warnings if not before or warning not in before.warnings]
     if news:

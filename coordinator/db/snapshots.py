@@ -1,4 +1,4 @@
-"""What `decide` is given: a run at one moment, and who could take part."""
+"""The input of `decide`: a run at one moment, and the workers that could take part."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def eligible(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
 
 
 def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
-    """Return who of them may be asked in the run's next round: where the method is sticky, nobody in another's
-    place."""
+    """Return the workers that may take part in the run's next round; with a sticky method, none as a replacement for
+    another."""
     able = eligible(invited, live)
     if not sticky(invited.spec.method):
         return able
@@ -108,7 +108,7 @@ def evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker
 
 
 def site_evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
-    """Return who could evaluate them on what it holds out: whoever could train, and holds something out."""
+    """Return the workers that could evaluate versions: those that could train and have held-out examples."""
     spec = invited.spec
     if spec.evaluation is None or not spec.evaluation.sites:
         return []
@@ -128,7 +128,7 @@ def runs_to_decide(session: Session) -> list[str]:
 
 
 def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, absent_are_gone: bool) -> RunSnapshot:
-    """Return a run at this moment. `absent_are_gone` tells whether a worker that is not live is given up on."""
+    """Return a run at this moment. With `absent_are_gone`, workers that are not live are not waited for."""
     here = ids(live) if absent_are_gone else None
     run = session.get_one(RunRow, run_id)
     invited = invitation(session, run)
@@ -136,11 +136,11 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     round_ = session.scalars(
         select(RoundRow).where(RoundRow.run_id == run_id, RoundRow.state.in_(LIVE_ROUND))
     ).one_or_none()
-    # A site that let an earlier version lapse is not asked about it again: what it keeps may have moved on.
+    # A site that let an earlier version expire is not asked about it again: what it keeps may have moved on.
     wanted = ~TaskRow.held_out | (TaskRow.version_number == _latest_due(run, spec))
     pending = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate")
     pending &= TaskRow.state.in_(("offered", "leased")) | (
-        (TaskRow.state == "lapsed") & (TaskRow.leases < spec.cohort.task_tries) & wanted
+        (TaskRow.state == "expired") & (TaskRow.attempts < spec.cohort.max_task_attempts) & wanted
     )
     return RunSnapshot(
         id=run.id,
@@ -171,7 +171,7 @@ def _task_snapshots(session: Session, which: ColumnElement[bool], here: set[str]
             TaskRow.id,
             TaskRow.state,
             TaskRow.token,
-            TaskRow.leases,
+            TaskRow.attempts,
             TaskRow.lease_expires_at,
             TaskRow.worker_id,
             WorkerRow.site_id,
@@ -187,8 +187,8 @@ def _task_snapshots(session: Session, which: ColumnElement[bool], here: set[str]
 
 
 def _abandoned(session: Session, run: RunRow) -> int:
-    """Return attempts at the next round that were abandoned. Those for which a site had not agreed to the run are
-    counted only beyond a bound: whoever is asked first has to say so once."""
+    """Return the number of abandoned attempts at the next round. Attempts that failed because a site had not approved
+    the run count only beyond a limit: each site has to report that once."""
     ids = session.scalars(
         select(RoundRow.id).where(
             RoundRow.run_id == run.id,
@@ -214,19 +214,19 @@ def _idle_since(session: Session, run: RunRow) -> float:
 def central_due(
     session: Session, run: RunRow, spec: RunSpec, here: Collection[str] | None
 ) -> list[PendingEvaluation]:
-    """Versions to be measured on the central data set, every n-th, the first and the last, oldest first, that nobody
-    has measured, nor is at it, nor was asked to in vain too often.
+    """Return the versions due for central evaluation (every n-th, the first and the last; oldest first) that were not
+    measured, are not being measured, and did not fail too often.
 
-    One that was only offered to a worker who is not `here` counts as not asked for, unless `here` is not known.
+    An evaluation that was only offered to a worker who is not `here` does not count, unless `here` is unknown.
     """
     if spec.evaluation is None or spec.evaluation.dataset is None:
         return []
     due = (VersionRow.number % spec.evaluation.every == 0) | (VersionRow.number == spec.rounds)
     central = (TaskRow.run_id == run.id) & (TaskRow.kind == "evaluate") & ~TaskRow.held_out
-    awaited: ColumnElement[bool] = TaskRow.state.in_(("offered", "lapsed"))
+    awaited: ColumnElement[bool] = TaskRow.state.in_(("offered", "expired"))
     if here is not None:
         awaited &= TaskRow.worker_id.in_(here)
-    taken = awaited | TaskRow.state.in_(("leased", "accepted")) | (TaskRow.leases >= spec.cohort.task_tries)
+    taken = awaited | TaskRow.state.in_(("leased", "accepted")) | (TaskRow.attempts >= spec.cohort.max_task_attempts)
     numbers = (
         select(VersionRow.number)
         .where(VersionRow.run_id == run.id, due, VersionRow.retired_at.is_(None))
@@ -259,6 +259,8 @@ def sites_due(
         return []
     number = _latest_due(run, spec)
     tasks = (TaskRow.run_id == run.id) & (TaskRow.version_number == number) & (TaskRow.held_out)
-    over = TaskRow.state.in_(("offered", "leased", "lapsed", "accepted")) | (TaskRow.leases >= spec.cohort.task_tries)
+    over = TaskRow.state.in_(("offered", "leased", "expired", "accepted")) | (
+        TaskRow.attempts >= spec.cohort.max_task_attempts
+    )
     asked = set(session.scalars(select(TaskRow.worker_id).where(tasks, over)))
     return [PendingEvaluation(number, worker.id) for worker in able if worker.id not in asked]

@@ -1,7 +1,6 @@
-"""What is counted for those who watch: of runs, rounds, tasks and sites, straight from the tables.
+"""Statistics of runs, rounds, tasks and sites for monitoring, read from the tables.
 
-What grows with the past is never read twice: the commits of rounds are taken from the audit chain, on from where it
-was read last.
+History is never read twice: commits of rounds come from the audit chain, starting where the last read ended.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from tessera.shared.api.runs import RunSpec
 from tessera.shared.metrics.site_spread import PERSONAL, spreads
 
 MAX_RUNS = 100
-"""Live runs that are told of one by one, the latest first: what watches keeps a series of figures for each."""
+"""Maximum number of live runs with series of their own, the latest first: a monitor stores each series."""
 
 MAX_SITES = 1_000
 """The same of sites, those that were silent longest first."""
 
 MEASURED = frozenset(("loss", "accuracy", "macro_f1", "calibration_error"))
-"""Numbers that are told of. Workers may report any other; each name would be a series, and anybody's choice."""
+"""Metrics that are exported. Workers may report others, but each name would be a series that a worker chose."""
 
 STEPS = ("round.open", "round.close", "round.commit", "round.abandon")
 BATCH = 10_000
@@ -53,7 +52,7 @@ class RunFigures(NamedTuple):
 
 def tasks_in_hand(session: Session) -> Sequence[Row[str, str, int]]:
     """Kind, state and number of the tasks of live rounds, and of live runs' evaluations that are not over."""
-    pending = (TaskRow.kind == "evaluate") & TaskRow.state.in_(("offered", "leased", "lapsed"))
+    pending = (TaskRow.kind == "evaluate") & TaskRow.state.in_(("offered", "leased", "expired"))
     pending &= TaskRow.run_id.in_(select(RunRow.id).where(RunRow.state.in_(LIVE_RUN)))
     of_rounds = TaskRow.round_id.in_(select(RoundRow.id).where(RoundRow.state.in_(LIVE_ROUND)))
     which = of_rounds | pending
@@ -114,7 +113,7 @@ def _measured(session: Session, run_id: str, *, held_out: bool) -> dict[tuple[Pl
     rows = session.scalars(select(TaskRow).where(done, TaskRow.version_number == latest))
     found = [measurement_view(session, row, "") for row in rows]
     if not held_out:
-        return {("central", name): value for one in found for name, value in one.numbers.items() if name in MEASURED}
+        return {("central", name): value for one in found for name, value in one.metrics.items() if name in MEASURED}
     return {
         ("sites", name): spread.weighted_mean
         for by_name in spreads(found).values()
@@ -124,17 +123,16 @@ def _measured(session: Session, run_id: str, *, held_out: bool) -> dict[tuple[Pl
 
 
 class RoundDurations(NamedTuple):
-    """How long a round took."""
+    """Durations of one round."""
 
     round_seconds: float
     """From its opening."""
     merge_seconds: float
-    """From its closing, with whatever the merge waited for."""
+    """From the closing of the round, including the time that the merge waited."""
 
 
 class Commits:
-    """Tells of every round's commit once. Of those before its time too: all that ever happened is in the audit
-    chain."""
+    """Every round's commit, each once, including those before this process started: the audit chain has all."""
 
     def __init__(self, tell: Callable[[RoundDurations], None]) -> None:
         self._tell = tell
@@ -143,7 +141,7 @@ class Commits:
         self._began: dict[tuple[str, str], float] = {}
 
     def follow(self, session: Session) -> None:
-        """Tell of those that it has not told of."""
+        """Report the commits since the last call."""
         query = select(AuditRow.seq, AuditRow.at, AuditRow.action, AuditRow.subject).order_by(AuditRow.seq)
         query = query.where(AuditRow.action.in_(STEPS)).limit(BATCH)
         with self._lock:

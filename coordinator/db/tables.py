@@ -56,7 +56,7 @@ class SiteRow(Table):
 
 
 class TokenRow(Table):
-    """Who may call. Only a hash of the secret is kept."""
+    """A caller's token. Only a hash of the secret is stored."""
 
     __tablename__ = "tokens"
 
@@ -114,7 +114,7 @@ class EnrolmentRow(Table):
 
 
 class SessionRow(Table):
-    """Who is signed in to the page, and by which token: it ends with that one at the latest."""
+    """A session of the dashboard and the token that it was started with; it ends with the token at the latest."""
 
     __tablename__ = "sessions"
 
@@ -194,7 +194,7 @@ class VersionRow(Table):
     number: Mapped[int] = mapped_column(primary_key=True)
     digest: Mapped[str]
     # What the method tells of it. The numbers are in the manifest too; here a page of versions reads no blob.
-    numbers: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
+    scalars: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     warnings: Mapped[list[str]] = mapped_column(server_default="[]")
     created_at: Mapped[float]
     # Since when its blocks are no longer kept, except where another version has them too.
@@ -229,11 +229,11 @@ class RoundRow(Table):
     reason: Mapped[str | None]
 
 
-EVALUATION = "kind = 'evaluate' and state in ('offered', 'leased', 'lapsed', 'accepted')"
+EVALUATION = "kind = 'evaluate' and state in ('offered', 'leased', 'expired', 'accepted')"
 """An evaluation that is done or may still be."""
 
 
-UPDATE = "kind = 'train' and state in ('offered', 'leased', 'lapsed', 'accepted', 'merged')"
+UPDATE = "kind = 'train' and state in ('offered', 'leased', 'expired', 'accepted', 'merged')"
 """A task whose update counts or still may."""
 
 
@@ -306,7 +306,7 @@ class TaskRow(Table):
     # The fencing token: it grows with every lease, and every report must show the present one.
     token: Mapped[int]
     # Tries so far, those of the task that failed before it included.
-    leases: Mapped[int]
+    attempts: Mapped[int]
     instance: Mapped[str | None]
     lease_expires_at: Mapped[float | None]
     created_at: Mapped[float]
@@ -316,7 +316,7 @@ class TaskRow(Table):
     upload_bytes: Mapped[int]
     download_bytes: Mapped[int]
     examples: Mapped[int | None]
-    numbers: Mapped[dict[str, Any]]
+    metrics: Mapped[dict[str, Any]]
     # How far its worker is, as it says itself; of the latest lease.
     progress: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     # Of which layers the update that was accepted holds blocks.
@@ -340,7 +340,7 @@ class BlobRow(Table):
 
 
 class RunBlobRow(Table):
-    """Which blobs a run's model and versions are made of: what its workers may fetch, and what must be kept."""
+    """A blob of a run's model or versions: the run's workers may fetch it, and it must be kept."""
 
     __tablename__ = "run_blobs"
 
@@ -349,8 +349,8 @@ class RunBlobRow(Table):
 
 
 class DifferenceRow(Table):
-    """What a worker that holds one version of a run may fetch in place of the blocks of a later one. Made when it is
-    first asked for."""
+    """The difference between two versions of a run, which a worker that has the earlier may fetch in place of blocks
+    of the later. Computed at the first request."""
 
     __tablename__ = "differences"
 

@@ -1,4 +1,4 @@
-"""What workers do to tasks: claim, renew, report. Each write shows the fencing token (invariant I4)."""
+"""Workers' writes to tasks: claim, renew, report. Each write carries the fencing token (invariant I4)."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None
 
     What a site measures of its own comes before training, which would change it.
     """
-    # An answer that was lost on its way is given again rather than left to lapse.
+    # An answer that was lost on its way is given again rather than left to expire.
     again = (TaskRow.state == "leased") & (TaskRow.instance == instance)
     order = (again.desc(), TaskRow.held_out.desc(), TaskRow.created_at, TaskRow.id)
     open_to = (TaskRow.worker_id == worker_id) & (again | (TaskRow.state == "offered"))
@@ -143,7 +143,7 @@ def lease(session: Session, now: float, actor: str, task: TaskRow, instance: str
     else:
         values = {
             "token": task.token + 1,
-            "leases": task.leases + 1,
+            "attempts": task.attempts + 1,
             "instance": instance,
             "lease_expires_at": now + seconds,
             "progress": {},
@@ -185,19 +185,19 @@ def settle(
 
 
 def was_released(record: TaskRecord, token: int) -> bool:
-    """Tell whether this release took place before, and only the answer was lost."""
+    """Return whether this release took place before, and only the response was lost."""
     return record.task.state == "offered" and record.task.token == token > 0
 
 
 def was_failed(record: TaskRecord, token: int) -> bool:
-    """Tell whether this failure was recorded before, and only the answer was lost."""
+    """Return whether this failure was recorded before, and only the response was lost."""
     task = record.task
     over = task.state == "failed" or (task.state == "cancelled" and task.problem is not None)
     return over and task.token == token
 
 
 def was_accepted(record: TaskRecord, token: int, digest: str | None = None) -> bool:
-    """Tell whether this very report was accepted before, and only the answer was lost.
+    """Return whether this very report was accepted before, and only the response was lost.
 
     `digest` is that of its update, if it has one.
     """

@@ -58,8 +58,8 @@ def page(
 ) -> Page[V]:
     """Return one page of `query` in the order of `keys`, which must be unique together and selected first.
 
-    The cursor holds the last keys shown, so pages neither skip nor repeat while rows are added. A page also ends
-    where it has PAGE_BYTES: whoever reads it holds it whole.
+    The cursor holds the last keys of the page, so pages neither skip nor repeat rows while others are added. A page
+    also ends at PAGE_BYTES: its reader holds it in memory.
     """
     ordered = query.order_by(*keys).limit(limit + 1)
     if cursor is not None:
@@ -128,8 +128,8 @@ def run_view(session: Session, row: RunRow) -> Run:
 
 
 def for_site(run: Run, site: str) -> Run:
-    """Return what a site is told of a run that it takes part in: nothing that names another, or tells how much it
-    has."""
+    """Return the view of a run for a site that takes part in it: without the names of other sites or the sizes of
+    their data."""
     cohort = run.spec.cohort
     own = cohort.model_copy(update={"sites": None if cohort.sites is None else (site,)})
     spec = run.spec.model_copy(update={"cohort": own})
@@ -177,9 +177,9 @@ def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
             "kind": row.kind,
             "state": row.state,
             "token": row.token,
-            "leases": row.leases,
+            "attempts": row.attempts,
             "examples": row.examples,
-            "numbers": row.numbers,
+            "metrics": row.metrics,
             "upload_bytes": row.upload_bytes,
             "download_bytes": row.download_bytes,
             "progress": row.progress or None,
@@ -193,9 +193,9 @@ def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
     )
 
 
-def without_scores(numbers: Mapping[str, float]) -> dict[str, float]:
+def without_scores(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return a worker's numbers without those under the names of outlier scores, which the coordinator writes."""
-    return {name: value for name, value in numbers.items() if not name.startswith(PREFIX)}
+    return {name: value for name, value in metrics.items() if not name.startswith(PREFIX)}
 
 
 def task_for_site(view: TaskView) -> TaskView:
@@ -204,7 +204,7 @@ def task_for_site(view: TaskView) -> TaskView:
     Outlier scores are hidden, so that an attacker cannot tune an update against them. What was accepted stays
     `accepted`: a repeated report gets the first answer, and older workers know no later state.
     """
-    shown: dict[str, Any] = {"numbers": without_scores(view.numbers)}
+    shown: dict[str, Any] = {"metrics": without_scores(view.metrics)}
     if view.is_accepted:
         shown |= {"state": "accepted", "unmerged": ()}
     if view.is_accepted and view.kind == "train":
@@ -225,7 +225,7 @@ def version_view(row: VersionRow) -> Version:
         digest=row.digest,
         created_at=instant(row.created_at),
         retired_at=maybe_instant(row.retired_at),
-        numbers=row.numbers,
+        scalars=row.scalars,
         warnings=tuple(row.warnings),
     )
 
@@ -237,7 +237,7 @@ def measurement_view(session: Session, row: TaskRow, dataset: str) -> Measuremen
         worker=worker_name(session, row.worker_id),
         held_out=row.held_out,
         examples=row.examples or 0,
-        numbers=row.numbers,
+        metrics=row.metrics,
     )
 
 

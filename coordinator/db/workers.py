@@ -14,17 +14,28 @@ from tessera.shared.problems import Conflict, NotFound, QuotaExceeded
 from tessera.shared.schema import MAX_CLAIM_BYTES
 from tessera.shared.tensors.lazy import digest_of
 
-DECLARED = {"kinds", "datasets", "held_out", "methods", "device", "version", "resources", "mirror", "withheld"}
-"""What is kept of a claim: all that tells which tasks the worker may have, and what it runs on."""
+DECLARED = {
+    "kinds",
+    "datasets",
+    "held_out",
+    "methods",
+    "device",
+    "version",
+    "resources",
+    "advertised_policy",
+    "withheld",
+}
+"""Fields of a claim that are stored: those that decide which tasks the worker may have, and its platform."""
 
 FORGOTTEN_SECONDS = 30 * 86_400.0
-"""How long a name counts among those of a site after it was heard of last: some sites name each process anew."""
+"""Time after its last request for which a worker's name counts against its site's limit: some sites give each process
+a new name."""
 
 DECLARED_SHARE = 4_096
 """Bytes that each worker of a site may declare on average: those that are live are kept parsed."""
 
 TOO_MANY_SECONDS = 600.0
-"""When a site with too many workers may ask again."""
+"""Retry-After for a site with too many workers."""
 
 
 def create_site(session: Session, now: float, actor: str, name: str) -> SiteRow:

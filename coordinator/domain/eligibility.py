@@ -1,7 +1,7 @@
-"""Who would do what a run asks, by what workers say of themselves.
+"""Eligibility of workers for a run, from their advertised capabilities and policies.
 
-Nothing here binds a site: its worker judges every task anew, by its own policy. What is said here spares a round the
-workers that would refuse it, and tells whoever starts a run why.
+It does not bind a site, whose worker checks every task by its own policy. It keeps workers that would refuse out of a
+round, and reports the reasons to the creator of the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class RunTerms:
-    """A run as it is judged before a round. `run` is None for one that is not yet."""
+    """The terms of a run for eligibility. `run` is its id, or None if it does not exist yet."""
 
     spec: RunSpec
     model_bytes: int
@@ -32,16 +32,16 @@ class RunTerms:
     run: str | None = None
 
     def lets_know(self, site: str) -> bool:
-        """Return whether the run lets a site know anything of it."""
+        """Return whether the run is visible to a site."""
         return self.spec.cohort.sites is None or site in self.spec.cohort.sites
 
 
 def policy_of(declared: Mapping[str, Any]) -> AdvertisedPolicy | None:
-    """Return what a worker said of its policy; None for one of a version that says nothing."""
-    told = declared.get("mirror")
+    """Return a worker's advertised policy; None if its version does not advertise one."""
+    told = declared.get("advertised_policy")
     if isinstance(told, AdvertisedPolicy):
         return told
-    # Each look at a run asks for every live worker's: to parse it takes longer than to write it down.
+    # Cached by its JSON, as every decision on a run needs all live workers' policies and parsing them is slow.
     return None if told is None else _mirror(json.dumps(told))
 
 
@@ -51,7 +51,7 @@ def _mirror(text: str) -> AdvertisedPolicy:
 
 
 def objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> list[Ineligibility]:
-    """Return why a worker would not train in a round of the run, whatever the round asks; none if it would."""
+    """Return why a worker would not train in any round of the run; empty if it would."""
     return [Ineligibility(rule=rule, detail=detail) for rule, detail in _objections(invitation, site, declared)]
 
 
@@ -68,86 +68,86 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
         yield "datasets", f"it has no data set {spec.dataset}, or may not use it"
     if reason := declared.get("withheld", {}).get(invitation.run):
         yield "withheld", reason
-    if mirror := policy_of(declared):
-        yield from _refusals(invitation, examples, mirror)
+    if policy := policy_of(declared):
+        yield from _refusals(invitation, examples, policy)
 
 
-def _refusals(invitation: RunTerms, examples: int, mirror: AdvertisedPolicy) -> Iterator[tuple[str, str]]:
-    """Yield what the site's policy has against the run as a whole, by the policy's own rules."""
+def _refusals(invitation: RunTerms, examples: int, policy: AdvertisedPolicy) -> Iterator[tuple[str, str]]:
+    """Yield the rules of the site's policy that the run as a whole violates."""
     spec, privacy = invitation.spec, invitation.spec.privacy
-    if mirror.orchestrators is not None and invitation.orchestrator not in mirror.orchestrators:
+    if policy.orchestrators is not None and invitation.orchestrator not in policy.orchestrators:
         yield "orchestrators", f"it takes no runs of {invitation.orchestrator or 'who is not named'}"
-    if spec.training.epochs > mirror.max_epochs:
-        yield "max_epochs", f"{spec.training.epochs} epochs are more than its {mirror.max_epochs}"
-    if (largest := min(spec.training.batch_size or examples, examples)) > mirror.max_batch:
-        yield "max_batch", f"a batch of {largest} is more than its {mirror.max_batch}"
-    if invitation.model_bytes > mirror.max_model_bytes:
+    if spec.training.epochs > policy.max_epochs:
+        yield "max_epochs", f"{spec.training.epochs} epochs are more than its {policy.max_epochs}"
+    if (largest := min(spec.training.batch_size or examples, examples)) > policy.max_batch:
+        yield "max_batch", f"a batch of {largest} is more than its {policy.max_batch}"
+    if invitation.model_bytes > policy.max_model_bytes:
         yield (
             "max_model_bytes",
-            f"a model of {invitation.model_bytes} bytes is more than its {mirror.max_model_bytes}",
+            f"a model of {invitation.model_bytes} bytes is more than its {policy.max_model_bytes}",
         )
-    floor = mirror.require_privacy
+    floor = policy.require_privacy
     if floor and (privacy is None or privacy.epsilon > floor.epsilon or privacy.delta > floor.delta):
         yield "require_privacy", f"it requires privacy of epsilon {floor.epsilon:g} at delta {floor.delta:g}"
     if floor and privacy and privacy.selection == "uncovered":
         yield "require_privacy", "it requires privacy that covers the choice of blocks"
-    if (budget := mirror.budgets.get(spec.dataset)) is None:
+    if (budget := policy.budgets.get(spec.dataset)) is None:
         return
     if privacy is None or privacy.selection == "uncovered":
         yield "privacy", f"its data set {spec.dataset} has a privacy budget, and the run no privacy that covers all"
-    if mirror.spent.get(spec.dataset, 0) >= budget.epsilon:
+    if policy.spent.get(spec.dataset, 0) >= budget.epsilon:
         yield (
             "privacy",
             f"runs have spent the privacy budget of its data set {spec.dataset}: epsilon {budget.epsilon:g}",
         )
 
 
-def reservations(invitation: RunTerms, mirror: AdvertisedPolicy | None, upload_bytes: int) -> list[Ineligibility]:
-    """Return what may keep a worker that takes part from doing so to the run's end, or make it late. A round asks it
-    for `upload_bytes` before any codec."""
-    found = _reservations(invitation.spec, mirror, upload_bytes) if mirror else ()
+def policy_warnings(invitation: RunTerms, policy: AdvertisedPolicy | None, upload_bytes: int) -> list[Ineligibility]:
+    """Return what may delay an eligible worker or end its participation before the run's end. A round asks it for
+    `upload_bytes` before any codec."""
+    found = _policy_warnings(invitation.spec, policy, upload_bytes) if policy else ()
     return [Ineligibility(rule=rule, detail=detail) for rule, detail in found]
 
 
-def _reservations(spec: RunSpec, mirror: AdvertisedPolicy, upload_bytes: int) -> Iterator[tuple[str, str]]:
-    budget, privacy = mirror.budgets.get(spec.dataset), spec.privacy
+def _policy_warnings(spec: RunSpec, policy: AdvertisedPolicy, upload_bytes: int) -> Iterator[tuple[str, str]]:
+    budget, privacy = policy.budgets.get(spec.dataset), spec.privacy
     if budget and privacy:
-        spent = mirror.spent.get(spec.dataset)
-        # A site's budget is judged at half of its delta (`worker.privacy.accountant`).
+        spent = policy.spent.get(spec.dataset)
+        # A site's budget is checked at half of its delta (`worker.privacy.accountant`).
         half = budget.delta / 2
         runs = [privacy, *([Budget(epsilon=spent, delta=half)] if spent else [])]
         if (total := about_together(runs, half)) > budget.epsilon:
             before = f"with the {spent:.3g} of runs before, " if spent else ""
-            told = f"{before}the run would come to an epsilon of about {total:.3g}"
-            yield "privacy", f"{told}, and its site allows {budget.epsilon:g}"
-    if upload_bytes > mirror.max_upload_bytes:
-        yield "max_upload_bytes", f"it sends at most {mirror.max_upload_bytes} bytes at a time"
-    if mirror.max_run_upload_bytes is not None and upload_bytes * spec.rounds > mirror.max_run_upload_bytes:
-        yield "max_run_upload_bytes", f"it sends at most {mirror.max_run_upload_bytes} bytes for the whole run"
-    if mirror.max_minutes_per_day is not None:
-        yield "max_minutes_per_day", f"it works at most {mirror.max_minutes_per_day:g} minutes a day"
-    if mirror.hours:
-        yield "hours", f"it works {', '.join(mirror.hours)} by its own clock"
-    if mirror.airlock:
+            forecast = f"{before}the run would spend an epsilon of about {total:.3g}"
+            yield "privacy", f"{forecast}, and its site allows {budget.epsilon:g}"
+    if upload_bytes > policy.max_upload_bytes:
+        yield "max_upload_bytes", f"it sends at most {policy.max_upload_bytes} bytes at a time"
+    if policy.max_run_upload_bytes is not None and upload_bytes * spec.rounds > policy.max_run_upload_bytes:
+        yield "max_run_upload_bytes", f"it sends at most {policy.max_run_upload_bytes} bytes for the whole run"
+    if policy.max_minutes_per_day is not None:
+        yield "max_minutes_per_day", f"it works at most {policy.max_minutes_per_day:g} minutes a day"
+    if policy.hours:
+        yield "hours", f"it works {', '.join(policy.hours)} by its own clock"
+    if policy.airlock:
         yield "airlock", "a person at its site releases each update"
 
 
-def refused_model(mirror: AdvertisedPolicy | None, model: Model) -> Ineligibility | None:
-    """Return what the site has against the model."""
+def refused_model(policy: AdvertisedPolicy | None, model: Model) -> Ineligibility | None:
+    """Return why the site would refuse the model, or None."""
     kind = str(model.config.get("model_type"))
-    if mirror is None or mirror.models is None or kind in mirror.models:
+    if policy is None or policy.models is None or kind in policy.models:
         return None
     return Ineligibility(rule="models", detail=f"it takes no models of type {kind}")
 
 
-def refused_plan(mirror: AdvertisedPolicy | None, model: Model, plan: Plan) -> Ineligibility | None:
-    """Return what the site has against sending what a plan asks for."""
-    if mirror is None:
+def refused_plan(policy: AdvertisedPolicy | None, model: Model, plan: Plan) -> Ineligibility | None:
+    """Return why the site would refuse to send the update that a plan asks for, or None."""
+    if policy is None:
         return None
     asked = plan.upload.resolve(model.blocks)
-    if kept := [block for block in asked if mirror.withholds(block)]:
+    if kept := [block for block in asked if policy.withholds(block)]:
         return Ineligibility(rule="never_send", detail=f"these blocks never leave it: {_listed(kept)}")
-    if kept := [block for block in asked if not mirror.may_send.holds(block)]:
+    if kept := [block for block in asked if not policy.may_send.holds(block)]:
         return Ineligibility(rule="may_send", detail=f"these blocks may not leave it: {_listed(kept)}")
     return None
 

@@ -1,4 +1,4 @@
-"""What would become of a run: who would take part, and what its first round would ask of each."""
+"""Preview of a run: the workers that would take part, and the workload of its first round for each."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from datetime import UTC, datetime, timedelta
 from tessera.coordinator.domain.eligibility import (
     RunTerms,
     objections,
+    policy_warnings,
     refused_model,
     refused_plan,
-    reservations,
 )
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Ineligibility, Preview, RoundWorkload, RunSpec, WorkerPreview
@@ -31,29 +31,29 @@ MAX_NAMED = 5
 def preview(
     invited: RunTerms, model: Model, state: State, known: Sequence[LiveWorker], live: Collection[str], now: float
 ) -> Preview:
-    """`known` is every worker that was ever heard of, `live` the names of those heard of lately.
+    """Return the preview of a run. `known` has all workers ever seen, `live` the names of those seen recently.
 
-    The first round is planned as the conductor would, for all who would take part, and as if those whose sites have
-    to approve the run had. Raises what the method raises.
+    The first round is planned as the conductor would, for all eligible workers, assuming that their sites approve the
+    run. Raises what the method raises.
     """
     found = {worker.name: _before_planning(invited, model, worker, live, now) for worker in known}
     plans: dict[str, Plan] = {}
     while pool := [worker for worker in known if not _but_for_approval(found[worker.name])]:
         plans = plan_round(invited.spec, model, state, [worker.participant(invited.spec.dataset) for worker in pool])
         planned = [worker for worker in pool if worker.name in plans]
-        refused = {w.name: said for w in planned if (said := refused_plan(w.mirror, model, plans[w.name]))}
+        refused = {w.name: said for w in planned if (said := refused_plan(w.advertised_policy, model, plans[w.name]))}
         if not refused:
             break
         plans = {}
         for name, said in refused.items():
             found[name] = [*found[name], said]
     asked = {name: _ask(plan, model) for name, plan in plans.items()}
-    prospects = tuple(
+    workers = tuple(
         WorkerPreview(
             worker=worker.name,
-            objections=tuple(found[worker.name]),
-            reservations=tuple(reservations(invited, worker.mirror, ask.upload_bytes)) if ask else (),
-            asked=ask,
+            ineligibilities=tuple(found[worker.name]),
+            warnings=tuple(policy_warnings(invited, worker.advertised_policy, ask.upload_bytes)) if ask else (),
+            workload=ask,
         )
         for worker in known
         for ask in [asked.get(worker.name)]
@@ -62,23 +62,23 @@ def preview(
     sites = {worker.site for worker in known if not found[worker.name]}
     return Preview(
         quorum=invited.spec.cohort.quorum,
-        willing=len(sites),
-        awaiting=len({worker.site for worker in known if not _but_for_approval(found[worker.name])} - sites),
-        prospects=prospects,
+        eligible=len(sites),
+        awaiting_approval=len({worker.site for worker in known if not _but_for_approval(found[worker.name])} - sites),
+        workers=workers,
         missing_sites=tuple(sorted(set(invited_sites) - {worker.site for worker in known})),
         warnings=(*_shared_data(invited.spec, known), *warnings_of(invited.spec, model, state)),
     )
 
 
 def _shared_data(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
-    """Return a warning if workers of one site hold the run's data under one name, which may be one data set twice."""
+    """Return a warning if several workers of a site have a data set of this name, which may be the same data."""
     holding = Counter(worker.site for worker in known if worker.declared["datasets"].get(spec.dataset, 0) > 0)
     sites = sorted(site for site, count in holding.items() if count > 1)
     if not sites:
         return []
     more = f" and {len(sites) - MAX_NAMED} more" if len(sites) > MAX_NAMED else ""
-    said = f"several workers of {', '.join(sites[:MAX_NAMED])}{more} hold a data set {spec.dataset!r}"
-    return [f"{said}: if it is the same data, each keeps a privacy budget of its own for it; run one worker on it"]
+    subject = f"several workers of {', '.join(sites[:MAX_NAMED])}{more} have a data set {spec.dataset!r}"
+    return [f"{subject}: if it is the same data, each spends a separate privacy budget on it; run one worker on it"]
 
 
 def _but_for_approval(found: Sequence[Ineligibility]) -> list[Ineligibility]:
@@ -88,24 +88,24 @@ def _but_for_approval(found: Sequence[Ineligibility]) -> list[Ineligibility]:
 def _before_planning(
     invited: RunTerms, model: Model, worker: LiveWorker, live: Collection[str], now: float
 ) -> list[Ineligibility]:
-    found = [_silent(worker.mirror, now)] if worker.name not in live else []
+    found = [_silent(worker.advertised_policy, now)] if worker.name not in live else []
     found += objections(invited, worker.site, worker.declared)
-    if said := refused_model(worker.mirror, model):
+    if said := refused_model(worker.advertised_policy, model):
         found.append(said)
-    if worker.mirror and worker.mirror.approve_runs and invited.run is None:
+    if worker.advertised_policy and worker.advertised_policy.approve_runs and invited.run is None:
         found.append(Ineligibility(rule=AWAITING, detail="a person at its site has to approve the run first"))
     return found
 
 
-def _silent(mirror: AdvertisedPolicy | None, now: float) -> Ineligibility:
-    """Return why a worker is silent: its site's hours, as far as anybody can tell from here."""
-    if mirror and mirror.hours:
-        local = datetime.fromtimestamp(now, UTC) + timedelta(minutes=mirror.utc_offset_minutes)
-        if not is_open(mirror.hours, local):
-            hours, minutes = divmod(minutes_until_open(mirror.hours, local), 60)
-            detail = f"it works {', '.join(mirror.hours)} and begins in {hours} h {minutes} min"
+def _silent(policy: AdvertisedPolicy | None, now: float) -> Ineligibility:
+    """Return why a worker is silent: its site's hours, if they are known, or an unknown reason."""
+    if policy and policy.hours:
+        local = datetime.fromtimestamp(now, UTC) + timedelta(minutes=policy.utc_offset_minutes)
+        if not is_open(policy.hours, local):
+            hours, minutes = divmod(minutes_until_open(policy.hours, local), 60)
+            detail = f"it works {', '.join(policy.hours)} and begins in {hours} h {minutes} min"
             return Ineligibility(rule="hours", detail=detail)
-    return Ineligibility(rule="silent", detail="it was not heard of lately")
+    return Ineligibility(rule="silent", detail="it was not seen recently")
 
 
 def _ask(plan: Plan, model: Model) -> RoundWorkload:

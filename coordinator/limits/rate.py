@@ -19,7 +19,8 @@ WIDER = 10
 """Rate of an IPv6 /48, which holds 65,536 /64s, as a multiple of that of a /64."""
 
 ANONYMOUS = 10
-"""Rate of browsers without a session, as a multiple of `failures_per_minute`: many people may share an address."""
+"""Rate of browsers without a session, as a multiple of `auth_failures_per_minute`: many people may share
+an address."""
 
 
 class Rate:
@@ -70,15 +71,15 @@ class Admission:
         self,
         per_second: float,
         burst: int,
-        failures_per_minute: int,
+        auth_failures_per_minute: int,
         enrolments_per_minute: int,
         declarations_per_hour: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokens = Rate(per_second, burst, clock)
         self._declarations = Rate(declarations_per_hour / 3600, declarations_per_hour, clock)
-        self._failures = AddressRate(failures_per_minute, clock)
-        self._anonymous = AddressRate(ANONYMOUS * failures_per_minute, clock)
+        self._failures = AddressRate(auth_failures_per_minute, clock)
+        self._anonymous = AddressRate(ANONYMOUS * auth_failures_per_minute, clock)
         self._enrolments = AddressRate(enrolments_per_minute, clock)
 
     def count_request(self, token_id: str) -> None:
@@ -101,7 +102,7 @@ class Admission:
         """Raise TooManyRequests if the address sends too many requests without a valid token."""
         if wait := self._failures.take(address):
             raise TooManyRequests(
-                "too many requests without a valid token came from your address (setting failures_per_minute)",
+                "too many requests without a valid token came from your address (setting auth_failures_per_minute)",
                 remedy="Use a valid token; wait as long as Retry-After says before trying another.",
                 retry_after_seconds=wait,
             )
@@ -110,7 +111,7 @@ class Admission:
         """Raise TooManyRequests if the address sends the dashboard too many requests without a session."""
         if wait := self._anonymous.take(address):
             raise TooManyRequests(
-                "too many requests without a session came from your address (setting failures_per_minute)",
+                "too many requests without a session came from your address (setting auth_failures_per_minute)",
                 remedy="Wait as long as Retry-After says, then sign in.",
                 retry_after_seconds=wait,
             )

@@ -33,7 +33,7 @@ class ResponseMemory:
         with self._lock:
             if self._held[token_id] + held > self._most:
                 raise TooManyRequests(
-                    "too many responses with blobs are in progress for this token (setting answer_bytes_per_token)",
+                    "too many responses with blobs are in progress for this token (setting response_bytes_per_token)",
                     remedy="Wait as long as Retry-After says, and read fewer blobs at a time.",
                     retry_after_seconds=RETRY_SECONDS,
                 )

@@ -50,9 +50,9 @@ class _Listener:
     """The id of its token."""
     wakeup: asyncio.Event = field(default_factory=asyncio.Event)
     progressed: bool = False
-    """Whether a worker sent a heartbeat since the client last received a progress event."""
+    """A worker sent a heartbeat since the client last received a progress event."""
     unchecked: bool = True
-    """Whether its permission must be checked before the next event."""
+    """Its permission must be checked before the next event."""
 
 
 class ChangeFeed:
@@ -91,12 +91,13 @@ class ChangeFeed:
         """Raise Busy if no further client may listen, or none with this token."""
         if len(self._listeners) >= self._most:
             raise Busy(
-                f"{self._most} clients already listen here (setting max_listeners)", retry_after_seconds=RETRY_SECONDS
+                f"{self._most} clients already listen here (setting max_event_streams)",
+                retry_after_seconds=RETRY_SECONDS,
             )
         most = max(1, self._most // TOKENS)
         if sum(listener.holder == holder for listener in self._listeners) >= most:
             raise Busy(
-                f"{most} clients already listen with this token, 1/{TOKENS} of max_listeners",
+                f"{most} clients already listen with this token, 1/{TOKENS} of max_event_streams",
                 retry_after_seconds=RETRY_SECONDS,
             )
 

@@ -49,7 +49,7 @@ MAX_PIPELINED = 32
 """Most requests sent ahead of the first response: uvicorn queues any number of them."""
 
 LOOKS = 4
-"""Checks within `idle_seconds` of whether a receiver has read anything."""
+"""Checks within `idle_timeout_seconds` of whether a receiver has read anything."""
 
 
 def configuration(app: ASGIApp, settings: CoordinatorSettings) -> uvicorn.Config:
@@ -284,7 +284,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
     def _start_deadline(self) -> None:
         """Start the deadline for a head, or for the rest of a request whose response was sent."""
         if self._deadline is None:
-            self._deadline = self.loop.call_later(self._settings.head_seconds, self._overdue)
+            self._deadline = self.loop.call_later(self._settings.header_timeout_seconds, self._overdue)
 
     def _cancel_deadline(self) -> None:
         if self._deadline:
@@ -297,8 +297,10 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
             # Sent ahead of the previous response: the delay is on this side.
             self._start_deadline()
         elif self._in_head:
-            seconds = self._settings.head_seconds
-            self._refuse(TooSlow(f"the head of the request took longer than {seconds:g} s (setting head_seconds)"))
+            seconds = self._settings.header_timeout_seconds
+            self._refuse(
+                TooSlow(f"the head of the request took longer than {seconds:g} s (setting header_timeout_seconds)")
+            )
         else:
             self.transport.close()
 
@@ -316,7 +318,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
             return
         self.transport.write_eof()
         self._cancel_deadline()
-        self._deadline = self.loop.call_later(self._settings.head_seconds, self.transport.abort)
+        self._deadline = self.loop.call_later(self._settings.header_timeout_seconds, self.transport.abort)
 
     # ------------------------------------------------------------ responses
 
@@ -340,7 +342,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
             self._check_later()
 
     def _check_later(self) -> None:
-        self._check_timer = self.loop.call_later(self._settings.idle_seconds / LOOKS, self._check)
+        self._check_timer = self.loop.call_later(self._settings.idle_timeout_seconds / LOOKS, self._check)
 
     def _check(self) -> None:
         self._check_timer = None
@@ -349,7 +351,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
         before, self._unread_bytes = self._unread_bytes, self._unread()
         if self._unread_bytes != before:
             self._unread_since = self.loop.time()
-        elif self.loop.time() - self._unread_since >= self._settings.idle_seconds:
+        elif self.loop.time() - self._unread_since >= self._settings.idle_timeout_seconds:
             log.info("connection.cut", peer=self._address, untaken_bytes=before)
             self.transport.abort()
             return

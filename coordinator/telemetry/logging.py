@@ -11,7 +11,7 @@ from tessera.shared.telemetry.logging import configure as configure_structlog
 
 
 class Forwarding(logging.Handler):
-    """What libraries log, as one of our lines."""
+    """Handler that writes log records of libraries in our format."""
 
     def emit(self, record: logging.LogRecord) -> None:
         told = structlog.get_logger()

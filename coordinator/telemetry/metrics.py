@@ -1,7 +1,7 @@
-"""What Prometheus is told. Counters count in this process; gauges are read from the tables when asked for.
+"""Prometheus metrics. Counters count in this process; gauges are read from the tables at each scrape.
 
-Names begin with `tessera_` and end in their unit; labels are taken from what is bounded: states, codes, routes,
-sites, and the runs that are live.
+Names begin with `tessera_` and end in their unit; labels have bounded values: states, codes, routes, sites, and live
+runs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PROBLEMS_TOTAL = Counter("tessera_problems", "Requests refused, by problem code"
 RECEIVED_BYTES = Counter("tessera_received_bytes", "Bytes of uploads received", registry=REGISTRY)
 SENT_BYTES = Counter("tessera_sent_bytes", "Bytes of blobs sent", registry=REGISTRY)
 CONNECTIONS = Gauge("tessera_connections", "Connections open", registry=REGISTRY)
-UPDATES_TOTAL = Counter("tessera_updates", "Updates handed in, by outcome", ["outcome"], registry=REGISTRY)
+UPDATES_TOTAL = Counter("tessera_updates", "Updates submitted, by outcome", ["outcome"], registry=REGISTRY)
 REQUEST_SECONDS = Histogram(
     "tessera_request_duration_seconds",
     "From a request's head to the end of its answer, by route and class of status",
@@ -71,7 +71,7 @@ MERGE_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 360
 
 
 class Metrics:
-    """What one coordinator process tells. What is of the tables holds for all of them together."""
+    """Metrics of one coordinator process. Those read from the tables hold for all processes together."""
 
     def __init__(self, services: Services) -> None:
         self._tables = CollectorRegistry()
@@ -119,17 +119,19 @@ class TableCollector(Collector):
             yield from _of_runs(session)
             yield from _of_rounds(session, now)
             yield from _of_sites(session, now)
-            live = len(live_workers(session, now - self._services.settings.live_seconds))
+            live = len(live_workers(session, now - self._services.settings.liveness_seconds))
             blobs, blob_bytes = blob_totals(session)
         ready = float(readiness(self._services).ready)
-        yield GaugeMetricFamily("tessera_ready", "Whether this process can do its work", ready)
+        yield GaugeMetricFamily("tessera_ready", "1 if this process can do its work", ready)
         yield GaugeMetricFamily("tessera_live_workers", "Workers heard of lately", live)
         yield GaugeMetricFamily(
             "tessera_waiting_workers", "Workers waiting here", len(self._services.waiters.workers)
         )
         yield GaugeMetricFamily("tessera_blobs", "Blobs stored", blobs)
         yield GaugeMetricFamily("tessera_disk_free_bytes", "Bytes free on the disk", self._services.disk.free_bytes())
-        yield GaugeMetricFamily("tessera_memory_share", "Share of the memory in use", self._services.memory.share())
+        yield GaugeMetricFamily(
+            "tessera_memory_used_ratio", "Share of the memory in use", self._services.memory.share()
+        )
         yield GaugeMetricFamily("tessera_blob_bytes", "Bytes of the blobs stored", blob_bytes)
 
 
@@ -145,7 +147,7 @@ def _of_runs(session: Session) -> Iterator[Metric]:
         for one in figures:
             family.add_metric([one.run, one.name], getattr(one, name))
         yield family
-    measured = GaugeMetricFamily("tessera_run_measured", MEASURED, labels=["run", "name", "measure", "place"])
+    measured = GaugeMetricFamily("tessera_run_metric", MEASURED, labels=["run", "name", "metric", "source"])
     for one in figures:
         for (place, measure), value in one.measured.items():
             measured.add_metric([one.run, one.name, measure, place], value)
@@ -160,7 +162,7 @@ PER_RUN = {
     "upload_bytes": "Bytes of these sites' updates",
     "download_bytes": "Bytes that their workers had fetched for it",
 }
-MEASURED = "What the latest measured version of a live run came to, at the central worker or as a mean over sites"
+MEASURED = "Metric of the latest measured version of a live run, at the central worker or as a mean over sites"
 
 
 def _of_rounds(session: Session, now: float) -> Iterator[Metric]:
@@ -196,5 +198,5 @@ def readiness(services: Services) -> Readiness:
         ready=schema and writable,
         schema_at_head=schema,
         store_writable=writable,
-        store_has_room=services.disk.has(),
+        store_has_space=services.disk.has(),
     )

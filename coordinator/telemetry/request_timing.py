@@ -1,4 +1,4 @@
-"""How long requests take, by what they asked for: counted, and as spans where these are wanted."""
+"""Durations of requests by route, as a histogram and as spans."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def present_trace() -> str | None:
 
 
 NOTHING = "none"
-"""For requests of what there is not: their paths and methods are anybody's choice, and so no labels."""
+"""Label of requests for unknown routes: callers choose their paths and methods, so these cannot be labels."""
 
 
 class Timing:

@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0014"
-down_revision = "0012"
+down_revision = "0013"
 branch_labels = None
 depends_on = None
 
@@ -16,7 +16,7 @@ TAKEN_IN = """
     WHERE kind = 'train' AND state IN ('accepted', 'merged', 'left_out')
     AND round_id IN (SELECT id FROM rounds WHERE state IN ('merging', 'committed'))
 """
-UPDATE = sa.text("kind = 'train' and state in ('offered', 'leased', 'lapsed', 'accepted', 'merged')")
+UPDATE = sa.text("kind = 'train' and state in ('offered', 'leased', 'expired', 'accepted', 'merged')")
 
 
 def upgrade() -> None:

@@ -1,7 +1,7 @@
-"""How far a round moves some blocks, how far its senders disagree about them, and whether rounds add up.
+"""Client drift of one round: movement of selected blocks, disagreement among senders, and progress over rounds.
 
-Read off the updates themselves, chunk by chunk in one pass, in float64. A sender's step is its value less the
-version's; all the blocks looked at count as one long vector.
+Computed from the updates themselves, chunk by chunk in one pass, in float64. A sender's step is its value minus the
+version's; all selected blocks count as one long vector.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ fall into different buckets.
 """
 
 SHIFT = 1021
-"""How many buckets further each block begins."""
+"""Offset, in buckets, between the starts of consecutive blocks."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Agreement:
     disagreement: float
     """The weighted mean, over a block's senders, of the squared length of their step less the mean step."""
     noise: float
-    """What the movement would be, in the mean, of senders with nothing in common but how far they go.
+    """Expected movement if the senders' steps had equal lengths and independent directions.
 
     Independent steps of variance s^2 and weights p have a weighted mean of variance s^2 sum p^2, and a disagreement
     of s^2 (1 - sum p^2) in the mean: so the noise is the disagreement over N - 1, where N = 1 / sum p^2 is the number

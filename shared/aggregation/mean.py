@@ -1,7 +1,7 @@
 """Sparse weighted averaging: each block over the workers that sent it.
 
 McMahan et al. 2017 (arXiv 1602.05629), Algorithm 1, block by block. Steps, not weights, are averaged: a block that a
-worker did not send says 'no change' rather than zero, and a block that nobody sent keeps its bytes.
+worker did not send means 'no change' rather than zero, and a block that no worker sent keeps its bytes.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from typing import Literal
 
 from tessera.shared.tensors.lazy import Tensor, mean_step
 
-Divide = Literal["participants", "cohort", "inverse-probability"]
-"""What a block's step is divided by: the weight of those who sent it, or that of all whose update was accepted, or
-the latter times the probability with which a worker sends the block."""
+Normalization = Literal["participants", "cohort", "inverse-probability"]
+"""Denominator of a block's step: the weight of the workers that sent it, the weight of all accepted updates, or the
+latter times the probability that a worker sends the block."""
 
 
 def average(
     model: Mapping[str, Tensor],
     senders: Sequence[tuple[float, Mapping[str, Tensor]]],
-    divide: Divide,
+    normalization: Normalization,
     inclusion: Callable[[str], float] = lambda _: 1.0,
 ) -> dict[str, Tensor]:
-    """Return the blocks that somebody sent, averaged with each sender's weight.
+    """Return the blocks that at least one worker sent, averaged with each sender's weight.
 
     `participants` divides a block's step by the weights of those who sent it: full-size steps for rare blocks, with a
     random denominator. `cohort` divides by the weights of all senders: linear and of bounded sensitivity, damped by
     the share that sent. `inverse-probability` divides by the weights of all senders times the block's `inclusion`
-    (Horvitz and Thompson 1952): over random selections with that probability the step is, in the mean, the one that
-    would have been made had everybody sent the block. Where everybody sends everything, the three agree.
+    (Horvitz and Thompson 1952): over random selections with that probability, the expected step is that of a round in
+    which all workers send the block. If all workers send all blocks, the three agree.
 
     Raises ValueError for an inclusion that is not in (0, 1], of a block that was sent.
     """
     accepted = sum(weight for weight, _ in senders)
 
     def whole(name: str) -> float | None:
-        match divide:
+        match normalization:
             case "participants":
                 return None
             case "cohort":

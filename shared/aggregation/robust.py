@@ -4,8 +4,8 @@ A run chooses one beside its method and its server optimizer, as in `robust = {"
 stands in the place of the weighted mean, block by block over those who sent the block: absent is 'no change' and
 never zero. Workers count alike, since a weight that a worker states itself would be a way to be many.
 
-`attackers` is the f that a round must bear. A block that fewer than `least` workers sent stays as it is, so that f
-colluders who all send a block that nobody else sends do not own it.
+`attackers` is f, the number of malicious workers that a round must tolerate. A block that fewer than `least` workers
+sent stays as it is, so that f colluders cannot determine a block that no other worker sends.
 
 Two kinds. `Ordered` rules sort each element over the senders. `ByGram` rules take all inner products of the senders'
 steps in one pass, work out weights on that small matrix, and add the steps up in a second; iterations cost nothing.
@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from tessera.shared.aggregation.mean import Divide
+from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import (
     PIECE,
@@ -45,7 +45,7 @@ class RobustRule(Frozen):
 
     @property
     def neutral(self) -> bool:
-        """Whether it is the weighted mean."""
+        """Return whether the rule is the weighted mean."""
         return False
 
     @property
@@ -72,9 +72,9 @@ class Mean(RobustRule):
 
 
 class Guard(RobustRule):
-    """A rule that bears attackers."""
+    """A rule that tolerates attackers."""
 
-    attackers: PositiveInt = Field(default=1, le=1000, description="hostile workers that a round must bear")
+    attackers: PositiveInt = Field(default=1, le=1000, description="malicious workers that a round must tolerate")
 
     @property
     def least(self) -> int:
@@ -216,7 +216,7 @@ class Clipped(ByGram):
 
 class MultiKrum(ByGram):
     """The mean of the n - f - 2 steps that lie closest to their n - f - 2 nearest (Blanchard et al. 2017, arXiv
-    1703.02757; so many as in Damaskinos et al. 2019, AggregaThor).
+    1703.02757; that number as in Damaskinos et al. 2019, AggregaThor).
 
     Breakdown point below 1/2: it takes n >= 2 f + 3 senders.
     """
@@ -337,16 +337,19 @@ Robust = Annotated[
     Mean | Median | TrimmedMean | Clipped | MultiKrum | GeometricMedian,
     Field(discriminator="rule"),
 ]
-"""How a block's step follows from those that were sent."""
+"""The rule that computes a block's step from the steps that were sent."""
 
 
 def guarded(
-    rule: RobustRule, model: Mapping[str, Tensor], senders: Sequence[Mapping[str, Tensor]], divide: Divide
+    rule: RobustRule,
+    model: Mapping[str, Tensor],
+    senders: Sequence[Mapping[str, Tensor]],
+    normalization: Normalization,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the blocks that enough workers sent, stepped by the rule, and the names of those that only fewer did.
 
-    With `divide` of `cohort` a step is damped by the share of all workers that sent the block. Raises ValueError if a
-    shape differs.
+    With `normalization` of `cohort` a step is damped by the share of all workers that sent the block. Raises
+    ValueError if a shape differs.
     """
     moved: dict[str, Tensor] = {}
     few: list[str] = []
@@ -355,7 +358,7 @@ def guarded(
         if any(tensor.shape != base.shape for tensor in sent):
             raise ValueError(f"shapes differ from {base.shape}: {[tensor.shape for tensor in sent]}")
         if len(sent) >= rule.least:
-            share = 1.0 if divide == "participants" else len(sent) / len(senders)
+            share = 1.0 if normalization == "participants" else len(sent) / len(senders)
             moved[name] = SteppedTensor(base.shape, base.dtype, (base, rule.step(base, sent, share)))
         elif sent:
             few.append(name)

@@ -1,13 +1,12 @@
-"""Server optimizers: what a round came to is taken as a gradient, and stepped along with momentum or adaptively.
+"""Server optimizers: a round's mean step is treated as a gradient, and applied with momentum or adaptively.
 
 Reddi et al. 2021, Adaptive Federated Optimization, arXiv 2003.00295, Algorithms 1 and 2; SGD with momentum is FedAvgM
 of Hsu et al. 2019, arXiv 1909.06335. As there, no moment is corrected for its bias, and the second starts at tau^2.
 
-They go with any method: whatever block its merge changed, and however it did, g = base - merged is that block's
-gradient. Moments belong to a block and live in the version, as memory called `server/m/<block>` and
-`server/v/<block>`. A block that a round did not merge keeps its value and its moments, bit for bit, where a gradient
-of zero would still have moved it. That holds for stages, too: freezing a block holds its moments, and it goes on with
-them if it is ever trained again.
+They work with any method: for each block that its merge changed, g = base - merged is the gradient. Moments belong
+to a block and are stored in the version, under `server/m/<block>` and `server/v/<block>`. A block that a round did
+not merge keeps its value and its moments, bit for bit; a gradient of zero would still have moved it. So a frozen
+block keeps its moments until it is trained again.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import Array
 
 PREFIX = "server/"
-"""What the names of a server optimizer's memory begin with, and no method's may."""
+"""Prefix of the names of a server optimizer's state; no method may use it."""
 
 
 @dataclass(frozen=True)
 class OptimizerMoment:
-    """What is remembered of a block's gradients: where it starts, and the next value from the last and a gradient."""
+    """A moment of a block's gradients: its initial value, and the update from the last value and a gradient."""
 
     start: float
     next: Callable[[Array, Array], Array]
@@ -40,7 +39,7 @@ class OptimizerRule(Frozen):
 
     @property
     def neutral(self) -> bool:
-        """Whether it leaves every merge as it is."""
+        """Return whether the rule leaves every merge unchanged."""
         return False
 
     def moments(self) -> dict[str, OptimizerMoment]:
@@ -87,8 +86,8 @@ class Momentum(OptimizerRule):
 class Adaptive(OptimizerRule):
     """m = beta1 m + (1 - beta1) g; w = w - learning_rate m / (sqrt(v) + tau), with v as the kind says.
 
-    An entry that moves by much more than `tau` a round moves by about `learning_rate` instead. The paper tunes that
-    for every task; 1e-3 is of the size of what a few dozen local steps of fine-tuning come to.
+    An entry that would move by much more than `tau` a round moves by about `learning_rate` instead. The paper tunes
+    it for every task; 1e-3 is about the distance that a few dozen local steps of fine-tuning move an entry.
     """
 
     learning_rate: float = Field(default=1e-3, gt=0, le=1000)
@@ -142,4 +141,4 @@ class Adagrad(Adaptive):
 
 
 ServerOptimizer = Annotated[Plain | Momentum | Adam | Yogi | Adagrad, Field(discriminator="kind")]
-"""How a version follows from what was merged."""
+"""The rule that computes a version from the merged updates."""

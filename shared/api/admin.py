@@ -115,7 +115,7 @@ class EnrolmentSpec(Message):
 
 
 class Enrolment(Message):
-    """What became of a worker's wish to be admitted. An administrator admits it by its `code`."""
+    """A worker's request for admission, and its outcome. An administrator approves it by its `code`."""
 
     id: Identifier
     code: Annotated[str, Field(pattern=r"^[A-Z]{4}-[A-Z]{4}$")]
@@ -127,7 +127,7 @@ class Enrolment(Message):
     address: str = ""
     created_at: datetime
     decided_at: datetime | None = None
-    """When it was admitted or declined, told in lists."""
+    """Time of the approval or refusal; only in lists."""
     expires_in_seconds: Annotated[float, Field(ge=0, le=86_400)]
     poll_seconds: Annotated[float, Field(ge=0.5, le=60)] = 2.0
 
@@ -153,7 +153,7 @@ class AuditEntry(Message):
 
 
 class ChangeEvent(Message):
-    """One change of state, as those who listen are told of it: an entry of the audit chain without its detail."""
+    """One change of state, as sent to listeners: an entry of the audit chain without its detail."""
 
     seq: int
     at: datetime
@@ -184,5 +184,5 @@ class Readiness(Message):
     ready: bool
     schema_at_head: bool
     store_writable: bool
-    store_has_room: bool = True
-    """Whether the disk has more free than the reserve."""
+    store_has_space: bool = True
+    """True if the disk has more free space than the reserve."""

@@ -1,4 +1,4 @@
-"""The coordinator's audit chain, as it is made there and verified by whoever may read it."""
+"""The coordinator's audit chain: how the coordinator writes it and readers verify it."""
 
 from __future__ import annotations
 

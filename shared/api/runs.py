@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -13,7 +13,8 @@ from pydantic import (
     model_validator,
 )
 
-from tessera.shared.aggregation.mean import Divide
+from tessera.shared import renamed_keys
+from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
 from tessera.shared.api.tasks import TaskView
@@ -27,8 +28,8 @@ from tessera.shared.updates.codecs import pipeline
 
 
 class Cohort(Frozen):
-    """Who takes part in a round, and how long it may take. What is counted are sites: a site's token admits any
-    number of workers, under names that the site chooses."""
+    """Participants and time limits of a round. Sites are counted, not workers: a site's token admits any number of
+    workers, under names that the site chooses."""
 
     size: PositiveInt | None = Field(
         default=None, description="sites chosen per round; all that are live if left out"
@@ -36,13 +37,15 @@ class Cohort(Frozen):
     workers_per_site: PositiveInt = Field(
         default=1, le=1000, description="workers of a chosen site that take part; their updates count as one"
     )
-    enough: PositiveInt | None = Field(
+    target_updates: PositiveInt | None = Field(
         default=None, description="sites whose updates close a round before its deadline"
     )
     quorum: PositiveInt = Field(default=1, description="sites without whose updates a round is abandoned")
     deadline_seconds: float = Field(default=3600, gt=0, le=30 * 86400)
-    tries: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")
-    task_tries: PositiveInt = Field(default=3, le=100, description="leases of a task before it counts as lapsed")
+    max_attempts: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")
+    max_task_attempts: PositiveInt = Field(
+        default=3, le=100, description="leases of a task before it counts as expired"
+    )
     sites: tuple[Label, ...] | None = Field(
         default=None, description="sites that may take part, be it to train or to evaluate; all if left out"
     )
@@ -55,7 +58,7 @@ class Cohort(Frozen):
 
 
 class Evaluation(Frozen):
-    """What new versions are measured on: a central data set, what each site holds out, or both."""
+    """Data on which new versions are measured: a central data set, each site's held-out examples, or both."""
 
     dataset: Label | None = Field(default=None, description="central: a worker that holds this data set evaluates")
     sites: bool = Field(default=False, description="each site that trains evaluates on what it holds out of its data")
@@ -68,7 +71,7 @@ class Evaluation(Frozen):
         return self
 
     def due(self, number: int, rounds: int) -> bool:
-        """Return whether this version of a run of so many rounds is measured."""
+        """Return whether version `number` of a run of `rounds` rounds is measured."""
         return number % self.every == 0 or number == rounds
 
 
@@ -76,7 +79,7 @@ Unlimited = Literal["unlimited"]
 
 
 class Bounds(Message):
-    """How much one site may count for in a round, at the most; None for no bound."""
+    """Limits on one site's influence in a round; None for no limit."""
 
     max_examples: PositiveInt | None = None
     max_norm_of_median: float | None = None
@@ -85,15 +88,15 @@ class Bounds(Message):
     the others without being an attacker. Norms are as the method stretches them (`CoordinatorHalf.stretch`)."""
 
     @property
-    def told(self) -> str:
-        """The bounds in words, for people."""
+    def summary(self) -> str:
+        """Return the bounds in words, for people."""
         examples = f"at most {self.max_examples} examples" if self.max_examples else "any number of examples"
         norm = f"{self.max_norm_of_median:g} times the median norm" if self.max_norm_of_median else "any norm"
         return f"{examples}, {norm}"
 
 
 class RunSpec(Frozen):
-    """What an orchestrator asks for. `model` and `version` are digests of blobs uploaded before."""
+    """An orchestrator's definition of a run. `model` and `version` are digests of blobs uploaded before."""
 
     name: Label
     method: MethodSpec
@@ -113,13 +116,13 @@ class RunSpec(Frozen):
     upload_seconds: PositiveFloat | None = Field(
         default=None, description="the most that an update may take on the line that its worker declares"
     )
-    divide: Divide = "participants"
+    normalization: Normalization = "participants"
     robust: Robust = Mean()
     server_optimizer: ServerOptimizer = Plain()
     max_examples: PositiveInt | Unlimited | None = Field(
         default=None,
         description="a site with more examples weighs as if it had this many; if left out, 4 times the median of "
-        "what the willing sites have when the first round opens",
+        "what the eligible sites have when the first round opens",
     )
     max_update_norm: float | None = Field(default=None, gt=0, description="updates of a larger l2 norm are refused")
     max_norm_of_median: Annotated[float, Field(gt=1, le=1e6)] | Unlimited | None = Field(
@@ -127,6 +130,11 @@ class RunSpec(Frozen):
         description="updates of more times the round's median l2 norm are not merged; if left out, 10 for the mean, "
         "and unlimited with a robust rule",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_present_names(cls, given: Any) -> Any:
+        return renamed_keys.refuse_old(given, renamed_keys.RUN)
 
     @field_validator("codec")
     @classmethod
@@ -138,15 +146,15 @@ class RunSpec(Frozen):
     def _rule_can_work(self) -> Self:
         if self.robust.neutral:
             return self
-        if self.divide == "inverse-probability":
+        if self.normalization == "inverse-probability":
             raise ValueError(
                 f"dividing by probabilities is right for means, which {self.robust.rule} is not: divide by "
                 "participants or cohort"
             )
         if (reached := self.cohort.quorum) < self.robust.least:
             raise ValueError(
-                f"{self.robust.rule} takes updates of {self.robust.least} sites a round to bear what it is told to; "
-                f"with a quorum of {reached} there may be fewer: raise cohort.quorum"
+                f"{self.robust.rule} with these settings needs updates of at least {self.robust.least} sites; "
+                f"cohort.quorum is {reached}. Raise it to {self.robust.least}."
             )
         return self
 
@@ -176,15 +184,15 @@ class Run(Message):
 
 
 class Ineligibility(Message):
-    """Why a worker would not take part: a rule of its policy, or what it lacks."""
+    """A reason why a worker would not take part: a rule of its policy, or a missing capability."""
 
     rule: str
     detail: str
 
 
 class RoundWorkload(Message):
-    """What a round asks of a worker, in blocks and bytes, before any codec. What it holds already is not fetched
-    again."""
+    """A round's work for one worker, in blocks and bytes, before any codec. Blocks that the worker has are not
+    fetched again."""
 
     stage: str
     fetch_blocks: int
@@ -196,26 +204,26 @@ class RoundWorkload(Message):
 
 
 class WorkerPreview(Message):
-    """What is to be expected of a worker."""
+    """A worker's expected part in a run."""
 
     worker: str
-    objections: tuple[Ineligibility, ...] = ()
-    """Why it would not take part; it would if there are none."""
-    reservations: tuple[Ineligibility, ...] = ()
-    """What may keep one that takes part from doing so to the run's end, or make it late."""
-    asked: RoundWorkload | None = None
-    """What the first round asks of it; None if it would not take part, or is not drawn for that round."""
+    ineligibilities: tuple[Ineligibility, ...] = ()
+    """Reasons why it would not take part; if empty, it would."""
+    warnings: tuple[Ineligibility, ...] = ()
+    """Reasons why it may leave the run before its end, or be late."""
+    workload: RoundWorkload | None = None
+    """Its work in the first round; None if it would not take part, or is not drawn for that round."""
 
 
 class Preview(Message):
-    """What would become of a run if it were started now."""
+    """Forecast of a run if it were started now."""
 
     quorum: int
-    willing: int
+    eligible: int
     """The sites that would take part."""
-    awaiting: int
+    awaiting_approval: int
     """The sites that also would, once a person there has approved the run."""
-    prospects: tuple[WorkerPreview, ...]
+    workers: tuple[WorkerPreview, ...]
     missing_sites: tuple[str, ...] = ()
     """Sites that the run invites and that no worker was ever heard of from."""
     warnings: tuple[str, ...] = ()
@@ -249,7 +257,7 @@ class Measurement(Message):
     worker: str
     held_out: bool = False
     examples: int
-    numbers: dict[str, float]
+    metrics: dict[str, float]
 
     @property
     def site(self) -> str:

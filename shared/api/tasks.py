@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from tessera.shared.aggregation.mean import Divide
+from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block, Name
@@ -55,10 +55,10 @@ from tessera.shared.schema import (
 
 
 class Progress(Message):
-    """How far a worker is with its task, as it says itself.
+    """A worker's progress with its task, as reported by the worker.
 
-    `step` of `steps` while it trains or evaluates, `bytes` of `of_bytes` while it moves some; `loss` is the mean over
-    the examples of the epoch so far.
+    `step` of `steps` while it trains or evaluates, `bytes` of `total_bytes` while it moves some; `loss` is the mean
+    over the examples of the epoch so far.
     """
 
     phase: Phase
@@ -66,7 +66,7 @@ class Progress(Message):
     steps: Counted | None = None
     loss: Number | None = None
     bytes: Counted | None = None
-    of_bytes: Counted | None = None
+    total_bytes: Counted | None = None
 
 
 def _or_nothing(value: object, validate: ValidatorFunctionWrapHandler) -> Progress | None:
@@ -79,7 +79,7 @@ def _or_nothing(value: object, validate: ValidatorFunctionWrapHandler) -> Progre
 
 
 class Receipt(Message):
-    """What became of an accepted update: whether it was merged, and no more. While its round is under way it is still
+    """The fate of an accepted update: merged or left out, and no more. While its round is under way it is still
     `accepted`."""
 
     task: Identifier
@@ -99,28 +99,28 @@ class TaskView(Message):
     kind: TaskKind
     state: TaskState
     token: int
-    leases: int
+    attempts: int
     examples: int | None = None
-    numbers: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     upload_bytes: int = 0
     download_bytes: int = 0
     progress: Progress | None = None
     layers: tuple[str, ...] = ()
     """Of which layers the accepted update holds blocks."""
     update: str | None = None
-    """The digest of the update that was handed in."""
+    """The digest of the submitted update."""
     unmerged: tuple[str, ...] = ()
     """The blocks of a merged update that stayed as they were in the version."""
     receipt: Receipt | None = None
     """For the task's site, to which the state of an accepted task stays `accepted`."""
     audit_head: str | None = None
-    """What the site's own audit had as its last entry when this left, if the worker said so."""
+    """The last entry of the site's own audit chain when this was sent, if the worker reported it."""
     created_at: datetime | None = None
     problem: ProblemDocument | None = None
 
     @property
     def is_accepted(self) -> bool:
-        """Whether its report was accepted, whatever became of it afterwards."""
+        """Return whether its report was accepted, even if it was left out later."""
         return self.state in ACCEPTED
 
 
@@ -128,8 +128,8 @@ class TaskView(Message):
 
 
 class AdvertisedPolicy(Message):
-    """What a site's policy would refuse, as far as it helps to plan: what may leave, how much, when, for whom. No
-    promise of either side: the worker judges each task itself."""
+    """The part of a site's policy that helps to plan: what may leave, how much, when, for whom. It binds neither
+    side: the worker judges each task itself."""
 
     orchestrators: tuple[Short, ...] | None = Field(default=None, max_length=256)
     models: tuple[Short, ...] | None = Field(default=None, max_length=256)
@@ -145,10 +145,10 @@ class AdvertisedPolicy(Message):
     max_minutes_per_day: PositiveFloat | None = None
     hours: tuple[Span, ...] = Field(default=(), max_length=64)
     utc_offset_minutes: Annotated[int, Field(gt=-1440, lt=1440)] = 0
-    """What the site's clock is ahead of UTC."""
+    """The site's offset from UTC, in minutes."""
     require_privacy: Budget | None = None
     budgets: dict[Label, Budget] = Field(default={}, max_length=256)
-    """What all runs together may find out, by data set."""
+    """Privacy budget for all runs together, by data set."""
     spent: dict[Label, PositiveFloat] = Field(default={}, max_length=256)
     """The least budget, at the same delta, that holds what they have found out so far of those data sets."""
     approve_runs: bool = False
@@ -166,11 +166,11 @@ class AdvertisedPolicy(Message):
 
 
 class Claim(Message):
-    """What a worker says of itself when it asks for a task. `datasets` gives the examples that it trains on of each,
-    and `held_out` those that it keeps apart to evaluate on.
+    """A worker's request for a task, with its capabilities. `datasets` gives the number of training examples of each
+    data set, and `held_out` the number that it reserves for evaluation.
 
-    `instance` is new for each process: who asks again because an answer was lost is given the same lease again,
-    while a second process under the same name is not.
+    `instance` is new for each process: a process that asks again because an answer was lost gets the same lease
+    again; a second process with the same name does not.
     """
 
     worker: Label
@@ -185,16 +185,16 @@ class Claim(Message):
     version: ShortText = ""
     """Of the worker's own code; none of a worker that does not say."""
     resources: Resources = {}
-    mirror: AdvertisedPolicy | None = None
+    advertised_policy: AdvertisedPolicy | None = None
     withheld: dict[Identifier, Annotated[str, Field(max_length=300)]] = Field(default={}, max_length=MAX_WITHHELD)
     """Runs that it is to be offered no task of, and why."""
 
     def shortened(self) -> Claim:
         """Return the claim without what a coordinator can do without, if it is longer than one takes: first why runs
-        are withheld, then the mirror, which only helps to plan."""
+        are withheld, then the advertised policy, which only helps to plan."""
         changes: tuple[dict[str, object], ...] = (
             {"withheld": dict.fromkeys(self.withheld, "withheld")},
-            {"mirror": None},
+            {"advertised_policy": None},
         )
         claim = self
         for change in changes:
@@ -205,7 +205,7 @@ class Claim(Message):
 
 
 class Task(Message):
-    """What one worker is asked to do in one round. Only who shows `token` may report on it."""
+    """One worker's work in one round. A report on it must carry its `token`."""
 
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
@@ -221,23 +221,23 @@ class Task(Message):
     plan: Plan
     dataset: Label
     held_out: bool = False
-    """Whether to evaluate on what the worker holds out of the data set, rather than on the data set."""
+    """True to evaluate on the worker's held-out examples of the data set, rather than on the data set."""
     training: Training
     privacy: Privacy | None = None
     codec: str
     upload_budget: PositiveInt | None = None
     upload_seconds: PositiveFloat | None = None
-    divide: Divide
+    normalization: Normalization
     model: Digest
     version: VersionRef
     inline_bytes: NonNegativeInt = 0
-    """An update of so many bytes may come with its submission."""
+    """Size up to which an update may be sent with its submission."""
     orchestrator: Annotated[str, Field(max_length=64)] | None = None
-    """Whose token started the run, as the coordinator tells it: worth as much as the coordinator's word."""
+    """Name of the token that started the run. The coordinator asserts it; the worker cannot verify it."""
     lease_seconds: LeaseSeconds
     receipt: Receipt | None = None
     """Of the last update that was accepted from this worker in this run."""
-    along: Annotated[tuple[bytes, ...], Field(max_length=MAX_INLINE_BLOBS)] = ()
+    inline_blobs: Annotated[tuple[bytes, ...], Field(max_length=MAX_INLINE_BLOBS)] = ()
     """Blobs that need not be fetched any more: what is new in the version, where that is little. A worker goes by the
     digests of what is here, and by nothing else."""
 
@@ -270,7 +270,7 @@ class Submission(Message):
     update: Digest
     data: bytes | None = None
     examples: PositiveInt = Field(lt=1 << 40)
-    numbers: Reported = {}
+    metrics: Reported = {}
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
     audit_head: AuditHead | None = None
 
@@ -281,7 +281,7 @@ class EvaluationResult(Message):
     token: int
     version: Digest
     examples: PositiveInt = Field(lt=1 << 40)
-    numbers: Reported
+    metrics: Reported
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
     audit_head: AuditHead | None = None
 

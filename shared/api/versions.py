@@ -6,15 +6,17 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
 from math import prod
-from typing import Self
+from typing import Any, Literal, Self
 
 from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
     field_validator,
+    model_validator,
 )
 
+from tessera.shared import renamed_keys
 from tessera.shared.model.blocks import Name
 from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, Digest, Frozen, Message, canonical
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
@@ -22,7 +24,7 @@ from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 # ---------------------------------------------------------------- versions
 
 
-class MemoryEntry(Frozen):
+class ServerTensor(Frozen):
     digest: Digest
     shape: tuple[PositiveInt, ...] = Field(max_length=8)
     dtype: DType
@@ -39,10 +41,18 @@ class Manifest(Frozen):
     that a round which moves little of a model is not mostly manifest. `read` puts the others in.
     """
 
+    format: Literal[2] = 2
+    """Documents of format 1 have none, and `memory` and `numbers` in place of `server_state` and `scalars`."""
     blocks: dict[Name, Digest]
-    memory: dict[Name, MemoryEntry] = {}
-    numbers: dict[str, float] = {}
+    server_state: dict[Name, ServerTensor] = {}
+    scalars: dict[str, float] = {}
     root: Digest | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_format_1(cls, given: Any) -> Any:
+        is_old = isinstance(given, dict) and "format" not in given
+        return renamed_keys.read_old(given, renamed_keys.MANIFEST) if is_old else given
 
     @classmethod
     def read(cls, document: bytes, fetch: Callable[[Digest], bytes]) -> Self:
@@ -68,7 +78,7 @@ class Manifest(Frozen):
     @property
     def digests(self) -> set[Digest]:
         """The blobs that it refers to."""
-        of_memory = {entry.digest for entry in self.memory.values()}
+        of_memory = {entry.digest for entry in self.server_state.values()}
         return {*self.blocks.values(), *of_memory} | ({self.root} if self.root else set())
 
 
@@ -101,9 +111,9 @@ class Difference(Message):
 
 
 class Version(VersionRef):
-    """A version with what its method tells of it: numbers for programs, warnings as sentences for people."""
+    """A version with its method's metrics for programs, and warnings as sentences for people."""
 
     created_at: datetime
     retired_at: datetime | None = None
-    numbers: dict[str, float] = {}
+    scalars: dict[str, float] = {}
     warnings: tuple[str, ...] = ()

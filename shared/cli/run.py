@@ -69,7 +69,9 @@ def create(
     key: Annotated[
         str | None,
         typer.Option(
-            callback=_header_value, help="Idempotency key: repeating the command with it returns the same run."
+            "--idempotency-key",
+            callback=_header_value,
+            help="Idempotency key: repeating the command with it returns the same run.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -104,7 +106,7 @@ def preview(
         output.out().print(preview_table(found))
         for sentence in preview_notes(found):
             output.note(sentence)
-    if found.willing < found.quorum:
+    if found.eligible < found.quorum:
         raise typer.Exit(3)
 
 
@@ -143,7 +145,7 @@ def list_runs(ctx: typer.Context, as_json: AsJson = False) -> None:
 def show(
     ctx: typer.Context,
     run: Named,
-    numbers: Annotated[bool, typer.Option("--numbers", help="Also the method's metrics of each version.")] = False,
+    numbers: Annotated[bool, typer.Option("--scalars", help="Also the method's metrics of each version.")] = False,
     scores: Annotated[
         bool, typer.Option("--scores", help="Also the distance of each update from the others of its round.")
     ] = False,
@@ -197,7 +199,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("method", _with_settings(run.spec.method.name, run.spec.method.settings)),
         ("server optimizer", _with_settings(optimizer.kind, optimizer.model_dump(exclude={"kind"}))),
         ("robust", _with_settings(run.spec.robust.rule, run.spec.robust.model_dump(exclude={"rule"}))),
-        *([("a site counts", run.bounds.told)] if run.bounds else []),
+        *([("a site counts", run.bounds.summary)] if run.bounds else []),
         ("privacy", bounds),
         ("version", f"{run.version.number} of {run.spec.rounds}"),
         ("dataset", run.spec.dataset),
@@ -303,14 +305,14 @@ def export(
 
 def preview_table(found: Preview) -> Table:
     columns = ("worker", "takes part", "fetches", "trains", "sends, at most", "because")
-    return output.table(columns, map(_preview_row, found.prospects))
+    return output.table(columns, map(_preview_row, found.workers))
 
 
 def _preview_row(prospect: WorkerPreview) -> tuple[object, ...]:
-    work, reasons = prospect.asked, (*prospect.objections, *prospect.reservations)
+    work, reasons = prospect.workload, (*prospect.ineligibilities, *prospect.warnings)
     because = "; ".join(f"{one.rule}: {one.detail}" for one in reasons)
-    yes = "yes, but" if prospect.reservations else "yes"
-    takes_part = "no" if prospect.objections else yes if work else "not in the first round"
+    yes = "yes, but" if prospect.warnings else "yes"
+    takes_part = "no" if prospect.ineligibilities else yes if work else "not in the first round"
     amounts: tuple[str | None, ...] = (None, None, None)
     if work:
         amounts = (
@@ -325,9 +327,9 @@ def preview_notes(found: Preview) -> Iterator[str]:
     """Yield remarks and warnings to read before the run is started."""
     if found.missing_sites:
         yield f"no worker has ever connected from {', '.join(found.missing_sites)}"
-    if found.willing < found.quorum:
-        after = f"; {found.awaiting} more once their sites approve it" if found.awaiting else ""
-        yield f"warning: {found.willing} would take part now, fewer than the quorum of {found.quorum}{after}"
+    if found.eligible < found.quorum:
+        after = f"; {found.awaiting_approval} more once their sites approve it" if found.awaiting_approval else ""
+        yield f"warning: {found.eligible} would take part now, fewer than the quorum of {found.quorum}{after}"
     yield from (f"warning: {warning}" for warning in found.warnings)
 
 

@@ -27,7 +27,7 @@ class Outcome:
     scores: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, Spread] = field(default_factory=dict)
     """The sites' metrics on their held-out examples, by name."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
     """The method's metrics of the version."""
     warnings: tuple[str, ...] = ()
     """The method's warnings that the previous version did not have."""
@@ -63,7 +63,7 @@ class Outcome:
             "seconds": self.seconds(),
             "scores": dict(self.scores),
             "sites": {name: asdict(spread) for name, spread in self.spreads.items()},
-            "numbers": dict(self.numbers),
+            "scalars": dict(self.scalars),
             "warnings": list(self.warnings),
         }
 
@@ -87,7 +87,7 @@ def outcomes(
             round_,
             scores.get(number, {}),
             (spreads or {}).get(number, {}),
-            version.numbers if version else {},
+            version.scalars if version else {},
             tuple(warning for warning in version.warnings if warning not in old) if version else (),
         )
 

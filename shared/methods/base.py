@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import Field
 
-from tessera.shared.aggregation.mean import Divide, average
+from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.aggregation.robust import FEW_SENDERS, Mean, RobustRule, guarded
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
@@ -48,9 +48,9 @@ class Plan(Frozen):
     fetch: Selector = EVERYTHING
     train: Selector = EVERYTHING
     upload: Selector = EVERYTHING
-    memory: tuple[str, ...] = Field(default=(), max_length=64)
-    """Shell patterns for the names of the server memory to fetch."""
-    numbers: dict[str, float] = Field(default_factory=dict)
+    server_state: tuple[str, ...] = Field(default=(), max_length=64)
+    """Shell patterns for the names of the server state to fetch."""
+    scalars: dict[str, float] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class State:
     round: int
     """Rounds committed so far, which is the version's number."""
     model: Mapping[str, Tensor]
-    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    server_state: Mapping[str, Tensor] = field(default_factory=dict)
     """Server-side tensors under names of the method's choosing, such as an optimizer's moments."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
 
     def advanced(self, changed: Mapping[str, Tensor]) -> State:
         """Return the state one round on, with some blocks changed and all else as it was."""
@@ -98,7 +98,7 @@ class Update:
     worker: str
     examples: int
     blocks: Mapping[str, Tensor]
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     site: str = ""
     """The admitted site whose token the worker showed; as `Participant.site`."""
     plan: Plan = field(default_factory=Plan)
@@ -116,7 +116,7 @@ class RunInfo:
 
     blocks: tuple[Block, ...]
     rounds: int
-    divide: Divide = "participants"
+    normalization: Normalization = "participants"
     training: Training = field(default_factory=Training)
     privacy: Privacy | None = None
     upload_budget: int | None = None
@@ -142,7 +142,7 @@ class CoordinatorHalf(Generic[C]):
         self.run = run
 
     def start(self, state: State) -> State:
-        """Return the state before the first round: a place to add server memory.
+        """Return the state before the first round: a place to add server state.
 
         Raises UnsupportedRun, which refuses the run, if it is not one that the method can do.
         """
@@ -155,10 +155,10 @@ class CoordinatorHalf(Generic[C]):
     def plan_for(self, state: State, worker: Participant) -> Plan:
         return Plan()
 
-    def check(self, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
+    def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
         """Judge what a worker reports beside its blocks. Raises ValueError, which refuses the update."""
 
-    def step_scale(self, numbers: Mapping[str, float]) -> float:
+    def step_scale(self, metrics: Mapping[str, float]) -> float:
         """Return by how much `merge` lengthens the step of an update with these numbers, but for a factor that all
         updates of a round have in common. Norms are compared after it (`max_norm_of_median`), within a round and over
         rounds, so it depends on nothing but these numbers."""
@@ -172,12 +172,14 @@ class CoordinatorHalf(Generic[C]):
         """Return the next state. `updates` come sorted by worker; tensors are lazy and are read block by block."""
         if not self.run.robust.neutral:
             blocks = [update.blocks for update in updates]
-            moved, few = guarded(self.run.robust, state.model, blocks, self.run.divide)
-            return replace(state.advanced(moved), numbers={**state.numbers, FEW_SENDERS: float(len(few))})
+            moved, few = guarded(self.run.robust, state.model, blocks, self.run.normalization)
+            return replace(state.advanced(moved), scalars={**state.scalars, FEW_SENDERS: float(len(few))})
         senders = [(self.weight(update), update.blocks) for update in updates]
         by_name = {block.name: block for block in self.run.blocks}
         return state.advanced(
-            average(state.model, senders, self.run.divide, lambda name: self.inclusion_probability(by_name[name]))
+            average(
+                state.model, senders, self.run.normalization, lambda name: self.inclusion_probability(by_name[name])
+            )
         )
 
     def check_robust(self) -> None:
@@ -214,7 +216,7 @@ class CoordinatorHalf(Generic[C]):
 
 def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
     """Return a run's state before its first round. Raises UnsupportedRun for a run that its method cannot do."""
-    if half.run.divide == "inverse-probability":
+    if half.run.normalization == "inverse-probability":
         for block in half.run.blocks:
             half.inclusion_probability(block)
     if not half.run.robust.neutral:
@@ -240,8 +242,8 @@ class TaskContext(Protocol):
     """The run's blocks: what versions are made of."""
     vault: Mapping[str, Array]
     """What this site kept from its last accepted update of this run; empty the first time."""
-    memory: Mapping[str, Array]
-    """The server memory that the plan fetches, by name."""
+    server_state: Mapping[str, Array]
+    """The server state that the plan fetches, by name."""
 
     @property
     def model(self) -> torch.nn.Module: ...
@@ -358,7 +360,7 @@ class LocalResult:
 
     upload: Mapping[str, Array]
     keep: Mapping[str, Array] = field(default_factory=dict)
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class WorkerHalf(Generic[C]):
@@ -420,8 +422,8 @@ class Chart:
 
     name: str
     """A noun phrase for use within a sentence: "No warm-up signals: ..."."""
-    numbers: tuple[str, ...]
-    """Names in `State.numbers`, or what several begin with. Each is a line, which drops the name's part before the
+    scalars: tuple[str, ...]
+    """Names in `State.scalars`, or what several begin with. Each is a line, which drops the name's part before the
     first dot."""
     missing: str = "no version has any yet"
     """Why there may be nothing to draw yet, after the name and a colon."""

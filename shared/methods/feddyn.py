@@ -63,7 +63,7 @@ class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
         sizes = {worker.name: population.weight(worker.site) or max(1, worker.examples) for worker in cohort}
         # Of sites that were never heard of, no single one decides how strongly all are held.
         usual = population.mean or median(sizes.values())
-        return {name: Plan(numbers={ALPHA: self.settings.alpha * usual / size}) for name, size in sizes.items()}
+        return {name: Plan(scalars={ALPHA: self.settings.alpha * usual / size}) for name, size in sizes.items()}
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         if not self.settings.alpha:
@@ -73,21 +73,21 @@ class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
         updates = population.weighed(updates)
         merged = super().merge(state, self.counted(updates))
         kept = before.total / population.total or 1.0
-        model, memory = dict(merged.model), dict(merged.memory)
+        model, server_state = dict(merged.model), dict(merged.server_state)
         for name, base in state.model.items():
             senders = [
                 (u.examples / population.total * self._alpha(u), u.blocks[name]) for u in updates if name in u.blocks
             ]
-            last = state.memory.get(GRADIENT + name)
+            last = state.server_state.get(GRADIENT + name)
             if senders or (last is not None and kept != 1):
-                memory[GRADIENT + name] = gradient = _moved(base, last, kept, senders)
+                server_state[GRADIENT + name] = gradient = _moved(base, last, kept, senders)
                 if senders:
                     model[name] = _added(base, merged.model[name], gradient, 1 / self.settings.alpha)
-        return replace(merged, model=model, memory={**memory, **population.memory()})
+        return replace(merged, model=model, server_state={**server_state, **population.server_state()})
 
     def _alpha(self, update: Update) -> float:
         """Return the alpha_k that the update was made with."""
-        return update.plan.numbers.get(ALPHA, self.settings.alpha)
+        return update.plan.scalars.get(ALPHA, self.settings.alpha)
 
 
 def _moved(base: Tensor, last: Tensor | None, kept: float, senders: Sequence[tuple[float, Tensor]]) -> Tensor:
@@ -113,7 +113,7 @@ def _added(base: Tensor, mean: Tensor, gradient: Tensor, factor: float) -> Tenso
 
 class FedDynWorker(WorkerHalf[FedDynSettings]):
     def setup(self, context: TaskContext) -> None:
-        self._alpha = context.plan.numbers.get(ALPHA, self.settings.alpha)
+        self._alpha = context.plan.scalars.get(ALPHA, self.settings.alpha)
         if not self._alpha:
             return
         trained = context.plan.train.resolve(context.blocks)

@@ -71,7 +71,7 @@ SMOOTHING = 0.3
 """How much of a smoothed figure the last round makes up: it remembers about five rounds."""
 
 SKETCH = "warmup/step"
-"""The server memory that holds the last mean step in short."""
+"""The server state that holds the last mean step in short."""
 FROZEN_FROM = "frozen_from"
 """The number of the version with which the second stage begins, once it is there."""
 
@@ -178,34 +178,34 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
 
     def _frozen(self, state: State) -> bool:
         if self.settings.warmup_rounds == "auto":
-            return FROZEN_FROM in state.numbers
+            return FROZEN_FROM in state.scalars
         return state.round >= self.settings.warmup_rounds
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         merged = super().merge(state, updates)
         if self._frozen(state):
             # What the warm-up measured stays with the versions that it made.
-            numbers = {name: value for name, value in merged.numbers.items() if not name.startswith(WARMUP)}
-            memory = {name: tensor for name, tensor in merged.memory.items() if name != SKETCH}
-            return replace(merged, numbers=numbers, memory=memory)
-        numbers = dict(merged.numbers)
-        memory = dict(merged.memory)
+            scalars = {name: value for name, value in merged.scalars.items() if not name.startswith(WARMUP)}
+            server_state = {name: tensor for name, tensor in merged.server_state.items() if name != SKETCH}
+            return replace(merged, scalars=scalars, server_state=server_state)
+        scalars = dict(merged.scalars)
+        server_state = dict(merged.server_state)
         if self.settings.warmup_rounds == "auto" or self.settings.signals:
-            self._measure(state, updates, numbers, memory)
-        if self._over(numbers, merged.round):
-            numbers[FROZEN_FROM] = float(merged.round)
-        return replace(merged, numbers=numbers, memory=memory)
+            self._measure(state, updates, scalars, server_state)
+        if self._over(scalars, merged.round):
+            scalars[FROZEN_FROM] = float(merged.round)
+        return replace(merged, scalars=scalars, server_state=server_state)
 
     def _measure(
-        self, state: State, updates: Sequence[Update], numbers: dict[str, float], memory: dict[str, Tensor]
+        self, state: State, updates: Sequence[Update], scalars: dict[str, float], server_state: dict[str, Tensor]
     ) -> None:
         """Add a round's signals to the numbers, and its mean step to the memory. Reads the updates once more."""
         seen = agreement(state.model, self._watched(), [(self.weight(u), u.blocks) for u in updates])
-        last = memory.get(SKETCH)
-        numbers |= observed(numbers, seen, None if last is None else to_array(last))
+        last = server_state.get(SKETCH)
+        scalars |= observed(scalars, seen, None if last is None else to_array(last))
         if seen.senders > 1:
-            memory[SKETCH] = ArrayTensor(seen.sketch, "F64")
-            numbers |= judged(numbers, self.settings, self.run.rounds - state.round - 1)
+            server_state[SKETCH] = ArrayTensor(seen.sketch, "F64")
+            scalars |= judged(scalars, self.settings, self.run.rounds - state.round - 1)
 
     def check_robust(self) -> None:
         """None that moves a block; when a warm-up of `auto` ends, a hostile worker has a say in."""
@@ -214,19 +214,19 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
         frozen = Selector(include=self._of(FROZEN[self.settings.freeze]))
         return [block.name for block in frozen.resolve(self.run.blocks)]
 
-    def _over(self, numbers: Mapping[str, float], round_number: int) -> bool:
+    def _over(self, scalars: Mapping[str, float], round_number: int) -> bool:
         settings = self.settings
         if settings.warmup_rounds != "auto":
             return round_number >= settings.warmup_rounds
         if settings.most_warmup_rounds is not None and round_number >= settings.most_warmup_rounds:
             return True
-        return round_number >= settings.least_warmup_rounds and numbers.get(QUIET_ROUNDS, 0) >= settings.patience
+        return round_number >= settings.least_warmup_rounds and scalars.get(QUIET_ROUNDS, 0) >= settings.patience
 
     def warnings(self, state: State) -> Sequence[str]:
         if self.settings.warmup_rounds != "auto" or self._frozen(state) or 2 * state.round < self.run.rounds:
             return ()
         why = "its rule sees the blocks still getting somewhere"
-        if state.numbers.get(NOISE) is None:
+        if state.scalars.get(NOISE) is None:
             why = "no round had updates from two workers, which its rule compares"
         remedy = "Set most_warmup_rounds, or warmup_rounds to a number, if there must be a second stage"
         return (f"still warming up after {state.round} of {self.run.rounds} rounds: {why}. {remedy}",)
@@ -239,28 +239,28 @@ def observed(before: Mapping[str, float], seen: Agreement, last: Array | None) -
     A round with one sender tells how far that one went, but not how far clients disagree; all else stays as it was.
     """
     size = sqrt(seen.size) or 1.0
-    numbers = {MOVEMENT: sqrt(seen.movement) / size}
+    scalars = {MOVEMENT: sqrt(seen.movement) / size}
     if seen.senders < 2:
-        return numbers
-    numbers[DISAGREEMENT] = sqrt(seen.disagreement) / size
-    numbers[NOISE] = _smoothed(before.get(NOISE), seen.noise)
+        return scalars
+    scalars[DISAGREEMENT] = sqrt(seen.disagreement) / size
+    scalars[NOISE] = _smoothed(before.get(NOISE), seen.noise)
     if last is not None:
         progress = float(last @ seen.sketch)
-        numbers[PROGRESS] = _smoothed(before.get(PROGRESS), progress)
-        numbers[WON] = before.get(WON, 0.0) + max(0.0, progress)
+        scalars[PROGRESS] = _smoothed(before.get(PROGRESS), progress)
+        scalars[WON] = before.get(WON, 0.0) + max(0.0, progress)
         lengths = sqrt(float(last @ last) * float(seen.sketch @ seen.sketch))
-        numbers[PERSISTENCE] = progress / lengths if lengths else 0.0
-    return numbers
+        scalars[PERSISTENCE] = progress / lengths if lengths else 0.0
+    return scalars
 
 
-def judged(numbers: Mapping[str, float], settings: FedFrozenSettings, rounds_left: int) -> dict[str, float]:
+def judged(scalars: Mapping[str, float], settings: FedFrozenSettings, rounds_left: int) -> dict[str, float]:
     """For how many rounds in a row the rule has called for the end, and by what ratios it judged this one."""
-    if PROGRESS not in numbers:
+    if PROGRESS not in scalars:
         return {}
-    progress, noise, won = numbers[PROGRESS], numbers[NOISE], numbers[WON]
+    progress, noise, won = scalars[PROGRESS], scalars[NOISE], scalars[WON]
     lost = progress <= settings.signal**2 * noise
     little = progress * rounds_left <= settings.gain * won
-    judgement = {QUIET_ROUNDS: numbers.get(QUIET_ROUNDS, 0.0) + 1 if lost and little else 0.0}
+    judgement = {QUIET_ROUNDS: scalars.get(QUIET_ROUNDS, 0.0) + 1 if lost and little else 0.0}
     if noise:
         judgement[SIGNAL] = copysign(sqrt(abs(progress) / noise), progress)
     if won:
@@ -281,7 +281,7 @@ METHOD = Method(
     charts=(
         Chart(
             name="warm-up signals",
-            numbers=(SIGNAL, TO_WIN, PERSISTENCE),
+            scalars=(SIGNAL, TO_WIN, PERSISTENCE),
             missing="they need two rounds with two updates each",
             requires={"warmup_rounds": "auto"},
         ),

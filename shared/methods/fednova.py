@@ -7,9 +7,9 @@ examples, d_k the update and a_k the l1 norm of its accumulation vector:
 
 Plain SGD has a_k = steps. With momentum rho the counter c = rho c + 1 is added up over the steps. AdamW has no such
 vector: steps stand for it, which keeps the idea and loses the proof. If all a_k are equal it is FedAvg, bit for bit.
-Blocks that only some workers sent are averaged as the run's `divide` says, each worker's step scaled all the same. No
-step is stretched to more than the run's `max_update_norm`. A site whose weight is capped by the run's `max_examples`
-counts in tau_eff with the a_k of that many examples.
+Blocks that only some workers sent are averaged as the run's `normalization` says, each worker's step scaled all the
+same. No step is stretched to more than the run's `max_update_norm`. A site whose weight is capped by the run's
+`max_examples` counts in tau_eff with the a_k of that many examples.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ def effective_steps(steps: int, training: Training) -> float:
 
 
 class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
-    def check(self, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
+    def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
         # More work than there was would multiply everybody's step, and less the worker's own.
         made = effective_steps(local_steps(self.run.training, examples), self.run.training)
-        if not abs(numbers.get(EFFECTIVE_STEPS, 0.0) - made) <= ROUNDING * made:
+        if not abs(metrics.get(EFFECTIVE_STEPS, 0.0) - made) <= ROUNDING * made:
             raise ValueError(
-                f"{EFFECTIVE_STEPS} is {numbers.get(EFFECTIVE_STEPS)}; {examples} examples make it {made:g}"
+                f"{EFFECTIVE_STEPS} is {metrics.get(EFFECTIVE_STEPS)}; {examples} examples make it {made:g}"
             )
 
-    def step_scale(self, numbers: Mapping[str, float]) -> float:
+    def step_scale(self, metrics: Mapping[str, float]) -> float:
         # tau_eff is common to a round and follows from who is in it: without it, rounds can be compared.
-        return 1 / numbers[EFFECTIVE_STEPS]
+        return 1 / metrics[EFFECTIVE_STEPS]
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
-        steps = {update.worker: update.numbers[EFFECTIVE_STEPS] for update in updates}
+        steps = {update.worker: update.metrics[EFFECTIVE_STEPS] for update in updates}
         if len(set(steps.values())) <= 1:
             return super().merge(state, updates)
         if self.run.robust.neutral:
@@ -91,14 +91,14 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
         Everybody's step is multiplied by tau_eff, so a site that claims work without end must not lengthen it.
         """
         most = effective_steps(local_steps(self.run.training, update.examples), self.run.training)
-        return min(update.numbers[EFFECTIVE_STEPS], most)
+        return min(update.metrics[EFFECTIVE_STEPS], most)
 
     def _stretched(self, state: State, update: Update, factor: float) -> Update:
         """Return the update with its steps times `factor`, or as far as the run's largest norm allows.
 
         What was sent was judged by that norm, but who makes few steps is stretched many times.
         """
-        most, norm = self.run.max_update_norm, update.numbers.get(UPDATE_NORM)
+        most, norm = self.run.max_update_norm, update.metrics.get(UPDATE_NORM)
         if most is not None and norm:
             factor = min(factor, most / norm)
         blocks = {name: Stretched(state.model[name], tensor, factor) for name, tensor in update.blocks.items()}
@@ -110,8 +110,8 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
 
 class FedNovaWorker(WorkerHalf[MethodSettings]):
     def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
-        numbers = {EFFECTIVE_STEPS: effective_steps(stats.steps, self.run.training)}
-        return replace(super().collect(context, selected, stats), numbers=numbers)
+        metrics = {EFFECTIVE_STEPS: effective_steps(stats.steps, self.run.training)}
+        return replace(super().collect(context, selected, stats), metrics=metrics)
 
 
 METHOD = Method(

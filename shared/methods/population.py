@@ -5,7 +5,7 @@ changed. It stays their mean only if each counts the same in every round, presen
 the first update of it that is merged, with the weight that it has then; what it declares later changes nothing.
 Sites are counted and not workers, of which a site may name as many as it likes.
 
-They are server memory, and part of each version: one small tensor, which no plan fetches. It has no names in it, but
+They are server state, and part of each version: one small tensor, which no plan fetches. It has no names in it, but
 whoever knows the name of a site can find out whether it is there.
 """
 
@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from tessera.shared.hashing import dice
+from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, State, UnsupportedRun, Update
 from tessera.shared.tensors.lazy import ArrayTensor, to_array
 
@@ -40,7 +40,7 @@ class SitePopulation:
     @classmethod
     def of(cls, state: State, known: int | None = None) -> SitePopulation:
         """Return the population that a version remembers."""
-        found = to_array(state.memory[MEMBERS]) if MEMBERS in state.memory else np.empty((0, 2))
+        found = to_array(state.server_state[MEMBERS]) if MEMBERS in state.server_state else np.empty((0, 2))
         return cls({int(site): float(weight) for site, weight in found}, known or 0)
 
     @property
@@ -66,7 +66,7 @@ class SitePopulation:
         """Return the updates of members, each with its site's weight as the number of its examples."""
         return [replace(update, examples=int(self.weights[_digest(update.site)])) for update in updates]
 
-    def memory(self) -> dict[str, ArrayTensor]:
+    def server_state(self) -> dict[str, ArrayTensor]:
         """Return what the server remembers of it."""
         return {MEMBERS: ArrayTensor(np.array(sorted(self.weights.items()), np.float64), "F64")}
 
@@ -110,4 +110,4 @@ class PopulationCoordinator(CoordinatorHalf[S]):
 
 def _digest(site: str) -> int:
     """Return 53 bits of a name's digest, which float64 holds exactly."""
-    return dice(0, "member", site)
+    return derive_seed(0, "member", site)

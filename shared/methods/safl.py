@@ -306,10 +306,10 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
             return self._asking(self._public(drawn, count), profile)
         if settings.chooser == "worker":
             return self._asking(self._candidates.layers, {**profile, LAYERS: float(count)})
-        scores = {name: state.numbers.get(f"score.{label}") for name, label in self._candidates.labels.items()}
+        scores = {name: state.scalars.get(f"score.{label}") for name, label in self._candidates.labels.items()}
         known = {name: score for name, score in scores.items() if score is not None}
         if len(known) < len(scores):
-            return Plan(stage="profile", train=NOTHING, upload=NOTHING, numbers={PROFILE: 1.0})
+            return Plan(stage="profile", train=NOTHING, upload=NOTHING, scalars={PROFILE: 1.0})
         return self._asking(self._candidates.top(known, count), profile)
 
     def _public(self, drawn: Mapping[str, float], count: int) -> Sequence[Layer]:
@@ -323,35 +323,35 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
             case _:
                 return self._candidates.top(drawn, count)
 
-    def _asking(self, layers: Sequence[Layer], numbers: dict[str, float]) -> Plan:
+    def _asking(self, layers: Sequence[Layer], scalars: dict[str, float]) -> Plan:
         wanted = self._candidates.selector(layers)
-        return Plan(train=wanted, upload=wanted, numbers=numbers)
+        return Plan(train=wanted, upload=wanted, scalars=scalars)
 
     # ------------------------------------------------------------ merging
 
-    def check(self, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
-        if self.settings.chooser == "worker" or not self.settings.looks_at_data or not plan.numbers.get(PROFILE):
+    def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
+        if self.settings.chooser == "worker" or not self.settings.looks_at_data or not plan.scalars.get(PROFILE):
             return
         most = 1.0 if self.settings.score in OF_ATTENTION else inf
         for name, label in self._candidates.labels.items():
-            if not 0 <= (score := numbers.get(f"score.{label}", nan)) <= most:
+            if not 0 <= (score := metrics.get(f"score.{label}", nan)) <= most:
                 raise ValueError(f"the score of {name} is {score}, and must be a number from 0 to {most:g}")
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         merged = super().merge(state, updates)
-        numbers = dict(merged.numbers)
+        scalars = dict(merged.scalars)
         for layer in self._candidates.layers:
             label = self._candidates.labels[layer.name]
             names = {block.name for block in layer.blocks}
             picks = sum(not names.isdisjoint(update.blocks) for update in updates)
-            numbers[f"picks.{label}"] = numbers.get(f"picks.{label}", 0.0) + picks
+            scalars[f"picks.{label}"] = scalars.get(f"picks.{label}", 0.0) + picks
             if picks:
-                numbers[f"last_pick.{label}"] = float(merged.round)
+                scalars[f"last_pick.{label}"] = float(merged.round)
             for measured in (f"score.{label}", f"entropy.{label}"):
-                told = [(u.examples, u.numbers[measured]) for u in updates if measured in u.numbers]
+                told = [(u.examples, u.metrics[measured]) for u in updates if measured in u.metrics]
                 if told:
-                    numbers[measured] = fsum(n * value for n, value in told) / sum(n for n, _ in told)
-        return replace(merged, numbers=numbers)
+                    scalars[measured] = fsum(n * value for n, value in told) / sum(n for n, _ in told)
+        return replace(merged, scalars=scalars)
 
     def check_robust(self) -> None:
         """None that moves a block; which layers a consensus chooses, a hostile worker has a say in."""
@@ -361,13 +361,13 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         if settings.looks_at_data:
             raise UnsupportedRun(
                 f"with the score {settings.score} nobody can know how likely a layer is to be sent: choose the score "
-                "random, or another divide than inverse-probability"
+                "random, or another normalization than inverse-probability"
             )
         by_line = (settings.upload_seconds, self.run.upload_seconds)
         if settings.prune or settings.memory_share is not None or by_line != (None, None):
             raise UnsupportedRun(
                 "inverse-probability needs every worker to send each layer whole, with the same probability: leave "
-                "out prune, upload_seconds and memory_share, or choose another divide"
+                "out prune, upload_seconds and memory_share, or choose another normalization"
             )
         quotas = self._candidates.quotas(self._k)
         for stack, quota in zip(self._candidates.stacks, quotas, strict=True):
@@ -392,7 +392,7 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         if self.settings.score in {"first", "last", "fixed"}:
             return
         since = {
-            name: state.round - int(state.numbers.get(f"last_pick.{label}", 0))
+            name: state.round - int(state.scalars.get(f"last_pick.{label}", 0))
             for name, label in self._candidates.labels.items()
         }
         if starved := [name for name, rounds in since.items() if rounds >= self.settings.starved_after]:
@@ -403,9 +403,9 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
 
     def _collapsed(self, state: State) -> Iterator[str]:
         entropies = {
-            name: state.numbers[f"entropy.{label}"]
+            name: state.scalars[f"entropy.{label}"]
             for name, label in self._candidates.labels.items()
-            if f"entropy.{label}" in state.numbers
+            if f"entropy.{label}" in state.scalars
         }
         if low := [name for name, entropy in entropies.items() if entropy < self.settings.collapsed_below]:
             worst = min(low, key=entropies.__getitem__)
@@ -447,10 +447,10 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         if self._is_to_look(context.plan):
             self._look(context, First(batches, self._batches_to_measure))
         selected = context.plan.train
-        if LAYERS in context.plan.numbers:
+        if LAYERS in context.plan.scalars:
             layers = self._candidates.layers
             # What was chosen before stays in the vault for when there is room again.
-            chosen = self._chosen if context.plan.numbers[LAYERS] else ()
+            chosen = self._chosen if context.plan.scalars[LAYERS] else ()
             selected = self._candidates.selector([layers[place] for place in chosen])
         if self.settings.prune:
             matrices = (block for layer in self._candidates.layers for block in layer.blocks if len(block.shape) > 1)
@@ -471,13 +471,13 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
 
     def _is_to_look(self, plan: Plan) -> bool:
         """Return whether this task measures anything on the site's data."""
-        own, sends = plan.numbers.get(LAYERS), bool(plan.upload)
+        own, sends = plan.scalars.get(LAYERS), bool(plan.upload)
         if own == 0:
             return False
         asked = self.settings.looks_at_data or (self.settings.needs_heads and sends)
         lacks_choice = own is not None and len(self._chosen) != own
         lacks_heads = self.settings.needs_heads and sends and not self._rows
-        return (asked and bool(plan.numbers.get(PROFILE))) or lacks_choice or lacks_heads
+        return (asked and bool(plan.scalars.get(PROFILE))) or lacks_choice or lacks_heads
 
     def _look(self, context: TaskContext, batches: First) -> None:
         settings = self.settings
@@ -487,8 +487,8 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
             self._rows = {name: rows for layer in attention.values() for name, rows in layer.rows.items()}
             self._tell("entropy", {name: layer.entropy for name, layer in attention.items()})
         scores = self._scores(context, batches, attention)
-        if LAYERS in context.plan.numbers:
-            self._chosen = self._choice(context, scores, attention, int(context.plan.numbers[LAYERS]))
+        if LAYERS in context.plan.scalars:
+            self._chosen = self._choice(context, scores, attention, int(context.plan.scalars[LAYERS]))
         else:
             self._tell("score", {name: float(each.mean()) for name, each in scores.items()})
 
@@ -545,7 +545,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         whole = super().collect(context, selected, stats)
         sent = {name: self._pruned(name, values) for name, values in whole.upload.items()}
         keep = {**whole.keep, **self._memory()} if self.settings.profile_every > 1 else whole.keep
-        return LocalResult(sent, keep, {**whole.numbers, **self._numbers})
+        return LocalResult(sent, keep, {**whole.metrics, **self._numbers})
 
     def _pruned(self, name: str, values: Array) -> Array:
         if name not in self._before:
@@ -608,7 +608,7 @@ METHOD = Method(
     charts=(
         Chart(
             name="attention entropy",
-            numbers=("entropy.",),
+            scalars=("entropy.",),
             missing="no worker has measured it",
             title="Attention entropy by layer",
         ),

@@ -64,13 +64,13 @@ class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
         # Before the first merge there is no c, which then counts as zero.
-        known = any(name.startswith(CONTROL) for name in state.memory)
-        return Plan(memory=(f"{CONTROL}*",) if known else ())
+        known = any(name.startswith(CONTROL) for name in state.server_state)
+        return Plan(server_state=(f"{CONTROL}*",) if known else ())
 
-    def check(self, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
+    def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
         # A mean gradient is a step over these: fewer would multiply the worker's share of c.
-        if numbers.get(STEPS) != (made := local_steps(self.run.training, examples)):
-            raise ValueError(f"{STEPS} is {numbers.get(STEPS)}; {examples} examples make it {made}")
+        if metrics.get(STEPS) != (made := local_steps(self.run.training, examples)):
+            raise ValueError(f"{STEPS} is {metrics.get(STEPS)}; {examples} examples make it {made}")
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         updates = self.counted(updates)
@@ -81,19 +81,19 @@ class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
         updates = population.weighed(updates)
         merged = super().merge(state, updates)
         kept = before.total / population.total or 1.0
-        memory = {**merged.memory, **population.memory()}
+        server_state = {**merged.server_state, **population.server_state()}
         for name in state.model:
             senders = [(u.examples / population.total, u) for u in updates if name in u.blocks]
-            if senders or (kept != 1 and CONTROL + name in memory):
-                memory[CONTROL + name] = self._control(state, name, kept, senders)
-        return replace(merged, memory=memory)
+            if senders or (kept != 1 and CONTROL + name in server_state):
+                server_state[CONTROL + name] = self._control(state, name, kept, senders)
+        return replace(merged, server_state=server_state)
 
     def _control(self, state: State, name: str, kept: float, senders: Sequence[tuple[float, Update]]) -> Tensor:
         """Return the block's next c: what is kept of it is spread over those who are new too, who begin with none,
         and each sender's share gives way to its mean gradient, -d / (tau eta)."""
-        base, last = state.model[name], state.memory.get(CONTROL + name)
+        base, last = state.model[name], state.server_state.get(CONTROL + name)
         rate = self.run.training.learning_rate
-        gradient = weighted_steps(base, [(-s / (u.numbers[STEPS] * rate), u.blocks[name]) for s, u in senders])
+        gradient = weighted_steps(base, [(-s / (u.metrics[STEPS] * rate), u.blocks[name]) for s, u in senders])
         kept -= fsum(share for share, _ in senders)
 
         def control(parts: Sequence[Array]) -> Array:
@@ -111,7 +111,7 @@ class ScaffoldWorker(WorkerHalf[ScaffoldSettings]):
         self._start = {block.name: context.read(block) for block in context.plan.train.resolve(context.blocks)}
         differences: dict[str, Array] = {}
         for block in context.blocks:
-            server, own = context.memory.get(CONTROL + block.name), context.vault.get(CONTROL + block.name)
+            server, own = context.server_state.get(CONTROL + block.name), context.vault.get(CONTROL + block.name)
             if server is not None or own is not None:
                 zero = np.zeros(block.shape, np.float32)
                 difference = (zero if server is None else server) - (zero if own is None else own)
@@ -125,7 +125,7 @@ class ScaffoldWorker(WorkerHalf[ScaffoldSettings]):
                     parameter.grad.add_(self._correction[name])
 
     def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
-        result = replace(super().collect(context, selected, stats), numbers={STEPS: float(stats.steps)})
+        result = replace(super().collect(context, selected, stats), metrics={STEPS: float(stats.steps)})
         if not self.settings.strength:
             return result
         kept = {name: values for name, values in context.vault.items() if name.startswith(CONTROL)}
@@ -137,7 +137,7 @@ class ScaffoldWorker(WorkerHalf[ScaffoldSettings]):
         """Return the block's next c_k, option II."""
         step = self._start[name].astype(np.float64) - values.astype(np.float64)
         gradient = step / (steps * self.run.training.learning_rate)
-        own, server = (kept.get(CONTROL + name, np.zeros(())) for kept in (context.vault, context.memory))
+        own, server = (kept.get(CONTROL + name, np.zeros(())) for kept in (context.vault, context.server_state))
         control: Array = own.astype(np.float64) - server.astype(np.float64) + gradient
         return control.astype(np.float64 if values.dtype == np.float64 else np.float32)
 

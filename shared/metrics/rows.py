@@ -1,4 +1,4 @@
-"""Everything that was measured of a run, in long form: one number a row, whatever it is a number of."""
+"""All measurements of a run in long form: one value a row."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tessera.shared.metrics.site_spread import Spread, spreads
 
 
 class MetricRow(NamedTuple):
-    """One number. What does not apply to it is None.
+    """One value. Fields that do not apply to it are None.
 
-    `stage` says what kind of row it is: the plan's stage for what workers and rounds came to, `central` and `sites`
-    for evaluations, `fairness` for figures over sites, of which `worst` names its site, and `version` for what the
-    method tells.
+    `stage` is the kind of the row: the plan's stage for results of workers and rounds, `central` and `sites` for
+    evaluations, `fairness` for statistics over sites (`worst` names its site), and `version` for the method's
+    metrics.
     """
 
     run: str
@@ -36,7 +36,7 @@ class MetricRow(NamedTuple):
 def rows_of(
     run: Run, rounds: Iterable[Round], versions: Iterable[Version], measurements: Iterable[Measurement]
 ) -> Iterator[MetricRow]:
-    """Yield the rows of a run: its rounds in order, then what was measured and told of each version.
+    """Yield the rows of a run: its rounds in order, then the measurements and metrics of each version.
 
     An attempt at a round that was abandoned has rows too, with no version: what it cost was spent.
     """
@@ -48,7 +48,7 @@ def rows_of(
     for number, by_name in spreads(found).items():
         yield from _fairness(run, number, by_name)
     for version in versions:
-        for name, value in sorted(version.numbers.items()):
+        for name, value in sorted(version.scalars.items()):
             yield MetricRow(run.id, version.number, None, None, "version", None, None, None, name, value)
 
 
@@ -71,17 +71,17 @@ def _round(run: Run, round_: Round) -> Iterator[MetricRow]:
 
 
 def _task(task: TaskView) -> dict[str, float]:
-    """Return what an accepted update came to, and what it cost; nothing is known of one that was not accepted."""
+    """Return the metrics and costs of an accepted update; nothing for one that was not accepted."""
     if not task.is_accepted:
         return {}
     cost = {"upload_bytes": float(task.upload_bytes), "download_bytes": float(task.download_bytes)}
-    return {**task.numbers, "examples": float(task.examples or 0), **cost}
+    return {**task.metrics, "examples": float(task.examples or 0), **cost}
 
 
 def _measured(run: Run, one: Measurement) -> Iterator[MetricRow]:
     site, _, worker = one.worker.partition("/")
     stage = "sites" if one.held_out else "central"
-    for name, value in {**one.numbers, "examples": float(one.examples)}.items():
+    for name, value in {**one.metrics, "examples": float(one.examples)}.items():
         yield MetricRow(run.id, one.version, None, None, stage, one.dataset, site, worker, name, value)
 
 

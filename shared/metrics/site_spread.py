@@ -1,4 +1,4 @@
-"""How a version's scores are spread over the sites: whom the model serves, and whom it does not."""
+"""Distribution of a version's scores over the sites: mean, worst site and deviation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from statistics import fmean, pstdev
 from tessera.shared.api.runs import Measurement
 
 PERSONAL = "personal_"
-"""What the names of a site's own model's numbers begin with."""
+"""Prefix of the metrics of a site's own model."""
 
 BETTER_LOW = ("loss", "calibration_error")
 
 DECILE_SITES = 10
-"""From so many sites on, the worst tenth of them is more than one site's luck."""
+"""Number of sites from which on the mean of the worst tenth is reported: with fewer, it is one site's chance."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def spreads(measurements: Iterable[Measurement]) -> dict[int, dict[str, Spread]]
     found: dict[int, dict[str, dict[str, list[Score]]]] = {}
     for one in measurements:
         if one.held_out:
-            for name, value in one.numbers.items():
+            for name, value in one.metrics.items():
                 by_site = found.setdefault(one.version, {}).setdefault(name, {})
                 by_site.setdefault(one.site, []).append(Score(one.site, one.examples, value))
     return {version: _by_name(names) for version, names in sorted(found.items())}
@@ -91,9 +91,9 @@ def scores_by_site(measurements: Iterable[Measurement], name: str) -> dict[str, 
     """
     found: dict[str, dict[int, list[Score]]] = {}
     for one in measurements:
-        if one.held_out and name in one.numbers:
+        if one.held_out and name in one.metrics:
             scores = found.setdefault(one.site, {}).setdefault(one.version, [])
-            scores.append(Score(one.site, one.examples, one.numbers[name]))
+            scores.append(Score(one.site, one.examples, one.metrics[name]))
     return {site: {v: _joined(scores).value for v, scores in of_site.items()} for site, of_site in found.items()}
 
 
@@ -117,8 +117,8 @@ def scores_by_version(measurements: Iterable[Measurement]) -> dict[int, dict[str
 def _mean(group: list[Measurement]) -> dict[str, float]:
     counted = [measurement for measurement in group if not measurement.held_out] or group
     scores: dict[str, float] = {}
-    for name in sorted({name for measurement in counted for name in measurement.numbers}):
-        found = [(one.numbers[name], one.examples) for one in counted if name in one.numbers]
+    for name in sorted({name for measurement in counted for name in measurement.metrics}):
+        found = [(one.metrics[name], one.examples) for one in counted if name in one.metrics]
         if any(examples for _, examples in found):
             scores[name] = fmean([value for value, _ in found], [examples for _, examples in found])
     return scores

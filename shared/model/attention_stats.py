@@ -1,4 +1,4 @@
-"""What a worker measures of how a model's layers attend on its own data."""
+"""Attention statistics of a model's layers, measured by a worker on its own data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ByHead:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How one layer attends, with padding masked out of rows and columns."""
+    """Attention of one layer, with padding masked out of rows and columns."""
 
     mass: Array
     """float64 [examples], in [0, 1]: the probability on a task token, mean over heads, queries and task tokens.
@@ -53,6 +53,6 @@ class LayerAttention:
     entropy: float
     """In [0, 1]: the entropy of a query's probabilities over the largest that its visible keys allow, in the mean."""
     per_example: bool = True
-    """Whether it is examples that the layer reads, or what is common to all of them."""
+    """True if the layer reads examples; False if it reads tokens that all examples have in common."""
     rows: Mapping[str, ByHead] = field(default_factory=dict)
     """Those of the layer's blocks, by name, whose rows or columns belong to heads."""

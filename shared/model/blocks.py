@@ -20,7 +20,7 @@ from tessera.shared.schema import Frozen
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 
 Role = Literal["query", "key", "value", "output", "mlp", "norm", "embedding", "head", "prompt", "adapter", "other"]
-"""What a block is in a transformer."""
+"""Function of a block in a transformer."""
 
 MAX_BLOCKS = 65_536
 
@@ -36,7 +36,7 @@ Name = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_check
 
 
 class TensorSlice(Frozen):
-    """Which rows of `axis` of a tensor a block covers, as half-open spans in ascending order.
+    """The rows of `axis` of a tensor that a block covers, as half-open spans in ascending order.
 
     Spans, rather than one range, because some families interleave queries, keys and values head by head.
     """
@@ -177,7 +177,7 @@ def layers_of(blocks: Iterable[Block]) -> tuple[Layer, ...]:
 def stack_of(block: Block) -> str:
     """Return the path of the stack that the block's layer is counted in: its tensor's name up to the layer's number.
 
-    A mapping may take the number from the middle of a name. Then the name tells of no stack, and the path is empty.
+    A mapping may take the number from the middle of a name. Then the name contains no stack, and the path is empty.
     """
     steps = block.tensor.split(".")
     number = str(block.layer)

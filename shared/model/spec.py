@@ -24,7 +24,7 @@ Head = Literal[
     "contrastive",
     "features",
 ]
-"""Which of transformers' Auto classes builds the model: what is put on top of the stack."""
+"""Head of the model, which selects the Auto class of transformers that builds it."""
 
 MAX_DOCUMENT_BYTES = 64 << 20
 """The most that a model document or a manifest may have: both are JSON of a few hundred bytes a block."""
@@ -43,15 +43,15 @@ MAX_TOKENS = 1024
 
 
 LocalStart = Literal["global", "random"]
-"""What a site's own prompts start from: the federation's as they are then, or noise."""
+"""Initial value of a site's own prompts: the federation's current prompts, or noise."""
 
 
 class Fusion(Frozen):
-    """How one prompt is made of a federation's and a site's own, both [tokens, width].
+    """The combination of the federation's prompt and a site's own into one, both [tokens, width].
 
-    `attention`: one of them asks and the other answers, through multi-head cross-attention, and the answer, no larger
-    than what asks, is added to it; it starts as what asks. `mean`: half of each. `concat`: the federation's, then the
-    site's own.
+    `attention`: multi-head cross-attention from one (the query) to the other; the result, with a norm of at most the
+    query's, is added to the query, and is zero at first. `mean`: the mean of both. `concat`: the federation's prompt,
+    then the site's own.
     """
 
     kind: Literal["attention", "mean", "concat"] = "attention"
@@ -60,9 +60,9 @@ class Fusion(Frozen):
 
 
 class Prompts(Frozen):
-    """Learnt tokens that go into a dual encoder beside its own: so many for each tower.
+    """Numbers of learnt tokens that are added to the input of each tower of a dual encoder.
 
-    With `fusion` the model also holds the modules that fuse them with a site's own prompts, one for each tower, so
+    With `fusion` the model also has the modules that fuse them with a site's own prompts, one for each tower, so
     that a run may average those too; the model itself does not use them.
     """
 
@@ -92,9 +92,10 @@ def stored_name(tensor: str) -> str:
 
 
 class Model(Frozen):
-    """What every worker of a run builds: `config` is a transformers config as JSON, `model_type` among it.
+    """The definition of the model that every worker of a run builds: `config` is a transformers config as JSON, with
+    its `model_type`.
 
-    `prompts` and `lora` are what Tessera adds to the model that transformers builds from it.
+    Tessera adds `prompts` and `lora` to the model that transformers builds from it.
     """
 
     config: dict[str, JsonValue]

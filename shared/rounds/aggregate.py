@@ -1,10 +1,10 @@
 """Blobs in, blobs out: a round's accepted updates become the next version, block by block, chunk by chunk.
 
-The updates are merged in the order of their workers' names, so the same set of updates gives the same bytes whatever
-the order in which they came (invariant I6), and memory is bounded by a few chunks per update (invariant I11).
+The updates are merged in the order of their workers' names, so the same set of updates gives the same bytes in any
+order of arrival (invariant I6), and memory is bounded by a few chunks per update (invariant I11).
 
-Sites count and workers do not: a site's token admits as many workers as the site likes. So the updates of one site
-are made one before anything is judged, weighed or averaged.
+Sites count, not workers: a site's token admits any number of workers. So the updates of one site are pooled into one
+before they are judged, weighed or averaged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import fsum
 from typing import Any
 
-from tessera.shared.aggregation.mean import Divide, average
+from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, State, Update
@@ -38,7 +38,7 @@ class Accepted:
     worker: str
     digest: str
     examples: int
-    numbers: Mapping[str, float]
+    metrics: Mapping[str, float]
     plan: Plan
     base: VersionRef
     """The version that it started from."""
@@ -103,7 +103,7 @@ class Aggregation:
                     worker=entry.worker,
                     examples=entry.examples,
                     blocks=self._opened(entry, model, state),
-                    numbers=entry.numbers,
+                    metrics=entry.metrics,
                     site=entry.site,
                     plan=entry.plan,
                     staleness=current.number - entry.base.number,
@@ -113,7 +113,7 @@ class Aggregation:
             if any(update.staleness for update in sent):
                 half.check_buffered()
             blocks |= {update.worker: set(update.blocks) for update in sent}
-            update = pooled(state.model, sent, spec.divide)
+            update = pooled(state.model, sent, spec.normalization)
             updates.append(replace(update, examples=min(update.examples, bounds.max_examples or update.examples)))
         return half, state, updates, blocks
 
@@ -123,19 +123,19 @@ class Aggregation:
         return {n: t if t.base == state.model[n] else Rebased(state.model[n], t) for n, t in sent.items()}
 
 
-def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], divide: Divide) -> Update:
-    """Return the updates of one site's workers as one: the mean by their examples, which come to its weight.
+def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], normalization: Normalization) -> Update:
+    """Return the updates of one site's workers as one: the mean weighted by examples, whose sum is its weight.
 
-    A block that only some of them sent is averaged over those with `participants`. Else it counts as unchanged by the
-    others, so that averaging the sites comes to what averaging the workers would.
+    With `participants`, a block that only some of them sent is averaged over those. Otherwise the others count as
+    'no change', so that averaging the sites gives the same as averaging the workers.
     """
     if len(updates) == 1:
         return updates[0]
     senders = [(float(update.examples), update.blocks) for update in updates]
-    blocks = average(model, senders, "participants" if divide == "participants" else "cohort")
-    numbers = _means([(update.examples, update.numbers) for update in updates])
+    blocks = average(model, senders, "participants" if normalization == "participants" else "cohort")
+    metrics = _means([(update.examples, update.metrics) for update in updates])
     examples, staleness = sum(update.examples for update in updates), max(update.staleness for update in updates)
-    return replace(updates[0], examples=examples, blocks=blocks, numbers=numbers, staleness=staleness)
+    return replace(updates[0], examples=examples, blocks=blocks, metrics=metrics, staleness=staleness)
 
 
 def _by_site(accepted: Iterable[Accepted]) -> list[list[Accepted]]:
@@ -146,10 +146,10 @@ def _by_site(accepted: Iterable[Accepted]) -> list[list[Accepted]]:
     return list(found.values())
 
 
-def _means(told: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return each number's mean by examples over those who told it."""
-    names = sorted({name for _, numbers in told for name in numbers})
-    having = {name: [(weight, numbers[name]) for weight, numbers in told if name in numbers] for name in names}
+def _means(reported: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Return each metric's mean, weighted by examples, over the workers that reported it."""
+    names = sorted({name for _, metrics in reported for name in metrics})
+    having = {name: [(weight, metrics[name]) for weight, metrics in reported if name in metrics] for name in names}
     return {
         name: fsum(weight * number for weight, number in those) / sum(weight for weight, _ in those)
         for name, those in having.items()
@@ -192,19 +192,19 @@ def _ratios(half: CoordinatorHalf[Any], accepted: Sequence[Accepted]) -> dict[st
     return {entry.worker: ratios[entry.site] for entry in accepted if entry.site in ratios}
 
 
-def stretched_norm(half: CoordinatorHalf[Any], numbers: Mapping[str, float]) -> float | None:
+def stretched_norm(half: CoordinatorHalf[Any], metrics: Mapping[str, float]) -> float | None:
     """Return the norm of an update's step as the method merges it, in a unit that is the same in every round.
 
     None for an update that was not measured.
     """
-    return numbers[UPDATE_NORM] * half.step_scale(numbers) if UPDATE_NORM in numbers else None
+    return metrics[UPDATE_NORM] * half.step_scale(metrics) if UPDATE_NORM in metrics else None
 
 
 def _norms(half: CoordinatorHalf[Any], accepted: Sequence[Accepted]) -> dict[str, float]:
     """Return the norm of each site's update. That of several updates as one is at most the mean of theirs, which is
     what is taken for it: nothing is read again."""
     means = {
-        entries[0].site: _means([(entry.examples, entry.numbers) for entry in entries])
+        entries[0].site: _means([(entry.examples, entry.metrics) for entry in entries])
         for entries in _by_site(accepted)
     }
     return {site: norm for site, mean in means.items() if (norm := stretched_norm(half, mean)) is not None}

@@ -35,11 +35,11 @@ class Batch(Protocol):
 
 
 class BlobStore(Protocol):
-    """What reads and writes blobs. Reading raises NotFound for a digest that is not there."""
+    """Storage of blobs by digest. Reading raises NotFound for an unknown digest."""
 
     def size(self, digest: str) -> int: ...
     def expect(self, digests: Collection[str]) -> None:
-        """Is told what will be asked for soon, where it is better asked for at once."""
+        """Prefetch blobs that will be read soon, if the store gains by it."""
         ...
 
     def open(self, digest: str) -> BinaryIO:

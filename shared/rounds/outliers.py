@@ -1,6 +1,6 @@
-"""How far each worker's update is from the others': what an administrator looks at after a round.
+"""Outlier scores: the distance of each worker's update from the others, for an administrator.
 
-Scores say who differs and never why. A site whose data are unlike the others' scores as one that lies does.
+A score says which update differs and never why: an honest site with unusual data scores like a malicious one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tessera.shared.methods.base import Update
 from tessera.shared.tensors.lazy import PIECE, SteppedTensor, Tensor, lockstep, weighted_steps
 
 PREFIX = "anomaly."
-"""What the names of scores among an update's numbers begin with, and none that a worker reports."""
+"""Prefix of the names of scores among an update's metrics; no worker may report such a name."""
 NORM = f"{PREFIX}norm"
 """The update's l2 norm over the median of the round's."""
 DISTANCE = f"{PREFIX}distance"
@@ -27,10 +27,10 @@ LEFT_OUT = f"{PREFIX}left_out"
 """1 for an update that was not merged, because of its norm."""
 
 JUDGES = 3
-"""Updates without which nobody can say which one is out of the ordinary."""
+"""Minimum number of updates for which an outlier is defined."""
 
 ABSENT = f"A dash: norms are compared from {JUDGES} updates of a round on; distance and cosine need a robust rule."
-"""Why an update has no score, for whoever looks for one."""
+"""Explanation of a missing score."""
 
 
 def median_norm(norms: Mapping[str, float]) -> float:
@@ -48,9 +48,10 @@ def relative_norms(norms: Mapping[str, float]) -> dict[str, float]:
 def scores(
     model: Mapping[str, Tensor], merged: Mapping[str, Tensor], updates: Sequence[Update]
 ) -> dict[str, dict[str, float]]:
-    """Return each worker's distance and cosine. `merged` is what was made of `model` before any server optimizer.
+    """Return each worker's distance and cosine. `merged` is the merge of the updates into `model`, before any server
+    optimizer.
 
-    Reads the updates once. What cannot be told, such as an angle to where nobody went, is left out.
+    Reads the updates once. Undefined scores, such as the cosine with a step of zero, are left out.
     """
     inner, squares, whole, away, usual = ({update.worker: 0.0 for update in updates} for _ in range(5))
     for name, tensor in merged.items():

@@ -1,6 +1,6 @@
-"""What a run asks for, round by round: pure functions of its spec, its state and who is willing.
+"""Plans and tasks of a round: pure functions of the run's spec, its state and its eligible workers.
 
-The coordinator asks them when it opens a round in its tables, a simulation when it opens one in its own process.
+The coordinator calls them when it opens a round in its tables, a simulation when it opens one in its own process.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tessera.shared.aggregation.robust import FEW_SENDERS
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.tasks import Receipt, Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.hashing import dice
+from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State, UnsupportedRun, initial_state
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 
 MAX_WEIGHT_OF_MEDIAN = 4
-"""How many times the median site's weight a site may have, unless its run says otherwise."""
+"""Default limit on a site's weight, in multiples of the median site's."""
 MAX_NORM_OF_MEDIAN = 10.0
-"""How many times the median norm an update may have, unless its run says otherwise."""
+"""Default limit on an update's norm, in multiples of the median norm."""
 
 MAX_WARNINGS = 16
 MAX_WARNING_CHARACTERS = 500
@@ -38,7 +38,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunInfo:
     return RunInfo(
         model.blocks,
         spec.rounds,
-        spec.divide,
+        spec.normalization,
         spec.training,
         spec.privacy,
         upload_budget=spec.upload_budget,
@@ -70,14 +70,14 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
 
 
 def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Participant]) -> dict[str, Plan]:
-    """Return what the round after `state` asks of whom, by name, in that order. No plans at all end the run.
+    """Return the plans of the round after `state` by worker, in the order of the names. No plans end the run.
 
-    The cohort is drawn from all who are willing, in whatever order they come: sites first, so that no site is drawn
-    more often for having more workers, then workers of each. Raises SelectorError for a plan that selects what the
-    model does not have, and what the method raises.
+    The cohort is drawn from the eligible workers, independently of their order: sites first, so that no site is drawn
+    more often for having more workers, then workers of each. Raise SelectorError for a plan that selects blocks which
+    the model does not have, and anything that the method raises.
     """
     number = state.round + 1
-    rng = Random(dice(spec.seed, "cohort", number))  # noqa: S311 (no secret: reproducible)
+    rng = Random(derive_seed(spec.seed, "cohort", number))  # noqa: S311 (no secret: reproducible)
     of_sites = by_site(willing)
     drawn = [_of_site(spec, number, of_sites[site]) for site in choose(list(of_sites), spec.cohort.size, rng)]
     cohort = sorted(chain.from_iterable(drawn), key=attrgetter("name"))
@@ -97,20 +97,20 @@ def by_site(willing: Iterable[Participant]) -> dict[str, list[Participant]]:
 
 
 def _of_site(spec: RunSpec, number: int, workers: Sequence[Participant]) -> list[Participant]:
-    """Return those of a site's workers that take part: who did so last, since a vault is its worker's own, then by
-    dice."""
+    """Return the workers of a site that take part: first those that did so last, since a vault belongs to a worker,
+    then others at random."""
 
     def place(worker: Participant) -> tuple[int, int]:
-        return -worker.last_round, dice(spec.seed, "worker", number, worker.name)
+        return -worker.last_round, derive_seed(spec.seed, "worker", number, worker.name)
 
     return sorted(workers, key=place)[: spec.cohort.workers_per_site]
 
 
 def bounds_of(spec: RunSpec, willing: Iterable[Participant]) -> Bounds:
-    """Return the bounds of a run whose first round opens while these are willing.
+    """Return the bounds of a run whose first round opens with these eligible workers.
 
-    They are the run's from then on: a bound that followed each cohort would follow whoever is in it. It is a median
-    over sites, so that one which declares examples without end moves it by half a place.
+    They stay the run's: bounds recomputed for each cohort would depend on its members. The median is taken over
+    sites, so that a site which declares a huge number of examples shifts it by half a rank.
     """
     largest = (
         nlargest(spec.cohort.workers_per_site, (worker.examples for worker in workers))
@@ -125,12 +125,12 @@ def bounds_of(spec: RunSpec, willing: Iterable[Participant]) -> Bounds:
     return Bounds(max_examples=examples, max_norm_of_median=norm)
 
 
-def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, numbers: Mapping[str, float]) -> None:
+def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
     """Ask the method about what a worker reports beside its blocks. Raises InvalidUpdate."""
     try:
-        coordinator_half(spec.method, run_facts(spec, model)).check(plan, examples, numbers)
+        coordinator_half(spec.method, run_facts(spec, model)).check(plan, examples, metrics)
     except ValueError as fault:
-        unusable = Fault(pointer="/numbers", detail=str(fault)[:300], code="numbers-unusable")
+        unusable = Fault(pointer="/metrics", detail=str(fault)[:300], code="metrics-unusable")
         raise InvalidUpdate("the method cannot merge the update's numbers", errors=[unusable]) from None
 
 
@@ -157,8 +157,7 @@ def task_of(
     orchestrator: str | None = None,
     receipt: Receipt | None = None,
 ) -> Task:
-    """Return what a worker is told: what the plan asks of it in round `number`, and what the run says for all
-    rounds."""
+    """Return a worker's task: its plan in round `number`, and the settings of the run."""
     return Task(
         id=task_id,
         token=token,
@@ -177,7 +176,7 @@ def task_of(
         codec=spec.codec,
         upload_budget=spec.upload_budget,
         upload_seconds=spec.upload_seconds,
-        divide=spec.divide,
+        normalization=spec.normalization,
         model=spec.model,
         version=version,
         inline_bytes=inline_bytes,
@@ -188,20 +187,19 @@ def task_of(
 
 
 def training_seed(spec: RunSpec, number: int, worker: str) -> int:
-    """Return the dice of one worker in one round: the same at every attempt, so that who tries again gets the
-    same."""
-    return dice(spec.seed, "train", number, worker)
+    """Return the seed of one worker in one round: the same at every attempt, so that a retry repeats it."""
+    return derive_seed(spec.seed, "train", number, worker)
 
 
 def evaluation_seed(spec: RunSpec, version: int) -> int:
-    return dice(spec.seed, "evaluate", version)
+    return derive_seed(spec.seed, "evaluate", version)
 
 
 def warnings_of(
     spec: RunSpec, model: Model, state: State, bounds: Bounds | None = None, left_out: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Return what people are told about a version, within bounds: whose updates were left out, what the run's robust
-    rule could not do, and what the method has to say."""
+    """Return the warnings of a version, bounded: updates left out, limits of the robust rule, and the method's own
+    warnings."""
     larger = f"larger than {bounds.max_norm_of_median} times the largest median norm" if bounds and left_out else ""
     aside = [f"the updates of {', '.join(left_out)} were left out: {larger}"] if left_out else []
     said = [*aside, *_of_rule(spec, state), *coordinator_half(spec.method, run_facts(spec, model)).warnings(state)]
@@ -210,13 +208,13 @@ def warnings_of(
 
 def _of_rule(spec: RunSpec, state: State) -> list[str]:
     rule = spec.robust
-    if rule.neutral or not state.numbers.get(FEW_SENDERS):
+    if rule.neutral or not state.scalars.get(FEW_SENDERS):
         return []
     few = f"some blocks stayed as they were, sent by fewer than the {rule.least} sites that {rule.rule} takes"
     return [f"{few}: {FEW_SENDERS} of the version says how many"]
 
 
 def choose(eligible: Sequence[str], size: int | None, rng: Random) -> list[str]:
-    """`size` sites, or all of them, in the order of their names, whatever the order they are given in."""
+    """Return `size` sites drawn at random, or all of them, sorted by name; independent of their order here."""
     names = sorted(eligible)
     return names if size is None or size >= len(names) else sorted(rng.sample(names, size))

@@ -19,10 +19,10 @@ def merge(half: CoordinatorHalf[Any], optimizer: OptimizerRule, state: State, up
 
     The method sees nothing of the optimizer's memory. Raises ValueError if its own has names like that.
     """
-    moments = {name: tensor for name, tensor in state.memory.items() if name.startswith(PREFIX)}
-    own = {name: tensor for name, tensor in state.memory.items() if name not in moments}
-    merged = half.merge(replace(state, memory=own), updates)
-    if taken := sorted(name for name in merged.memory if name.startswith(PREFIX)):
+    moments = {name: tensor for name, tensor in state.server_state.items() if name.startswith(PREFIX)}
+    own = {name: tensor for name, tensor in state.server_state.items() if name not in moments}
+    merged = half.merge(replace(state, server_state=own), updates)
+    if taken := sorted(name for name in merged.server_state if name.startswith(PREFIX)):
         raise ValueError(f"the method's memory has names that are kept for server optimizers: {taken[:8]}")
     model = dict(merged.model)
     if not optimizer.neutral:
@@ -30,7 +30,7 @@ def merge(half: CoordinatorHalf[Any], optimizer: OptimizerRule, state: State, up
             if tensor is not state.model[name]:
                 model[name], changed = _step(optimizer, name, state.model[name], tensor, moments)
                 moments |= changed
-    return replace(merged, model=model, memory={**merged.memory, **moments})
+    return replace(merged, model=model, server_state={**merged.server_state, **moments})
 
 
 def _step(
@@ -54,7 +54,7 @@ def _step(
 
 
 def _gradient(base: Tensor, merged: Tensor) -> Tensor:
-    """base - merged, taken before `merged` is rounded: in sixteen bits that can be as much as the step."""
+    """Return base - merged, before `merged` is rounded: in 16 bits the rounding can be as large as the step."""
     if isinstance(merged, SteppedTensor) and merged.sources[0] is base:
         return merged.step
     exact = replace(merged, dtype="F64") if isinstance(merged, Derived) else merged

@@ -21,9 +21,8 @@ from tessera.shared.updates.errors import Malformed
 from tessera.shared.updates.update_file import EncodedTensor, of_whole, read_update
 
 MAX_TIMES = 2.0**23
-"""How many times as far from its version a block may be as the version is from zero, with 1 added to each of its mean
-squares for blocks that begin at zero. In float32, nothing of a version is left when so much is added to it: an update
-beyond this does not train the version, it replaces it."""
+"""Limit on the norm of a block's step, in multiples of the version's norm, with 1 added to both mean squares for
+blocks that start at zero. In float32, a sum with such a step retains no bit of the version: it replaces it."""
 
 
 @dataclass(frozen=True)

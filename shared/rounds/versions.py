@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from tessera.shared.api.versions import Manifest, MemoryEntry
+from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.methods.base import State
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
@@ -30,7 +30,7 @@ D = TypeVar("D", Model, Manifest)
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that is a blob: read anew, chunk by chunk, each time."""
+    """A tensor stored as a blob, read from the store chunk by chunk at each use."""
 
     blobs: BlobStore
     digest: str
@@ -70,11 +70,11 @@ class States:
         return State(
             round=number,
             model={block.name: self.tensor(block, manifest) for block in model.blocks},
-            memory={
+            server_state={
                 name: StoredTensor(self._blobs, entry.digest, entry.shape, entry.dtype)
-                for name, entry in manifest.memory.items()
+                for name, entry in manifest.server_state.items()
             },
-            numbers=manifest.numbers,
+            scalars=manifest.scalars,
         )
 
     def tensor(self, block: Block, manifest: Manifest) -> StoredTensor:
@@ -86,7 +86,7 @@ class States:
 
         Returns its manifest and the new blobs, the manifest's own last.
         """
-        tensors = [tensor for part in (state.model, state.memory) for _, tensor in sorted(part.items())]
+        tensors = [tensor for part in (state.model, state.server_state) for _, tensor in sorted(part.items())]
         new: list[Stored] = []
         digests = {id(tensor): tensor.digest for tensor in tensors if isinstance(tensor, StoredTensor)}
         groups = related([tensor for tensor in tensors if not isinstance(tensor, StoredTensor)])
@@ -95,11 +95,11 @@ class States:
             new += stored
         manifest = Manifest(
             blocks={name: digests[id(tensor)] for name, tensor in state.model.items()},
-            memory={
-                name: MemoryEntry(digest=digests[id(tensor)], shape=tensor.shape, dtype=tensor.dtype)
-                for name, tensor in state.memory.items()
+            server_state={
+                name: ServerTensor(digest=digests[id(tensor)], shape=tensor.shape, dtype=tensor.dtype)
+                for name, tensor in state.server_state.items()
             },
-            numbers=dict(state.numbers),
+            scalars=dict(state.scalars),
         )
         root = self._root(manifest, before)
         manifest = manifest.model_copy(update={"root": root})
@@ -130,8 +130,8 @@ class States:
         ]
         for name, block in sorted(model.by_name.items()):
             faults += self._blob_faults(f"/version/blocks/{name}", block.nbytes, manifest.blocks.get(name))
-        for name, entry in sorted(manifest.memory.items()):
-            faults += self._blob_faults(f"/version/memory/{name}", entry.nbytes, entry.digest)
+        for name, entry in sorted(manifest.server_state.items()):
+            faults += self._blob_faults(f"/version/server_state/{name}", entry.nbytes, entry.digest)
         if faults:
             raise Invalid("the first version does not fit the model", errors=faults)
         return model, manifest

@@ -251,7 +251,7 @@ def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
 
 
 def _identity(tensor: Tensor) -> tuple[int, bool]:
-    """Return what tells tensors apart. The steps of one tensor are the same however many sums need them."""
+    """Return the identity of a tensor. The steps of one tensor are computed once for all sums that need them."""
     return (id(tensor.tensor), True) if isinstance(tensor, _StepsOf) else (id(tensor), False)
 
 
@@ -344,10 +344,10 @@ def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> Wei
     """Return the sum of each sender's difference from `base` times its weight, which may be of any sign.
 
     It runs in the order given, in float32, or in float64 for a base of that (docs/decisions/0019): the same senders
-    in the same order give the same bits on every machine, and where nobody changed anything it is exactly 0.0.
+    in the same order give the same bits on every machine, and elements that no sender changed are exactly 0.0.
 
-    Raises ValueError for an update that started from another base and is not `Rebased`: its difference from this one
-    would undo what changed in between.
+    Raise ValueError for an update that started from another base and is not `Rebased`: its difference from this one
+    would undo the changes in between.
     """
     weights: list[float] = []
     sources: list[Tensor] = [base]
@@ -371,7 +371,8 @@ def _name(tensor: Tensor) -> str | None:
 
 
 def mean_step(base: Tensor, senders: Sequence[tuple[float, Tensor]], whole: float | None = None) -> SteppedTensor:
-    """`base` plus the weighted sum of each sender's difference from it, over `whole` (default: the weights' sum).
+    """Return `base` plus the weighted sum of each sender's difference from it, divided by `whole` (default: the sum
+    of the weights).
 
     With the default this is the senders' weighted mean; with the weight of a whole cohort it is a step damped by
     the share that sent. A block that no sender changed comes out bit for bit as it was.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 DROPPED_BYTES = 1 << 20
-"""How much is read before its pages are given back: they would count as this process's memory."""
+"""Bytes read before their pages are released: they would count as this process's memory."""
 
 
 def mapped(path: Path) -> mmap.mmap | None:

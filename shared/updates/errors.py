@@ -72,7 +72,7 @@ ContentKind = Literal[
     "too-far",
     "norm-overflow",
     "norm-limit",
-    "numbers-unusable",
+    "metrics-unusable",
 ]
 """Wrong with what the bytes say."""
 

@@ -20,7 +20,7 @@ from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array, as_bytes
 from tessera.shared.updates.safetensors_file import ContainerError, Header, read_header
 
-REMEDY = "Make the folder anew with `tessera model init`."
+REMEDY = "Create the folder again with `tessera model init`."
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Annotated, BinaryIO, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from tessera.shared.problems import said_of
+from tessera.shared.problems import message_of
 from tessera.shared.schema import Frozen
 from tessera.shared.updates.errors import HeaderKind, Malformed
 
@@ -148,7 +148,7 @@ def _checked(kind: TypeAdapter[T], name: str, value: object) -> T:
     except ValidationError as fault:
         first = fault.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))[:200]
-        raise ContainerError(_kind_of(name, first), f"{name[:200]!r}: {where} {said_of(first)}") from None
+        raise ContainerError(_kind_of(name, first), f"{name[:200]!r}: {where} {message_of(first)}") from None
 
 
 def _kind_of(name: str, fault: ErrorDetails) -> HeaderKind:

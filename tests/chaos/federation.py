@@ -31,7 +31,7 @@ SERVERS, CONDUCTORS, WORKERS = 2, 2, 4
 MODEL = small_model(width=192)
 """Updates of some 1.6 MB, long enough to be cut off in the middle."""
 
-PATIENT = {"tries": 100, "task_tries": 100, "deadline_seconds": 3600.0}
+PATIENT = {"max_attempts": 100, "max_task_attempts": 100, "deadline_seconds": 3600.0}
 """Nothing of a run is given up because of faults: what it comes to must be what it comes to without them."""
 
 
@@ -159,7 +159,7 @@ def stormy(folder: Path, seed: int) -> Iterator[Federation]:
             "staging_dir": folder / "staging",
             "inline_bytes": 4096,
             "lease_seconds": 8.0,
-            "live_seconds": 600.0,
+            "liveness_seconds": 600.0,
         }
         for number in range(SERVERS):
             server = CoordinatorProcess(folder / f"server-{number}", "--no-conduct", **federation.settings)

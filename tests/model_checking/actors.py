@@ -178,7 +178,7 @@ class Worker:
 
         def request(serving: Services) -> Task | None:
             worker_id = tasks.declare(serving, self._me, body)
-            return tasks.lease(serving, self._me, worker_id, instance, rung=False)
+            return tasks.lease(serving, self._me, worker_id, instance, woken=False)
 
         with self.log.entry(self.name, "claim", instance=instance) as entry:
             task: Task | None = self._call("claim", request)
@@ -207,7 +207,7 @@ class Worker:
             self._report(task, "release", lambda s: tasks.release(s, self._me, task.id, beat))
         elif task.kind == "evaluate":
             found = EvaluationResult(
-                token=task.token, version=task.version.digest, examples=5, numbers={"accuracy": 0.5}
+                token=task.token, version=task.version.digest, examples=5, metrics={"accuracy": 0.5}
             )
             self._report(
                 task,

@@ -81,16 +81,16 @@ class Shape:
     quorum: int | None = None
     """All workers if left out."""
     size: int | None = None
-    enough: int | None = None
+    target_updates: int | None = None
     tries: int = 20
-    task_tries: int = 100
+    max_task_attempts: int = 100
     evaluates: bool = False
     codec: str = "bits+shuffle+zstd"
     server_optimizer: Mapping[str, Any] = field(default_factory=lambda: {"kind": "none"})
     inline_bytes: int = 200
     inline_updates: tuple[bool, ...] = (False,) * len(SITES)
     """Whose updates come with their submission."""
-    gather_seconds: float = 0.0
+    cohort_wait_seconds: float = 0.0
     tick_seconds: float = 1.0
     whims: int = 0
     """How often the orchestrator interferes."""
@@ -105,14 +105,14 @@ class Shape:
             rounds=dice.randint(2, 4),
             quorum=quorum,
             size=dice.choice((None, workers, max(quorum, workers - 1))),
-            enough=dice.choice((None, None, quorum)),
+            target_updates=dice.choice((None, None, quorum)),
             tries=dice.choice((2, 20)),
-            task_tries=dice.choice((1, 3)),
+            max_task_attempts=dice.choice((1, 3)),
             evaluates=dice.random() < 0.4,
             codec=dice.choice(("raw", "bits+shuffle+zstd")),
             inline_bytes=dice.choice((8, 200, 65_536)),
             inline_updates=tuple(dice.random() < 0.5 for _ in SITES),
-            gather_seconds=dice.choice((0.0, 10.0)),
+            cohort_wait_seconds=dice.choice((0.0, 10.0)),
             tick_seconds=dice.choice((1.0, 5.0)),
             whims=dice.randrange(4),
         )
@@ -122,8 +122,8 @@ class Shape:
         return {
             "inline_bytes": self.inline_bytes,
             "lease_seconds": 30.0,
-            "live_seconds": 45.0,
-            "gather_seconds": self.gather_seconds,
+            "liveness_seconds": 45.0,
+            "cohort_wait_seconds": self.cohort_wait_seconds,
             "tick_seconds": self.tick_seconds,
             "evaluation_seconds": 100.0,
         }
@@ -140,10 +140,10 @@ class Shape:
             "cohort": {
                 "size": self.size,
                 "quorum": self.quorum or self.workers,
-                "enough": self.enough,
+                "target_updates": self.target_updates,
                 "deadline_seconds": 150.0,
-                "tries": self.tries,
-                "task_tries": self.task_tries,
+                "max_attempts": self.tries,
+                "max_task_attempts": self.max_task_attempts,
             },
             **({"evaluation": {"sites": True}} if self.evaluates else {}),
         }

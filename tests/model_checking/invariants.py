@@ -42,14 +42,14 @@ LEGAL = {
     "task": {
         "lease": {"offered": "leased"},
         "release": {"leased": "offered"},
-        "lapse": {"leased": "lapsed"},
-        "offer": {"lapsed": "offered"},
+        "expire": {"leased": "expired"},
+        "offer": {"expired": "offered"},
         "accept": {"leased": "accepted"},
         "merge": {"accepted": "merged"},
         "leave_out": {"accepted": "left_out"},
         "reject": {"leased": "rejected"},
         "fail": {"leased": "failed"},
-        "cancel": {"offered": "cancelled", "leased": "cancelled", "lapsed": "cancelled"},
+        "cancel": {"offered": "cancelled", "leased": "cancelled", "expired": "cancelled"},
     },
 }
 ACCEPTED = ("accepted", "merged", "left_out")
@@ -187,12 +187,12 @@ class Watch:
                 "I4",
                 f"{action} of {subject} under token {token}, not {self._tokens[subject]}",
             )
-        if action == "task.lapse":
+        if action == "task.expire":
             expires_at = before["tasks"][subject]["lease_expires_at"]
             _hold(
                 expires_at <= entry["at"] + 1e-5,
                 "I12",
-                f"task {subject} lapsed {expires_at - entry['at']:.3f} s too early",
+                f"task {subject} expired {expires_at - entry['at']:.3f} s too early",
             )
 
     def _receipts(self, action: str, round_id: str, left_out: Sequence[str], now: dict[str, Rows]) -> None:
@@ -224,7 +224,7 @@ class Watch:
                 )
                 live[row["run_id"]] = key
             if row["state"] != "open":
-                waiting = [task["state"] for task in tasks if task["state"] in ("offered", "leased", "lapsed")]
+                waiting = [task["state"] for task in tasks if task["state"] in ("offered", "leased", "expired")]
                 _hold(not waiting, "states", f"round {key} is {row['state']}, and has tasks that are {waiting}")
             if row["state"] in ("committed", "abandoned"):
                 waiting = [task["id"] for task in tasks if task["state"] == "accepted"]
@@ -243,7 +243,7 @@ class Watch:
             workers = [task["worker_id"] for task in tasks]
             _hold(len(set(workers)) == len(workers), "I1", f"a worker has several tasks in round {key}")
             if key not in before["rounds"]:
-                live_since = row["opened_at"] - self.world.settings["live_seconds"]
+                live_since = row["opened_at"] - self.world.settings["liveness_seconds"]
                 for task in tasks:
                     seen = now["workers"][task["worker_id"]]["last_seen_at"]
                     _hold(
@@ -275,14 +275,14 @@ class Watch:
                 _hold(new["examples"] <= self.examples[site], "I10", f"task {key} counts {new['examples']} examples")
 
     def _versions(self, now: dict[str, Rows], before: dict[str, Rows], new: list[str]) -> None:
-        numbers: dict[str, list[int]] = {}
+        metrics: dict[str, list[int]] = {}
         for row in now["versions"].values():
-            numbers.setdefault(row["run_id"], []).append(row["number"])
+            metrics.setdefault(row["run_id"], []).append(row["number"])
         for run, row in now["runs"].items():
             _hold(
-                sorted(numbers[run]) == list(range(row["version_number"] + 1)),
+                sorted(metrics[run]) == list(range(row["version_number"] + 1)),
                 "I3",
-                f"run {run} at {row['version_number']} has versions {numbers[run]}",
+                f"run {run} at {row['version_number']} has versions {metrics[run]}",
             )
             committed = sorted(
                 r["number"] for r in now["rounds"].values() if r["run_id"] == run and r["state"] == "committed"
@@ -400,8 +400,8 @@ class Watch:
 
 
 def _unscored(task: sqlite3.Row) -> dict[str, Any]:
-    numbers = json.loads(task["numbers"])
-    return {**dict(task), "numbers": {name: value for name, value in numbers.items() if not name.startswith(PREFIX)}}
+    metrics = json.loads(task["metrics"])
+    return {**dict(task), "metrics": {name: value for name, value in metrics.items() if not name.startswith(PREFIX)}}
 
 
 def _hold(holds: bool, invariant: str, otherwise: str) -> None:

@@ -165,7 +165,7 @@ def endless(round_: Any, run: Any, now: float) -> Any:
 def lapse_unseen(self: Any, task_id: str, token: int) -> None:
     with self.database.transaction() as session:
         now, task = self.database.now(), session.get_one(TaskRow, task_id)
-        actions.move_task(session, now, actions.ACTOR, task, "lapse")
+        actions.move_task(session, now, actions.ACTOR, task, "expire")
 
 
 def kept_at_once(self: Any, *arguments: Any) -> Any:
@@ -184,7 +184,7 @@ def kept_when_accepted(self: Any) -> Any:
 
 
 def unaudited(session: Any, now: float, actor: str, action: str, subject: str, **detail: Any) -> None:
-    if action != "task.lapse":
+    if action != "task.expire":
         RECORD(session, now, actor, action, subject, **detail)
 
 

@@ -17,14 +17,14 @@ from tessera.coordinator.domain.decide import Timeouts, decide
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN, ROUND, RUN, TASK, Lifecycle
 from tessera.coordinator.domain.snapshot import RoundSnapshot, RunSnapshot, TaskSnapshot
 from tessera.shared.api.runs import Cohort
-from tessera.shared.hashing import dice
+from tessera.shared.hashing import derive_seed
 from tessera.shared.rounds.planning import choose
 from tessera.shared.schema import ACCEPTED
 from tests.model_checking.invariants import LEGAL, Violated
 
 LEASE = 30.0
 LIVE = 45.0
-PATIENCE = Timeouts(gather_seconds=10, evaluation_seconds=100)
+PATIENCE = Timeouts(cohort_wait_seconds=10, evaluation_seconds=100)
 Report = tuple[str, int]
 """A worker's, and the round's number that it was made for."""
 
@@ -36,7 +36,7 @@ class Task:
     round: int
     state: str = "offered"
     token: int = 0
-    leases: int = 0
+    attempts: int = 0
     expires_at: float | None = None
     accepted_token: int | None = None
 
@@ -102,10 +102,10 @@ class Rules:
         cohort = Cohort(
             size=random.choice((None, count, quorum)),
             quorum=quorum,
-            enough=random.choice((None, quorum)),
+            target_updates=random.choice((None, quorum)),
             deadline_seconds=150,
-            tries=random.choice((2, 5)),
-            task_tries=random.choice((1, 3)),
+            max_attempts=random.choice((2, 5)),
+            max_task_attempts=random.choice((1, 3)),
         )
         self.run = Run(cohort, random.randint(1, 6), random.randrange(1 << 30), resumed_at=self.now)
         self.looks: list[tuple[RunSnapshot, float]] = []
@@ -173,7 +173,7 @@ class Rules:
         ended = max((one.closed_at for one in run.attempts), default=0.0)
         here = {worker for worker, at in self.seen.items() if at >= self.now - LIVE}
         tasks = () if live is None else tuple(
-            TaskSnapshot(t.id, t.worker, t.state, t.token, t.leases, t.expires_at, t.worker in here)
+            TaskSnapshot(t.id, t.worker, t.state, t.token, t.attempts, t.expires_at, t.worker in here)
             for t in live.tasks
         )  # fmt: skip
         snapshot = RunSnapshot(
@@ -212,7 +212,7 @@ class Rules:
                 task = self._task(task_id)
                 if task.token != token or (task.expires_at or 0) > self.now:
                     raise Overtaken
-                move(task, TASK, "task", "lapse")
+                move(task, TASK, "task", "expire")
             case todo.Offer(task_id):
                 move(self._task(task_id), TASK, "task", "offer")
             case todo.Close(round_id, _):
@@ -249,7 +249,7 @@ class Rules:
         here = [worker for worker, at in self.seen.items() if at >= self.now - LIVE]
         if run.live or run.state != "running" or number != len(run.versions) or len(here) < run.cohort.quorum:
             raise Overtaken
-        chosen = choose(here, run.cohort.size, Random(dice(run.seed, "cohort", number)))
+        chosen = choose(here, run.cohort.size, Random(derive_seed(run.seed, "cohort", number)))
         name = f"{self.runs}-{len(run.attempts)}"
         tasks = [Task(f"{name}-{worker}", worker, number) for worker in chosen]
         run.attempts.append(Round(name, number, self.now, self.now + run.cohort.deadline_seconds, tasks))
@@ -273,7 +273,7 @@ class Rules:
             if task.worker == worker and task.state == "offered":
                 move(task, TASK, "task", "lease")
                 task.token += 1
-                task.leases += 1
+                task.attempts += 1
                 task.expires_at = self.now + LEASE
                 self.held.append((task, task.token))
                 self.held = self.held[-20:]
@@ -295,7 +295,7 @@ class Rules:
         self.seen[task.worker] = self.now
         if event == "accept" and task.state in ACCEPTED and task.token == token:
             return
-        before = (task.state, task.token, task.leases, task.expires_at)
+        before = (task.state, task.token, task.attempts, task.expires_at)
         if refusal(task.state, round_.state, token, task.token):
             if task.accepted_token == token and event == "accept":
                 raise Violated(f"I13: a repeated report on {task.id} was refused")
@@ -311,7 +311,7 @@ class Rules:
         if event == "accept":
             task.accepted_token = token
         if event == "release":
-            task.leases -= 1
+            task.attempts -= 1
 
     def _whim(self) -> None:
         event = self.random.choice(("pause", "resume", "resume", "cancel"))
@@ -343,7 +343,7 @@ class Rules:
                 kept = task.state in ACCEPTED and task.token == task.accepted_token
                 if task.accepted_token is not None and not kept:
                     raise Violated(f"I5: the report on {task.id} was accepted, and is {task.state}")
-                if one.state != "open" and task.state in ("offered", "leased", "lapsed"):
+                if one.state != "open" and task.state in ("offered", "leased", "expired"):
                     raise Violated(f"states: task {task.id} is {task.state} in a round that is {one.state}")
         last = run.versions[-1]
         if any(number != len(run.versions) - 1 for _, number in last):

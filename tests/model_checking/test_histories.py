@@ -113,7 +113,7 @@ def test_an_accepted_update_that_nobody_sent_is_found(services: Services, histor
 FIRST = select(VersionRow.digest).where(VersionRow.number == 0).scalar_subquery()
 SPOILT: dict[str, tuple[Any, set[str]]] = {
     "an accepted update is gone": (
-        update(TaskRow).values(state="lapsed", merged_in=None).where(TaskRow.version_number == 0),
+        update(TaskRow).values(state="expired", merged_in=None).where(TaskRow.version_number == 0),
         {"lost", "wrong-version"},
     ),
     "an update counts twice as much": (

@@ -36,7 +36,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any] | dict[str, Move]]] = {
     "the token is not checked": (rules, "refusal", planted.no_token),
     "a cancelled task may be reported on": (rules, "refusal", planted.any_state),
     "the quorum is off by one": (decide, "_round", planted.one_less),
-    "a lapsed task of a closed round lives on": (rules, "TASK", _without_cancelling()),
+    "an expired task of a closed round lives on": (rules, "TASK", _without_cancelling()),
     "an abandoned round closes": (rules, "ROUND", _from_merging()),
 }
 

@@ -80,7 +80,7 @@ MERGING = (
     ),
     Mutant(
         "shared/rounds/aggregate.py",
-        '"participants" if divide == "participants" else "cohort"',
+        '"participants" if normalization == "participants" else "cohort"',
         '"participants"',
         SITES,
     ),
@@ -117,7 +117,7 @@ FENCING = (
     Mutant(
         "coordinator/domain/acceptance.py",
         'if state != "leased" or shown_token != token:',
-        'if state == "lapsed" or shown_token != token:',
+        'if state == "expired" or shown_token != token:',
         ACCEPTANCE,
     ),
     Mutant(
@@ -129,7 +129,7 @@ FENCING = (
     Mutant(
         "coordinator/domain/lifecycle.py",
         '"accept": Move(("leased",), "accepted")',
-        '"accept": Move(("leased", "lapsed"), "accepted")',
+        '"accept": Move(("leased", "expired"), "accepted")',
         LIFECYCLE,
     ),
     Mutant(
@@ -152,7 +152,7 @@ FENCING = (
     ),
     Mutant("coordinator/db/transitions.py", ".rowcount != 1:", ".rowcount > 1:", TRANSITIONS),
     Mutant("coordinator/db/tasks.py", '"token": task.token + 1,', '"token": task.token,', LEASES),
-    Mutant("coordinator/db/tasks.py", '"leases": task.leases + 1,', '"leases": task.leases,', LEASES),
+    Mutant("coordinator/db/tasks.py", '"attempts": task.attempts + 1,', '"attempts": task.attempts,', LEASES),
     Mutant(
         "coordinator/db/tasks.py",
         "return task.state in ACCEPTED and task.token == token and",
@@ -186,14 +186,14 @@ FENCING = (
     ),
     Mutant(
         "coordinator/domain/decide.py",
-        'elif task.state == "lapsed" and task.leases < run.cohort.task_tries:',
-        'elif task.state == "lapsed" and task.leases <= run.cohort.task_tries:',
+        'elif task.state == "expired" and task.attempts < run.cohort.max_task_attempts:',
+        'elif task.state == "expired" and task.attempts <= run.cohort.max_task_attempts:',
         DECIDE,
     ),
     Mutant(
         "coordinator/domain/decide.py",
-        "len(came) >= max(run.cohort.enough, quorum):",
-        "len(came) >= run.cohort.enough:",
+        "len(came) >= max(run.cohort.target_updates, quorum):",
+        "len(came) >= run.cohort.target_updates:",
         DECIDE,
     ),
     Mutant(
@@ -204,8 +204,8 @@ FENCING = (
     ),
     Mutant(
         "coordinator/operations/tasks.py",
-        '"leases": record.task.leases - 1',
-        '"leases": record.task.leases',
+        '"attempts": record.task.attempts - 1',
+        '"attempts": record.task.attempts',
         LEASES,
     ),
     Mutant(
@@ -242,7 +242,7 @@ EGRESS = (
         "worker/task/upload.py",
         "if digest_at(path) != decision.update:",
         "if not decision.update:",
-        (*DECIDES, *AIRLOCK),
+        AIRLOCK,
     ),
     Mutant("worker/task/upload.py", 'if view.state == "accepted":', 'if view.state == "merged":', DECIDES),
     Mutant("worker/governance/airlock.py", 'if decision.verdict == "withhold":', "if not decision.verdict:", AIRLOCK),

@@ -39,10 +39,10 @@ def test_each_setting_tells_where_it_comes_from() -> None:
 
 
 def test_a_table_in_one_variable_is_told_apart_by_its_keys() -> None:
-    values = {"policy": {"max_epochs": 5, "max_tries": 10}}
+    values = {"policy": {"max_epochs": 5, "max_attempts": 10}}
     found = effective(values, {}, {"X_POLICY": '{"max_epochs": 5}'}, "X_")
     assert [(one.name, one.origin) for one in found] == [
-        ("policy.max_epochs", "X_POLICY"), ("policy.max_tries", "default"),
+        ("policy.max_epochs", "X_POLICY"), ("policy.max_attempts", "default"),
     ]  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_a_worker_shows_its_settings_without_secrets(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TESSERA_WORKER_POLICY__MAX_TRIES", "3")
+    monkeypatch.setenv("TESSERA_WORKER_POLICY__MAX_ATTEMPTS", "3")
     monkeypatch.setenv("TESSERA_WORKER_TOKEN", SECRET)
     said = CliRunner().invoke(worker_app, ["config", "show", "--config", str(config), "--json"])
     assert said.exit_code == 0, said.output
@@ -81,7 +81,7 @@ def test_a_worker_shows_its_settings_without_secrets(config: Path, monkeypatch: 
     assert found["token"] == (HIDDEN, "TESSERA_WORKER_TOKEN")
     assert found["url"] == ("http://north:***@127.0.0.1:9", "file")
     assert found["policy.max_epochs"] == (7, "file")
-    assert found["policy.max_tries"] == (3, "TESSERA_WORKER_POLICY__MAX_TRIES")
+    assert found["policy.max_attempts"] == (3, "TESSERA_WORKER_POLICY__MAX_ATTEMPTS")
     assert found["policy.max_batch"] == (65_536, "default")
     assert SECRET not in said.output
     assert SECRET not in CliRunner().invoke(worker_app, ["config", "show", "--config", str(config)]).output

@@ -65,7 +65,7 @@ def test_the_number_of_faults_shown_is_bounded() -> None:
 
 
 def test_a_document_has_the_members_of_rfc_9457_and_its_type_is_a_page() -> None:
-    document = ProblemDocument.model_validate(problems.LeaseLost("it lapsed").json())
+    document = ProblemDocument.model_validate(problems.LeaseLost("it expired").json())
     assert (document.type, document.status, document.title) == ("/problems/lease-lost", 409, problems.LeaseLost.title)
 
 

@@ -89,7 +89,7 @@ def soaking(
 ) -> Iterator[tuple[CoordinatorProcess, dict[str, Process]]]:
     """The processes by their names, and a run that has begun."""
     brief = {"keep_versions": 2, "keep_updates_seconds": unused_seconds, "keep_unused_seconds": unused_seconds}
-    removing = {**brief, "housekeeping_seconds": unused_seconds / 4}
+    removing = {**brief, "gc_interval_seconds": unused_seconds / 4}
     with ExitStack() as stack:
         serving = stack.enter_context(
             CoordinatorProcess(folder, "--no-conduct", module="tests.soak.coordinator", inline_bytes=KIB)
@@ -103,7 +103,7 @@ def soaking(
             processes[f"worker-{number}"] = Process(folder, f"worker-{number}", arguments)
         admin = serving.admin()
         until(lambda: sum(worker.live for worker in admin.workers()) == WORKERS, 60)
-        cohort = Cohort(size=WORKERS, quorum=WORKERS, tries=100, task_tries=100)
+        cohort = Cohort(size=WORKERS, quorum=WORKERS, max_attempts=100, max_task_attempts=100)
         start_run(admin, MODEL, values(MODEL), rounds=rounds, cohort=cohort)
         yield serving, processes
 

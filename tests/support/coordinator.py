@@ -109,7 +109,7 @@ class LiveCoordinator:
             "blob_url": str(folder / "blobs"),
             "staging_dir": folder / "staging",
         }
-        quick = {"tick_seconds": TICK_SECONDS, "gather_seconds": 0, "longest_wait_seconds": 5.0, **ROOMY}
+        quick = {"tick_seconds": TICK_SECONDS, "cohort_wait_seconds": 0, "max_wait_seconds": 5.0, **ROOMY}
         self.settings = CoordinatorSettings(**{**places, **quick, **settings})
         self._port = settings.get("port", 0)
         self._clock = clock

@@ -73,7 +73,7 @@ class ScriptedWorker:
     datasets: dict[str, int] = field(default_factory=lambda: {"data": 10})
     held_out: dict[str, int] = field(default_factory=dict)
     methods: tuple[str, ...] = ("fedavg", "fedfrozen")
-    mirror: AdvertisedPolicy | None = None
+    advertised_policy: AdvertisedPolicy | None = None
     withheld: dict[str, str] = field(default_factory=dict)
     version: str = ""
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -88,7 +88,7 @@ class ScriptedWorker:
             datasets=self.datasets,
             held_out=self.held_out,
             methods=self.methods,
-            mirror=self.mirror,
+            advertised_policy=self.advertised_policy,
             withheld=self.withheld,
             version=self.version,
         )
@@ -124,28 +124,28 @@ class ScriptedWorker:
         write_update(file, task.codec, changes)
         return self.client.put_bytes(file.getvalue())
 
-    def submit(self, task: Task, digest: str, examples: int | None = None, **numbers: float) -> TaskView:
+    def submit(self, task: Task, digest: str, examples: int | None = None, **metrics: float) -> TaskView:
         submission = Submission(
             token=task.token,
             version=task.version.digest,
             update=digest,
             examples=examples or self.datasets[task.dataset],
-            numbers=numbers,
+            metrics=metrics,
         )
         return self.client.submit(task.id, submission)
 
-    def train(self, task: Task, step: float = 1.0, **numbers: float) -> TaskView:
+    def train(self, task: Task, step: float = 1.0, **metrics: float) -> TaskView:
         """Adds `step` to every block that the plan trains, and sends what it asks for, with these numbers."""
         model, base = self.client.model(task.model), self.fetch(task)
         trained = {b.name for b in task.plan.train.resolve(model.blocks)}
         sent = [b.name for b in task.plan.upload.resolve(model.blocks) if b.name in trained]
         changed = {name: base[name] + np.float32(step) for name in sent}
-        return self.submit(task, self.upload(task, changed), **numbers)
+        return self.submit(task, self.upload(task, changed), **metrics)
 
-    def evaluate(self, task: Task, **numbers: float) -> TaskView:
+    def evaluate(self, task: Task, **metrics: float) -> TaskView:
         examples = (self.held_out if task.held_out else self.datasets)[task.dataset]
         evaluated = EvaluationResult(
-            token=task.token, version=task.version.digest, examples=examples, numbers=numbers
+            token=task.token, version=task.version.digest, examples=examples, metrics=metrics
         )
         return self.client.submit_evaluation(task.id, evaluated)
 

@@ -54,7 +54,7 @@ def hostile() -> Iterator[tuple[str, bytes]]:
     yield "lists", filled(b'{"a": [', b"[],", b"[]]}")
     yield "objects", filled(b'{"a": [', b"{},", b"{}]}")
     yield "nested", filled(b"", b"[", b"")
-    yield "numbers", filled(b'{"a": [', b"1.5,", b"1]}")
+    yield "metrics", filled(b'{"a": [', b"1.5,", b"1]}")
     yield "a long string", filled('{"a": "😀'.encode(), b"x", b'"}')
     yield "many strings", filled(b'{"a": [', b'"ab",', b'""]}')
     names = b"".join(b'"%06d":1,' % i for i in range(MAX_HEADER_BYTES // 12))

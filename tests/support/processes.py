@@ -17,6 +17,7 @@ import psutil
 
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.client.client import Client
+from tests.support import zygote
 from tests.support.coordinator import ROOMY, until
 from tests.support.databases import url_in
 
@@ -32,13 +33,19 @@ class Process:
 
     def __init__(self, folder: Path, name: str, arguments: list[str], environment: Mapping[str, str] | None = None):
         self.log = folder / f"{name}.log"
+        module, *rest = arguments
+        told = {**os.environ, **(environment or {})}
         with self.log.open("ab") as log:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
-                env={**os.environ, **(environment or {})},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+            self.popen: subprocess.Popen[bytes] = (
+                zygote.start(module, rest, told, log)
+                if module in zygote.NEEDS
+                else subprocess.Popen(
+                    [sys.executable, "-m", *arguments],
+                    env=told,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             )
 
     @property
@@ -75,7 +82,7 @@ class CoordinatorProcess:
         self.folder = folder
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        quick = {"tick_seconds": 0.1, "gather_seconds": 60.0, **ROOMY}
+        quick = {"tick_seconds": 0.1, "cohort_wait_seconds": 60.0, **ROOMY}
         self.environment = {
             f"TESSERA_{key.upper()}": str(value)
             for key, value in {

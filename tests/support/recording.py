@@ -97,7 +97,7 @@ def conversation(client: Client, begin: Callable[[], object]) -> list[Task]:
             update=f"sha256:{hashlib.sha256(data).hexdigest()}",
             data=data,
             examples=10,
-            numbers={"loss": 0.75},
+            metrics={"loss": 0.75},
             download_bytes=1000,
         ),
     )
@@ -174,7 +174,7 @@ def begin(live: LiveCoordinator) -> Callable[[], object]:
         START,
         rounds=5,
         seed=1,
-        cohort=Cohort(size=1, task_tries=5),
+        cohort=Cohort(size=1, max_task_attempts=5),
         evaluation=Evaluation(dataset="test", every=5),
     )
 

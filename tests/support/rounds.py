@@ -62,23 +62,23 @@ class Rounds:
         updates = []
         for name, planned in self.half.plan(self.state, asked, Random(0)).items():
             plan = planned.model_copy(update={"train": self.only, "upload": self.only}) if self.only else planned
-            model, memory = _arrays(self.state.model), _arrays(self.state.memory)
+            model, server_state = _arrays(self.state.model), _arrays(self.state.server_state)
             _, result = one_task(
                 self.method,
                 self.settings,
                 start=model,
                 vault=self.vaults[name],
-                memory=memory if plan.memory else {},
+                server_state=server_state if plan.server_state else {},
                 plan=plan,
                 dataset=self.sites[name],
                 **self.training,
             )
-            self.half.check(plan, self.sites[name].examples, result.numbers)
+            self.half.check(plan, self.sites[name].examples, result.metrics)
             sent: dict[str, Tensor] = {block: ArrayTensor(values) for block, values in result.upload.items()}
-            updates.append(Update(name, self.sites[name].examples, sent, result.numbers, plan=plan))
+            updates.append(Update(name, self.sites[name].examples, sent, result.metrics, plan=plan))
             self.vaults[name], self.harvests[name] = dict(result.keep), result
         merged = self.half.merge(self.state, updates)
-        self.state = replace(merged, model=_held(merged.model), memory=_held(merged.memory))
+        self.state = replace(merged, model=_held(merged.model), server_state=_held(merged.server_state))
         return self.state
 
     def value(self, block: str) -> Array:
@@ -96,4 +96,4 @@ def _held(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def same_bits(one: Rounds, other: Rounds) -> bool:
     """Whether two runs have come to the same model, and remember nothing on top of it."""
     bits = [{n: to_array(t).tobytes() for n, t in rounds.state.model.items()} for rounds in (one, other)]
-    return bits[0] == bits[1] and not one.state.memory and not other.state.memory
+    return bits[0] == bits[1] and not one.state.server_state and not other.state.server_state

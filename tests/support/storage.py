@@ -88,11 +88,11 @@ def add_task(
         "seed": 0,
         "plan": {},
         "token": 1,
-        "leases": 1,
+        "attempts": 1,
         "created_at": NOW,
         "upload_bytes": 0,
         "download_bytes": 0,
-        "numbers": {},
+        "metrics": {},
     }
     row = TaskRow(id=task_id, worker_id=worker_id, state=state, **{**values, **fields})
     session.add(row)

@@ -89,7 +89,7 @@ def one_task(
     round_number: int = 0,
     start: Mapping[str, Array] | None = None,
     vault: Mapping[str, Array] | None = None,
-    memory: Mapping[str, Array] | None = None,
+    server_state: Mapping[str, Array] | None = None,
     plan: Plan | None = None,
     dataset: Dataset | None = None,
     subject: Subject = PLAIN,
@@ -103,7 +103,7 @@ def one_task(
     chosen = MethodSpec(name=method, settings=dict(settings or {}))
     worker = Participant("a/w", 24)
     plan = plan or coordinator_half(chosen, facts).plan_for(State(round_number, {}), worker)
-    context = LocalTaskContext(model, subject.head, plan, facts.blocks, dict(vault or {}), dict(memory or {}))
+    context = LocalTaskContext(model, subject.head, plan, facts.blocks, dict(vault or {}), dict(server_state or {}))
     half = worker_half(chosen, facts)
     for block in facts.blocks:
         if start:

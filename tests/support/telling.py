@@ -17,7 +17,7 @@ class Telling(CoordinatorHalf[MethodSettings]):
     """Counts the rounds, and warns from the second on."""
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
-        return replace(super().merge(state, updates), numbers={"moved": state.round + 1.0})
+        return replace(super().merge(state, updates), scalars={"moved": state.round + 1.0})
 
     def warnings(self, state: State) -> Sequence[str]:
         return (STILL, TOO_MANY)[: max(0, state.round - 1)]

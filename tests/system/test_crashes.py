@@ -163,7 +163,7 @@ def test_the_task_of_a_killed_worker_is_offered_again(live: CoordinatorProcess) 
 def test_a_round_closes_with_its_quorum_when_a_worker_is_killed(live: CoordinatorProcess) -> None:
     client, model = live.admin(), small_model()
     start = values(model)
-    cohort = Cohort(size=2, quorum=1, task_tries=1)
+    cohort = Cohort(size=2, quorum=1, max_task_attempts=1)
     run = start_run(client, model, start, cohort=cohort)
     alive, killed = ScriptedWorker(live.site("a")), ScriptedWorker(live.site("b"))
     alive.enrol()

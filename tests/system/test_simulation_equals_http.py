@@ -26,7 +26,7 @@ from tests.system.conftest import VIT, made
 SITES = {"north": 20, "south": 33, "west": 14}
 TEST_EXAMPLES = 40
 KEY = key_of_seed(0)
-MEASURES_FEW = Policy(min_measured=1)
+MEASURES_FEW = Policy(min_evaluation_examples=1)
 
 
 def images(count: int, seed: int) -> dict[str, torch.Tensor]:
@@ -85,13 +85,13 @@ TRAINING = {"batch_size": 8, "learning_rate": 0.01}
 
 def measured(measurements: Iterable[Measurement]) -> dict[tuple[int, str], dict[str, float]]:
     """What each version was measured at, by whom: sites, or whoever holds the central data set."""
-    return {(one.version, one.site if one.held_out else "central"): one.numbers for one in measurements}
+    return {(one.version, one.site if one.held_out else "central"): one.metrics for one in measurements}
 
 
 def moved(rounds: Iterable[Round]) -> dict[tuple[int, str], tuple[dict[str, float], int, int]]:
     """What each worker told and moved in each round."""
     tasks = [task for round_ in rounds for task in round_.tasks]
-    return {(task.round, task.worker): (task.numbers, task.download_bytes, task.upload_bytes) for task in tasks}
+    return {(task.round, task.worker): (task.metrics, task.download_bytes, task.upload_bytes) for task in tasks}
 
 
 @pytest.mark.long
@@ -100,7 +100,7 @@ def moved(rounds: Iterable[Round]) -> dict[tuple[int, str], tuple[dict[str, floa
     [
         {"method": {"name": "fedavg"}, "cohort": {"size": 2, "quorum": 2}},
         {"method": {"name": "fedfrozen", "settings": {"warmup_rounds": 1, "scope": "v_head"}}, "codec": "raw"},
-        {"method": {"name": "fedrep"}, "divide": "cohort"},
+        {"method": {"name": "fedrep"}, "normalization": "cohort"},
         {"method": {"name": "scaffold"}, "training": {**TRAINING, "optimizer": "sgd"}},
         {"method": {"name": "fedavg"}, "server_optimizer": {"kind": "adam"}, "max_examples": 15},
     ],

@@ -46,7 +46,7 @@ def traced(folder: Path, vit: ModelFolder) -> Iterator[tuple[Receiver, str, str]
     with receiving() as receiver, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
-        with CoordinatorProcess(folder / "coordinator", gather_seconds=0) as coordinator:
+        with CoordinatorProcess(folder / "coordinator", cohort_wait_seconds=0) as coordinator:
             worker = worker_process(coordinator, "north", DATA)
             token = (coordinator.folder / "admin.token").read_text().strip()
             told = process(

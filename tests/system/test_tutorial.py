@@ -63,5 +63,5 @@ def test_the_methods_of_the_tutorial_run_from_one_file_each(
             assert client.run(run.id).state == "completed", client.run(run.id).reason
             rounds = sorted(client.rounds(run.id), key=lambda round_: round_.number)
             assert [round_.stage for round_ in rounds][: len(stages)] == stages
-            numbers = client.manifest(client.run(run.id).version.digest).numbers
-            assert set(numbers) == ({"moved.0", "moved.1"} if name == "restless" else set())
+            metrics = client.manifest(client.run(run.id).version.digest).scalars
+            assert set(metrics) == ({"moved.0", "moved.1"} if name == "restless" else set())

@@ -102,13 +102,13 @@ class HeadOnly(CoordinatorHalf[MethodSettings]):
 
 
 class Hoarding(CoordinatorHalf[MethodSettings]):
-    """Has every worker fetch a megabyte of server memory."""
+    """Has every worker fetch a megabyte of server state."""
 
     def start(self, state: State) -> State:
         return replace(state, memory={"ballast": ArrayTensor(np.zeros(250_000, np.float32))})
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
-        return Plan(memory=("bal*", "ballast"))
+        return Plan(server_state=("bal*", "ballast"))
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,12 @@ def begin(client: Client, **spec: Any) -> Run:
     start = {block.name: read_block(named_tensors(model), block) for block in blocks}
     document = Model(config=VIT, head="image-classification", blocks=blocks)
     training = Training(learning_rate=0.01, batch_size=256)
-    wanted = {"dataset": "digits", "training": training, "cohort": Cohort(tries=1, task_tries=1), **spec}
+    wanted = {
+        "dataset": "digits",
+        "training": training,
+        "cohort": Cohort(max_attempts=1, max_task_attempts=1),
+        **spec,
+    }
     return start_run(client, document, start, **wanted)
 
 
@@ -190,7 +195,7 @@ def test_an_agent_trains_and_evaluates_a_run_to_its_end(coordinator: LiveCoordin
     run = begin(client, method=frozen, rounds=2, evaluation=Evaluation(dataset="held-out"))
     with working(coordinator, tmp_path):
         until(lambda: client.run(run.id).state == "completed")
-    scores = {found.version: found.numbers for found in client.measurements(run.id)}
+    scores = {found.version: found.metrics for found in client.measurements(run.id)}
     assert set(scores) >= {1, 2}
     assert set(scores[2]) == {"accuracy", "macro_f1", "loss", "calibration_error"}
     whole, partial = (made.tasks[0] for made in client.rounds(run.id))
@@ -236,7 +241,7 @@ def test_what_is_kept_comes_back_in_the_next_round_and_never_travels(
         # No task comes any more: the worker asks what became of its last update.
         kept = tmp_path / "state" / "vault" / run.id
         until(lambda: [path.name for path in kept.iterdir()] == ["current.safetensors"])
-    assert [made.tasks[0].numbers["rounds_before"] for made in client.rounds(run.id)] == [0.0, 1.0, 2.0]
+    assert [made.tasks[0].metrics["rounds_before"] for made in client.rounds(run.id)] == [0.0, 1.0, 2.0]
     first, *_, last = (client.manifest(version.digest).blocks for version in client.versions(run.id))
     assert {name for name in first if first[name] == last[name]} == {HEAD}
 
@@ -300,7 +305,7 @@ def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
         ("fedavg", {"max_run_upload_bytes": 100}, "policy-violation: max_run_upload_bytes: "),
         ("fedavg", {"orchestrators": ["trial"]}, "policy-violation: orchestrators: runs of 'test-admin' are not"),
         ("fedavg", {"require_privacy": {"epsilon": 1}}, "policy-violation: require_privacy: the run has no diff"),
-        ("hoarding", {"max_model_bytes": 500_000}, "max_model_bytes: server memory of 1000000 bytes is larger"),
+        ("hoarding", {"max_model_bytes": 500_000}, "max_model_bytes: server state of 1000000 bytes is larger"),
         ("talkative", {}, "failed: KeyError; the worker's own log has more"),
     ],
 )
@@ -313,7 +318,7 @@ def test_what_may_not_be_done_fails_the_task_and_sends_nothing(
     told_why: str,
 ) -> None:
     # As a coordinator has it that does not heed what it is shown.
-    monkeypatch.setattr(Policy, "mirror", lambda *_: None)
+    monkeypatch.setattr(Policy, "advertised_policy", lambda *_: None)
     client = coordinator.client()
     run = begin(client, method=MethodSpec(name=method))
     uploads_before = uploads(coordinator)
@@ -368,7 +373,7 @@ def test_cancelling_a_run_ends_its_training_and_the_agent_takes_the_next(tmp_pat
         with working(coordinator, tmp_path, policy={"max_epochs": 1000}):
             task_of(client, run, 1, lambda task: task.state == "leased")
             client.set_run_state(run.id, "cancelled")
-            following = begin(client, cohort=Cohort(tries=5, task_tries=5))
+            following = begin(client, cohort=Cohort(max_attempts=5, max_task_attempts=5))
             until(lambda: client.run(following.id).state == "completed")
 
 

@@ -131,7 +131,7 @@ def test_a_worker_that_would_measure_nothing_is_told(tmp_path: Path, use: str, v
 def test_a_forecast_is_of_runs_that_ask_for_something_now() -> None:
     def task(run: str, state: str, sent: int = 0) -> TaskView:
         return TaskView(
-            id=f"{run}-{state}", run=run, round=1, worker="a/w", kind="train", state=state, token=1, leases=1,
+            id=f"{run}-{state}", run=run, round=1, worker="a/w", kind="train", state=state, token=1, attempts=1,
             upload_bytes=sent, download_bytes=2_000_000,
         )  # fmt: skip
 

@@ -217,7 +217,7 @@ def test_who_is_admitted_no_more_is_told_what_a_worker_can_do(live: LiveCoordina
     for command in ("check", "rotate"):
         told = say(command, "--config", config, code=3).output
         assert "this token was revoked" in told
-        assert "joins anew: tessera worker join URL --site NAME" in told
+        assert "join again: tessera worker join URL --site NAME" in told
         assert "--token-file or TESSERA_TOKEN_FILE" not in told
 
 

@@ -26,7 +26,7 @@ def test_a_file_tells_of_claims_and_tasks(tmp_path: Path) -> None:
     file = tmp_path / "tessera.prom"
     figures = Figures(file)
     figures.asking(1_800_000_000.0)
-    assert told(file)["tessera_worker_asked_timestamp_seconds",] == 1_800_000_000.0
+    assert told(file)["tessera_worker_last_claim_timestamp_seconds",] == 1_800_000_000.0
     figures.ended("train", "done", 7.0, received_bytes=100, sent_bytes=10)
     figures.ended("train", "failed", 70.0, received_bytes=1, sent_bytes=0)
     found = told(file)

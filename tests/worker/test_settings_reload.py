@@ -72,10 +72,10 @@ def test_one_that_cannot_be_used_is_refused_until_it_can(tmp_path: Path) -> None
 def test_the_environment_still_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, file = opened(tmp_path)
     monkeypatch.setenv("TESSERA_WORKER_POLICY__MAX_EPOCHS", "2")
-    path.write_text(TEXT.replace("3", "4") + "max_tries = 6\n")
+    path.write_text(TEXT.replace("3", "4") + "max_attempts = 6\n")
     again = file.reread(no_wait)
     assert again
-    assert (again.policy.max_epochs, again.policy.max_tries) == (2, 6)
+    assert (again.policy.max_epochs, again.policy.max_attempts) == (2, 6)
 
 
 def test_of_what_changed_only_the_policy_and_the_budgets_are_taken_up(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from tessera.shared.cli.render.output import AsJson, complain, note, out, print_json, table
-from tessera.shared.problems import said_of
-from tessera.worker.data.partition.class_counts import ClassCounts, class_counts
-from tessera.worker.data.partition.division import divide, key_of_seed
+from tessera.shared.problems import message_of
+from tessera.worker.data.partition.division import ClassCounts, class_counts, divide, key_of_seed
 from tessera.worker.data.partition.schemes import Partition, Scheme
 from tessera.worker.data.registry import Dataset, load
 from tessera.worker.inventory import held_out_key, load_source, named
@@ -169,7 +168,7 @@ def _partition(source: DataSource, given: dict[str, object]) -> Scheme:
         first = fault.errors(include_url=False, include_input=False)[0]
         key = str(first["loc"][-1]) if first["loc"] else "scheme"
         option = "sites" if key == "count" else key.replace("_", "-")
-        told = f"scheme {scheme} has no such setting" if first["type"] == "extra_forbidden" else said_of(first)
+        told = f"scheme {scheme} has no such setting" if first["type"] == "extra_forbidden" else message_of(first)
         raise SettingsError(f"--{option}: {told}") from None
 
 

@@ -151,7 +151,7 @@ def _summary(result: Result, folder: Path) -> dict[str, Any]:
         "digest": last.digest,
         "scores": result.scores().get(last.number, {}),
         "sites": {name: asdict(spread) for name, spread in at_sites.items()},
-        "numbers": last.numbers,
+        "scalars": last.scalars,
         "warnings": last.warnings,
         "download_bytes": sum(outcome.download_bytes for outcome in outcomes),
         "upload_bytes": sum(outcome.upload_bytes for outcome in outcomes),

@@ -123,7 +123,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     else:
         _tell(device, examples, _place(settings), version)
         for name, times in measured.items():
-            typer.echo(f"measured     {name}: {times} versions, of at most {settings.policy.max_measurements}")
+            typer.echo(f"measured     {name}: {times} versions, of at most {settings.policy.max_evaluations}")
         days = settings.keep_vaults_days
         kept = "kept for ever" if days == "forever" else f"removed {days:g} days after their last use"
         typer.echo(f"vaults       those of ended runs are {kept}")

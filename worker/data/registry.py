@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tessera.shared.problems import said_of
+from tessera.shared.problems import message_of
 from tessera.worker.data.dataset import Adapter, DataError, Dataset
 from tessera.worker.data.partition.division import hold_out, part_of
 from tessera.worker.data.partition.schemes import SitePartition
@@ -46,7 +46,7 @@ def load(
         dataset: Dataset = adapter.open(adapter.options.model_validate(options))
     except ValidationError as fault:
         first = fault.errors(include_url=False, include_input=False)[0]
-        raise DataError(f"{'.'.join(map(str, first['loc'])) or kind}: {said_of(first)}") from None
+        raise DataError(f"{'.'.join(map(str, first['loc'])) or kind}: {message_of(first)}") from None
     if part is not None and part.index is not None:
         dataset = part_of(dataset, part, part.index)
     return dataset if held_out is None else hold_out(dataset, held_out, key)

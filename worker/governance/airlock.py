@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
+from tessera.shared import renamed_keys
 from tessera.shared.schema import Digest, Frozen, canonical
 from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.hash_chain import TaskRef
@@ -63,10 +64,15 @@ class Summary(Frozen):
     nbytes: int
     norm: float
     blocks: dict[str, BlockOut]
-    numbers: dict[str, float]
+    metrics: dict[str, float]
     """What goes along with it."""
     epsilon: float | None
     """What all of the run's updates tell of one example with this one; None without differential privacy."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_version_before(cls, given: Any) -> Any:
+        return renamed_keys.read_old(given, renamed_keys.AIRLOCK)
 
 
 class ReleaseDecision(Frozen):
@@ -157,7 +163,7 @@ def summary_of(
     update: Digest,
     nbytes: int,
     blocks: Mapping[str, BlockOut],
-    numbers: Mapping[str, float],
+    metrics: Mapping[str, float],
     epsilon: float | None,
 ) -> Summary:
     return Summary(
@@ -175,7 +181,7 @@ def summary_of(
         nbytes=nbytes,
         norm=sum(block.norm**2 for block in blocks.values()) ** 0.5,
         blocks=dict(blocks),
-        numbers=dict(numbers),
+        metrics=dict(metrics),
         epsilon=epsilon,
     )
 

@@ -172,4 +172,6 @@ def terms_digest(snapshot: RunSnapshot, kind: TaskKind | None = None) -> str:
     """Return what an approval is bound to: all that a run says once for all of its tasks, on which data set, and
     whether it trains on it or measures."""
     terms = {**snapshot.terms, "dataset": snapshot.dataset, "kind": kind or snapshot.kind}
+    # Under the name that it had at first, so that approvals of versions before still hold.
+    terms["divide"] = terms.pop("normalization")
     return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

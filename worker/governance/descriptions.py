@@ -108,8 +108,8 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
     else:
         yield "Runs need no differential privacy, except on data sets with a budget."
     yield (
-        f"Versions are measured on {policy.min_measured} examples or more that nothing trains on, at most "
-        f"{policy.max_measurements:,} times for a data set."
+        f"Versions are measured on {policy.min_evaluation_examples} examples or more that nothing trains on, at most "
+        f"{policy.max_evaluations:,} times for a data set."
     )
     yield f"A person approves each run: {_yes(policy.approve_runs)}; releases each update: {_yes(policy.airlock)}."
     when = f"It works {', '.join(policy.hours)}" if policy.hours else "It works at all hours"

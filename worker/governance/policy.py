@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from tessera.shared import renamed_keys
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.model.blocks import Block
@@ -28,7 +30,7 @@ REMEDIES = {
     "part": "Give the site's examples a file of their own, in place of `part`.",
     "use": "Set `use = 'evaluate'` for a data set that nothing trains on; or give it a `held_out` share, and have "
     "the run set `evaluation.sites`.",
-    "max_measurements": "See `tessera worker check` for what was measured, and raise policy.max_measurements.",
+    "max_evaluations": "See `tessera worker check` for what was measured, and raise policy.max_evaluations.",
     "privacy": "See `tessera worker ledger` for what was spent, and the data set's budget in the settings.",
     "overlap": "Have the names share a ledger: `ledger = NAME` in datasets.<name>, the same NAME in each.",
     "acknowledge_exact": "Set acknowledge_exact = true in the data set's budget: it bounds what comes from now on.",
@@ -162,10 +164,12 @@ class Policy(Frozen):
     )
     max_epochs: PositiveInt = Field(default=100, description="passes over the data in one task, over all phases")
     max_batch: PositiveInt = Field(default=65_536, description="examples in one batch")
-    max_tries: PositiveInt = Field(default=10, description="updates of one round that one worker hands in")
+    max_attempts: PositiveInt = Field(default=10, description="updates of one round that one worker hands in")
     max_task_seconds: PositiveFloat = Field(default=7 * 86400.0, description="however often its lease is renewed")
-    min_measured: PositiveInt = Field(default=20, description="fewest examples that a version is measured on")
-    max_measurements: PositiveInt = Field(
+    min_evaluation_examples: PositiveInt = Field(
+        default=20, description="fewest examples that a version is measured on"
+    )
+    max_evaluations: PositiveInt = Field(
         default=10_000, description="versions measured on one data set over all runs, from all who share runs_dir"
     )
     max_model_bytes: PositiveInt = Field(
@@ -198,6 +202,11 @@ class Policy(Frozen):
     )
     airlock: bool = Field(default=False, description="whether a person has to release each update before it leaves")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_present_names(cls, given: Any) -> Any:
+        return renamed_keys.refuse_old(given, renamed_keys.POLICY, "[policy] ")
+
     @field_validator("hours")
     @classmethod
     def _has_hours(cls, hours: tuple[Span, ...]) -> tuple[Span, ...]:
@@ -212,7 +221,7 @@ class Policy(Frozen):
     def allows_dataset(self, name: str) -> bool:
         return self.datasets is None or name in self.datasets
 
-    def mirror(
+    def advertised_policy(
         self, budgets: Mapping[str, Budget], utc_offset_minutes: int, spent: Mapping[str, float] | None = None
     ) -> AdvertisedPolicy:
         """Return what of it a coordinator is shown, to plan with: no promise, and nothing secret."""
@@ -258,15 +267,15 @@ class Policy(Frozen):
         require(largest <= most, "max_batch", f"a batch of {largest} is more than the {most} allowed")
 
     def check_measured(self, examples: int) -> None:
-        least = self.min_measured
+        least = self.min_evaluation_examples
         told = f"figures of {examples} examples tell too much of each; {least} are wanted"
-        require(examples >= least, "min_measured", told)
+        require(examples >= least, "min_evaluation_examples", told)
 
     def check_measurements(self, dataset: str, times: int) -> None:
         """Judge how often versions were measured on a data set, with the one that is about to be."""
-        most = self.max_measurements
+        most = self.max_evaluations
         told = f"{most} versions were measured on the data set {dataset!r}, as many as are allowed"
-        require(times <= most, "max_measurements", told)
+        require(times <= most, "max_evaluations", told)
 
     def check_duration(self, seconds: float) -> None:
         most = self.max_task_seconds
@@ -289,7 +298,7 @@ class Policy(Frozen):
         require(allowed, "models", f"the model type {model_type[:80]!r} is not allowed here")
 
     def check_model(self, nbytes: int, what: str = "a model") -> None:
-        """Judge what would be held of a model's size: the model, or the server memory that a plan fetches."""
+        """Judge what would be held of a model's size: the model, or the server state that a plan fetches."""
         most = self.max_model_bytes
         require(nbytes <= most, "max_model_bytes", f"{what} of {nbytes} bytes is larger than the {most} allowed")
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pydantic import JsonValue, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import JsonValue, NonNegativeInt, PositiveInt, ValidationError, field_validator
 
+from tessera.shared import renamed_keys
 from tessera.shared.api.tasks import Task
 from tessera.shared.schema import Digest, Frozen, Label, TaskKind, canonical
 from tessera.worker.governance.policy import Policy, PolicyViolation
@@ -28,8 +30,8 @@ MEASURED_FOLDER = "measured"
 VERSIONS_KEPT = 64
 
 TERMS = (
-    "run_name", "model", "method", "dataset", "rounds", "training", "privacy", "divide", "codec", "upload_budget",
-    "upload_seconds", "orchestrator",
+    "run_name", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
+    "upload_budget", "upload_seconds", "orchestrator",
 )  # fmt: skip
 """What a task says that is the same in all tasks of a run."""
 
@@ -53,6 +55,11 @@ class Record(Frozen):
     """By worker."""
     upload_bytes: NonNegativeInt = 0
     """What all updates together had, whatever became of them."""
+
+    @field_validator("terms", mode="before")
+    @classmethod
+    def _of_a_version_before(cls, given: Any) -> Any:
+        return renamed_keys.read_old(given, renamed_keys.TERMS)
 
 
 class EvaluationCount(Frozen):
@@ -114,7 +121,7 @@ class RunHistory:
         try:
             return EvaluationCount.model_validate_json(path.read_bytes()).times if path.exists() else 0
         except ValidationError as fault:
-            raise PolicyViolation("max_measurements", f"{path} cannot be read as a count") from fault
+            raise PolicyViolation("max_evaluations", f"{path} cannot be read as a count") from fault
 
     def measure(self, dataset: str, policy: Policy) -> None:
         """Count one more version measured on a data set, which is on disk when this returns. Raises PolicyViolation
@@ -151,7 +158,7 @@ class RunHistory:
         versions = _with_version(record.versions, snapshot)
         handed = dict(record.handed)
         if snapshot.kind == "train":
-            handed[self._worker] = _next_round(record.handed.get(self._worker), snapshot, policy.max_tries)
+            handed[self._worker] = _next_round(record.handed.get(self._worker), snapshot, policy.max_attempts)
         total_bytes = record.upload_bytes + upload_bytes
         policy.check_run_upload(total_bytes)
         known = {**record.terms, **terms}
@@ -170,7 +177,7 @@ def _with_version(versions: Mapping[int, Digest], snapshot: RunSnapshot) -> dict
     return {number: known[number] for number in sorted(known)[-VERSIONS_KEPT:]}
 
 
-def _next_round(last: Handed | None, snapshot: RunSnapshot, max_tries: int) -> Handed:
+def _next_round(last: Handed | None, snapshot: RunSnapshot, max_attempts: int) -> Handed:
     """Return what is written down of a task that trains. It may be the same round again, if what was handed in came
     to nothing."""
     asked = Handed(round=snapshot.round, version=snapshot.version, seed=snapshot.seed, times=1)
@@ -182,6 +189,8 @@ def _next_round(last: Handed | None, snapshot: RunSnapshot, max_tries: int) -> H
             f"round {asked.round} on version {asked.version} does not come after round {last.round} on version "
             f"{last.version}, which was handed in",
         )
-    if last.times >= max_tries:
-        raise PolicyViolation("max_tries", f"round {last.round} was handed in {last.times} times, which is allowed")
+    if last.times >= max_attempts:
+        raise PolicyViolation(
+            "max_attempts", f"round {last.round} was handed in {last.times} times, which is allowed"
+        )
     return asked.model_copy(update={"times": last.times + 1})

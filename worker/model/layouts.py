@@ -18,7 +18,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from tessera.shared.model.blocks import Role
-from tessera.shared.problems import said_of
+from tessera.shared.problems import message_of
 from tessera.shared.schema import Frozen
 
 Spans = tuple[tuple[int, int], ...]
@@ -332,5 +332,5 @@ def read_mapping(path: Path) -> MappingFile:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
         raise MappingError(f"{path} is not valid TOML: {fault}") from fault
     except ValidationError as fault:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'mapping'}: {said_of(e)}" for e in fault.errors())
+        faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'mapping'}: {message_of(e)}" for e in fault.errors())
         raise MappingError(f"{path}: {faults}") from fault

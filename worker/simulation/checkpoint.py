@@ -38,7 +38,7 @@ class Reported(Message):
 
     def accepted(self, site: str, base: VersionRef) -> Accepted:
         view = self.view
-        return Accepted(site, view.worker, self.update, view.examples or 0, view.numbers, self.plan, base)
+        return Accepted(site, view.worker, self.update, view.examples or 0, view.metrics, self.plan, base)
 
 
 class MeasuredVersion(Message):

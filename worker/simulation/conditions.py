@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from tessera.shared.hashing import dice
+from tessera.shared.hashing import derive_seed
 from tessera.shared.schema import Frozen, Label
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DeviceName
@@ -35,5 +35,5 @@ class Conditions(Frozen):
 
     def falls_silent(self, seed: int, number: int, attempt: int, worker: str) -> bool:
         """Return whether a worker that was asked in this attempt at a round never answers."""
-        rng = Random(dice(seed, "dropout", number, attempt, worker))  # noqa: S311 (no secret: reproducible)
+        rng = Random(derive_seed(seed, "dropout", number, attempt, worker))  # noqa: S311 (no secret: reproducible)
         return rng.random() < self.dropout

@@ -109,7 +109,7 @@ class InProcessCoordinator:
             kind=order.kind,
             state=state,
             token=TOKEN,
-            leases=1,
+            attempts=1,
             problem=problem.document() if problem else None,
         )
 
@@ -156,12 +156,12 @@ class InProcessCoordinator:
     def submit(self, task_id: str, submission: Submission) -> TaskView:
         """Raise InvalidUpdate for one that may not be merged."""
         order, report = self._orders[task_id], _sent(submission)
-        check_report(self._spec, self._model, order.plan, report.examples, report.numbers)
+        check_report(self._spec, self._model, order.plan, report.examples, report.metrics)
         manifest = self._states.manifest(order.version.digest)
         measured = self._inspector.check(report.update, self._model, manifest, order.plan, self._spec.max_update_norm)
         told = {
             "examples": report.examples,
-            "numbers": {**report.numbers, **measured},
+            "metrics": {**report.metrics, **measured},
             "upload_bytes": self._folder.size(report.update),
             "download_bytes": report.download_bytes,
         }
@@ -177,7 +177,7 @@ class InProcessCoordinator:
             worker=order.worker,
             held_out=order.held_out,
             examples=report.examples,
-            numbers=report.numbers,
+            metrics=report.metrics,
         )
         return self.view(order, "accepted")
 

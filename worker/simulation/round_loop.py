@@ -14,7 +14,7 @@ from tessera.shared.api.runs import Bounds, Measurement, Round, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Manifest, Version, VersionRef
 from tessera.shared.client.round_outcomes import Outcome, outcomes
-from tessera.shared.hashing import dice
+from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import CoordinatorHalf, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.metrics.site_spread import scores_by_version, spreads
@@ -130,7 +130,7 @@ class Simulation:
             number=state.round,
             digest=digest,
             created_at=datetime.now(UTC),
-            numbers=dict(state.numbers),
+            scalars=dict(state.scalars),
             warnings=warnings_of(self.spec, self.model, state, self.bounds if left_out else None, left_out),
         )
         entry = CommittedVersion(version=version, attempts=tuple(attempts))
@@ -155,7 +155,7 @@ class Simulation:
     def _attempts(self, watch: Watch) -> list[Round]:
         """Return attempts at the next round until one has its quorum. Empty if the method plans nothing more."""
         made: list[Round] = []
-        for attempt in range(1, self.spec.cohort.tries + 1):
+        for attempt in range(1, self.spec.cohort.max_attempts + 1):
             opened_at, orders = datetime.now(UTC), self._orders(attempt)
             if not orders:
                 return []
@@ -193,7 +193,7 @@ class Simulation:
         return {
             task.worker: norm
             for task in made.tasks
-            if task.state in ("merged", "left_out") and (norm := stretched_norm(self._half, task.numbers)) is not None
+            if task.state in ("merged", "left_out") and (norm := stretched_norm(self._half, task.metrics)) is not None
         }
 
     @cached_property
@@ -218,19 +218,19 @@ class Simulation:
         cohort, views = self.spec.cohort, dict[str, TaskView]()
         for order in self._arrivals(orders, attempt):
             accepted = sum(view.state == "accepted" for view in views.values())
-            if cohort.enough and accepted >= max(cohort.enough, cohort.quorum):
+            if cohort.target_updates and accepted >= max(cohort.target_updates, cohort.quorum):
                 views[order.id] = self.coordinator.view(order, "cancelled")
             elif self.conditions.falls_silent(self.spec.seed, order.number, attempt, order.worker):
-                views[order.id] = self.coordinator.view(order, "lapsed")
+                views[order.id] = self.coordinator.view(order, "expired")
             else:
                 views[order.id] = self.workers.train(order, self._manifest)
         return [views[order.id] for order in orders]
 
     def _arrivals(self, orders: Sequence[Order], attempt: int) -> list[Order]:
         """Return the orders as they come in. Where the first are enough, the dice say who is first."""
-        if self.spec.cohort.enough is None:
+        if self.spec.cohort.target_updates is None:
             return list(orders)
-        rng = Random(dice(self.spec.seed, "arrival", orders[0].number, attempt))  # noqa: S311 (no secret: reproducible)
+        rng = Random(derive_seed(self.spec.seed, "arrival", orders[0].number, attempt))  # noqa: S311 (no secret: reproducible)
         return rng.sample(orders, len(orders))
 
     def _closed(self, orders: Sequence[Order], attempt: int, opened_at: datetime, views: Sequence[TaskView]) -> Round:
@@ -290,7 +290,7 @@ def _scored(made: Round, found: Sequence[Mapping[str, Mapping[str, float]]]) -> 
     tasks = tuple(
         task.model_copy(
             update={
-                "numbers": {**task.numbers, **{k: v for one in found for k, v in one.get(task.worker, {}).items()}}
+                "metrics": {**task.metrics, **{k: v for one in found for k, v in one.get(task.worker, {}).items()}}
             }
         )
         for task in made.tasks

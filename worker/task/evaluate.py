@@ -38,7 +38,7 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     if task.held_out and _personalise(run, loaded, dataset):
         own = measure(context.model, context.head, batches, run.check)
         found |= {PERSONAL + name: value for name, value in own.items()}
-    report.numbers = {name: rounded(value) for name, value in found.items()}
+    report.metrics = {name: rounded(value) for name, value in found.items()}
     run.check()
     return measured.examples
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from tessera.shared.api.versions import Manifest, MemoryEntry
+from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.json_limits import check_document
 from tessera.shared.methods.base import RunInfo, WorkerHalf
 from tessera.shared.methods.registry import worker_half
@@ -85,8 +85,8 @@ def fetch(run: TaskRun) -> Fetched:
     """
     env, task = run.env, run.task
     # What came along with the task lies where it would be fetched to, unless it is more than ever does.
-    if sum(map(len, task.along)) <= MAX_INLINE:
-        for data in task.along:
+    if sum(map(len, task.inline_blobs)) <= MAX_INLINE:
+        for data in task.inline_blobs:
             run.report.download_bytes += len(data)
             env.shelf.put(digest_of(data), [data], len(data))
     document = read_model(run)
@@ -127,14 +127,14 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
     facts = RunInfo(
         built.blocks,
         task.rounds,
-        task.divide,
+        task.normalization,
         task.training,
         task.privacy,
         upload_budget=task.upload_budget,
         upload_seconds=task.upload_seconds,
     )
     half = worker_half(task.method, facts)
-    memory = _fetch_memory(run, fetched.manifest)
+    server_state = _fetch_memory(run, fetched.manifest)
     try:
         env.vault.settle_run(task.run, task.receipt, env.coordinator.task)
     except NoReceipt as fault:
@@ -142,7 +142,7 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
     vault = env.vault.load(task.run)
     feedback = Feedback.of(vault, task.plan.stage, task.round)
     head = fetched.document.head
-    context = LocalTaskContext(built.model, head, task.plan, built.blocks, without_feedback(vault), memory)
+    context = LocalTaskContext(built.model, head, task.plan, built.blocks, without_feedback(vault), server_state)
     return Loaded(built, half, context, fetched.bases, feedback)
 
 
@@ -167,14 +167,14 @@ def read_model(run: TaskRun) -> Model:
 
 
 def _fetch_memory(run: TaskRun, manifest: Manifest) -> dict[str, Array]:
-    """Return the server memory that the plan asks for. Raises PolicyViolation, TaskFailure."""
-    entries: dict[str, MemoryEntry] = {}
-    for pattern in run.task.plan.memory:
-        named = {name: entry for name, entry in sorted(manifest.memory.items()) if fnmatchcase(name, pattern)}
+    """Return the server state that the plan asks for. Raises PolicyViolation, TaskFailure."""
+    entries: dict[str, ServerTensor] = {}
+    for pattern in run.task.plan.server_state:
+        named = {name: entry for name, entry in sorted(manifest.server_state.items()) if fnmatchcase(name, pattern)}
         if not named:
             raise TaskFailure("invalid-plan", f"the version holds no memory called {pattern}")
         entries |= named
-    run.env.policy.check_model(sum(entry.nbytes for entry in entries.values()), "server memory")
+    run.env.policy.check_model(sum(entry.nbytes for entry in entries.values()), "server state")
     found: dict[str, Array] = {}
     for name, entry in entries.items():
         raw = _blob(run, entry.digest, entry.nbytes).read_bytes()
@@ -216,7 +216,7 @@ def _fetch_blocks(
     shelf, report = run.env.shelf, run.report
     sizes = {manifest.blocks[block.name]: block.nbytes for block in wanted}
     lacking_bytes = sum(nbytes for digest, nbytes in sizes.items() if digest not in shelf)
-    report.begin("fetching", of_bytes=report.download_bytes + lacking_bytes)
+    report.begin("fetching", total_bytes=report.download_bytes + lacking_bytes)
     _catch_up(run, manifest, wanted, blocks)
     shelf.fetch_all(sizes, run.env.coordinator.copy_blobs, partial(_count, run))
     bases: dict[str, BlobTensor] = {}

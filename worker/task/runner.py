@@ -88,7 +88,7 @@ class TaskRunner(TaskEnvironment):
     def may_measure(self, dataset: str, examples: int) -> bool:
         """Return whether versions may be measured on so many examples of a data set that nothing trains on."""
         rules = (self.policy.require_privacy, self.allowances.get(dataset))
-        return examples >= self.policy.min_measured and all(rule.evaluations for rule in rules if rule)
+        return examples >= self.policy.min_evaluation_examples and all(rule.evaluations for rule in rules if rule)
 
 
 @contextmanager

@@ -35,8 +35,8 @@ def train(
     if private:
         dataset = dataset.padded()
         context.choose_top = private.top_k
-        made_up = {**context.made_up(dataset, 1), **dataset.common}
-        context.placeholder = {name: tensor.to(env.device) for name, tensor in made_up.items()}
+        synthetic_examples = {**context.synthetic_examples(dataset, 1), **dataset.common}
+        context.placeholder = {name: tensor.to(env.device) for name, tensor in synthetic_examples.items()}
     else:
         # Not when the update leaves: a heartbeat may tell the loss of the first batches, and a failure of the
         # choice is told too.
@@ -47,7 +47,7 @@ def train(
         private.check_choice()
     phases = half.phases(context, selected)
     env.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
-    least = env.policy.min_measured
+    least = env.policy.min_evaluation_examples
     # Training that fails puts none back: its scale is good for nothing.
     scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
     trainer = Trainer(half, context, task.training, env.device, run.check, private, report, least, scaler)
@@ -55,9 +55,9 @@ def train(
     env.scalers[task.run] = scaler
     result = half.collect(context, selected, stats)
     measured = {"loss": rounded(stats.loss)} if math.isfinite(stats.loss) else {}
-    report.numbers = {**measured, **result.numbers}
+    report.metrics = {**measured, **result.metrics}
     if private:
-        report.numbers = {**private.disclosed(report.numbers), EPSILON: private.spent()}
+        report.metrics = {**private.disclosed(report.metrics), EPSILON: private.spent()}
     return result, stats
 
 

@@ -71,7 +71,7 @@ class Egress:
             exact = self._write(file, changes)
             file.flush()
             if not exact:
-                report.numbers["codec_error"] = self._settle(path, changes, feedback)
+                report.metrics["codec_error"] = self._settle(path, changes, feedback)
             nbytes = path.stat().st_size
             self._check_egress(path, asked, result.keep)
             self.run.check()
@@ -87,7 +87,7 @@ class Egress:
             if env.history:
                 env.history.add(self.snapshot, env.policy, nbytes)
             head = self._note_leaving(summary) if summary else None
-            report.begin("uploading", of_bytes=nbytes)
+            report.begin("uploading", total_bytes=nbytes)
             sent = self._counting()
             if nbytes > min(task.inline_bytes, MAX_INLINE):
                 env.coordinator.put_file(path, sent, digest)
@@ -105,7 +105,7 @@ class Egress:
             update=update.digest,
             data=update.data,
             examples=examples,
-            numbers=self.run.report.numbers,
+            metrics=self.run.report.metrics,
             download_bytes=self.run.report.download_bytes,
             audit_head=update.audit_head,
         )
@@ -125,10 +125,10 @@ class Egress:
 
     def submit_evaluation(self, examples: int) -> None:
         """Submit what was measured on so many examples."""
-        env, task, numbers = self.run.env, self.run.task, self.run.report.numbers
+        env, task, metrics = self.run.env, self.run.task, self.run.report.metrics
         if env.history:
             env.history.add(self.snapshot, env.policy)
-        names = list[JsonValue](sorted(numbers))
+        names = list[JsonValue](sorted(metrics))
         head = self.run.journal.note(
             "figures.leave",
             dataset=task.dataset,
@@ -140,7 +140,7 @@ class Egress:
             token=task.token,
             version=task.version.digest,
             examples=examples,
-            numbers=numbers,
+            metrics=metrics,
             download_bytes=self.run.report.download_bytes,
             audit_head=head,
         )
@@ -192,8 +192,8 @@ class Egress:
             update=digest,
             nbytes=path.stat().st_size,
             blocks=_blocks_out(path, changes),
-            numbers=self.run.report.numbers,
-            epsilon=self.run.report.numbers.get(EPSILON),
+            metrics=self.run.report.metrics,
+            epsilon=self.run.report.metrics.get(EPSILON),
         )
 
     def _hold(self, airlock: Airlock, path: Path, summary: Summary) -> None:
@@ -220,7 +220,7 @@ class Egress:
             names=names_digest(summary.blocks),
             norm=summary.norm,
             epsilon=summary.epsilon,
-            numbers=list[JsonValue](sorted(summary.numbers)),
+            metrics=list[JsonValue](sorted(summary.metrics)),
             ledger=self.run.journal.ledger_head(),
         )
 

@@ -1,10 +1,10 @@
-// Keeps the page as it is now: an event tells that something happened, and what changes is fetched anew from where the
-// page itself came from. Without this file everything works but is as old as its loading.
+// Live updates: on each event, the changing part of the page is fetched again from the page's own URL. Without this
+// file everything works, but a page shows the state of its loading.
 "use strict";
 
-const SOON = 250; // ms after a change, so that one look does for many
-const SELDOM = 2000; // ms between looks for mere progress
-const ANYWAY = 30000; // ms: what says how long ago something was grows old by itself
+const SOON = 250; // ms after a change, so that one fetch covers several
+const SELDOM = 2000; // ms between fetches for progress
+const ANYWAY = 30000; // ms between fetches without an event, for the times 'ago'
 
 const live = () => document.getElementById("live");
 const pulse = document.getElementById("pulse");
@@ -14,7 +14,7 @@ let dueAt = Infinity;
 let looking = false;
 let lookedAt = performance.now();
 
-function tell(state, text) {
+function showState(state, text) {
   if (!pulse) return;
   pulse.hidden = false;
   pulse.dataset.state = state;
@@ -41,7 +41,7 @@ async function fetchPart() {
     if (answer.type === "opaqueredirect") location.reload(); // signed out meanwhile
     else if (answer.ok) put(await answer.text());
   } catch {
-    tell("away", "reconnecting");
+    showState("away", "reconnecting");
   } finally {
     looking = false;
   }
@@ -61,11 +61,11 @@ function put(text) {
   const scrolled = [...old.querySelectorAll(".scroll")].map((one) => one.scrollLeft);
   old.replaceWith(fresh);
   fresh.querySelectorAll(".scroll").forEach((one, place) => (one.scrollLeft = scrolled[place] ?? 0));
-  if (path) at_(path, fresh)?.focus({ preventScroll: true });
+  if (path) fresh.querySelector(path)?.focus({ preventScroll: true });
   if (fresh.dataset.said && fresh.dataset.said !== old.dataset.said) announced.textContent = fresh.dataset.said;
 }
 
-// Somebody is filling something in, or selecting: what they are at is not taken from under them.
+// Whether a person is filling in a field or selecting text, which replacing the element would interrupt.
 function busyIn(element) {
   const at = document.activeElement;
   const selected = getSelection();
@@ -82,26 +82,24 @@ function pathTo(element, top) {
   return `:scope > ${steps.join(" > ")}`;
 }
 
-const at_ = (path, top) => top.querySelector(path);
-
 function listen() {
   const source = new EventSource(document.body.dataset.events);
   source.addEventListener("open", () => {
-    tell("live", "live");
-    look(SOON); // whatever happened meanwhile
+    showState("live", "live");
+    look(SOON); // for changes meanwhile
   });
   source.addEventListener("change", () => look(SOON));
   source.addEventListener("progress", () => look(Math.max(SOON, SELDOM - (performance.now() - lookedAt))));
   source.addEventListener("error", () => {
-    tell("away", "reconnecting");
-    // A refusal ends it for good: tried again by hand, and seldom.
+    showState("away", "reconnecting");
+    // A refused connection is not retried by the browser.
     if (source.readyState === EventSource.CLOSED) setTimeout(listen, 10000);
   });
   addEventListener("pagehide", () => source.close(), { once: true });
 }
 
 if (document.body.dataset.events && live()) {
-  tell("away", "connecting");
+  showState("away", "connecting");
   listen();
   setInterval(() => look(0), ANYWAY);
   addEventListener("pageshow", (event) => event.persisted && location.reload());

@@ -42,11 +42,13 @@ def _failure(round_: Round, task: TaskView) -> TaskFailureRow | None:
         end = {"cancelled": "withheld", "rejected": "refused"}.get(task.state, task.state)
         reason = problem.detail if problem.code in SITE_CODES else f"{problem.code}: {problem.detail}"
         return TaskFailureRow(task.worker, round_, end, reason, problem.remedy, problem.errors)
-    if task.state == "lapsed":
+    if task.state == "expired":
         remedy = "Ask its site whether the worker still runs."
-        return TaskFailureRow(task.worker, round_, "lapsed", "its lease ran out, and nothing was heard of it", remedy)
+        return TaskFailureRow(
+            task.worker, round_, "expired", "its lease ran out, and nothing was heard of it", remedy
+        )
     if task.state == "cancelled" and round_.state == "abandoned":
-        missing = "its update had not come" if task.leases else "it had not taken its task"
+        missing = "its update had not come" if task.attempts else "it had not taken its task"
         late = round_.closed_at is not None and round_.closed_at >= round_.deadline_at
         remedy = "Ask its site whether the worker runs; a longer cohort.deadline_seconds waits for slow ones."
         reason = f"{missing} when the round ended"

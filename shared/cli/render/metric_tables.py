@@ -40,17 +40,17 @@ def _row(number: int, name: str, spread: Spread) -> tuple[object, ...]:
 
 
 def number_table(versions: Iterable[Version]) -> Table:
-    rows = [(version.number, name, f"{value:.6g}") for version in versions for name, value in version.numbers.items()]
+    rows = [(version.number, name, f"{value:.6g}") for version in versions for name, value in version.scalars.items()]
     return output.table(NUMBER_COLUMNS, rows, right=("version", "value"))
 
 
 def epsilon_table(rounds: Iterable[Round]) -> Table:
     """Return the epsilon that each worker has spent, as of its latest update. `rounds` are in order, oldest first."""
     spent = {
-        task.worker: (task.worker, f"{task.numbers[EPSILON]:.4g}", round_.number)
+        task.worker: (task.worker, f"{task.metrics[EPSILON]:.4g}", round_.number)
         for round_ in rounds
         for task in round_.tasks
-        if task.is_accepted and EPSILON in task.numbers
+        if task.is_accepted and EPSILON in task.metrics
     }
     rows = [spent[worker] for worker in sorted(spent)]
     return output.table(("worker", "epsilon", "round"), rows, right=("epsilon", "round"))
@@ -62,8 +62,8 @@ def score_table(rounds: Iterable[Round]) -> Table:
         (
             round_.number,
             task.worker,
-            *(_score(task.numbers.get(name)) for name in (NORM, DISTANCE, COSINE)),
-            "left out" if task.numbers.get(LEFT_OUT) else "",
+            *(_score(task.metrics.get(name)) for name in (NORM, DISTANCE, COSINE)),
+            "left out" if task.metrics.get(LEFT_OUT) else "",
         )
         for round_ in rounds
         if round_.state == "committed"

@@ -55,7 +55,7 @@ def test_a_number_that_is_none_is_refused_wherever_it_stands(standing: LiveCoord
         "/v1/tasks/claim": json.dumps(CLAIM).replace("1}", "@}"),
         "/v1/tasks/x/heartbeat": '{"token": @}',
         "/v1/tasks/x/update": json.dumps({"token": 1, "version": DIGEST, "update": DIGEST, "examples": "@"}),
-        "/v1/tasks/x/evaluation": json.dumps({"token": 1, "version": DIGEST, "examples": 1, "numbers": {"a": "@"}}),
+        "/v1/tasks/x/evaluation": json.dumps({"token": 1, "version": DIGEST, "examples": 1, "metrics": {"a": "@"}}),
     }
     for path, body in bodies.items():
         answer = site.post(path, content=body.replace('"@"', "@").encode().replace(b"@", number), headers=JSON)

@@ -16,7 +16,7 @@ CLAIM = {"worker": "w", "instance": "0" * 32, "datasets": {"data": 10}, "methods
 
 def test_a_waiting_claim_is_answered_as_soon_as_a_round_opens(tmp_path: Path) -> None:
     # By nothing but that: in its own time it would look again after ten minutes.
-    with LiveCoordinator(tmp_path, tick_seconds=600, longest_wait_seconds=60.0) as coordinator:
+    with LiveCoordinator(tmp_path, tick_seconds=600, max_wait_seconds=60.0) as coordinator:
         client, model = coordinator.client(), small_model()
         worker = ScriptedWorker(coordinator.client("site", "a"))
         worker.enrol()
@@ -39,7 +39,7 @@ def test_a_claim_without_a_wait_is_answered_at_once_and_with_one_after_it(coordi
 
 
 def test_nobody_waits_longer_than_the_coordinator_allows(coordinator: LiveCoordinator) -> None:
-    with LiveCoordinator(coordinator.settings.staging_dir.parent / "short", longest_wait_seconds=0.2) as live:
+    with LiveCoordinator(coordinator.settings.staging_dir.parent / "short", max_wait_seconds=0.2) as live:
         began = time.monotonic()
         answer = live.http("site", "a").post("/v1/tasks/claim", json=CLAIM, headers={"Prefer": "wait=9999"})
         assert answer.status_code == 204
@@ -47,7 +47,7 @@ def test_nobody_waits_longer_than_the_coordinator_allows(coordinator: LiveCoordi
 
 
 def test_who_waits_is_sent_home_when_the_coordinator_stops(coordinator: LiveCoordinator) -> None:
-    live = LiveCoordinator(coordinator.settings.staging_dir.parent / "stopping", longest_wait_seconds=30)
+    live = LiveCoordinator(coordinator.settings.staging_dir.parent / "stopping", max_wait_seconds=30)
     with ThreadPoolExecutor(1) as pool:
         with live:
             worker = ScriptedWorker(live.client("site", "a"))
@@ -67,7 +67,7 @@ def test_an_answer_that_was_lost_is_given_again_to_the_same_process(coordinator:
     again = worker.take()
     assert (again.id, again.token) == (first.id, first.token)
     assert ScriptedWorker(site).claim(0) is None
-    assert site.task(first.id).leases == 1
+    assert site.task(first.id).attempts == 1
 
 
 def test_a_second_process_of_the_name_is_given_another_task_and_never_the_same(coordinator: LiveCoordinator) -> None:
@@ -103,7 +103,7 @@ def test_sixteen_processes_at_once_get_a_task_each_or_none(coordinator: LiveCoor
     # Who lost the race for one task is told there is nothing now, and asks again.
     held = {task for task in (*first, *second) if task is not None}
     assert len(held) == 6
-    assert [tasks[0].leases for tasks in (r.tasks for r in client.status().open_rounds)] == [1] * 6
+    assert [tasks[0].attempts for tasks in (r.tasks for r in client.status().open_rounds)] == [1] * 6
 
 
 def test_a_round_is_offered_only_to_who_is_allowed_able_and_willing(coordinator: LiveCoordinator) -> None:
@@ -133,7 +133,7 @@ def test_a_worker_that_speaks_another_protocol_is_told_which_is_spoken_here(stan
     http = standing.http("site", "old")
     answer = http.post("/v1/tasks/claim", json=CLAIM | {"protocol_min": 7, "protocol_max": 9})
     document = refused(answer, 422, "invalid")
-    assert document.detail == "this coordinator speaks protocol 1; the worker speaks 7 to 9"
+    assert document.detail == "this coordinator speaks protocol 2; the worker speaks 7 to 9"
     assert [fault.pointer for fault in document.errors] == ["/protocol_max"]
     assert http.post("/v1/tasks/claim", json=CLAIM | {"protocol_max": 9}).status_code == 204
 

@@ -64,7 +64,7 @@ def test_each_site_measures_each_version_before_it_trains_on(coordinator: LiveCo
         worker.evaluate(worker.take(), accuracy=0.2)
     until(lambda: over(client, run))
     measured = [
-        (m.version, m.site, m.dataset, m.held_out, m.examples, m.numbers["accuracy"])
+        (m.version, m.site, m.dataset, m.held_out, m.examples, m.metrics["accuracy"])
         for m in client.measurements(run.id)
     ]
     assert sorted(measured) == [
@@ -136,7 +136,7 @@ def test_what_a_site_did_not_begin_gives_way_to_the_next_version(coordinator: Li
     quick, slow = site(coordinator, "quick"), site(coordinator, "slow")
     slow.enrol()
     quick.enrol()
-    run = at_sites(client, rounds=2, cohort=Cohort(size=2, quorum=1, enough=1))
+    run = at_sites(client, rounds=2, cohort=Cohort(size=2, quorum=1, target_updates=1))
     for _ in range(2):
         quick.evaluate(quick.take(), accuracy=0.5)
         quick.train(quick.take())
@@ -157,7 +157,7 @@ def test_a_site_that_fails_is_asked_again_up_to_its_tries_and_holds_nothing_up(c
     client = coordinator.client()
     worker = site(coordinator, "a")
     worker.enrol()
-    run = at_sites(client, cohort=Cohort(quorum=2, task_tries=2))
+    run = at_sites(client, cohort=Cohort(quorum=2, max_task_attempts=2))
     for _ in range(2):
         task = worker.take()
         assert about(task) == ("evaluate", True, 0)
@@ -183,7 +183,7 @@ def test_a_failed_evaluation_is_offered_to_another_central_worker_and_then_again
     first.fail(first.take())
     second.fail(second.take())
     task = first.take()
-    assert client.task(task.id).leases == 3
+    assert client.task(task.id).attempts == 3
     first.evaluate(task, accuracy=0.75)
     assert [(m.version, m.worker) for m in client.measurements(run.id)] == [(0, "a/w")]
 
@@ -192,7 +192,7 @@ def test_a_version_that_nobody_can_evaluate_is_given_up(coordinator: LiveCoordin
     client = coordinator.client()
     worker = judge(coordinator, "a")
     worker.enrol()
-    run = start_run(client, MODEL, START, evaluation=Evaluation(dataset="test"), cohort=Cohort(task_tries=2))
+    run = start_run(client, MODEL, START, evaluation=Evaluation(dataset="test"), cohort=Cohort(max_task_attempts=2))
     for _ in range(2):
         worker.fail(worker.take())
     assert worker.claim(1) is None
@@ -212,7 +212,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def live(tmp_path: Path, clock: Clock) -> Iterator[LiveCoordinator]:
-    with LiveCoordinator(tmp_path, clock=clock, lease_seconds=60, live_seconds=90) as running:
+    with LiveCoordinator(tmp_path, clock=clock, lease_seconds=60, liveness_seconds=90) as running:
         yield running
 
 
@@ -223,7 +223,7 @@ def test_what_a_central_worker_left_undone_goes_to_another(live: LiveCoordinator
     run = start_run(client, MODEL, START, evaluation=Evaluation(dataset="test"))
     held = gone.take()
     clock.advance(91)
-    until(lambda: client.task(held.id).state == "lapsed")
+    until(lambda: client.task(held.id).state == "expired")
     here = judge(live, "b")
     here.enrol()
     here.evaluate(here.take(), accuracy=0.5)
@@ -238,7 +238,7 @@ def test_a_site_that_let_a_version_lapse_is_asked_about_the_latest_instead(
     quick, slow = site(live, "quick"), site(live, "slow")
     for worker in (slow, quick):
         worker.enrol()
-    run = at_sites(client, rounds=3, cohort=Cohort(size=2, quorum=1, enough=1))
+    run = at_sites(client, rounds=3, cohort=Cohort(size=2, quorum=1, target_updates=1))
     begun = slow.take()
     assert about(begun) == ("evaluate", True, 0)
     quick.evaluate(quick.take(), accuracy=0.5)
@@ -248,7 +248,7 @@ def test_a_site_that_let_a_version_lapse_is_asked_about_the_latest_instead(
     clock.advance(61)
     until(lambda: client.task(begun.id).state != "leased")
     assert about(slow.take()) == ("evaluate", True, 1)
-    assert client.task(begun.id).state == "lapsed"
+    assert client.task(begun.id).state == "expired"
 
 
 def test_a_finished_run_does_not_wait_for_a_site_that_is_gone(live: LiveCoordinator, clock: Clock) -> None:
@@ -260,7 +260,7 @@ def test_a_finished_run_does_not_wait_for_a_site_that_is_gone(live: LiveCoordina
     clock.advance(91)
     for worker in (here, gone):
         worker.enrol()
-    run = at_sites(client, cohort=Cohort(size=2, quorum=1, enough=1))
+    run = at_sites(client, cohort=Cohort(size=2, quorum=1, target_updates=1))
     here.evaluate(here.take(), accuracy=0.5)
     here.train(here.take())
     here.evaluate(here.take(), accuracy=0.5)
@@ -281,7 +281,7 @@ def test_a_version_tells_its_method_s_numbers_and_warnings(coordinator: LiveCoor
         for _ in range(3):
             worker.train(worker.take())
         until(lambda: over(client, run))
-    told = [(v.number, v.numbers, v.warnings) for v in client.versions(run.id)]
+    told = [(v.number, v.scalars, v.warnings) for v in client.versions(run.id)]
     assert told == [
         (0, {}, ()),
         (1, {"moved": 1.0}, ()),

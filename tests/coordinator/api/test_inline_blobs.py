@@ -26,10 +26,10 @@ def worker_of(coordinator: LiveCoordinator) -> ScriptedWorker:
 
 def lacking(coordinator: LiveCoordinator, task: Task, model: Model) -> set[str]:
     """The blocks of the task's version that did not come along."""
-    along = {digest_of(data) for data in task.along}
+    along = {digest_of(data) for data in task.inline_blobs}
     manifest = coordinator.client().manifest(task.version.digest)
     assert along <= {task.version.digest, *manifest.blocks.values()}
-    assert not along or task.version.digest == digest_of(task.along[0])
+    assert not along or task.version.digest == digest_of(task.inline_blobs[0])
     return {block.name for block in model.blocks if manifest.blocks[block.name] not in along}
 
 
@@ -47,7 +47,7 @@ def test_a_small_version_comes_with_its_task_and_later_what_is_new_in_it(coordin
 def test_a_large_version_is_fetched(coordinator: LiveCoordinator) -> None:
     worker = worker_of(coordinator)
     start_run(coordinator.client(), LARGE, values(LARGE))
-    assert worker.take().along == ()
+    assert worker.take().inline_blobs == ()
 
 
 def test_a_worker_fetches_nothing_that_came_along(

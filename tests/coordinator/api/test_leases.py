@@ -64,7 +64,7 @@ def test_a_lease_that_runs_out_is_offered_again_under_a_higher_token(live: LiveC
     until(lambda: client.task(task.id).state == "offered")
     again = ScriptedWorker(worker.client).take()
     assert (again.id, again.token, again.seed) == (task.id, task.token + 1, task.seed)
-    assert client.task(task.id).leases == 2
+    assert client.task(task.id).attempts == 2
 
 
 @EVERY_REPORT
@@ -81,7 +81,7 @@ def test_whoever_lost_a_lease_can_report_nothing_more(live: LiveCoordinator, clo
     assert new.train(new_task).state == "accepted"
 
 
-# A release of what lapsed in the meantime asks for what is already so.
+# A release of what expired in the meantime asks for what is already so.
 @pytest.mark.parametrize("report", ["heartbeat", "update", "failure"])
 def test_a_lapsed_lease_is_lost_even_before_another_takes_it(
     live: LiveCoordinator, clock: Clock, report: str
@@ -119,7 +119,7 @@ def test_heartbeats_keep_a_lease_for_as_long_as_they_come(live: LiveCoordinator,
         assert worker.client.heartbeat(task.id, task.token).lease_seconds == 60
     worker.train(task)
     until(lambda: client.run(run.id).state == "completed")
-    assert client.task(task.id).leases == 1
+    assert client.task(task.id).attempts == 1
 
 
 def test_a_round_counts_the_update_of_a_task_that_was_held_twice_only_once(
@@ -143,7 +143,7 @@ def test_a_round_counts_the_update_of_a_task_that_was_held_twice_only_once(
 
 
 def test_a_task_has_so_many_tries_and_then_the_round_goes_on_without_it(live: LiveCoordinator, clock: Clock) -> None:
-    cohort = Cohort(size=2, quorum=1, task_tries=2, deadline_seconds=86400)
+    cohort = Cohort(size=2, quorum=1, max_task_attempts=2, deadline_seconds=86400)
     client, run, (lost, good), (task, good_task) = begun(live, "a", "b", cohort=cohort)
     good.train(good_task, step=1.0)
     clock.advance(60)
@@ -156,11 +156,11 @@ def test_a_task_has_so_many_tries_and_then_the_round_goes_on_without_it(live: Li
 
 
 def test_a_released_task_is_offered_again_at_once_and_costs_no_try(live: LiveCoordinator) -> None:
-    client, _, (worker,), (task,) = begun(live, "a", cohort=Cohort(task_tries=1))
+    client, _, (worker,), (task,) = begun(live, "a", cohort=Cohort(max_task_attempts=1))
     assert worker.client.release(task.id, task.token).state == "offered"
     again = ScriptedWorker(worker.client).take()
     assert (again.id, again.token) == (task.id, task.token + 1)
-    assert client.task(task.id).leases == 1
+    assert client.task(task.id).attempts == 1
     with refusing("lease-lost"):
         worker.client.heartbeat(task.id, task.token)
 
@@ -196,7 +196,7 @@ def test_what_comes_after_a_deadline_that_the_quorum_met_came_too_late(
 def test_a_round_without_its_quorum_is_tried_again_and_then_the_run_pauses(
     live: LiveCoordinator, clock: Clock
 ) -> None:
-    cohort = Cohort(size=2, quorum=2, deadline_seconds=50, tries=3)
+    cohort = Cohort(size=2, quorum=2, deadline_seconds=50, max_attempts=3)
     client, run, workers, tasks = begun(live, "a", "b", cohort=cohort)
     for attempt in (1, 2, 3):
         workers[0].train(tasks[0])
@@ -215,7 +215,7 @@ def test_a_round_without_its_quorum_is_tried_again_and_then_the_run_pauses(
 
 
 def test_a_run_that_is_resumed_is_forgiven_its_failed_attempts(live: LiveCoordinator, clock: Clock) -> None:
-    client, run, (worker,), (task,) = begun(live, "a", cohort=Cohort(tries=1, deadline_seconds=50))
+    client, run, (worker,), (task,) = begun(live, "a", cohort=Cohort(max_attempts=1, deadline_seconds=50))
     clock.advance(50)
     until(lambda: client.run(run.id).state == "paused")
     with refusing("task-cancelled"):

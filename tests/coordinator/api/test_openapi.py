@@ -48,7 +48,7 @@ def test_no_parameter_is_described_as_null_which_no_header_or_query_can_be() -> 
 
 def test_no_name_that_breaks_its_pattern_is_described_as_taken() -> None:
     described = DESCRIBED["components"]["schemas"]
-    assert described["EvaluationResult"]["properties"]["numbers"]["additionalProperties"] is False
+    assert described["EvaluationResult"]["properties"]["metrics"]["additionalProperties"] is False
     assert described["Claim"]["properties"]["datasets"]["additionalProperties"] is False
 
 

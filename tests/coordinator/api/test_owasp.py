@@ -38,7 +38,7 @@ def test_api1_no_identifier_of_another_site_opens_anything(coordinator: LiveCoor
         for name in re.findall(r"\{(run_id|task_id|digest)\}", path):
             for identifier in seen:
                 given = {"run_id": run.id, "task_id": task.id, "digest": identifier, name: identifier, "number": "1"}
-                body = {"token": task.token, "code": "x", "detail": "x", "examples": 1, "numbers": {}}
+                body = {"token": task.token, "code": "x", "detail": "x", "examples": 1, "metrics": {}}
                 body |= {"version": run.version.digest, "update": run.version.digest}
                 answer = other.request(method, path.format(**given), json=body, params={"since": "0"})
                 assert answer.status_code in (403, 404, 422), (method, path, answer.text)
@@ -53,7 +53,7 @@ def test_api1_no_identifier_of_another_site_opens_anything(coordinator: LiveCoor
 
 def test_api2_whoever_guesses_is_slowed_down_and_whoever_knows_is_not(tmp_path: Path) -> None:
     # Few, so that none is forgotten while a busy machine takes its time.
-    with LiveCoordinator(tmp_path, failures_per_minute=3) as coordinator:
+    with LiveCoordinator(tmp_path, auth_failures_per_minute=3) as coordinator:
         bare, known = coordinator.bare(), coordinator.http("viewer")
         guesses = [{"Authorization": f"Bearer {new_secret('admin')}"} for _ in range(4)]
         *before, answer = (bare.get("/v1/runs", headers=guess) for guess in guesses)

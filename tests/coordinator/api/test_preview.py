@@ -32,11 +32,11 @@ def spec_of(client: Client, **more: Any) -> RunSpec:
 
 
 def by_name(found: Preview) -> dict[str, WorkerPreview]:
-    return {prospect.worker: prospect for prospect in found.prospects}
+    return {prospect.worker: prospect for prospect in found.workers}
 
 
 def reasons(found: Preview) -> dict[str, list[str]]:
-    return {prospect.worker: [said.rule for said in prospect.objections] for prospect in found.prospects}
+    return {prospect.worker: [said.rule for said in prospect.ineligibilities] for prospect in found.workers}
 
 
 def known(coordinator: LiveCoordinator, site: str, **said: Any) -> ScriptedWorker:
@@ -49,9 +49,13 @@ def test_a_preview_names_why_each_worker_would_not_take_part(coordinator: LiveCo
     known(coordinator, "a")
     known(coordinator, "b", methods=("fedprox",))
     known(coordinator, "c", datasets={"other": 3})
-    known(coordinator, "d", mirror=AdvertisedPolicy(max_epochs=1, require_privacy=Budget(epsilon=1, delta=1e-6)))
-    known(coordinator, "e", mirror=AdvertisedPolicy(approve_runs=True))
-    known(coordinator, "f", mirror=AdvertisedPolicy(never_send=("head*",)))
+    known(
+        coordinator,
+        "d",
+        advertised_policy=AdvertisedPolicy(max_epochs=1, require_privacy=Budget(epsilon=1, delta=1e-6)),
+    )
+    known(coordinator, "e", advertised_policy=AdvertisedPolicy(approve_runs=True))
+    known(coordinator, "f", advertised_policy=AdvertisedPolicy(never_send=("head*",)))
     client = coordinator.client("orchestrator")
     cohort = Cohort(quorum=2, sites=("a", "b", "c", "d", "e", "f", "nobody"))
     found = client.preview_run(spec_of(client, cohort=cohort))
@@ -59,7 +63,7 @@ def test_a_preview_names_why_each_worker_would_not_take_part(coordinator: LiveCo
         "a/w": [], "b/w": ["methods"], "c/w": ["datasets"], "d/w": ["require_privacy"], "e/w": ["awaiting-approval"],
         "f/w": ["never_send"],
     }  # fmt: skip
-    assert (found.quorum, found.willing, found.awaiting, found.missing_sites) == (2, 1, 1, ("nobody",))
+    assert (found.quorum, found.eligible, found.awaiting_approval, found.missing_sites) == (2, 1, 1, ("nobody",))
 
 
 def test_a_preview_tells_what_the_first_round_asks_and_changes_nothing(coordinator: LiveCoordinator) -> None:
@@ -68,7 +72,7 @@ def test_a_preview_tells_what_the_first_round_asks_and_changes_nothing(coordinat
     spec = spec_of(client, method=FROZEN)
     admin = coordinator.client()
     before = len(list(admin.audit()))
-    asked = by_name(client.preview_run(spec))["a/w"].asked
+    asked = by_name(client.preview_run(spec))["a/w"].workload
     assert asked
     # The warm-up trains it all: query, key, value and output of 4 x 4, an MLP of 4 x 16, a head of 2 x 4.
     whole = 4 * (4 * 16 + 64 + 8)
@@ -82,7 +86,7 @@ def test_what_is_previewed_is_what_the_round_then_asks(coordinator: LiveCoordina
     client = coordinator.client("orchestrator")
     spec = spec_of(client, cohort=Cohort(size=2, quorum=2), seed=7)
     prospects = by_name(client.preview_run(spec))
-    drawn = {name for name, prospect in prospects.items() if prospect.asked}
+    drawn = {name for name, prospect in prospects.items() if prospect.workload}
     assert len(drawn) == 2
     run = client.create_run(spec)
     until(lambda: list(client.rounds(run.id)))
@@ -92,19 +96,23 @@ def test_what_is_previewed_is_what_the_round_then_asks(coordinator: LiveCoordina
 
 def test_who_is_silent_is_told_apart_by_its_hours(tmp_path: Any) -> None:
     clock = Clock()  # 2027-01-15 08:00 UTC, a Friday
-    with LiveCoordinator(tmp_path, clock=clock, live_seconds=90) as coordinator:
+    with LiveCoordinator(tmp_path, clock=clock, liveness_seconds=90) as coordinator:
         known(coordinator, "a")
-        known(coordinator, "b", mirror=AdvertisedPolicy(hours=("Mon-Fri 19:00-07:00",), utc_offset_minutes=60))
-        known(coordinator, "c", mirror=AdvertisedPolicy(hours=("Fri 08:00-10:00",), utc_offset_minutes=60))
+        known(
+            coordinator,
+            "b",
+            advertised_policy=AdvertisedPolicy(hours=("Mon-Fri 19:00-07:00",), utc_offset_minutes=60),
+        )
+        known(coordinator, "c", advertised_policy=AdvertisedPolicy(hours=("Fri 08:00-10:00",), utc_offset_minutes=60))
         client = coordinator.client("orchestrator")
         spec = spec_of(client)
         coordinator.services.conductor.step()
         clock.advance(600)
         found = by_name(client.preview_run(spec))
-    assert [said.rule for said in found["a/w"].objections] == ["silent"]
-    assert found["b/w"].objections[0].detail == "it works Mon-Fri 19:00-07:00 and begins in 9 h 50 min"
+    assert [said.rule for said in found["a/w"].ineligibilities] == ["silent"]
+    assert found["b/w"].ineligibilities[0].detail == "it works Mon-Fri 19:00-07:00 and begins in 9 h 50 min"
     # There it is ten past nine, when it should be there.
-    assert [said.rule for said in found["c/w"].objections] == ["silent"]
+    assert [said.rule for said in found["c/w"].ineligibilities] == ["silent"]
 
 
 def test_a_preview_is_for_orchestrators_and_of_a_run_that_could_be(coordinator: LiveCoordinator) -> None:
@@ -117,9 +125,9 @@ def test_a_preview_is_for_orchestrators_and_of_a_run_that_could_be(coordinator: 
 
 
 def test_a_round_leaves_out_who_would_refuse_it(coordinator: LiveCoordinator) -> None:
-    known(coordinator, "a", mirror=AdvertisedPolicy(may_send=roles("value")))
-    known(coordinator, "b", mirror=AdvertisedPolicy(max_batch=1))
-    willing = known(coordinator, "c", mirror=AdvertisedPolicy())
+    known(coordinator, "a", advertised_policy=AdvertisedPolicy(may_send=roles("value")))
+    known(coordinator, "b", advertised_policy=AdvertisedPolicy(max_batch=1))
+    willing = known(coordinator, "c", advertised_policy=AdvertisedPolicy())
     client = coordinator.client()
     run = start_run(client, MODEL, values(MODEL), cohort=Cohort(size=1))
     willing.train(willing.take())
@@ -128,7 +136,7 @@ def test_a_round_leaves_out_who_would_refuse_it(coordinator: LiveCoordinator) ->
 
 
 def test_a_run_waits_while_too_few_would_do_it(coordinator: LiveCoordinator) -> None:
-    worker = known(coordinator, "a", mirror=AdvertisedPolicy(never_send=("*",)))
+    worker = known(coordinator, "a", advertised_policy=AdvertisedPolicy(never_send=("*",)))
     client = coordinator.client()
     run = start_run(client, MODEL, values(MODEL))
     assert worker.claim(1) is None
@@ -179,7 +187,7 @@ def test_what_is_offered_is_taken_back_from_a_site_that_withholds_the_run(coordi
 def test_sites_that_have_not_agreed_use_up_no_tries(coordinator: LiveCoordinator) -> None:
     client = coordinator.client()
     worker = known(coordinator, "a")
-    run = start_run(client, MODEL, values(MODEL), cohort=Cohort(tries=1))
+    run = start_run(client, MODEL, values(MODEL), cohort=Cohort(max_attempts=1))
     task = worker.take()
     worker.client.fail(task.id, Failure(token=task.token, code="awaiting-approval", detail="a person decides"))
     until(lambda: client.round(run.id, 1).state == "abandoned")
@@ -192,10 +200,10 @@ def test_sites_that_have_not_agreed_use_up_no_tries(coordinator: LiveCoordinator
 
 
 def test_a_mirror_that_has_not_changed_is_entered_once(coordinator: LiveCoordinator) -> None:
-    mirror = AdvertisedPolicy(
+    advertised_policy = AdvertisedPolicy(
         may_send=roles("value"), hours=("Mon 10:00-11:00",), budgets={"d": Budget(epsilon=1, delta=1e-6)}
     )
-    worker = known(coordinator, "a", mirror=mirror)
+    worker = known(coordinator, "a", advertised_policy=advertised_policy)
     worker.enrol()
     admin = coordinator.client()
     assert len([entry for entry in admin.audit() if entry.action == "worker.enrol"]) == 1

@@ -36,7 +36,7 @@ def test_what_a_heartbeat_tells_is_shown_with_the_task(coordinator: LiveCoordina
 
 def test_a_new_lease_begins_without_progress(coordinator: LiveCoordinator) -> None:
     worker, task = begun(coordinator)
-    worker.client.heartbeat(task.id, task.token, Progress(phase="fetching", bytes=5, of_bytes=10))
+    worker.client.heartbeat(task.id, task.token, Progress(phase="fetching", bytes=5, total_bytes=10))
     worker.client.release(task.id, task.token)
     worker.instance = "f" * 32
     again = worker.take()

@@ -45,7 +45,7 @@ def begun(live: LiveCoordinator, sites: str, **spec: object) -> tuple[Client, Ru
     ]
     for worker in workers:
         worker.enrol()
-    cohort = Cohort(size=len(sites), quorum=len(sites), tries=3, task_tries=1)
+    cohort = Cohort(size=len(sites), quorum=len(sites), max_attempts=3, max_task_attempts=1)
     run = start_run(client, MODEL, START, **{"dataset": name, "cohort": cohort, "rounds": 2, **spec})
     return client, run, [(worker, worker.take()) for worker in workers]
 
@@ -105,7 +105,7 @@ def test_a_site_whose_update_was_left_out_for_its_norm_learns_that_and_no_score(
     assert [receipt and receipt.state for receipt in receipts] == ["left_out", "merged", "merged", "merged"]
     liar, task = taken[0]
     shown = liar.client.task(task.id)
-    assert set(shown.numbers) == {"update_norm"}
+    assert set(shown.metrics) == {"update_norm"}
     # The bit is all that the site's view of an update that was left out has more than that of one under way.
     assert (shown.state, shown.unmerged) == ("accepted", ())
 
@@ -162,7 +162,7 @@ def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure
     run = start_run(
         client, document, start, dataset=name, rounds=3, max_norm_of_median=1.001,
         method=MethodSpec(name=method),
-        cohort=Cohort(size=3, quorum=3, tries=3, task_tries=1),
+        cohort=Cohort(size=3, quorum=3, max_attempts=3, max_task_attempts=1),
         training=Training(optimizer="sgd", momentum=0, learning_rate=0.05, batch_size=4),
     )  # fmt: skip
 
@@ -189,11 +189,11 @@ def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure
     assert {*states[2], *states[4]} <= {"left_out", "merged"}
     for own, worker in zip(runners, workers, strict=True):
         own.vault.settle(worker.client.task)
-    memory = client.manifest(client.run(run.id).version.digest).memory
+    server_state = client.manifest(client.run(run.id).version.digest).server_state
     # Of those of which an update was ever merged; all have as many examples.
     vaults = [kept for own in runners if (kept := own.vault.load(run.id))]
     largest = furthest = 0.0
-    for entry_name, entry in memory.items():
+    for entry_name, entry in server_state.items():
         if not entry_name.startswith(prefix):
             continue
         server = from_bytes(client.read_blob(entry.digest), entry.dtype).reshape(entry.shape)

@@ -59,15 +59,15 @@ def test_a_hostile_worker_does_not_move_a_robust_run_and_is_seen(standing: LiveC
     committed(client, run)
     # Of 1 2 3 4 and -10^6.
     np.testing.assert_allclose(head_of(client, run), HEAD + 2, rtol=1e-5, atol=1e-5)
-    until(lambda: "anomaly.cosine" in client.round(run.id, 1).tasks[0].numbers)
-    numbers = {task.worker[0]: task.numbers for task in client.round(run.id, 1).tasks}
+    until(lambda: "anomaly.cosine" in client.round(run.id, 1).tasks[0].metrics)
+    metrics = {task.worker[0]: task.metrics for task in client.round(run.id, 1).tasks}
     # All move the same elements by 1 2 3 4 and 10^6, so norms are as 1 2 3 4 10^6 and their median is 3.
-    norms = [numbers[site]["anomaly.norm"] for site in "abcde"]
+    norms = [metrics[site]["anomaly.norm"] for site in "abcde"]
     np.testing.assert_allclose(norms, [1 / 3, 2 / 3, 1, 4 / 3, 1e6 / 3], rtol=1e-4)
     # From 2 they are 1 0 1 2 10^6 away, the median of which is 1.
-    distances = [numbers[site]["anomaly.distance"] for site in "abcde"]
+    distances = [metrics[site]["anomaly.distance"] for site in "abcde"]
     np.testing.assert_allclose(distances, [1, 0, 1, 2, 1e6], rtol=1e-4, atol=1e-2)
-    cosines = [numbers[site]["anomaly.cosine"] for site in "abcde"]
+    cosines = [metrics[site]["anomaly.cosine"] for site in "abcde"]
     np.testing.assert_allclose(cosines, [1, 1, 1, 1, -1], rtol=1e-4)
 
 
@@ -78,15 +78,15 @@ def test_a_site_does_not_see_its_scores_and_cannot_say_what_they_are(standing: L
     said = {"anomaly.norm": 1.0, "anomaly.cosine": 1.0, "mine": 2.0}
     lying.client.submit(
         task.id,
-        Submission(token=task.token, version=task.version.digest, update=digest, examples=10, numbers=said),
+        Submission(token=task.token, version=task.version.digest, update=digest, examples=10, metrics=said),
     )
     for worker, other in taken[1:]:
         worker.train(other)
-    shown = committed(client, run).tasks[0].numbers
+    shown = committed(client, run).tasks[0].metrics
     # A run without a rule has norms only, and leaves out what is far larger than the others.
     assert set(shown) == {"anomaly.left_out", "anomaly.norm", "mine", "update_norm"}
     assert shown["anomaly.norm"] > 10
-    assert set(lying.client.task(task.id).numbers) == {"mine", "update_norm"}
+    assert set(lying.client.task(task.id).metrics) == {"mine", "update_norm"}
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
@@ -102,7 +102,7 @@ def test_an_update_far_larger_than_the_round_s_median_is_left_out(
     made = committed(client, run)
     np.testing.assert_allclose(head_of(client, run), HEAD + 2, rtol=1e-6)
     assert [task.state for task in made.tasks] == ["left_out", "merged", "merged", "merged"]
-    assert {task.worker[0] for task in made.tasks if task.numbers.get("anomaly.left_out")} == {"a"}
+    assert {task.worker[0] for task in made.tasks if task.metrics.get("anomaly.left_out")} == {"a"}
     (warning,) = list(client.versions(run.id))[-1].warnings
     left_out = f"the updates of {made.tasks[0].worker} were left out"
     assert warning == f"{left_out}: larger than 3.0 times the largest median norm"
@@ -123,10 +123,10 @@ def test_a_site_that_claims_few_steps_is_left_out_where_the_method_would_stretch
     assert [task.state for task in made.tasks] == ["left_out", "merged", "merged", "merged"]
     np.testing.assert_allclose(head_of(client, run), HEAD + 2, rtol=1e-6)
     # The median of 3 and 0.1 0.2 0.3 is 0.25.
-    assert made.tasks[0].numbers["anomaly.norm"] == pytest.approx(12)
+    assert made.tasks[0].metrics["anomaly.norm"] == pytest.approx(12)
     bounds = client.run(run.id).bounds
     assert bounds is not None
-    assert bounds.median_norm == pytest.approx(made.tasks[0].numbers["update_norm"] / 12)
+    assert bounds.median_norm == pytest.approx(made.tasks[0].metrics["update_norm"] / 12)
 
 
 def test_the_command_line_shows_the_scores(standing: LiveCoordinator) -> None:

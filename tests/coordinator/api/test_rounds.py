@@ -74,7 +74,7 @@ def test_every_due_version_is_evaluated_once(coordinator: LiveCoordinator) -> No
         judge.evaluate(task, accuracy=number / 10)
 
     until(lambda: client.run(run.id).state == "completed")
-    measured = [(m.version, m.numbers["accuracy"], m.worker) for m in client.measurements(run.id)]
+    measured = [(m.version, m.metrics["accuracy"], m.worker) for m in client.measurements(run.id)]
     assert measured == [(0, 0.0, "judge/w"), (2, 0.2, "judge/w"), (3, 0.3, "judge/w")]
 
 
@@ -112,10 +112,10 @@ def test_a_server_optimizer_steps_what_was_merged_and_leaves_what_is_frozen_and_
     # Two rounds of 1: m = -1, w + 0.5; then m = -1.9, w + 0.5 + 0.95
     head = values(model)["head.weight"] + 1.45
     np.testing.assert_allclose(load(file.getvalue())["head.weight"], head, rtol=1e-6)
-    held = {name for name in first.memory if first.memory[name] == second.memory[name]}
+    held = {name for name in first.server_state if first.server_state[name] == second.server_state[name]}
     moved = {"server/m/layer.0.qkv.weight#value", "server/m/head.weight"}
-    assert set(first.memory) == {f"server/m/{name}" for name in model.by_name}
-    assert held == set(first.memory) - moved
+    assert set(first.server_state) == {f"server/m/{name}" for name in model.by_name}
+    assert held == set(first.server_state) - moved
     assert all(first.blocks[name.removeprefix("server/m/")] == second.blocks[name[9:]] for name in held)
 
 

@@ -30,7 +30,7 @@ DATA = b"an upload"
 
 TOKEN = {"token": 999}
 """The fencing token of no lease."""
-REPORT = {**TOKEN, "version": NOWHERE, "examples": 1, "numbers": {}}
+REPORT = {**TOKEN, "version": NOWHERE, "examples": 1, "metrics": {}}
 CLAIM = {"worker": "idle", "instance": "0" * 32, "datasets": {}}
 
 
@@ -167,7 +167,7 @@ def begun(creator: Client, site: Client, name: str, seed: int) -> tuple[Run, Tas
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with LiveCoordinator(tmp_path_factory.mktemp("world"), failures_per_minute=10_000) as live:
+    with LiveCoordinator(tmp_path_factory.mktemp("world"), auth_failures_per_minute=10_000) as live:
         admin = live.client()
         secrets = {role: live.token(role) for role in ("admin", "orchestrator", "viewer")}  # type: ignore[arg-type]
         secrets["site"] = live.token("site", "a")
@@ -304,7 +304,7 @@ def test_an_orchestrator_steers_the_runs_that_it_created_and_an_administrator_al
     creator, other, admin = (coordinator.client(role) for role in ("orchestrator", "orchestrator", "admin"))
     model = small_model()
     run = start_run(creator, model, values(model))
-    with pytest.raises(Exception, match="was created by another"):
+    with pytest.raises(Exception, match="was created by another caller"):
         other.set_run_state(run.id, "cancelled")
     # Orchestrators see each other's runs all the same: decision 27.
     assert other.run(run.id).state == "running"

@@ -13,7 +13,7 @@ from safetensors.numpy import load
 
 from tessera.shared.api.runs import Cohort, RunSpec
 from tessera.shared.api.tasks import Failure
-from tessera.shared.api.versions import Manifest, MemoryEntry
+from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import as_bytes
@@ -49,7 +49,7 @@ def spec(standing: LiveCoordinator) -> dict[str, Any]:
         ({"codec": "gzip"}, ["/codec"], "unknown stages"),
         ({"codec": "zstd+delta"}, ["/codec"], "comes first"),
         ({"cohort": {"size": 2, "quorum": 3}}, ["/cohort"], "a quorum of 3 cannot come from a cohort of 2"),
-        ({"divide": "whim"}, ["/divide"], ""),
+        ({"normalization": "whim"}, ["/normalization"], ""),
         ({"server_optimizer": {"kind": "sgd", "tau": 1}}, ["/server_optimizer/sgd/tau"], "Extra inputs"),
         ({"method": {"name": "scaffold"}}, ["/method"], "set training.optimizer to 'sgd'"),
     ],
@@ -165,15 +165,15 @@ def test_an_orchestrator_cannot_make_a_run_of_what_a_site_sent(coordinator: Live
 def test_a_first_version_s_memory_must_be_there_and_fit(coordinator: LiveCoordinator) -> None:
     client = coordinator.client()
     blocks = {name: client.put_bytes(bytes(as_bytes(array))) for name, array in START.items()}
-    small = MemoryEntry(digest=client.put_bytes(b"four"), shape=(2,), dtype="F32")
-    version = client.put_bytes(canonical(Manifest(blocks=blocks, memory={"m": small})))
+    small = ServerTensor(digest=client.put_bytes(b"four"), shape=(2,), dtype="F32")
+    version = client.put_bytes(canonical(Manifest(blocks=blocks, server_state={"m": small})))
     document = client.put_bytes(canonical(MODEL))
     spec = RunSpec(
         name="x", method=MethodSpec(name="fedavg"), model=document, version=version, dataset="data", rounds=1
     )
     with refusing("invalid") as caught:
         client.create_run(spec)
-    assert [(f.pointer, "4 bytes; 8" in f.detail) for f in caught.value.errors] == [("/version/memory/m", True)]
+    assert [(f.pointer, "4 bytes; 8" in f.detail) for f in caught.value.errors] == [("/version/server_state/m", True)]
 
 
 @pytest.mark.parametrize("state", ["completed", "failed", "open", ""])
@@ -215,13 +215,13 @@ def test_a_cancelled_run_tells_its_workers_to_drop_the_work(coordinator: LiveCoo
 # ---------------------------------------------------------------- what comes out
 
 
-def merged(coordinator: LiveCoordinator, divide: str) -> dict[str, np.ndarray]:
+def merged(coordinator: LiveCoordinator, normalization: str) -> dict[str, np.ndarray]:
     """Two workers, of whom only the second sends the MLP."""
     client = coordinator.client()
     workers = [ScriptedWorker(coordinator.client("site", s), datasets={"data": n}) for s, n in (("a", 10), ("b", 30))]
     for worker in workers:
         worker.enrol()
-    run = start_run(client, MODEL, START, divide=divide, cohort=Cohort(size=2, quorum=2))
+    run = start_run(client, MODEL, START, normalization=normalization, cohort=Cohort(size=2, quorum=2))
     for worker, names in zip(workers, (["head.weight"], ["head.weight", "layer.0.mlp.weight"]), strict=True):
         task = worker.take()
         worker.submit(task, worker.upload(task, {name: START[name] + np.float32(2) for name in names}))

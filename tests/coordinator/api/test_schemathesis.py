@@ -25,11 +25,11 @@ CONFIG = Path(__file__).with_name("schemathesis.toml")
 
 # Nobody is slowed down here, which other tests are about.
 ROOM = {
-    "failures_per_minute": 1 << 30,
+    "auth_failures_per_minute": 1 << 30,
     "enrolments_per_minute": 1 << 30,
     "pending_enrolments": 1 << 20,
-    "max_listeners": 1 << 20,
-    "longest_wait_seconds": 0.1,
+    "max_event_streams": 1 << 20,
+    "max_wait_seconds": 0.1,
 }
 
 # First, while there is a worker to be heard of: the rest may suspend its site.

@@ -111,7 +111,7 @@ def test_many_workers_of_one_site_are_no_quorum(standing: LiveCoordinator) -> No
         ScriptedWorker(site, name=f"{dataset}-{place}", datasets={dataset: 10}).enrol()
     run = start_run(client, MODEL, START, dataset=dataset, cohort=cohort)
     found = client.preview_run(run.spec)
-    assert (found.willing, found.quorum) == (1, 2)
+    assert (found.eligible, found.quorum) == (1, 2)
     assert list(client.rounds(run.id)) == []
     ScriptedWorker(standing.client("site", "b"), name=dataset, datasets={dataset: 10}).enrol()
     until(lambda: list(client.rounds(run.id)))
@@ -133,7 +133,7 @@ def test_a_site_s_larger_update_does_not_hide_among_its_smaller_ones(standing: L
     for (worker, task), step in zip(taken, (1.0, 1.0, 1.0, 0.01, 0.01, -100.0), strict=True):
         worker.train(task, step)
     np.testing.assert_allclose(moved(client, run), 1.0, rtol=1e-5)
-    left_out = [task.numbers.get("anomaly.left_out") for task in client.round(run.id, 1).tasks]
+    left_out = [task.metrics.get("anomaly.left_out") for task in client.round(run.id, 1).tasks]
     assert left_out.count(1.0) == 3
 
 
@@ -165,10 +165,10 @@ def test_no_other_worker_takes_the_place_of_one_whose_kept_state_the_server_coun
         client.set_run_state(run.id, "paused")
         first.train(task, 0.01, steps=1)
         until(lambda: client.run(run.id).version.number == 1)
-        clock.advance(live.settings.live_seconds + 1)
+        clock.advance(live.settings.liveness_seconds + 1)
         second.enrol()
         with live.services.database.snapshot() as session:
-            there = live_workers(session, clock() - live.settings.live_seconds)
+            there = live_workers(session, clock() - live.settings.liveness_seconds)
             assert [worker.name for worker in there] == ["a/second"]
             # Counted as absent, so that a quorum is not met by it.
             assert run_snapshot(session, run.id, there, absent_are_gone=True).eligible == others
@@ -234,4 +234,4 @@ def test_values_as_large_as_a_float_can_be_are_refused(standing: LiveCoordinator
 def test_one_is_warned_of_workers_of_a_site_that_hold_the_same_data(standing: LiveCoordinator) -> None:
     client, run, _ = begun(standing, [("a", 10), ("a", 10), ("b", 10)])
     (warning,) = client.preview_run(run.spec).warnings
-    assert warning.startswith(f"several workers of a hold a data set '{run.spec.dataset}'")
+    assert warning.startswith(f"several workers of a have a data set '{run.spec.dataset}'")

@@ -61,7 +61,7 @@ class Api(RuleBasedStateMachine):
     def begin(self, quorum: int, rounds: int) -> None:
         for worker in self.workers.values():
             worker.enrol()
-        cohort = Cohort(size=2, quorum=quorum, tries=100, deadline_seconds=300)
+        cohort = Cohort(size=2, quorum=quorum, max_attempts=100, deadline_seconds=300)
         self.run: Run = start_run(self.client, MODEL, START, rounds=rounds, cohort=cohort)
 
     # ------------------------------------------------------------ what workers do

@@ -178,14 +178,14 @@ def test_the_norm_of_an_accepted_update_is_measured(scene: Scene) -> None:
     digest = scene.bad.client.put_bytes(head(HEAD + np.float32(1)))
     view = scene.bad.submit(scene.task, digest)
     # Eight elements moved by 1.
-    assert view.numbers["update_norm"] == pytest.approx(8**0.5, rel=1e-6)
+    assert view.metrics["update_norm"] == pytest.approx(8**0.5, rel=1e-6)
 
 
 def test_as_many_numbers_as_may_be_reported_leave_room_for_what_is_measured(scene: Scene) -> None:
     many = {f"layer {i}": 0.5 for i in range(4096)}
-    scene.bad.client.submit(scene.task.id, submission(scene, numbers=many))
+    scene.bad.client.submit(scene.task.id, submission(scene, metrics=many))
     shown = [task for task in next(scene.client.rounds(scene.run.id)).tasks if task.id == scene.task.id]
-    assert shown[0].numbers == {**many, "update_norm": 0.0}
+    assert shown[0].metrics == {**many, "update_norm": 0.0}
 
 
 def test_a_norm_that_cannot_be_told_is_refused(standing: LiveCoordinator) -> None:
@@ -194,7 +194,7 @@ def test_a_norm_that_cannot_be_told_is_refused(standing: LiveCoordinator) -> Non
     client, name = standing.client(), f"data{next(_names)}"
     worker = ScriptedWorker(standing.client("site", "a"), name=name, datasets={name: 10})
     worker.enrol()
-    run = start_run(client, model, {"w": np.array([-1.7e308, 0.0])}, dataset=name, cohort=Cohort(tries=1))
+    run = start_run(client, model, {"w": np.array([-1.7e308, 0.0])}, dataset=name, cohort=Cohort(max_attempts=1))
     task = worker.take()
     huge = np.array([1.7e308, 0.0], dtype=NUMPY_DTYPES["F64"])
     digest = worker.client.put_bytes(update_file({"w": bytes(as_bytes(huge))}))
@@ -221,12 +221,12 @@ def test_numbers_that_the_method_cannot_merge_are_refused(standing: LiveCoordina
             version=task.version.digest,
             update=worker.client.put_bytes(head(HEAD + np.float32(1))),
             examples=10,
-            numbers={"effective_steps": steps},
+            metrics={"effective_steps": steps},
         )
         if worker is bad:
             with refusing("invalid-update", "cannot merge the update's numbers") as caught:
                 worker.client.submit(task.id, said)
-            assert [fault.pointer for fault in caught.value.errors] == ["/numbers"]
+            assert [fault.pointer for fault in caught.value.errors] == ["/metrics"]
         else:
             worker.client.submit(task.id, said)
     until(lambda: client.run(run.id).state == "completed")
@@ -310,9 +310,10 @@ def test_the_same_submission_again_gives_the_same_answer_and_counts_once(scene: 
 def test_an_update_cannot_claim_more_examples_than_its_worker_declared(scene: Scene) -> None:
     worker, task = scene.bad, scene.task
     digest = worker.upload(task, {"head.weight": HEAD + np.float32(1000)})
-    with refusing("invalid") as caught:
-        worker.submit(task, digest, examples=2**40 - 1)
-    assert [fault.pointer for fault in caught.value.errors] == ["/examples"]
+    for claimed in (11, 2**40 - 1):
+        with refusing("invalid") as caught:
+            worker.submit(task, digest, examples=claimed)
+        assert [fault.pointer for fault in caught.value.errors] == ["/examples"]
     assert worker.submit(task, digest, examples=10).state == "accepted"
 
 
@@ -346,7 +347,7 @@ def test_bytes_that_are_not_those_of_their_digest_are_refused_and_the_right_ones
 def test_an_update_too_long_for_its_submission_is_refused_with_what_may_be(scene: Scene) -> None:
     assert scene.task.inline_bytes == 65_536
     data = bytes(65_537)
-    with refusing("invalid", "65537 bytes; at most 65536 come with a submission"):
+    with refusing("invalid", "65537 bytes; a submission may contain 65536"):
         scene.bad.client.submit(scene.task.id, submission(scene, update=digest_of(data), data=data))
 
 

@@ -35,7 +35,7 @@ def provider() -> Iterator[Provider]:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Iterator[LiveCoordinator]:
     folder = tmp_path_factory.mktemp("oidc")
-    with LiveCoordinator(folder, failures_per_minute=10_000, **settings(provider)) as coordinator:
+    with LiveCoordinator(folder, auth_failures_per_minute=10_000, **settings(provider)) as coordinator:
         yield coordinator
 
 
@@ -238,7 +238,7 @@ def test_while_the_provider_is_away_its_keys_hold_for_an_hour_and_then_nobody_is
     clock.advance(KEYS_SECONDS - 1)
     people.principal(token)
     clock.advance(AGAIN_SECONDS)
-    with pytest.raises(Unavailable, match="keys cannot be had"):
+    with pytest.raises(Unavailable, match="keys cannot be fetched"):
         people.principal(token)
 
 
@@ -281,8 +281,8 @@ def test_keys_on_another_host_are_used_if_the_settings_name_them() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"oidc_issuer": "http://login.example", "oidc_audience": "t", "oidc_roles": ROLES}, "no https:// URL"),
-        ({"oidc_issuer": "https://login.example", "oidc_roles": ROLES}, "needs oidc_audience"),
+        ({"oidc_issuer": "http://login.example", "oidc_audience": "t", "oidc_roles": ROLES}, "not an https:// URL"),
+        ({"oidc_issuer": "https://login.example", "oidc_roles": ROLES}, "requires oidc_audience"),
         ({"oidc_issuer": "https://login.example", "oidc_audience": "t"}, "oidc_roles"),
         ({"oidc_roles": {"x": "site"}}, "viewer"),
     ],

@@ -158,7 +158,7 @@ def test_small_blobs_that_are_spoilt_are_named_before_anything_is_sent(tmp_path:
 
 def test_one_token_has_only_so_many_answers_under_way(tmp_path: Path) -> None:
     data = bytes(8 << 20)
-    with LiveCoordinator(tmp_path, answer_bytes_per_token=2 * HELD_BYTES) as live:
+    with LiveCoordinator(tmp_path, response_bytes_per_token=2 * HELD_BYTES) as live:
         http, other = live.http("orchestrator"), live.http("orchestrator")
         live.client("orchestrator").put_bytes(data)
         wanted = {"digests": [digest_of(data)]}
@@ -168,7 +168,7 @@ def test_one_token_has_only_so_many_answers_under_way(tmp_path: Path) -> None:
         ):
             assert (first.status_code, second.status_code) == (200, 200)
             third = http.post("/v1/blobs/read", json=wanted)
-            assert "answer_bytes_per_token" in refused(third, 429, "too-many-requests").detail
+            assert "response_bytes_per_token" in refused(third, 429, "too-many-requests").detail
             assert third.headers["Retry-After"] == "1"
             assert other.post("/v1/blobs/read", json=wanted).content == data
         # Both were hung up on.

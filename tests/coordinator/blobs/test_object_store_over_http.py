@@ -24,7 +24,7 @@ from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing,
 from tests.support.federation import ScriptedWorker, start_run
 from tests.support.stores import Bucket, serving
 
-PATIENT = {"lease_seconds": 86_400, "live_seconds": 1e9, "inline_bytes": 1, "submission_bytes": 0}
+PATIENT = {"lease_seconds": 86_400, "liveness_seconds": 1e9, "inline_bytes": 1, "submission_bytes": 0}
 HEAD = START["head.weight"]
 
 

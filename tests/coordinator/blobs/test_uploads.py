@@ -328,7 +328,7 @@ def test_an_upload_that_is_not_there_is_to_be_announced_anew(standing: LiveCoord
 
 
 def test_a_silent_sender_is_cut_off_and_a_slow_one_is_not(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, idle_seconds=0.3) as live:
+    with LiveCoordinator(tmp_path, idle_timeout_seconds=0.3) as live:
         http = live.http("orchestrator")
         location = http.post("/v1/uploads", headers=announced(SMALL)).headers["Location"]
         address = urlsplit(live.url)

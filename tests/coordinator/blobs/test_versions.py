@@ -47,11 +47,11 @@ def times(factor: int, source: ArrayTensor) -> Computed:
 
 def test_what_shares_a_source_is_stored_in_one_pass(blobs: Blobs, database: Database) -> None:
     source = Watched(VALUES)
-    state = State(1, {"w": times(2, source)}, memory={"m": times(3, source), "small": ArrayTensor(np.ones(2))})
+    state = State(1, {"w": times(2, source)}, server_state={"m": times(3, source), "small": ArrayTensor(np.ones(2))})
     manifest, new = States(blobs).store(state)
     assert source.reads == 1
     assert manifest.blocks == {"w": digest_of((2 * VALUES).tobytes())}
-    assert manifest.memory["m"].digest == digest_of((3 * VALUES).tobytes())
+    assert manifest.server_state["m"].digest == digest_of((3 * VALUES).tobytes())
     # Few bytes stay in the row; the manifest comes last.
     assert {blob.size for blob in new[:-1] if blob.inline is not None} == {8}
     with database.transaction() as session:
@@ -61,15 +61,15 @@ def test_what_shares_a_source_is_stored_in_one_pass(blobs: Blobs, database: Data
 
 def test_what_is_stored_is_not_stored_again(blobs: Blobs) -> None:
     kept = StoredTensor(blobs, digest_of(b"kept"), (1,), "F32")
-    manifest, new = States(blobs).store(State(1, {"w": kept}, memory={"w": kept}))
-    assert (manifest.blocks["w"], manifest.memory["w"].digest) == (kept.digest, kept.digest)
+    manifest, new = States(blobs).store(State(1, {"w": kept}, server_state={"w": kept}))
+    assert (manifest.blocks["w"], manifest.server_state["w"].digest) == (kept.digest, kept.digest)
     assert [blob.digest for blob in new] == [new[-1].digest]
 
 
 def test_one_tensor_under_two_names_is_one_blob(blobs: Blobs) -> None:
     tensor = times(2, Watched(VALUES))
-    manifest, _ = States(blobs).store(State(1, {"w": tensor}, memory={"w": tensor}))
-    assert manifest.blocks["w"] == manifest.memory["w"].digest
+    manifest, _ = States(blobs).store(State(1, {"w": tensor}, server_state={"w": tensor}))
+    assert manifest.blocks["w"] == manifest.server_state["w"].digest
     assert tensor.sources[0].reads == 1  # type: ignore[attr-defined]
 
 

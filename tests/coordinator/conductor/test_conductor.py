@@ -140,6 +140,6 @@ def test_a_staging_folder_on_another_file_system_is_refused(tmp_path: Path) -> N
 
 def test_a_conductor_touches_its_file_at_every_look(tmp_path: Path) -> None:
     alive = tmp_path / "alive"
-    with LiveCoordinator(tmp_path / "coordinator", alive_file=alive):
+    with LiveCoordinator(tmp_path / "coordinator", heartbeat_file=alive):
         before = until(lambda: alive.exists() and alive.stat().st_mtime_ns)
         until(lambda: alive.stat().st_mtime_ns > before)

@@ -122,7 +122,12 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         failing = ScriptedWorker(coordinator.client("site", "st-mary"), name="cpu", datasets={"xray": 9})
         failing.enrol()
         once = start_run(
-            client, MODEL, values(MODEL), name="xray", dataset="xray", cohort=Cohort(tries=1, task_tries=1)
+            client,
+            MODEL,
+            values(MODEL),
+            name="xray",
+            dataset="xray",
+            cohort=Cohort(max_attempts=1, max_task_attempts=1),
         )
         task = failing.take()
         failing.client.fail(task.id, Failure(token=task.token, code="out-of-memory", detail="it does not fit"))
@@ -194,13 +199,13 @@ def test_a_run_is_seen_from_its_start_to_its_end_without_loading_anew(
         expect(page.get_by_label("Model and version").locator(":checked")).to_contain_text("before")
         for label, said in {"name": "watched", "dataset": "data", "rounds": "many"}.items():
             page.get_by_label(re.compile(f"^{label} \\(required\\)", re.IGNORECASE)).fill(said)
-        page.get_by_role("button", name="See what each site would be asked").click()
-        expect(page.get_by_role("alert")).to_contain_text("makes no run yet")
+        page.get_by_role("button", name="Preview the first round").click()
+        expect(page.get_by_role("alert")).to_contain_text("The run was not created")
         wrong = page.get_by_label(re.compile("^Rounds"))
         expect(wrong).to_have_attribute("aria-invalid", "true")
         wrong.fill("2")
         visit.said.clear()  # the 422 was asked for
-        page.get_by_role("button", name="See what each site would be asked").click()
+        page.get_by_role("button", name="Preview the first round").click()
         expect(page.get_by_role("row", name=re.compile("a.w"))).to_contain_text("yes")
         page.get_by_role("button", name="Start the run").click()
         expect(page.get_by_role("heading", level=1)).to_contain_text("watched running")
@@ -280,7 +285,7 @@ def test_a_hostile_worker_runs_nothing_in_anybodys_browser(browser: Browser, coo
     hostile = '<img src=x onerror="window.owned=1"><script>window.owned=1</script>\'"><svg onload=window.owned=1>'
     worker = ScriptedWorker(coordinator.client("site", "a"))
     worker.enrol()
-    run = start_run(coordinator.client(), MODEL, values(MODEL), cohort=Cohort(tries=1))
+    run = start_run(coordinator.client(), MODEL, values(MODEL), cohort=Cohort(max_attempts=1))
     task = worker.take()
     worker.client.fail(task.id, Failure(token=task.token, code=hostile[:64], detail=hostile))
     until(lambda: coordinator.client().run(run.id).state == "paused")

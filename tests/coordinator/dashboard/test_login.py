@@ -56,7 +56,7 @@ def test_a_sites_token_admits_nobody(coordinator: LiveCoordinator) -> None:
 
 
 def test_who_guesses_too_often_is_refused_for_a_while(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, failures_per_minute=3) as coordinator:
+    with LiveCoordinator(tmp_path, auth_failures_per_minute=3) as coordinator:
         person = Person(coordinator)
         assert [person.sign_in("x").status_code for _ in range(4)] == [401, 401, 401, 429]
         assert int(person.sign_in("x").headers["Retry-After"]) > 0
@@ -144,7 +144,7 @@ def test_a_form_of_another_site_is_refused(standing: LiveCoordinator, headers: d
     for path in (*POSTS, "/page/sign-in", "/page/theme"):
         answer = standing.bare(headers | admin.cookie).post(path, data=fields)
         assert answer.status_code == 403, path
-        assert "was not sent by this page" in answer.text
+        assert "was not sent by this dashboard" in answer.text
 
 
 def test_a_browser_that_only_tells_its_origin_may_send_forms(coordinator: LiveCoordinator) -> None:

@@ -42,7 +42,7 @@ def live(tmp_path: Path, provider: Provider) -> Iterator[LiveCoordinator]:
         oidc_client_id="the page",
         oidc_client_secret_file=secret,
         public_url=f"http://127.0.0.1:{port}",
-        failures_per_minute=10_000,
+        auth_failures_per_minute=10_000,
     )
     with LiveCoordinator(tmp_path, port=port, **given) as coordinator:
         yield coordinator

@@ -76,7 +76,7 @@ def test_workers_are_admitted_by_the_code_that_they_show(
     # Who admits has the code from the site's people, and not from here.
     assert asked[0].code not in shown
     assert "gpu-1" not in viewer.http.get("/page/approvals").text
-    assert "2 workers ask to be admitted" in admin.http.get("/page/").text
+    assert "2 workers wait for enrolment" in admin.http.get("/page/").text
     way = f"/page/approvals/{asked[0].id}"
     yes = {"decision": "approve", "site": "north", "create_site": "yes"}
     assert viewer.send(way, **yes, code=asked[0].code).status_code == 403
@@ -84,7 +84,7 @@ def test_workers_are_admitted_by_the_code_that_they_show(
     assert admin.send(way, **yes, code=asked[0].code).status_code == 303
     assert admin.send(f"/page/approvals/{asked[1].id}", decision="decline").status_code == 303
     assert [site.name for site in coordinator.client().sites()] == ["north"]
-    assert "Nobody waits" in admin.http.get("/page/approvals").text
+    assert "No worker waits" in admin.http.get("/page/approvals").text
 
 
 def test_what_changed_since_it_was_shown_is_not_overwritten(coordinator: LiveCoordinator, admin: Person) -> None:
@@ -122,7 +122,7 @@ def worked(coordinator: LiveCoordinator) -> str:
         worker.enrol()
     run = start_run(
         client, MODEL, values(MODEL), name="wards", rounds=3, evaluation=Evaluation(sites=True),
-        method=MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1}), cohort=Cohort(quorum=2, tries=1),
+        method=MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1}), cohort=Cohort(quorum=2, max_attempts=1),
     )  # fmt: skip
     for worker in workers:
         while (task := worker.take()).kind == "evaluate":
@@ -144,11 +144,11 @@ def test_pages_of_a_run_show_what_the_api_shows(coordinator: LiveCoordinator, ad
     for told in ("wards", "warm-up", "of 3", "0.75", "worst site", "Bytes by round", "abandoned", "paused"):
         assert told in shown, told
     assert "of version 1; worst site" in shown
-    assert "No layers by site: every update held the same layers." in shown
+    assert "No layers by site: every update has the same layers." in shown
     assert "No warm-up signals: they are measured if warmup_rounds is auto." in shown
     assert "No scores" not in shown
     first = admin.http.get(f"/page/runs/{run}/rounds/1").text
-    for told in ("a/w", "b/w", "accepted", "done", "Who did what when", "worked, accepted", "from 3 updates on"):
+    for told in ("a/w", "b/w", "accepted", "done", "Timeline", "worked, accepted", "3 updates or more"):
         assert told in first, told
     assert admin.http.get(f"/page/runs/{run}/rounds").text.count("<tr>") == 3
     assert admin.http.get(f"/page/runs/{run}/rounds/9").status_code == 404
@@ -156,7 +156,7 @@ def test_pages_of_a_run_show_what_the_api_shows(coordinator: LiveCoordinator, ad
     failures = admin.http.get("/page/failures").text
     assert failures.count("worker-failed") == 1
     assert "wards, round 2" in failures
-    assert "Rounds that came to nothing" in failures
+    assert "Abandoned rounds" in failures
     assert "log says more" in failures
     overview = admin.http.get("/page/").text
     assert "wards is paused" in overview
@@ -175,14 +175,14 @@ def test_what_a_run_with_privacy_has_spent_is_shown_by_worker_and_round(
     private = Privacy(epsilon=3.0, delta=1e-5, clip_norm=1.0)
     run = start_run(client, MODEL, values(MODEL), rounds=2, privacy=private, cohort=Cohort(quorum=2))
     place = f"/page/runs/{run.id}"
-    assert "No epsilon by worker: no update has come yet." in viewer.http.get(place).text
+    assert "No epsilon by worker: no update has been accepted yet." in viewer.http.get(place).text
     for number in (1, 2):
         for worker, spent in zip(workers, (1.25, 1.5), strict=True):
             worker.train(worker.take(), epsilon=spent * number)
         until(lambda made=number: client.run(run.id).version.number == made)
     shown = viewer.http.get(place).text
     assert "Epsilon spent, by worker" in shown
-    assert "at most 3 in the end" in shown
+    assert "the limit of the run is 3." in shown
     assert "a/w: 2.5 at 2; b/w: 3 at 2" in shown
     # What a site's data have told in all is not known here, and so not said.
     assert "epsilon" not in viewer.http.get("/page/sites").text.lower()
@@ -230,12 +230,12 @@ def test_a_run_is_started_from_what_another_made(coordinator: LiveCoordinator) -
     (start,) = re.findall(r'name="start"><option value="(sha256:\S+ sha256:\S+)">first', form)
     assert '<datalist id="datasets"><option value="data">1 live worker</option></datalist>' in form
     assert 'name="/dataset" value="" aria-required="true" list="datasets"' in form
-    given = {"method": "fedfrozen", "start": start, "wish": "w1", "/name": "second", "/dataset": "data"}
+    given = {"method": "fedfrozen", "start": start, "request_key": "w1", "/name": "second", "/dataset": "data"}
     given |= {"/rounds": "2", "/method/settings/warmup_rounds": "1", "/cohort/quorum": "1"}
     shown = person.send("/page/runs/new", step="preview", **given)
     assert shown.status_code == 200
     assert "a/w" in shown.text
-    assert "Nothing has begun" in shown.text
+    assert "The run has not started" in shown.text
     assert [run.spec.name for run in coordinator.client().runs()] == ["first"]
     for _ in range(2):  # pressed twice, it is begun once
         answer = person.send("/page/runs/new", step="start", **given)
@@ -270,14 +270,14 @@ def test_what_is_wrong_is_said_beside_its_field(coordinator: LiveCoordinator) ->
     assert 'id="f-method-settings-share-error"' in answer.text
     given |= {"start": f"{given['/model']} {given['/version']}"}
     answer = person.send("/page/runs/new", step="preview", method="safl", **given)
-    assert "choose what is listed or give digests, not both" in answer.text
+    assert "choose from the list or give digests, not both" in answer.text
 
 
 def test_what_is_not_there_says_why(coordinator: LiveCoordinator, viewer: Person) -> None:
     client = coordinator.client()
     for evaluation, why in (
         (None, "No scores: the run asks for no evaluation."),
-        (Evaluation(sites=True), "No scores: nothing is measured yet."),
+        (Evaluation(sites=True), "No scores: nothing has been evaluated yet."),
     ):
         run = start_run(client, MODEL, values(MODEL), dataset="none", evaluation=evaluation)
         assert why in viewer.http.get(f"/page/runs/{run.id}").text
@@ -325,7 +325,7 @@ def test_a_users_method_has_the_charts_that_it_declares(
     assert "No distance moved: no version has any yet." in shown
     assert "No wind: they are measured if weather is bad." in shown
     with coordinator.services.database.transaction() as session:
-        session.get_one(VersionRow, (run.id, 0)).numbers = {"moved.10": 2.0, "moved.9": 1.0, "secret": 3.0}
+        session.get_one(VersionRow, (run.id, 0)).scalars = {"moved.10": 2.0, "moved.9": 1.0, "secret": 3.0}
     shown = viewer.http.get(page).text
     assert "Distance moved (nm)</h2>" in shown
     assert "Of each layer." in shown
@@ -343,7 +343,7 @@ def test_a_suspended_site_has_no_live_worker(coordinator: LiveCoordinator, viewe
     assert '<span class="state suspended">suspended</span>' in shown
     assert "worker live" not in shown
     assert "norms are compared from 3 updates of a round on" in shown
-    assert "No worker was heard of lately" in viewer.http.get("/page/").text
+    assert "No worker was seen recently" in viewer.http.get("/page/").text
 
 
 def test_a_round_ends_about_when_rounds_before_it_did_and_its_slowest_worker_will() -> None:

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tessera.coordinator.dashboard.session import SIGNING, own_path
-from tessera.coordinator.limits.rate import STRANGERS
+from tessera.coordinator.limits.rate import ANONYMOUS
 from tests.coordinator.api.test_routes import ROUTES
 from tests.coordinator.dashboard.conftest import SAME_ORIGIN
 from tests.coordinator.dashboard.test_login import paths
@@ -55,7 +55,7 @@ def sent(http: httpx.Client, method: str, path: str, **request: object) -> int:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> object:
-    with LiveCoordinator(tmp_path_factory.mktemp("strangers"), failures_per_minute=100_000) as live:
+    with LiveCoordinator(tmp_path_factory.mktemp("strangers"), auth_failures_per_minute=100_000) as live:
         yield live.bare()
 
 
@@ -118,11 +118,11 @@ def test_any_text_leads_somewhere_within_the_page(wanted: str) -> None:
 
 
 def test_whoever_shows_no_session_is_refused_only_so_often(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, clock=Clock(), failures_per_minute=1) as live:
+    with LiveCoordinator(tmp_path, clock=Clock(), auth_failures_per_minute=1) as live:
         stranger = live.bare()
         # A form from elsewhere, and pages that only who is signed in sees.
         assert sent(stranger, "POST", "/page/theme", headers={"Origin": "http://["}) == 403
-        assert [sent(stranger, "GET", "/page/runs") for _ in range(STRANGERS)] == [303] * (STRANGERS - 1) + [429]
+        assert [sent(stranger, "GET", "/page/runs") for _ in range(ANONYMOUS)] == [303] * (ANONYMOUS - 1) + [429]
         # To sign in is open to all; and who is signed in is none of them.
         signed = live.bare(SAME_ORIGIN)
         assert signed.post("/page/sign-in", data={"token": live.token("viewer")}).status_code == 303

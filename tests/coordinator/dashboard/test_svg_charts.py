@@ -14,8 +14,8 @@ from tessera.coordinator.dashboard.svg_charts import (
     TOP,
     WIDTH,
     Band,
+    Interval,
     Series,
-    Stretch,
     bars,
     heat,
     lines,
@@ -71,7 +71,7 @@ def test_stages_stand_behind_the_lines_where_there_are_several() -> None:
 
 def test_what_is_not_finite_is_left_out_and_nothing_makes_no_picture() -> None:
     assert lines("x", "t", [Series("a", {1: float("nan")})], along="version") == ""
-    assert bars("x", "t", [], None, along="round", told="") == ""
+    assert bars("x", "t", [], None, along="round", description="") == ""
     assert heat("x", "t", {}, [], "") == ""
 
 
@@ -82,9 +82,9 @@ def test_any_numbers_make_a_picture(ends: tuple[float, float]) -> None:
 
 def test_bars_stand_on_each_other() -> None:
     down, up = Series("down", {1: 300.0}), Series("up", {1: 100.0})
-    first, second = parsed(bars("x", "t", [down, up], Series("full", {1: 400.0}), along="round", told=HOSTILE)).iter(
-        "rect"
-    )
+    first, second = parsed(
+        bars("x", "t", [down, up], Series("full", {1: 400.0}), along="round", description=HOSTILE)
+    ).iter("rect")
     assert float(second.attrib["y"]) + float(second.attrib["height"]) == pytest.approx(
         float(first.attrib["y"]), abs=0.11
     )
@@ -99,7 +99,7 @@ def test_heat_shows_each_share() -> None:
 
 
 def test_a_timeline_shows_who_did_what_when() -> None:
-    rows = {"a": [Stretch("offered", 0, 5, "waited 5 s"), Stretch("accepted", 5, 20, "worked 15 s")]}
+    rows = {"a": [Interval("offered", 0, 5, "waited 5 s"), Interval("accepted", 5, 20, "worked 15 s")]}
     waited, worked = parsed(timeline("x", "t", rows, 20, {"deadline": 99}, "told")).iter("rect")
     assert (waited.attrib["width"], worked.attrib["x"], worked.attrib["width"]) == ("25.0%", "25.0%", "75.0%")
     assert worked.findtext("title") == "worked 15 s"

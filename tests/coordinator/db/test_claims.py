@@ -26,7 +26,7 @@ def test_sixteen_threads_claim_each_task_once(database: Database) -> None:
         for number in range(TASKS):
             add_round(session, number=number, state="abandoned")
             round_id = f"run-{number}-1"
-            add_task(session, f"t{number:02}", round_id=round_id, version_number=number, token=0, leases=0)
+            add_task(session, f"t{number:02}", round_id=round_id, version_number=number, token=0, attempts=0)
     barrier = Barrier(THREADS)
 
     def claim(instance: int) -> list[str]:
@@ -45,7 +45,7 @@ def test_sixteen_threads_claim_each_task_once(database: Database) -> None:
         got = [task for each in pool.map(claim, range(THREADS)) for task in each]
     assert Counter(got) == {f"t{number:02}": 1 for number in range(TASKS)}
     with database.snapshot() as session:
-        assert {(t.token, t.leases, t.state) for t in session.query(TaskRow)} == {(1, 1, "leased")}
+        assert {(t.token, t.attempts, t.state) for t in session.query(TaskRow)} == {(1, 1, "leased")}
 
 
 def test_two_that_saw_the_same_offer_do_not_both_get_it(database: Database) -> None:
@@ -53,7 +53,7 @@ def test_two_that_saw_the_same_offer_do_not_both_get_it(database: Database) -> N
         add_run(session)
         add_round(session)
         add_worker(session)
-        add_task(session, "t", token=0, leases=0)
+        add_task(session, "t", token=0, attempts=0)
     with database.snapshot() as one, database.snapshot() as other:
         seen = [tasks.claimable(reader, "w", name) for reader, name in ((one, "a" * 16), (other, "b" * 16))]
     outcomes = []

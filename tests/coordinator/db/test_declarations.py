@@ -62,14 +62,14 @@ def test_a_claim_has_64_kib_at_most(standing: LiveCoordinator) -> None:
 
 
 def test_a_worker_whose_claim_would_be_too_long_shortens_it() -> None:
-    said = Claim(worker="w", instance="0" * 32, datasets={"data": 1}, mirror=AdvertisedPolicy())
+    said = Claim(worker="w", instance="0" * 32, datasets={"data": 1}, advertised_policy=AdvertisedPolicy())
     assert said.shortened() is said
     refusing = said.model_copy(update={"withheld": {f"r{number}": "x" * 300 for number in range(256)}})
     short = refusing.shortened()
     assert short.withheld.keys() == refusing.withheld.keys()
-    assert short.mirror == AdvertisedPolicy()
-    listing = refusing.model_copy(update={"mirror": AdvertisedPolicy(never_send=("x" * 512,) * 256)})
-    assert listing.shortened().mirror is None
+    assert short.advertised_policy == AdvertisedPolicy()
+    listing = refusing.model_copy(update={"advertised_policy": AdvertisedPolicy(never_send=("x" * 512,) * 256)})
+    assert listing.shortened().advertised_policy is None
     assert len(listing.shortened().model_dump_json()) <= MAX_CLAIM_BYTES
 
 
@@ -153,8 +153,8 @@ def statements(database: Database) -> Iterator[list[str]]:
 
 def test_looks_at_the_runs_read_what_is_declared_once_and_again_when_it_changes(tmp_path: Path) -> None:
     database = migrated(tmp_path)
-    mirror = AdvertisedPolicy(never_send=("a*",))
-    said = Claim(worker="w", instance="0" * 32, datasets={"data": 10}, mirror=mirror)
+    advertised_policy = AdvertisedPolicy(never_send=("a*",))
+    said = Claim(worker="w", instance="0" * 32, datasets={"data": 10}, advertised_policy=advertised_policy)
 
     def enrol(claim: Claim) -> None:
         with database.transaction() as session:
@@ -170,10 +170,10 @@ def test_looks_at_the_runs_read_what_is_declared_once_and_again_when_it_changes(
     # No other test says so.
     enrol(said.model_copy(update={"device": str(tmp_path)[-64:]}))
     first, read = look()
-    assert (first.mirror, read) == (mirror, 1)
+    assert (first.advertised_policy, read) == (advertised_policy, 1)
     again, read = look()
     assert read == 0
-    assert again.mirror is first.mirror
+    assert again.advertised_policy is first.advertised_policy
     enrol(said.model_copy(update={"device": str(tmp_path)[-64:], "datasets": {"data": 11}}))
     changed, read = look()
     assert (changed.declared["datasets"], read) == ({"data": 11}, 1)

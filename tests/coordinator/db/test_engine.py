@@ -167,7 +167,7 @@ def test_what_the_version_before_wrote_is_read_and_what_it_does_not_know_is_left
         command.upgrade(alembic_config(connection), "head")
     with database.transaction() as session:
         version = session.get_one(VersionRow, ("run", 0))
-        assert (version.numbers, version.warnings) == ({}, [])
+        assert (version.scalars, version.warnings) == ({}, [])
         add_worker(session)
         for name, held_out in (("central", False), ("at a site", True)):
             add_task(session, name, kind="evaluate", round_id=None, held_out=held_out)

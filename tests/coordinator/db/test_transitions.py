@@ -141,7 +141,7 @@ def test_a_worker_has_one_task_a_round(session: Session) -> None:
         add_task(session, "second", version_number=1)
 
 
-@pytest.mark.parametrize("state", ["offered", "leased", "lapsed", "accepted", "merged"])
+@pytest.mark.parametrize("state", ["offered", "leased", "expired", "accepted", "merged"])
 def test_a_worker_has_one_update_that_counts_from_each_version(session: Session, state: str) -> None:
     for attempt, over in enumerate(("left_out", "rejected", "failed", "cancelled"), start=2):
         add_round(session, attempt=attempt, state="abandoned")

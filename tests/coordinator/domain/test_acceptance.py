@@ -21,7 +21,7 @@ def test_the_holder_of_a_leased_task_is_heard(round_state: str | None) -> None:
     ("state", "round_state", "code"),
     [
         ("offered", "open", "lease-lost"),
-        ("lapsed", "open", "lease-lost"),
+        ("expired", "open", "lease-lost"),
         ("accepted", "open", "lease-lost"),
         ("merged", "committed", "lease-lost"),
         ("left_out", "abandoned", "lease-lost"),

@@ -29,14 +29,14 @@ from tessera.shared.api.runs import Cohort
 from tessera.shared.schema import RunState, TaskState
 
 NOW = 1000.0
-PATIENCE = Timeouts(gather_seconds=30, evaluation_seconds=600)
+PATIENCE = Timeouts(cohort_wait_seconds=30, evaluation_seconds=600)
 
 
 def task(
-    state: str, name: str = "t", *, leases: int = 1, expires_at: float | None = NOW + 60, site: str | None = None
+    state: str, name: str = "t", *, attempts: int = 1, expires_at: float | None = NOW + 60, site: str | None = None
 ) -> TaskSnapshot:
     """A task of a worker that is a site's only one, unless `site` says whose else it is."""
-    return TaskSnapshot(name, site or name, state, token=leases, leases=leases, lease_expires_at=expires_at)
+    return TaskSnapshot(name, site or name, state, token=attempts, attempts=attempts, lease_expires_at=expires_at)
 
 
 def a_round(*states: str, state: str = "open", deadline_at: float = NOW + 100) -> RoundSnapshot:
@@ -72,20 +72,20 @@ def decided(snapshot: RunSnapshot, now: float = NOW) -> list[object]:
 
 def test_a_lease_lapses_at_the_moment_it_expires_and_not_before() -> None:
     live = replace(
-        a_round("leased", "leased"), tasks=(task("leased", "t", leases=2, expires_at=NOW), task("leased", "u"))
+        a_round("leased", "leased"), tasks=(task("leased", "t", attempts=2, expires_at=NOW), task("leased", "u"))
     )
     assert decided(run(round=live)) == [Expire("t", token=2)]
     assert decided(run(round=live), NOW - 0.001) == []
 
 
 def test_a_lapsed_task_is_offered_again_while_it_has_tries_left() -> None:
-    cohort = Cohort(quorum=1, task_tries=3)
-    live = replace(a_round(), tasks=(task("lapsed", "second", leases=2), task("lapsed", "last", leases=3)))
+    cohort = Cohort(quorum=1, max_task_attempts=3)
+    live = replace(a_round(), tasks=(task("expired", "second", attempts=2), task("expired", "last", attempts=3)))
     assert decided(run(round=live, cohort=cohort)) == [Offer("second")]
 
 
 def test_an_evaluation_s_lease_lapses_and_is_offered_again_too() -> None:
-    pending = (task("leased", "slow", expires_at=NOW - 1), task("lapsed", "lost"))
+    pending = (task("leased", "slow", expires_at=NOW - 1), task("expired", "lost"))
     assert decided(run(evaluations=pending)) == [Expire("slow", 1), Offer("lost")]
 
 
@@ -114,7 +114,7 @@ def test_a_round_closes_early_once_all_its_tasks_have_ended() -> None:
 
 
 def test_a_round_closes_early_once_enough_updates_are_in() -> None:
-    cohort = Cohort(size=4, quorum=1, enough=2)
+    cohort = Cohort(size=4, quorum=1, target_updates=2)
     assert decided(run(cohort=cohort, round=a_round("accepted", "leased", "leased", "leased"))) == []
     closed = decided(run(cohort=cohort, round=a_round("accepted", "accepted", "leased", "offered")))
     assert closed == [Close("r", "2 updates are enough")]
@@ -134,7 +134,7 @@ def test_many_updates_of_one_site_are_no_quorum() -> None:
 
 
 def test_many_updates_of_one_site_are_not_enough() -> None:
-    cohort = Cohort(quorum=1, enough=2)
+    cohort = Cohort(quorum=1, target_updates=2)
     assert decided(run(cohort=cohort, round=of_sites(("a", "accepted"), ("a", "accepted"), ("b", "leased")))) == []
 
 
@@ -147,7 +147,7 @@ def test_a_site_counts_once_one_of_its_workers_has_delivered_and_its_others_are_
 
 
 def test_enough_never_undercuts_the_quorum() -> None:
-    cohort = Cohort(size=4, quorum=3, enough=1)
+    cohort = Cohort(size=4, quorum=3, target_updates=1)
     assert decided(run(cohort=cohort, round=a_round("accepted", "accepted", "leased", "leased"))) == []
 
 
@@ -167,9 +167,9 @@ def test_a_round_is_abandoned_as_soon_as_its_quorum_is_out_of_reach() -> None:
 
 
 def test_a_lapsed_task_counts_as_possible_only_while_it_has_tries_left() -> None:
-    cohort = Cohort(quorum=1, task_tries=2)
-    may_come = replace(a_round(), tasks=(task("lapsed", leases=1),))
-    spent = replace(a_round(), tasks=(task("lapsed", leases=2),))
+    cohort = Cohort(quorum=1, max_task_attempts=2)
+    may_come = replace(a_round(), tasks=(task("expired", attempts=1),))
+    spent = replace(a_round(), tasks=(task("expired", attempts=2),))
     assert decided(run(cohort=cohort, round=may_come)) == [Offer("t")]
     assert [type(action) for action in decided(run(cohort=cohort, round=spent))] == [Abandon]
 
@@ -214,7 +214,7 @@ def test_a_task_whose_worker_is_gone_is_not_waited_for() -> None:
 
 
 def test_a_round_is_tried_again_and_then_the_run_pauses_with_a_reason() -> None:
-    cohort = Cohort(quorum=2, tries=3)
+    cohort = Cohort(quorum=2, max_attempts=3)
     assert decided(run(cohort=cohort, version=4, rounds=9, abandoned=2, eligible=2), NOW + 30) == [Open(5)]
     reason = "round 5 was abandoned 3 times; see its rounds for the reasons"
     assert decided(run(cohort=cohort, version=4, rounds=9, abandoned=3, eligible=2)) == [Pause(reason)]
@@ -249,7 +249,7 @@ def test_what_is_due_is_offered_before_the_next_round_changes_what_sites_keep() 
 
 
 def test_a_lapsed_evaluation_is_not_offered_again_to_a_worker_that_is_gone() -> None:
-    gone = replace(task("lapsed"), present=False)
+    gone = replace(task("expired"), present=False)
     assert decided(run(evaluations=(gone,))) == []
     # Its version is then due again, for another worker.
     assert decided(run(evaluations=(gone,), unevaluated=(PendingEvaluation(1),), evaluators=1)) == [
@@ -269,7 +269,7 @@ def test_a_finished_run_waits_for_its_last_evaluation_and_no_longer_than_agreed(
 
 
 def test_a_finished_run_does_not_wait_for_a_site_that_is_gone() -> None:
-    offered = task("offered", leases=0)
+    offered = task("offered", attempts=0)
     assert decided(run(version=3, evaluations=(offered,))) == []
     assert decided(run(version=3, evaluations=(replace(offered, present=False),))) == [Complete()]
 
@@ -299,12 +299,12 @@ def test_a_run_that_was_ended_winds_up_its_round_and_its_evaluations(state: str)
 
 
 COHORTS = st.builds(
-    lambda quorum, spare, enough, tries, task_tries: Cohort(
+    lambda quorum, spare, enough, tries, max_task_attempts: Cohort(
         size=None if spare is None else quorum + spare,
         quorum=quorum,
-        enough=enough,
-        tries=tries,
-        task_tries=task_tries,
+        target_updates=enough,
+        max_attempts=tries,
+        max_task_attempts=max_task_attempts,
     ),
     st.integers(1, 4),
     st.none() | st.integers(0, 3),

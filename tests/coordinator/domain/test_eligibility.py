@@ -11,9 +11,9 @@ from tessera.coordinator.domain.eligibility import (
     RunTerms,
     objections,
     policy_of,
+    policy_warnings,
     refused_model,
     refused_plan,
-    reservations,
 )
 from tessera.shared.api.runs import Cohort, RunSpec, Training
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
@@ -34,9 +34,9 @@ def invited(orchestrator: str | None = "trial", run: str | None = "r", **spec: A
     return RunTerms(RunSpec(model=DIGEST, version=DIGEST, **given), MODEL.nbytes, orchestrator, run)
 
 
-def declared(mirror: AdvertisedPolicy | None = None, **more: Any) -> dict[str, Any]:
+def declared(advertised_policy: AdvertisedPolicy | None = None, **more: Any) -> dict[str, Any]:
     given = {"kinds": ["train"], "datasets": {"wards": 100}, "methods": ["fedavg"], **more}
-    return {**given, "mirror": mirror.model_dump(mode="json")} if mirror else given
+    return {**given, "advertised_policy": advertised_policy.model_dump(mode="json")} if advertised_policy else given
 
 
 def rules(invitation: RunTerms, site: str = "a", **said: Any) -> list[str]:
@@ -45,7 +45,7 @@ def rules(invitation: RunTerms, site: str = "a", **said: Any) -> list[str]:
 
 def test_a_worker_that_has_all_it_takes_has_no_objection() -> None:
     assert rules(invited()) == []
-    assert rules(invited(), mirror=Policy().mirror({}, 60)) == []
+    assert rules(invited(), advertised_policy=Policy().advertised_policy({}, 60)) == []
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_mirror_objects_to_what_the_policy_refuses_by_the_same_rule(
     invitation = invited(orchestrator, **spec)
     with pytest.raises(PolicyViolation) as violation:
         judge(site, invitation)
-    assert rules(invitation, mirror=site.mirror({}, 0)) == [violation.value.rule]
+    assert rules(invitation, advertised_policy=site.advertised_policy({}, 0)) == [violation.value.rule]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_the_mirror_objects_to_what_the_policy_refuses_by_the_same_rule(
 def test_the_mirror_lets_pass_what_the_policy_lets_pass(policy: dict[str, Any], spec: dict[str, Any]) -> None:
     site = Policy.model_validate(policy)
     judge(site, invited(**spec))
-    assert rules(invited(**spec), mirror=site.mirror({}, 0)) == []
+    assert rules(invited(**spec), advertised_policy=site.advertised_policy({}, 0)) == []
 
 
 def judge(site: Policy, invitation: RunTerms) -> None:
@@ -111,7 +111,7 @@ def judge(site: Policy, invitation: RunTerms) -> None:
     task = Task(
         id="t", token=1, kind="train", run="r", run_name="demo", round=1, rounds=2, seed=0, method=spec.method,
         plan=Plan(), dataset="wards", training=spec.training, privacy=spec.privacy, codec="raw",
-        divide="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
+        normalization="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
         orchestrator=invitation.orchestrator,
     )  # fmt: skip
     site.check_task(task, ("train",))
@@ -119,12 +119,12 @@ def judge(site: Policy, invitation: RunTerms) -> None:
 
 
 def test_a_data_set_with_a_budget_is_for_runs_with_privacy_that_covers_all() -> None:
-    mirror = Policy().mirror({"wards": Allowance(epsilon=8, delta=1e-6)}, 0)
-    assert mirror.budgets == {"wards": Budget(epsilon=8, delta=1e-6)}
-    assert rules(invited(), mirror=mirror) == ["privacy"]
+    advertised_policy = Policy().advertised_policy({"wards": Allowance(epsilon=8, delta=1e-6)}, 0)
+    assert advertised_policy.budgets == {"wards": Budget(epsilon=8, delta=1e-6)}
+    assert rules(invited(), advertised_policy=advertised_policy) == ["privacy"]
     uncovered = PRIVATE.model_copy(update={"selection": "uncovered"})
-    assert rules(invited(privacy=uncovered), mirror=mirror) == ["privacy"]
-    assert rules(invited(privacy=PRIVATE), mirror=mirror) == []
+    assert rules(invited(privacy=uncovered), advertised_policy=advertised_policy) == ["privacy"]
+    assert rules(invited(privacy=PRIVATE), advertised_policy=advertised_policy) == []
 
 
 def test_what_may_end_a_workers_part_is_told_beforehand() -> None:
@@ -132,24 +132,24 @@ def test_what_may_end_a_workers_part_is_told_beforehand() -> None:
     run = invited(privacy=PRIVATE.model_copy(update={"epsilon": 2.4}), rounds=10)
 
     def told(site: Policy, spent: float, upload_bytes: int = 100) -> dict[str, str]:
-        mirror = site.mirror(budgets, 0, {"wards": spent})
-        return {one.rule: one.detail for one in reservations(run, mirror, upload_bytes)}
+        advertised_policy = site.advertised_policy(budgets, 0, {"wards": spent})
+        return {one.rule: one.detail for one in policy_warnings(run, advertised_policy, upload_bytes)}
 
     assert told(Policy(), 0) == {}
     assert told(Policy(), 0.1) == {}
-    both = "with the 2.4 of runs before, the run would come to an epsilon of about 3.49, and its site allows 2.5"
+    both = "with the 2.4 of runs before, the run would spend an epsilon of about 3.49, and its site allows 2.5"
     assert told(Policy(), 2.4) == {"privacy": both}
     site = Policy(max_upload_bytes=99, max_run_upload_bytes=999, airlock=True, hours=("Sat 10:00-12:00",))
     assert told(site, 0).keys() == {"max_upload_bytes", "max_run_upload_bytes", "airlock", "hours"}
     assert told(site, 0, 99).keys() == {"airlock", "hours"}
     for spent in (2.5, math.inf):
-        assert rules(run, mirror=Policy().mirror(budgets, 0, {"wards": spent})) == ["privacy"]
+        assert rules(run, advertised_policy=Policy().advertised_policy(budgets, 0, {"wards": spent})) == ["privacy"]
 
 
 def test_blocks_that_would_have_to_leave_are_named() -> None:
-    mirror = Policy(never_send=("head*",), may_send=roles("value", "head")).mirror({}, 0)
-    assert refused_plan(mirror, MODEL, Plan(upload=roles("value"))) is None
-    never, may = (refused_plan(mirror, MODEL, Plan(upload=roles(role))) for role in ("head", "key"))
+    advertised_policy = Policy(never_send=("head*",), may_send=roles("value", "head")).advertised_policy({}, 0)
+    assert refused_plan(advertised_policy, MODEL, Plan(upload=roles("value"))) is None
+    never, may = (refused_plan(advertised_policy, MODEL, Plan(upload=roles(role))) for role in ("head", "key"))
     assert never
     assert (never.rule, never.detail) == ("never_send", "these blocks never leave it: head.weight")
     assert may
@@ -157,17 +157,17 @@ def test_blocks_that_would_have_to_leave_are_named() -> None:
 
 
 def test_a_model_of_another_type_or_size_is_objected_to() -> None:
-    assert refused_model(Policy(models=("bert",)).mirror({}, 0), MODEL) is None
-    found = refused_model(Policy(models=("vit",)).mirror({}, 0), MODEL)
+    assert refused_model(Policy(models=("bert",)).advertised_policy({}, 0), MODEL) is None
+    found = refused_model(Policy(models=("vit",)).advertised_policy({}, 0), MODEL)
     assert found
     assert (found.rule, found.detail) == ("models", "it takes no models of type bert")
-    small = Policy(max_model_bytes=MODEL.nbytes - 1).mirror({}, 0)
-    assert rules(invited(), mirror=small) == ["max_model_bytes"]
+    small = Policy(max_model_bytes=MODEL.nbytes - 1).advertised_policy({}, 0)
+    assert rules(invited(), advertised_policy=small) == ["max_model_bytes"]
 
 
 def test_a_mirror_shows_no_path_and_is_read_back_as_it_was() -> None:
-    mirror = Policy(hours=("Mon-Fri 19:00-07:00",), approve_runs=True).mirror({}, 60)
-    assert policy_of(declared(mirror=mirror)) == mirror
+    advertised_policy = Policy(hours=("Mon-Fri 19:00-07:00",), approve_runs=True).advertised_policy({}, 60)
+    assert policy_of(declared(advertised_policy=advertised_policy)) == advertised_policy
     assert policy_of(declared()) is None
     assert not {"state_dir", "token"} & set(AdvertisedPolicy.model_fields)
 

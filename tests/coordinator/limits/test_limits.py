@@ -74,12 +74,12 @@ def test_a_token_that_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -
 
 
 def test_wrong_tokens_from_one_address_are_bounded_and_right_ones_are_not(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, clock=Clock(), failures_per_minute=2) as live:
+    with LiveCoordinator(tmp_path, clock=Clock(), auth_failures_per_minute=2) as live:
         wrong, right = live.bare({"Authorization": "Bearer wrong"}), live.http("viewer")
         for _ in range(2):
             refused(wrong.get("/v1/runs"), 401, "unauthenticated")
         answer = wrong.get("/v1/runs")
-        assert "failures_per_minute" in refused(answer, 429, "too-many-requests").detail
+        assert "auth_failures_per_minute" in refused(answer, 429, "too-many-requests").detail
         assert answer.headers["Retry-After"] == "30"
         refused(live.bare().get("/v1/runs"), 429, "too-many-requests")
         assert right.get("/v1/runs").status_code == 200
@@ -165,10 +165,10 @@ def test_what_there_is_no_room_for_is_refused_before_it_is_sent(coordinator: Liv
         assert "disk_reserve_bytes" in refused(answer, 503, "store-full").detail
         assert answer.headers["Retry-After"] == "30"
     ready = http.get("/healthz/ready")
-    assert (ready.status_code, ready.json()["store_has_room"]) == (200, False)
+    assert (ready.status_code, ready.json()["store_has_space"]) == (200, False)
     reserve_all_but(coordinator, 1 << 30)
     assert append(http, location, 0, LARGE).status_code == 204
-    assert http.get("/healthz/ready").json()["store_has_room"]
+    assert http.get("/healthz/ready").json()["store_has_space"]
     assert re.search(r"^tessera_disk_free_bytes [1-9]", http.get("/metrics").text, re.MULTILINE)
 
 

@@ -33,7 +33,7 @@ def clock() -> Clock:
 @pytest.fixture
 def live(tmp_path: Path, clock: Clock) -> Iterator[LiveCoordinator]:
     # Every blob is a file, so that files are seen to go.
-    patient = {"lease_seconds": 86_400, "live_seconds": 1e9}
+    patient = {"lease_seconds": 86_400, "liveness_seconds": 1e9}
     with LiveCoordinator(tmp_path, clock=clock, inline_bytes=1, submission_bytes=0, **patient) as coordinator:
         yield coordinator
 
@@ -299,7 +299,7 @@ def test_blocks_that_a_later_version_shares_stay(live: LiveCoordinator, clock: C
 
 
 def test_a_conductor_keeps_house_of_its_own_accord(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, housekeeping_seconds=0.05, inline_bytes=1) as live:
+    with LiveCoordinator(tmp_path, gc_interval_seconds=0.05, inline_bytes=1) as live:
         house = live.services.housekeeping
         path = Path(live.settings.blob_url) / "cd" / f"cd{'0' * 62}"
         path.parent.mkdir()

@@ -259,12 +259,12 @@ def test_a_site_hears_nothing_and_nobody_hears_of_a_run_that_is_not_there(standi
 
 @contextmanager
 def crowded(folder: Path) -> Iterator[LiveCoordinator]:
-    with LiveCoordinator(folder, max_listeners=2) as coordinator:
+    with LiveCoordinator(folder, max_event_streams=2) as coordinator:
         yield coordinator
 
 
 def test_one_token_has_no_more_than_its_share_of_the_places(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, max_listeners=20) as coordinator:
+    with LiveCoordinator(tmp_path, max_event_streams=20) as coordinator:
         one, other = coordinator.http("viewer"), coordinator.http("viewer")
         # A tenth of 20.
         for _ in range(2):

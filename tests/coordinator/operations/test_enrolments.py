@@ -193,7 +193,7 @@ def test_of_networks_with_one_place_each_none_makes_way() -> None:
 
 
 def test_guesses_from_many_addresses_of_one_network_are_bounded_together(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, clock=Clock(), failures_per_minute=2) as coordinator:
+    with LiveCoordinator(tmp_path, clock=Clock(), auth_failures_per_minute=2) as coordinator:
 
         def guess(address: str) -> int:
             wrong = {"X-Forwarded-For": address, "Authorization": "Bearer wrong"}

@@ -52,18 +52,18 @@ def test_one_address_has_a_quarter_of_the_connections_unless_it_is_a_proxys() ->
 
 
 def test_a_head_that_is_slow_in_coming_is_cut_off(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, head_seconds=0.5) as live, connected(live) as raw:
+    with LiveCoordinator(tmp_path, header_timeout_seconds=0.5) as live, connected(live) as raw:
         trickle(raw, VERSION[:-1], 0.05)
-        assert "head_seconds" in refused(answer(raw), 408, "too-slow").detail
+        assert "header_timeout_seconds" in refused(answer(raw), 408, "too-slow").detail
 
 
 def test_a_connection_that_asks_nothing_is_closed(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, head_seconds=0.3) as live, connected(live) as raw:
+    with LiveCoordinator(tmp_path, header_timeout_seconds=0.3) as live, connected(live) as raw:
         assert rest(raw) == b""
 
 
 def test_line_breaks_between_requests_keep_no_connection_open(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, head_seconds=0.3) as live, connected(live) as raw:
+    with LiveCoordinator(tmp_path, header_timeout_seconds=0.3) as live, connected(live) as raw:
         raw.sendall(VERSION)
         assert raw.recv(65536).startswith(b"HTTP/1.1 200")
         trickle(raw, b"\r\n" * 10, 0.1)
@@ -71,7 +71,7 @@ def test_line_breaks_between_requests_keep_no_connection_open(tmp_path: Path) ->
 
 
 def test_the_rest_of_a_request_that_was_answered_is_not_waited_for(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, head_seconds=0.3) as live, connected(live) as raw:
+    with LiveCoordinator(tmp_path, header_timeout_seconds=0.3) as live, connected(live) as raw:
         raw.sendall(head("GET", "/version", {"Content-Length": "1000000"}))
         assert raw.recv(65536).startswith(b"HTTP/1.1 200")
         trickle(raw, b"x" * 20, 0.05)
@@ -79,7 +79,7 @@ def test_the_rest_of_a_request_that_was_answered_is_not_waited_for(tmp_path: Pat
 
 
 def test_a_kept_connection_may_be_idle_between_requests(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, head_seconds=0.2) as live, connected(live) as raw:
+    with LiveCoordinator(tmp_path, header_timeout_seconds=0.2) as live, connected(live) as raw:
         for _ in range(2):
             raw.sendall(VERSION)
             assert raw.recv(65536).startswith(b"HTTP/1.1 200")
@@ -87,13 +87,13 @@ def test_a_kept_connection_may_be_idle_between_requests(tmp_path: Path) -> None:
 
 
 def test_a_body_that_stands_still_is_cut_off_and_a_slow_one_is_not(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, head_seconds=0.5) as live:
+    with LiveCoordinator(tmp_path, header_timeout_seconds=0.5) as live:
         headers = {"Authorization": f"Bearer {live.token('admin')}", "Content-Type": "application/json"}
         body = b'{"name": "a"}'
         request = head("POST", "/v1/sites", {**headers, "Content-Length": str(len(body)), "Connection": "close"})
         with connected(live) as raw:
             raw.sendall(request + body[:5])
-            assert "stood still for 0.5 s" in refused(answer(raw), 408, "too-slow").detail
+            assert "was received for 0.5 s" in refused(answer(raw), 408, "too-slow").detail
         with connected(live) as raw:
             raw.sendall(request)
             # Each pause is shorter than the limit, all together are longer.
@@ -102,11 +102,11 @@ def test_a_body_that_stands_still_is_cut_off_and_a_slow_one_is_not(tmp_path: Pat
 
 
 def test_a_body_that_takes_too_long_in_all_is_cut_off(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, body_seconds=0.5) as live, connected(live) as raw:
+    with LiveCoordinator(tmp_path, body_timeout_seconds=0.5) as live, connected(live) as raw:
         headers = {"Content-Type": "application/json", "Content-Length": "1000"}
         raw.sendall(head("POST", "/v1/sites", headers))
         trickle(raw, b" " * 20, 0.05)
-        assert "body_seconds" in refused(answer(raw), 408, "too-slow").detail
+        assert "body_timeout_seconds" in refused(answer(raw), 408, "too-slow").detail
 
 
 # ---------------------------------------------------------------- how many
@@ -186,7 +186,7 @@ def stored(live: LiveCoordinator, data: bytes) -> bytes:
 
 
 def test_an_answer_that_nobody_takes_is_cut_off(tmp_path: Path, large: bytes) -> None:
-    with LiveCoordinator(tmp_path, idle_seconds=0.4) as live, connected(live, receive_bytes=8_192) as raw:
+    with LiveCoordinator(tmp_path, idle_timeout_seconds=0.4) as live, connected(live, receive_bytes=8_192) as raw:
         raw.sendall(stored(live, large))
         raw.recv(1)
         server = live._server.server_state
@@ -196,7 +196,7 @@ def test_an_answer_that_nobody_takes_is_cut_off(tmp_path: Path, large: bytes) ->
 
 
 def test_an_answer_that_is_taken_slowly_is_not_cut_off(tmp_path: Path, large: bytes) -> None:
-    with LiveCoordinator(tmp_path, idle_seconds=0.5) as live, connected(live, receive_bytes=8_192) as raw:
+    with LiveCoordinator(tmp_path, idle_timeout_seconds=0.5) as live, connected(live, receive_bytes=8_192) as raw:
         raw.sendall(stored(live, large))
         began, received = time.monotonic(), bytearray()
         while time.monotonic() - began < 2:
@@ -207,7 +207,7 @@ def test_an_answer_that_is_taken_slowly_is_not_cut_off(tmp_path: Path, large: by
 
 
 def test_the_end_of_an_answer_that_nobody_takes_is_cut_off(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, idle_seconds=0.4) as live:
+    with LiveCoordinator(tmp_path, idle_timeout_seconds=0.4) as live:
         # So little that the last piece stays with the server, though less than makes it wait with more.
         live._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
         with connected(live, receive_bytes=2_048) as raw:

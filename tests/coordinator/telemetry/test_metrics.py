@@ -90,8 +90,8 @@ def test_a_committed_round_is_told_of_with_its_bytes_and_measurements(coordinato
     }.items():
         assert value(families[f"tessera_run_{name}"], **this) == expected, name
     assert task.upload_bytes > 0
-    measured = families["tessera_run_measured"].samples
-    assert [(s.labels["measure"], s.labels["place"], s.value) for s in measured] == [("accuracy", "central", 0.25)]
+    measured = families["tessera_run_metric"].samples
+    assert [(s.labels["metric"], s.labels["source"], s.value) for s in measured] == [("accuracy", "central", 0.25)]
     assert value(families["tessera_round_duration_seconds"], "_count") == 1
     merging, whole = families["tessera_merge_duration_seconds"], families["tessera_round_duration_seconds"]
     assert 0 <= value(merging, "_sum") <= value(whole, "_sum")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tessera.shared.aggregation.mean import Divide, average
+from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.methods.base import State
 from tessera.shared.tensors.lazy import ArrayTensor, Tensor, to_array
 
@@ -23,9 +23,14 @@ def filled(**values_: float) -> dict[str, Tensor]:
 
 
 def merged(
-    start: Mapping[str, Tensor], senders: Senders, divide: Divide, inclusion: Callable[[str], float] = lambda _: 1.0
+    start: Mapping[str, Tensor],
+    senders: Senders,
+    normalization: Normalization,
+    inclusion: Callable[[str], float] = lambda _: 1.0,
 ) -> dict[str, float]:
-    return {name: float(to_array(tensor)[0]) for name, tensor in average(start, senders, divide, inclusion).items()}
+    return {
+        name: float(to_array(tensor)[0]) for name, tensor in average(start, senders, normalization, inclusion).items()
+    }
 
 
 START = filled(both=1.0, one=1.0, none=1.0)
@@ -43,10 +48,10 @@ def test_over_the_cohort_a_rare_block_moves_less() -> None:
 
 
 def test_a_block_that_nobody_sent_stays_the_very_same_tensor() -> None:
-    state = State(4, START, memory=filled(m=1), numbers={"n": 1.0})
+    state = State(4, START, server_state=filled(m=1), scalars={"n": 1.0})
     after = state.advanced(average(state.model, UPDATES, "participants"))
     assert after.model["none"] is START["none"]
-    assert (after.round, after.memory, after.numbers) == (5, state.memory, state.numbers)
+    assert (after.round, after.server_state, after.scalars) == (5, state.server_state, state.scalars)
 
 
 def test_without_updates_nothing_moves() -> None:
@@ -68,8 +73,8 @@ def test_a_chance_that_is_none_is_refused_for_a_block_that_was_sent(chance: floa
 # ---------------------------------------------------------------- what must hold for any updates
 
 
-DIVIDES: tuple[Divide, ...] = ("participants", "cohort", "inverse-probability")
-EVERY_DIVIDE = pytest.mark.parametrize("divide", DIVIDES)
+DIVIDES: tuple[Normalization, ...] = ("participants", "cohort", "inverse-probability")
+EVERY_DIVIDE = pytest.mark.parametrize("normalization", DIVIDES)
 ROW = hnp.arrays(np.float32, 4, elements=st.floats(-1e3, 1e3, width=32))
 WEIGHTS = st.integers(1, 1000).map(float)
 FULL = st.lists(st.tuples(WEIGHTS, st.fixed_dictionaries({"a": ROW, "b": ROW})), min_size=1, max_size=5)
@@ -83,17 +88,21 @@ ROUNDING = 4 * 2e3 * 2.0**-20
 Rows = Sequence[tuple[float, Mapping[str, np.ndarray]]]
 
 
-def averaged(senders: Rows, divide: Divide, chances: Mapping[str, float] = CHANCES) -> dict[str, np.ndarray]:
+def averaged(
+    senders: Rows, normalization: Normalization, chances: Mapping[str, float] = CHANCES
+) -> dict[str, np.ndarray]:
     base = {name: ArrayTensor(values) for name, values in BASE.items()}
     sent = [(weight, {name: ArrayTensor(row) for name, row in rows.items()}) for weight, rows in senders]
-    return {name: to_array(tensor) for name, tensor in average(base, sent, divide, chances.__getitem__).items()}
+    return {
+        name: to_array(tensor) for name, tensor in average(base, sent, normalization, chances.__getitem__).items()
+    }
 
 
 @given(senders=FULL)
 def test_where_all_send_all_the_three_are_fedavg_to_the_bit(senders: Rows) -> None:
     plain = averaged(senders, "participants")
-    for divide in ("cohort", "inverse-probability"):
-        same = averaged(senders, divide, dict.fromkeys("abc", 1.0))
+    for normalization in ("cohort", "inverse-probability"):
+        same = averaged(senders, normalization, dict.fromkeys("abc", 1.0))
         assert {name: row.tobytes() for name, row in same.items()} == {n: r.tobytes() for n, r in plain.items()}
     total = sum(weight for weight, _ in senders)
     for name in "ab":
@@ -103,8 +112,8 @@ def test_where_all_send_all_the_three_are_fedavg_to_the_bit(senders: Rows) -> No
 
 @EVERY_DIVIDE
 @given(senders=PARTIAL)
-def test_every_average_is_that_of_whole_arrays_of_float64(divide: Divide, senders: Rows) -> None:
-    found = averaged(senders, divide)
+def test_every_average_is_that_of_whole_arrays_of_float64(normalization: Normalization, senders: Rows) -> None:
+    found = averaged(senders, normalization)
     accepted = sum(weight for weight, _ in senders)
     for name in "abc":
         those = [(weight, rows[name]) for weight, rows in senders if name in rows]
@@ -114,7 +123,7 @@ def test_every_average_is_that_of_whole_arrays_of_float64(divide: Divide, sender
                 "participants": sum(weight for weight, _ in those),
                 "cohort": accepted,
                 "inverse-probability": CHANCES[name] * accepted,
-            }[divide]
+            }[normalization]
             start = BASE[name].astype(np.float64)
             oracle = start + sum(weight * (row.astype(np.float64) - start) for weight, row in those) / over
             np.testing.assert_allclose(found[name], oracle, rtol=1e-6, atol=ROUNDING)
@@ -123,20 +132,20 @@ def test_every_average_is_that_of_whole_arrays_of_float64(divide: Divide, sender
 @EVERY_DIVIDE
 @given(senders=PARTIAL, data=st.data())
 def test_order_does_not_matter_nor_does_dividing_a_worker_in_two(
-    divide: Divide, senders: Rows, data: st.DataObject
+    normalization: Normalization, senders: Rows, data: st.DataObject
 ) -> None:
-    whole = averaged(senders, divide)
+    whole = averaged(senders, normalization)
     shuffled = data.draw(st.permutations(senders))
     halves = [(weight / 2, rows) for weight, rows in senders for _ in range(2)]
-    for other in (averaged(shuffled, divide), averaged(halves, divide)):
+    for other in (averaged(shuffled, normalization), averaged(halves, normalization)):
         assert other.keys() == whole.keys()
         for name in whole:
             np.testing.assert_allclose(other[name], whole[name], rtol=1e-6, atol=ROUNDING)
 
 
 @EVERY_DIVIDE
-def test_what_nobody_sent_is_not_there_to_be_changed(divide: Divide) -> None:
-    assert set(averaged([(3.0, {"a": BASE["a"] + 1}), (1.0, {})], divide)) == {"a"}
+def test_what_nobody_sent_is_not_there_to_be_changed(normalization: Normalization) -> None:
+    assert set(averaged([(3.0, {"a": BASE["a"] + 1}), (1.0, {})], normalization)) == {"a"}
 
 
 def test_by_inverse_probability_the_mean_over_all_selections_is_the_full_average() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from pydantic import TypeAdapter, ValidationError
 
-from tessera.shared.aggregation.mean import Divide, average
+from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.aggregation.robust import (
     FEW_SENDERS,
     ByGram,
@@ -57,9 +57,11 @@ RULES: tuple[Guard, ...] = tuple(
 EVERY_RULE = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.rule)
 
 
-def stepped(rule: RobustRule, base: Array, sent: Sequence[Array], divide: Divide = "participants") -> Array:
+def stepped(
+    rule: RobustRule, base: Array, sent: Sequence[Array], normalization: Normalization = "participants"
+) -> Array:
     senders = [{"w": ArrayTensor(array)} for array in sent]
-    moved, few = guarded(rule, {"w": ArrayTensor(base)}, senders, divide)
+    moved, few = guarded(rule, {"w": ArrayTensor(base)}, senders, normalization)
     assert few == []
     return to_array(moved["w"])
 
@@ -153,7 +155,7 @@ def flipped_labels(rule: RobustRule, claimed: int) -> float:
             sent: dict[str, Tensor] = {"w": ArrayTensor(w.astype(np.float32))}
             updates.append(Update(f"{place}/w", claimed * 80 if hostile else 80, sent))
         state = half.merge(state, updates)
-        state = State(state.round, {"w": ArrayTensor(to_array(state.model["w"]))}, numbers=state.numbers)
+        state = State(state.round, {"w": ArrayTensor(to_array(state.model["w"]))}, scalars=state.scalars)
     x = rng.normal(size=(1000, 20))
     return float(np.mean((x @ to_array(state.model["w"]) > 0) == (x @ truth > 0)))
 
@@ -290,7 +292,7 @@ def test_the_neutral_rule_is_the_mean_by_examples_to_the_bit() -> None:
     for facts in (RunInfo((), rounds=1), RunInfo((), rounds=1, robust=Mean())):
         found = CoordinatorHalf(MethodSettings(), facts).merge(state, updates)
         assert to_array(found.model["w"]).tobytes() == to_array(plain["w"]).tobytes()
-        assert found.numbers == {}
+        assert found.scalars == {}
 
 
 # ---------------------------------------------------------------- partial uploads
@@ -351,7 +353,7 @@ def test_blocks_with_too_few_senders_are_counted_and_warned_of() -> None:
     sent: list[list[str]] = [names, names, names[:4]]
     updates = [Update(str(i), 1, {n: state.model[n] for n in those}) for i, those in enumerate(sent)]
     after = half.merge(state, updates)
-    assert after.numbers == {FEW_SENDERS: 2}
+    assert after.scalars == {FEW_SENDERS: 2}
     assert all(after.model[name] is state.model[name] for name in names[4:])
     (warning,) = warnings_of(asked, model, after)
     assert warning.startswith("some blocks stayed as they were, sent by fewer than the 3 sites that median takes")
@@ -376,10 +378,10 @@ def test_a_method_is_guarded_or_refused() -> None:
         except UnsupportedRun:
             refused.add(name)
             continue
-        numbers = {"effective_steps": 2.0}
+        metrics = {"effective_steps": 2.0}
         steps = [1.0, 1.0, 1.0, 1.0, 1e6]
         updates = [
-            Update(str(i), 10, {n: ArrayTensor(v + np.float32(step)) for n, v in start.items()}, numbers)
+            Update(str(i), 10, {n: ArrayTensor(v + np.float32(step)) for n, v in start.items()}, metrics)
             for i, step in enumerate(steps)
         ]
         updates[-1] = Update("4", 10, updates[-1].blocks, {"effective_steps": 1000.0})
@@ -421,9 +423,15 @@ def test_stretched_steps_are_ruled_as_they_are_stretched() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"robust": {"rule": "median"}, "divide": "inverse-probability", "cohort": {"quorum": 3}}, "divide by"),
-        ({"robust": {"rule": "median", "attackers": 2}, "cohort": {"quorum": 4}}, "takes updates of 5 sites a round"),
-        ({"robust": {"rule": "multi-krum"}, "cohort": {"quorum": 4}}, "raise cohort.quorum"),
+        (
+            {"robust": {"rule": "median"}, "normalization": "inverse-probability", "cohort": {"quorum": 3}},
+            "divide by",
+        ),
+        (
+            {"robust": {"rule": "median", "attackers": 2}, "cohort": {"quorum": 4}},
+            "needs updates of at least 5 sites; cohort.quorum is 4",
+        ),
+        ({"robust": {"rule": "multi-krum"}, "cohort": {"quorum": 4}}, "cohort.quorum is 4. Raise it to 5."),
         ({"robust": {"rule": "median", "trim": 1}}, "trim"),
         ({"robust": {"rule": "mode"}}, "does not match any of the expected tags"),
         ({"robust": {"rule": "median", "attackers": 0}}, "greater than 0"),

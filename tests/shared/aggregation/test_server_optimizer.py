@@ -45,12 +45,12 @@ def after(optimizer: OptimizerRule, state: State, *sent: Mapping[str, Tensor]) -
     """The state after one more round of FedAvg, its tensors in memory."""
     updates = [Update(f"{index}/w", 1, blocks) for index, blocks in enumerate(sent)]
     merged = merge(fedavg(state.model), optimizer, state, updates)
-    held = {name: ArrayTensor(to_array(tensor), tensor.dtype) for name, tensor in merged.memory.items()}
+    held = {name: ArrayTensor(to_array(tensor), tensor.dtype) for name, tensor in merged.server_state.items()}
     model = {
         name: tensor if tensor is state.model[name] else ArrayTensor(to_array(tensor), tensor.dtype)
         for name, tensor in merged.model.items()
     }
-    return replace(merged, model=model, memory=held)
+    return replace(merged, model=model, server_state=held)
 
 
 def one(value: float) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ def test_sgd_with_momentum_adds_up_what_rounds_came_to() -> None:
     values, state = rounds(Momentum(learning_rate=0.5, momentum=0.9), 0.2, 0.1)
     # g = -0.2: m = -0.2, w = 1 + 0.5 * 0.2 = 1.1; g = -0.1: m = -0.9 * 0.2 - 0.1 = -0.28, w = 1.1 + 0.14 = 1.24
     np.testing.assert_allclose(values, [1.1, 1.24], rtol=1e-12)
-    np.testing.assert_allclose(to_array(state.memory["server/m/w"]), [-0.28], rtol=1e-12)
+    np.testing.assert_allclose(to_array(state.server_state["server/m/w"]), [-0.28], rtol=1e-12)
 
 
 def test_adam_is_the_paper_s_without_bias_correction() -> None:
@@ -79,11 +79,11 @@ def test_adam_is_the_paper_s_without_bias_correction() -> None:
     values, state = rounds(optimizer, 0.2)
     # m = 0.1 * -0.2 = -0.02; v = 0.99 * 1e-6 + 0.01 * 0.04 = 4.0099e-4; w = 1 + 0.1 * 0.02 / (0.0200247 + 0.001)
     np.testing.assert_allclose(values, [1 + 0.002 / 0.021024735], rtol=1e-8)
-    np.testing.assert_allclose(to_array(state.memory["server/v/w"]), [4.0099e-4], rtol=1e-12)
+    np.testing.assert_allclose(to_array(state.server_state["server/v/w"]), [4.0099e-4], rtol=1e-12)
     # m = -0.018 - 0.01 = -0.028; v = 0.99 * 4.0099e-4 + 0.01 * 0.01 = 4.969801e-4
     (_, second), state = rounds(optimizer, 0.2, 0.1)
-    np.testing.assert_allclose(to_array(state.memory["server/m/w"]), [-0.028], rtol=1e-12)
-    np.testing.assert_allclose(to_array(state.memory["server/v/w"]), [4.969801e-4], rtol=1e-12)
+    np.testing.assert_allclose(to_array(state.server_state["server/m/w"]), [-0.028], rtol=1e-12)
+    np.testing.assert_allclose(to_array(state.server_state["server/v/w"]), [4.969801e-4], rtol=1e-12)
     assert second == pytest.approx(values[0] + 0.1 * 0.028 / (4.969801e-4**0.5 + 0.001), rel=1e-12)
 
 
@@ -91,9 +91,9 @@ def test_yogi_moves_its_second_moment_by_the_sign_of_the_difference() -> None:
     optimizer = Yogi(tau=0.1, beta2=0.9)
     # v = 0.01; g^2 = 0.04 is larger, so v = 0.01 + 0.1 * 0.04 = 0.014; then g^2 = 0.0001 is smaller: v = 0.01399
     _, state = rounds(optimizer, 0.2)
-    np.testing.assert_allclose(to_array(state.memory["server/v/w"]), [0.014], rtol=1e-12)
+    np.testing.assert_allclose(to_array(state.server_state["server/v/w"]), [0.014], rtol=1e-12)
     _, state = rounds(optimizer, 0.2, 0.01)
-    np.testing.assert_allclose(to_array(state.memory["server/v/w"]), [0.01399], rtol=1e-12)
+    np.testing.assert_allclose(to_array(state.server_state["server/v/w"]), [0.01399], rtol=1e-12)
 
 
 def test_adagrad_adds_squares_up_and_has_no_momentum() -> None:
@@ -102,7 +102,7 @@ def test_adagrad_adds_squares_up_and_has_no_momentum() -> None:
     # v = 0.06: w = that - 0.1 * 0.1 / (0.2449490 + 0.1)
     first = 1 + 0.02 / 0.3236068
     np.testing.assert_allclose(values, [first, first - 0.01 / 0.3449490], rtol=1e-8)
-    assert set(state.memory) == {"server/v/w"}
+    assert set(state.server_state) == {"server/v/w"}
 
 
 @given(data=st.data(), optimizer=st.sampled_from(OPTIMIZERS))
@@ -141,7 +141,7 @@ def test_neutral_settings_leave_the_mean_as_it_is_to_the_bit_and_remember_nothin
     state = after(optimizer, State(0, model), *sent)
     plain = fedavg(model).merge(State(0, model), [Update(f"{i}/w", 1, blocks) for i, blocks in enumerate(sent)])
     assert to_array(state.model["w"]).tobytes() == to_array(plain.model["w"]).tobytes()
-    assert state.memory == {}
+    assert state.server_state == {}
 
 
 @EVERY
@@ -151,8 +151,8 @@ def test_a_block_that_nobody_sent_keeps_its_value_and_its_moments(optimizer: Opt
     first = after(optimizer, state, two)
     second = after(optimizer, first, {"a": two["a"]})
     assert second.model["b"] is first.model["b"]
-    for name in (name for name in first.memory if name.endswith("/b")):
-        np.testing.assert_array_equal(to_array(second.memory[name]), to_array(first.memory[name]))
+    for name in (name for name in first.server_state if name.endswith("/b")):
+        np.testing.assert_array_equal(to_array(second.server_state[name]), to_array(first.server_state[name]))
     assert (to_array(second.model["a"]) != to_array(first.model["a"])).all()
 
 
@@ -166,7 +166,7 @@ def test_what_is_merged_to_where_it_was_stays_bit_for_bit(optimizer: OptimizerRu
     moved = state.model["w"]
     assert moved.dtype == dtype
     assert bytes(as_bytes(to_array(moved))) == bytes(as_bytes(base.values))
-    assert {tensor.dtype for tensor in state.memory.values()} <= {"F64" if dtype == "F64" else "F32"}
+    assert {tensor.dtype for tensor in state.server_state.values()} <= {"F64" if dtype == "F64" else "F32"}
 
 
 def test_in_bfloat16_the_gradient_is_not_rounded_before_the_step() -> None:
@@ -186,8 +186,8 @@ class Remembering(CoordinatorHalf[MethodSettings]):
     name = "c/w"
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
-        assert not any(name.startswith("server/") for name in state.memory)
-        return replace(super().merge(state, updates), memory={self.name: ArrayTensor(np.ones(1, np.float32))})
+        assert not any(name.startswith("server/") for name in state.server_state)
+        return replace(super().merge(state, updates), server_state={self.name: ArrayTensor(np.ones(1, np.float32))})
 
 
 def test_a_method_s_own_memory_lives_beside_the_moments_and_sees_nothing_of_them() -> None:
@@ -195,7 +195,7 @@ def test_a_method_s_own_memory_lives_beside_the_moments_and_sees_nothing_of_them
     state = State(0, one(1.0))
     for _ in range(2):
         state = merge(half, Adam(), state, [Update("a/w", 1, one(2.0))])
-        assert set(state.memory) == {"c/w", "server/m/w", "server/v/w"}
+        assert set(state.server_state) == {"c/w", "server/m/w", "server/v/w"}
 
 
 def test_a_method_whose_memory_is_named_like_moments_is_refused() -> None:

@@ -21,7 +21,7 @@ SUBMISSION = {"token": 1, "version": DIGEST, "update": DIGEST, "examples": 1}
 def test_a_run_s_defaults_are_lossless_and_take_all_workers() -> None:
     spec = RunSpec.model_validate(SPEC)
     assert spec.codec == pipeline.LOSSLESS
-    assert (spec.cohort.size, spec.cohort.quorum, spec.divide) == (None, 1, "participants")
+    assert (spec.cohort.size, spec.cohort.quorum, spec.normalization) == (None, 1, "participants")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_run_s_defaults_are_lossless_and_take_all_workers() -> None:
         {"model": DIGEST.upper()},
         {"codec": "gzip"},
         {"codec": "zstd+delta"},
-        {"divide": "nobody"},
+        {"normalization": "nobody"},
         {"max_update_norm": 0},
         {"max_update_norm": float("nan")},
         {"cohort": {"deadline_seconds": float("inf")}},
@@ -86,9 +86,9 @@ def test_messages_between_programs_pass_over_what_they_do_not_know() -> None:
         {"examples": 0},
         {"examples": 1 << 40},
         {"examples": 1.5},
-        {"numbers": {"loss": float("nan")}},
-        {"numbers": {str(i): 0 for i in range(4097)}},
-        {"numbers": {"x" * 65: 0}},
+        {"metrics": {"loss": float("nan")}},
+        {"metrics": {str(i): 0 for i in range(4097)}},
+        {"metrics": {"x" * 65: 0}},
         {"download_bytes": -1},
         {"download_bytes": 1 << 63},
     ],
@@ -115,10 +115,12 @@ def test_a_token_names_a_site_if_and_only_if_it_is_a_site_s(role: str, site: str
 
 
 def test_equal_values_have_one_canonical_form() -> None:
-    one = Manifest(blocks={"a": DIGEST, "b": DIGEST}, numbers={"x": 1.0})
-    other = Manifest(numbers={"x": 1}, blocks={"b": DIGEST, "a": DIGEST})
+    one = Manifest(blocks={"a": DIGEST, "b": DIGEST}, scalars={"x": 1.0})
+    other = Manifest(scalars={"x": 1}, blocks={"b": DIGEST, "a": DIGEST})
     assert canonical(one) == canonical(other)
-    assert canonical(one) == b'{"blocks":{"a":"%s","b":"%s"},"memory":{},"numbers":{"x":1.0},"root":null}' % (
+    assert canonical(
+        one
+    ) == b'{"blocks":{"a":"%s","b":"%s"},"format":2,"root":null,"scalars":{"x":1.0},"server_state":{}}' % (
         (DIGEST.encode(),) * 2
     )
 
@@ -131,12 +133,12 @@ def test_a_value_cannot_be_changed() -> None:
 
 @pytest.mark.parametrize("message", [Submission, EvaluationResult])
 @pytest.mark.parametrize(
-    "numbers",
+    "metrics",
     [{"loss": 1.7e308}, {"loss": -1.7e308}, {"loss": float("nan")}, {"": 1.0}, {"x" * 65: 1.0}, {"\x1b[2J": 1.0}],
 )
 def test_numbers_that_nobody_could_sum_and_names_that_nobody_could_print_are_refused(
-    message: type[Submission | EvaluationResult], numbers: dict[str, float]
+    message: type[Submission | EvaluationResult], metrics: dict[str, float]
 ) -> None:
-    assert message.model_validate(SUBMISSION | {"numbers": {"loss": MAX_NUMBER}}).numbers["loss"] == 1e100
+    assert message.model_validate(SUBMISSION | {"metrics": {"loss": MAX_NUMBER}}).metrics["loss"] == 1e100
     with pytest.raises(ValidationError):
-        message.model_validate(SUBMISSION | {"numbers": numbers})
+        message.model_validate(SUBMISSION | {"metrics": metrics})

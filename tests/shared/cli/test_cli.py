@@ -160,7 +160,10 @@ def test_a_spec_is_refused_before_the_coordinator_is_asked(tmp_path: Path) -> No
             "Invalid value for '--site': role site requires it",
         ),
         (["admin", "token", "create", "x", "--role", "viewer", "--site", "a"], "Invalid value for '--site'"),
-        (["run", "create", "run.toml", "--model", "m", "--key", "\u00e9"], "Invalid value for '--key'"),
+        (
+            ["run", "create", "run.toml", "--model", "m", "--idempotency-key", "\u00e9"],
+            "Invalid value for '--idempotency-key'",
+        ),
     ],
 )
 def test_a_name_that_cannot_be_sent_is_wrong_usage(arguments: list[str], named: str) -> None:

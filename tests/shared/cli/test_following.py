@@ -32,7 +32,7 @@ RUN = Run(
 
 
 def trained_by(*workers: str) -> Round:
-    facts = {"run": "r", "round": 1, "kind": "train", "token": 1, "leases": 1, "state": "merged"}
+    facts = {"run": "r", "round": 1, "kind": "train", "token": 1, "attempts": 1, "state": "merged"}
     return Round(
         run="r",
         number=1,
@@ -47,7 +47,7 @@ def trained_by(*workers: str) -> Round:
 
 
 def measured(worker: str) -> Measurement:
-    return Measurement(version=1, dataset="data", worker=worker, held_out=True, examples=30, numbers={"loss": 1.0})
+    return Measurement(version=1, dataset="data", worker=worker, held_out=True, examples=30, metrics={"loss": 1.0})
 
 
 def test_measurements_of_many_workers_of_one_site_do_not_stand_for_those_of_others() -> None:

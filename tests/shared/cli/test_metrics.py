@@ -163,7 +163,7 @@ def test_a_run_is_shown_with_its_sites_its_warnings_and_if_asked_its_numbers(sce
     row = next(line for line in lines if line[:2] == ["2", "accuracy"])
     assert row == ["2", "accuracy", "2", "0.500", "0.500", "0.250", "b", "0.250", "-"]
     assert "moved" not in shown
-    assert "moved" in scene.say("run", "show", "test", "--numbers").stdout
+    assert "moved" in scene.say("run", "show", "test", "--scalars").stdout
 
 
 def test_a_run_is_shown_as_json_with_all_of_that(scene: Scene) -> None:
@@ -171,7 +171,7 @@ def test_a_run_is_shown_as_json_with_all_of_that(scene: Scene) -> None:
     assert [version["warnings"] for version in shown["versions"]] == [[], [], [STILL]]
     first, second = shown["rounds"]
     # The score is the central one.
-    assert (first["scores"], first["numbers"]) == ({"accuracy": 0.5, "macro_f1": 0.5}, {"moved": 1.0})
+    assert (first["scores"], first["scalars"]) == ({"accuracy": 0.5, "macro_f1": 0.5}, {"moved": 1.0})
     assert second["sites"]["accuracy"]["worst_site"] == "b"
     assert shown["sites"]["0"]["accuracy"]["deviation"] == 0.25
 

@@ -165,7 +165,7 @@ def test_an_export_that_fails_leaves_nothing(commands: Commands, folder: Path, t
 
 
 def test_the_same_key_gives_the_same_run(commands: Commands, folder: Path) -> None:
-    first, second = (commands.create(folder, "--key", "wish-1") for _ in range(2))
+    first, second = (commands.create(folder, "--idempotency-key", "wish-1") for _ in range(2))
     assert (first, commands.create(folder) != first) == (second, True)
 
 
@@ -228,7 +228,7 @@ def test_following_tells_every_attempt_once_and_in_order(coordinator: LiveCoordi
     client = coordinator.client("orchestrator")
     worker = ScriptedWorker(coordinator.client("site", "north"))
     worker.enrol()
-    run = start_run(client, MODEL, values(MODEL), rounds=2, cohort={"tries": 5})
+    run = start_run(client, MODEL, values(MODEL), rounds=2, cohort={"max_attempts": 5})
     steps = iter([_fail, _train, _fail, _train])
     told: list[tuple[int, int, str]] = []
 
@@ -280,7 +280,7 @@ def test_what_a_private_run_has_spent_is_shown_beside_its_bounds(
         task = worker.take()
         update = worker.upload(task, worker.fetch(task))
         submission = Submission(token=task.token, version=task.version.digest, update=update, examples=10)
-        worker.client.submit(task.id, submission.model_copy(update={"numbers": {"epsilon": epsilon}}))
+        worker.client.submit(task.id, submission.model_copy(update={"metrics": {"epsilon": epsilon}}))
     shown = commands.say("run", "show", run).stdout
     assert re.search(r"privacy +epsilon 4, delta 1e-05 at each worker", shown)
     assert re.search(r"worker +epsilon +round\nnorth/w +2.5 +2\n", shown)
@@ -288,7 +288,7 @@ def test_what_a_private_run_has_spent_is_shown_beside_its_bounds(
 
 def test_of_many_failures_the_newest_are_told(commands: Commands, coordinator: LiveCoordinator, folder: Path) -> None:
     worker = ScriptedWorker(coordinator.client("site", "north"))
-    run = commands.create(folder, "--set", "cohort.tries=12")
+    run = commands.create(folder, "--set", "cohort.max_attempts=12")
     for _ in range(12):
         _fail(worker)
     until(lambda: commands.json("run", "show", run)["run"]["state"] == "paused")
@@ -299,10 +299,10 @@ def test_of_many_failures_the_newest_are_told(commands: Commands, coordinator: L
 
 def test_a_lapsed_task_and_a_refused_update_are_told_too() -> None:
     now = datetime.now(UTC)
-    view = {"run": "r", "round": 4, "kind": "train", "token": 1, "leases": 1}
+    view = {"run": "r", "round": 4, "kind": "train", "token": 1, "attempts": 1}
     refusal = InvalidUpdate("it has faults", errors=[Fault(pointer="head", detail="is NaN")]).document()
     tasks = (
-        TaskView(id="1", worker="a/w", state="lapsed", **view),
+        TaskView(id="1", worker="a/w", state="expired", **view),
         TaskView(id="2", worker="b/w", state="rejected", problem=refusal, **view),
         TaskView(id="3", worker="c/w", state="cancelled", **view),
         TaskView(id="4", worker="d/w", state="accepted", **view),
@@ -313,7 +313,7 @@ def test_a_lapsed_task_and_a_refused_update_are_told_too() -> None:
     late = open_.model_copy(update={"number": 3, "state": "abandoned", "closed_at": now, "tasks": tasks[2:]})
     told = [(one.round.number, one.worker, one.end, one.reason) for one in task_failures([late, open_])]
     assert told == [
-        (4, "a/w", "lapsed", "its lease ran out, and nothing was heard of it"),
+        (4, "a/w", "expired", "its lease ran out, and nothing was heard of it"),
         (4, "b/w", "refused", "invalid-update: it has faults"),
         (3, "c/w", "no update", "its update had not come when the round ended"),
     ]
@@ -443,7 +443,7 @@ def test_a_preview_says_who_would_take_part_and_create_warns_of_too_few(
     assert "methods: it does not know the method fedavg, or may not use it" in shown.stdout
     assert "warning" not in shown.stderr
     few = ("--set", "cohort.quorum=2")
-    assert commands.json(*asked, *few, code=3)["willing"] == 1
+    assert commands.json(*asked, *few, code=3)["eligible"] == 1
     made = commands.say("run", "create", *asked[2:], *few)
     assert "warning: 1 would take part now, fewer than the quorum of 2" in made.stderr
 

@@ -76,7 +76,7 @@ def test_a_single_update_is_merged_and_what_it_lacks_stays_as_it_was(method: str
     half = coordinator_half(MethodSpec(name=method, settings=SETTINGS.get(method, {})), facts_of(method))
     state = state_at(method, 0)
     sent = {name: ArrayTensor(values) for name, values in result.upload.items()}
-    after = half.merge(half.start(state), [Update("a/w", 10, sent, result.numbers)])
+    after = half.merge(half.start(state), [Update("a/w", 10, sent, result.metrics)])
     assert after.round == 1
     for name, tensor in after.model.items():
         expected = sent[name] if name in sent else state.model[name]
@@ -92,7 +92,7 @@ def test_the_order_in_which_updates_are_given_changes_no_more_than_rounding(meth
             worker.name,
             10 + i,
             {b.name: ArrayTensor(rng.normal(size=b.shape).astype("f4")) for b in facts_of(method).blocks},
-            result.numbers,
+            result.metrics,
         )
         for i, worker in enumerate(COHORT)
     ]

@@ -51,8 +51,8 @@ def settled(state: State) -> State:
     return State(
         state.round,
         {name: ArrayTensor(to_array(tensor), tensor.dtype) for name, tensor in state.model.items()},
-        {name: ArrayTensor(to_array(tensor), tensor.dtype) for name, tensor in state.memory.items()},
-        json.loads(json.dumps(dict(state.numbers), allow_nan=False)),
+        {name: ArrayTensor(to_array(tensor), tensor.dtype) for name, tensor in state.server_state.items()},
+        json.loads(json.dumps(dict(state.scalars), allow_nan=False)),
     )
 
 
@@ -183,28 +183,28 @@ def seen_of(*steps: tuple[float, float], block: str = "query") -> Any:
 
 def test_progress_is_the_part_of_a_step_that_goes_on_with_the_last_one() -> None:
     first, second = seen_of((2, 1), (2, -1)), seen_of((2, 0), (-1, 3))
-    numbers = observed({}, first, None)
+    scalars = observed({}, first, None)
     # The block is (1, 1), the steps' mean (2, 0); both are 1 apart from it, and two equal senders have N - 1 = 1.
-    assert numbers == {
+    assert scalars == {
         "warmup.movement": pytest.approx(2 / 2**0.5),
         "warmup.disagreement": pytest.approx(1 / 2**0.5),
         "warmup.noise": 1.0,
     }
-    numbers |= observed(numbers, second, first.sketch)
+    scalars |= observed(scalars, second, first.sketch)
     # The mean is (0.5, 1.5), of which (2, 0) has 1; both are (1.5, -1.5) apart, so that the noise is 4.5.
-    assert numbers["warmup.progress"] == 1.0
-    assert numbers["warmup.won"] == 1.0
-    assert numbers["warmup.persistence"] == pytest.approx(1 / (2 * 2.5**0.5))
-    assert numbers["warmup.noise"] == pytest.approx(1 + 0.3 * (4.5 - 1))
-    numbers |= observed(numbers, seen_of((-4, 0), (-4, 0)), second.sketch)
+    assert scalars["warmup.progress"] == 1.0
+    assert scalars["warmup.won"] == 1.0
+    assert scalars["warmup.persistence"] == pytest.approx(1 / (2 * 2.5**0.5))
+    assert scalars["warmup.noise"] == pytest.approx(1 + 0.3 * (4.5 - 1))
+    scalars |= observed(scalars, seen_of((-4, 0), (-4, 0)), second.sketch)
     # A step back is no progress, and takes nothing from what was won.
-    assert numbers["warmup.progress"] == pytest.approx(1 + 0.3 * (-2 - 1))
-    assert numbers["warmup.won"] == 1.0
+    assert scalars["warmup.progress"] == pytest.approx(1 + 0.3 * (-2 - 1))
+    assert scalars["warmup.won"] == 1.0
 
 
 def test_a_round_with_one_client_tells_how_far_it_went_and_judges_nothing() -> None:
-    numbers = {"warmup.noise": 1.0, "warmup.progress": 2.0, "warmup.won": 3.0, "warmup.quiet_rounds": 2.0}
-    assert observed(numbers, seen_of((3, 4)), np.ones(BUCKETS)) == {"warmup.movement": pytest.approx(5 / 2**0.5)}
+    scalars = {"warmup.noise": 1.0, "warmup.progress": 2.0, "warmup.won": 3.0, "warmup.quiet_rounds": 2.0}
+    assert observed(scalars, seen_of((3, 4)), np.ones(BUCKETS)) == {"warmup.movement": pytest.approx(5 / 2**0.5)}
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,8 @@ def test_a_round_with_one_client_tells_how_far_it_went_and_judges_nothing() -> N
 def test_a_round_calls_for_the_end_if_progress_is_lost_in_noise_and_little_is_left_to_win(
     progress: float, noise: float, won: float, quiet: float
 ) -> None:
-    numbers = {"warmup.progress": progress, "warmup.noise": noise, "warmup.won": won}
-    judgement = judged(numbers, FedFrozenSettings(signal=1.0, gain=0.1), rounds_left=10)
+    scalars = {"warmup.progress": progress, "warmup.noise": noise, "warmup.won": won}
+    judgement = judged(scalars, FedFrozenSettings(signal=1.0, gain=0.1), rounds_left=10)
     assert judgement["warmup.quiet_rounds"] == quiet
 
 
@@ -254,21 +254,21 @@ def test_the_warm_up_goes_on_while_clients_go_on_together_and_ends_when_they_go_
     #   noise     0.02  0.02 + 0.3 * 0.8 = 0.26   0.428   0.5456   0.628
     # From version 8 on progress is lost; but the 12 rounds that are left would still add 12 * 0.1424 to the 8 won
     # until then, more than a tenth. So version 9 is the first to call for the end, and 10 the second.
-    assert states[8].numbers["warmup.progress"] == pytest.approx(0.1424, abs=1e-5)
-    assert states[8].numbers["warmup.noise"] == pytest.approx(0.5456, abs=1e-5)
-    assert states[8].numbers["warmup.to_win"] == pytest.approx(12 * 0.1424 / 8, abs=1e-4)
-    quiet = [state.numbers.get("warmup.quiet_rounds") for state in states]
+    assert states[8].metrics["warmup.progress"] == pytest.approx(0.1424, abs=1e-5)
+    assert states[8].metrics["warmup.noise"] == pytest.approx(0.5456, abs=1e-5)
+    assert states[8].metrics["warmup.to_win"] == pytest.approx(12 * 0.1424 / 8, abs=1e-4)
+    quiet = [state.scalars.get("warmup.quiet_rounds") for state in states]
     assert quiet == [None, None, 0, 0, 0, 0, 0, 0, 0, 1, 2, None]
     assert [half.plan_for(state, WORKER).stage for state in states] == ["warm-up"] * 10 + ["frozen"] * 2
 
 
 def test_once_frozen_nothing_is_measured_and_what_was_measured_stays_with_its_version() -> None:
     *_, last, frozen = run(half_with(**AUTO), [*[ONWARD] * 5, *[FRO, TO] * 3])
-    assert set(last.memory) == {"warmup/step"}
-    assert last.numbers["frozen_from"] == 10
-    assert "warmup.signal" in last.numbers
-    assert frozen.numbers == {"frozen_from": 10.0}
-    assert not frozen.memory
+    assert set(last.server_state) == {"warmup/step"}
+    assert last.metrics["frozen_from"] == 10
+    assert "warmup.signal" in last.metrics
+    assert frozen.scalars == {"frozen_from": 10.0}
+    assert not frozen.server_state
     np.testing.assert_array_equal(to_array(frozen.model["query"]), to_array(last.model["query"]))
 
 
@@ -277,9 +277,9 @@ def test_a_warm_up_of_a_fixed_length_measures_only_if_asked() -> None:
         run(half_with(warmup_rounds=3, signals=signals), [*[ONWARD] * 3, TO]) for signals in (True, False)
     )
     for states in (asked, plain):
-        assert [state.numbers.get("frozen_from") for state in states] == [None, None, None, 3, 3]
-    assert asked[2].numbers["warmup.persistence"] == pytest.approx(1.0)
-    assert [(dict(state.numbers), dict(state.memory)) for state in plain[:3]] == [({}, {})] * 3
+        assert [state.scalars.get("frozen_from") for state in states] == [None, None, None, 3, 3]
+    assert asked[2].metrics["warmup.persistence"] == pytest.approx(1.0)
+    assert [(dict(state.scalars), dict(state.server_state)) for state in plain[:3]] == [({}, {})] * 3
 
 
 def test_a_scope_with_the_head_is_refused_where_the_head_is_tied_to_the_embeddings() -> None:
@@ -320,22 +320,22 @@ def test_an_adapter_is_frozen_with_its_matrix_and_else_trains_with_it() -> None:
 
 def test_the_warm_up_is_no_shorter_than_the_least_and_no_longer_than_the_most() -> None:
     restless = [TO, FRO] * 5
-    assert run(half_with(**AUTO), restless)[-1].numbers["frozen_from"] == 3
-    assert run(half_with(**{**AUTO, "least_warmup_rounds": 7}), restless)[-1].numbers["frozen_from"] == 7
-    assert run(half_with(**AUTO, most_warmup_rounds=4), [ONWARD] * 6)[-1].numbers["frozen_from"] == 4
+    assert run(half_with(**AUTO), restless)[-1].metrics["frozen_from"] == 3
+    assert run(half_with(**{**AUTO, "least_warmup_rounds": 7}), restless)[-1].metrics["frozen_from"] == 7
+    assert run(half_with(**AUTO, most_warmup_rounds=4), [ONWARD] * 6)[-1].metrics["frozen_from"] == 4
 
 
 def test_a_round_with_one_client_neither_ends_a_warm_up_nor_begins_the_count_anew() -> None:
     alone = ((5.0, 5.0),)
     states = run(half_with(**AUTO), [TO, FRO, alone, alone, TO])
-    assert [state.numbers.get("warmup.quiet_rounds") for state in states] == [None, None, 1, 1, 1, 2]
-    assert states[-1].numbers["frozen_from"] == 5
+    assert [state.scalars.get("warmup.quiet_rounds") for state in states] == [None, None, 1, 1, 1, 2]
+    assert states[-1].metrics["frozen_from"] == 5
 
 
 def test_a_run_of_one_worker_is_merged_and_said_never_to_freeze() -> None:
     half = half_with(**AUTO)
     states = run(half, [((1.0, 1.0),)] * 10)
-    assert "frozen_from" not in states[-1].numbers
+    assert "frozen_from" not in states[-1].metrics
     assert half.warnings(states[9]) == ()
     (warning,) = half.warnings(states[10])
     assert warning.startswith("still warming up after 10 of 20 rounds: no round had updates from two workers")

@@ -46,12 +46,12 @@ def half_of(method: str, settings: Mapping[str, Any] | None = None, **training: 
     return coordinator_half(MethodSpec(name=method, settings=dict(settings or {})), RunInfo((), 9, training=wanted))
 
 
-def update(worker: str, examples: int, value: float, **numbers: float) -> Update:
-    return Update(worker, examples, {"w": full(value)}, numbers)
+def update(worker: str, examples: int, value: float, **metrics: float) -> Update:
+    return Update(worker, examples, {"w": full(value)}, metrics)
 
 
-def of_site(site: str, worker: str, value: float, **numbers: float) -> Update:
-    return Update(f"{site}/{worker}", 10, {"w": full(value)}, numbers, site)
+def of_site(site: str, worker: str, value: float, **metrics: float) -> Update:
+    return Update(f"{site}/{worker}", 10, {"w": full(value)}, metrics, site)
 
 
 def first(tensor: Tensor) -> float:
@@ -133,7 +133,7 @@ def test_fednova_sends_the_model_and_one_number() -> None:
     _, result = one_task("fednova", epochs=2, **SGD)
     _, plain = one_task("fedavg", epochs=2, **SGD)
     # 24 examples in batches of 8, twice
-    assert result.numbers == {"effective_steps": 6.0}
+    assert result.metrics == {"effective_steps": 6.0}
     assert result.keep == {}
     assert all((result.upload[name] == plain.upload[name]).all() for name in plain.upload)
 
@@ -160,11 +160,11 @@ def test_a_claim_of_examples_without_end_costs_the_coordinator_no_loop_over_them
 @pytest.mark.parametrize("claimed", [None, 0.0, -1.0, 1.0, 5.0, 7.0, 20.0, float("nan")])
 def test_less_or_more_work_than_the_plan_makes_of_the_examples_is_refused(method: str, claimed: float | None) -> None:
     name = {"fednova": "effective_steps", "scaffold": "steps"}[method]
-    numbers = {} if claimed is None else {name: claimed}
+    metrics = {} if claimed is None else {name: claimed}
     # Two epochs of 10 examples in batches of 4 are 6 steps: a claim of one would make the update count six times.
     half = half_of(method, epochs=2, batch_size=4)
     with pytest.raises(ValueError, match="10 examples make it 6"):
-        half.check(Plan(), 10, numbers)
+        half.check(Plan(), 10, metrics)
     half.check(Plan(), 10, {name: 6.0})
 
 
@@ -186,22 +186,22 @@ def test_scaffold_s_server_learns_the_controls_from_updates_and_step_counts(weig
     updates = [update("a/w", 10, 0.0, steps=2.0), update("b/w", 30, 3.0, steps=4.0)]
     after = half.merge(state, updates)
     # Mean gradients: a (1 - 0) / (2 * 0.5) = 1, b (1 - 3) / (4 * 0.5) = -1
-    assert first(after.memory["control/w"]) == share * 1 + (1 - share) * -1
+    assert first(after.server_state["control/w"]) == share * 1 + (1 - share) * -1
     assert first(after.model["w"]) == 1 + share * -1 + (1 - share) * 2
     # All took part again, so all of c gives way: w - 0.5 is a gradient of 0.5 / (1 * 0.5) = 1, from both.
     lower = first(after.model["w"]) - 0.5
     again = [update("a/w", 10, lower, steps=1.0), update("b/w", 30, lower, steps=1.0)]
-    assert first(half.merge(after, again).memory["control/w"]) == 1.0
+    assert first(half.merge(after, again).server_state["control/w"]) == 1.0
 
 
 def test_whoever_is_away_keeps_its_share_of_the_control() -> None:
     half = half_of("scaffold", learning_rate=0.5)
     every = [update(name, 10, 0.0, steps=2.0) for name in ("a/w", "b/w", "c/w", "d/w")]
     state = half.merge(State(0, {"w": full(1.0)}), every)
-    assert first(state.memory["control/w"]) == 1.0
+    assert first(state.server_state["control/w"]) == 1.0
     # From w = 0, gradients 1 and -2.5, of two sites of four: c = 1 + 2/4 * ((1 - 2.5) / 2 - 1) = 0.125
     after = half.merge(state, [update("a/w", 10, -1.0, steps=2.0), update("b/w", 30, 2.5, steps=2.0)])
-    assert first(after.memory["control/w"]) == 0.125
+    assert first(after.server_state["control/w"]) == 0.125
     assert first(after.model["w"]) == (-1 + 2.5) / 2
 
 
@@ -212,15 +212,15 @@ def test_the_control_is_spread_over_a_site_that_joins() -> None:
     state = half.merge(State(0, {name: full(1.0) for name in blocks}), both)
     # c_a = c_b = 1. Now c alone, of w alone: c_c = 0 - 1 + 3 / (2 * 0.5) = 2, and mean (1 + 1 + 2) / 3
     after = half.merge(state, [update("c/w", 10, -3.0, steps=2.0)])
-    assert first(after.memory["control/w"]) == pytest.approx(4 / 3)
+    assert first(after.server_state["control/w"]) == pytest.approx(4 / 3)
     # Of v it has told nothing: mean (1 + 1 + 0) / 3
-    assert first(after.memory["control/v"]) == pytest.approx(2 / 3)
+    assert first(after.server_state["control/v"]) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
-    ("method", "memory"), [("scaffold", "control/w"), ("feddyn", "gradient/w")], ids=["scaffold", "feddyn"]
+    ("method", "server_state"), [("scaffold", "control/w"), ("feddyn", "gradient/w")], ids=["scaffold", "feddyn"]
 )
-def test_names_that_a_site_invents_for_its_workers_are_one_of_the_population(method: str, memory: str) -> None:
+def test_names_that_a_site_invents_for_its_workers_are_one_of_the_population(method: str, server_state: str) -> None:
     half = half_of(method)
     outcomes = []
     for names in (["w"] * 6, [f"w{number}" for number in range(6)]):
@@ -228,8 +228,8 @@ def test_names_that_a_site_invents_for_its_workers_are_one_of_the_population(met
         for name in names:
             state = half.merge(state, [of_site("a", name, 0.0, steps=2.0), of_site("b", "w", 3.0, steps=2.0)])
         state = half.merge(state, [of_site("b", "w", 3.0, steps=2.0)])
-        assert to_array(state.memory["members"]).shape == (2, 2)
-        outcomes.append(first(state.memory[memory]))
+        assert to_array(state.server_state["members"]).shape == (2, 2)
+        outcomes.append(first(state.server_state[server_state]))
     assert outcomes[0] == outcomes[1]
 
 
@@ -241,7 +241,7 @@ def test_a_site_weighs_what_it_had_when_it_first_took_part() -> None:
     # Weights 1/4 and 3/4, whatever a says later: from w = 0.75, w = 0.75 + 1/4 * 4
     after = half.merge(state, [update("a/w", 9999, 4.75, steps=2.0), update("b/w", 30, 0.75, steps=2.0)])
     assert first(after.model["w"]) == 1.75
-    assert first(after.memory["control/w"]) == 0.25 * -4
+    assert first(after.server_state["control/w"]) == 0.25 * -4
 
 
 @pytest.mark.parametrize("weigh", ["equal", "examples"])
@@ -249,25 +249,30 @@ def test_sites_that_are_known_beforehand_count_before_they_have_come(weigh: str)
     half = half_of("scaffold", {"population": 4, "weigh": weigh}, learning_rate=0.5)
     after = half.merge(State(0, {"w": full(1.0)}), [update(name, 10, 0.0, steps=2.0) for name in ("a/w", "b/w")])
     # Two gradients of 1, of four sites
-    assert first(after.memory["control/w"]) == 0.5
+    assert first(after.server_state["control/w"]) == 0.5
 
 
 def test_a_block_that_nobody_sent_keeps_its_control() -> None:
-    memory = {"control/w": full(4.0), "control/v": full(4.0)}
-    state = State(0, {"w": full(1.0), "v": full(1.0)}, memory=memory)
+    server_state = {"control/w": full(4.0), "control/v": full(4.0)}
+    state = State(0, {"w": full(1.0), "v": full(1.0)}, server_state=server_state)
     after = half_of("scaffold").merge(state, [update("a/w", 10, 0.0, steps=2.0)])
-    assert after.memory["control/v"] is memory["control/v"]
-    assert after.memory["control/w"] is not memory["control/w"]
+    assert after.server_state["control/v"] is server_state["control/v"]
+    assert after.server_state["control/w"] is not server_state["control/w"]
 
 
 def test_scaffold_corrects_each_gradient_by_c_minus_c_k_and_keeps_the_next_c_k() -> None:
     rate, c, own = 0.1, 0.3, 0.1
     model = instantiate(VIT, "image-classification", seed=1)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    memory = {f"control/{name}": np.full(shape, c, np.float32) for name, shape in shapes.items()}
+    server_state = {f"control/{name}": np.full(shape, c, np.float32) for name, shape in shapes.items()}
     vault = {f"control/{name}": np.full(shape, own, np.float32) for name, shape in shapes.items()}
     _, result = one_task(
-        "scaffold", epochs=2, batch_size=None, memory=memory, vault=vault, **{**SGD, "learning_rate": rate}
+        "scaffold",
+        epochs=2,
+        batch_size=None,
+        server_state=server_state,
+        vault=vault,
+        **{**SGD, "learning_rate": rate},
     )
     (batch,) = images().batches(None, None)
     begun = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -278,7 +283,7 @@ def test_scaffold_corrects_each_gradient_by_c_minus_c_k_and_keeps_the_next_c_k()
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.sub_(rate * (parameter.grad - own + c))
-    assert result.numbers == {"steps": 2.0}
+    assert result.metrics == {"steps": 2.0}
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(result.upload[name], parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
         kept = own - c + (begun[name].numpy() - result.upload[name]) / (2 * rate)
@@ -308,7 +313,9 @@ def test_the_server_s_control_is_the_mean_of_those_that_the_sites_keep(weigh: st
         for block in run.facts.blocks:
             name = f"control/{block.name}"
             mean = kept_mean(run, name, shares(run, weigh))
-            np.testing.assert_allclose(to_array(run.state.memory[name]), mean, rtol=1e-5, atol=2e-6, err_msg=name)
+            np.testing.assert_allclose(
+                to_array(run.state.server_state[name]), mean, rtol=1e-5, atol=2e-6, err_msg=name
+            )
 
 
 def test_scaffold_of_no_strength_is_fedavg_to_the_bit_and_remembers_nothing() -> None:
@@ -332,8 +339,10 @@ def test_scaffold_s_first_round_is_fedavg_s_and_the_second_is_not() -> None:
 def test_the_controls_are_fetched_only_once_there_are_any() -> None:
     half = half_of("scaffold")
     worker = Participant("a/w", 1)
-    assert half.plan_for(State(0, {"w": full(1.0)}), worker).memory == ()
-    assert half.plan_for(State(1, {"w": full(1.0)}, memory={"control/w": full(1.0)}), worker).memory == ("control/*",)
+    assert half.plan_for(State(0, {"w": full(1.0)}), worker).server_state == ()
+    assert half.plan_for(State(1, {"w": full(1.0)}, server_state={"control/w": full(1.0)}), worker).server_state == (
+        "control/*",
+    )
 
 
 @pytest.mark.parametrize("training", [{"optimizer": "adamw"}, {"momentum": 0.9}])
@@ -350,15 +359,15 @@ def test_feddyn_adds_the_mean_of_all_drifts_to_the_mean_of_those_present() -> No
     half = half_of("feddyn", {"alpha": 0.5, "population": 4})
 
     def moved(worker: str, value: float) -> Update:
-        return replace(update(worker, 10, value), plan=Plan(numbers={"alpha": 0.5}))
+        return replace(update(worker, 10, value), plan=Plan(scalars={"alpha": 0.5}))
 
     after = half.merge(State(0, {"w": full(1.0)}), [moved("a/w", 2.0), moved("b/w", 4.0)])
     # The code's h_a = 1 and h_b = 3, of four sites: mean 1, which as a gradient is 0.5. w = (2 + 4) / 2 + 1 = 4
-    assert first(after.memory["gradient/w"]) == 0.5
+    assert first(after.server_state["gradient/w"]) == 0.5
     assert first(after.model["w"]) == 4.0
     # Then b and c: from 4, h_b = 3 - 1 = 2 and h_c = 2; mean (1 + 2 + 2) / 4 = 1.25; w = (3 + 6) / 2 + 1.25
     again = half.merge(after, [moved("b/w", 3.0), moved("c/w", 6.0)])
-    assert first(again.memory["gradient/w"]) == 0.625
+    assert first(again.server_state["gradient/w"]) == 0.625
     assert first(again.model["w"]) == 5.75
 
 
@@ -366,13 +375,13 @@ def test_feddyn_may_weigh_by_examples() -> None:
     half = half_of("feddyn", {"alpha": 0.5, "weigh": "examples"})
     after = half.merge(State(0, {"w": full(1.0)}), [update("a/w", 10, 2.0), update("b/w", 30, 4.0)])
     # 1/4 * 1 + 3/4 * 3 = 2.5, once as the mean's step and once as the drift's
-    assert first(after.memory["gradient/w"]) == 0.5 * 2.5
+    assert first(after.server_state["gradient/w"]) == 0.5 * 2.5
     assert first(after.model["w"]) == 6.0
 
 
 def alphas(state: State, *cohort: tuple[str, int]) -> dict[str, float]:
     plans = half_of("feddyn", {"alpha": 0.1}).plan(state, [Participant(*worker) for worker in cohort], None)
-    return {name: plan.numbers["alpha"] for name, plan in plans.items()}
+    return {name: plan.scalars["alpha"] for name, plan in plans.items()}
 
 
 def test_feddyn_holds_a_site_as_strongly_whoever_takes_part_with_it() -> None:
@@ -445,7 +454,9 @@ def test_the_server_s_sum_of_gradients_is_that_of_those_that_the_sites_keep(weig
             name = f"gradient/{block.name}"
             # A site's share is that of its examples, whether that is in its mean's weight or in its alpha.
             mean = kept_mean(run, name, shares(run, "examples"))
-            np.testing.assert_allclose(to_array(run.state.memory[name]), mean, rtol=1e-5, atol=2e-7, err_msg=name)
+            np.testing.assert_allclose(
+                to_array(run.state.server_state[name]), mean, rtol=1e-5, atol=2e-7, err_msg=name
+            )
 
 
 def test_feddyn_without_alpha_weighed_by_examples_is_fedavg_to_the_bit() -> None:

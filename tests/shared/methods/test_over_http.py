@@ -71,7 +71,7 @@ class Field:
             dataset="digits",
             rounds=2,
             training=plain,
-            cohort=Cohort(size=2, quorum=2, tries=1, task_tries=1),
+            cohort=Cohort(size=2, quorum=2, max_attempts=1, max_task_attempts=1),
             # Uncompressed, so that bytes are those of the blocks.
             codec="raw",
         )
@@ -115,19 +115,19 @@ def test_scaffold_sends_one_model_up_and_fetches_two(field: Field) -> None:
     done = field.run("scaffold")
     nbytes = done.model.nbytes
     assert nbytes > 5 * HEADERS
-    assert set(done.manifests[1].memory) == {"members"} | prefixed("control/", done.model)
+    assert set(done.manifests[1].server_state) == {"members"} | prefixed("control/", done.model)
     assert done.vault == prefixed("control/", done.model)
     for number, round_ in enumerate(done.rounds):
         for task in round_.tasks:
             assert nbytes < task.upload_bytes < nbytes + HEADERS
             if number == 1:
                 assert 2 * nbytes < task.download_bytes < 2 * nbytes + HEADERS
-            assert task.numbers["steps"] >= 1
+            assert task.metrics["steps"] >= 1
 
 
 def test_feddyn_sends_and_fetches_one_model(field: Field) -> None:
     done = field.run("feddyn", {"alpha": 0.1}, optimizer="adamw", learning_rate=1e-3)
-    assert set(done.manifests[1].memory) == {"members"} | prefixed("gradient/", done.model)
+    assert set(done.manifests[1].server_state) == {"members"} | prefixed("gradient/", done.model)
     assert done.vault == prefixed("gradient/", done.model)
     for task in done.rounds[1].tasks:
         assert task.upload_bytes < done.model.nbytes + HEADERS
@@ -139,12 +139,12 @@ def test_what_a_site_keeps_for_itself_is_not_sent(field: Field, method: str, pre
     done = field.run(method)
     assert done.vault == prefixed(prefix, done.model)
     assert all(task.upload_bytes < done.model.nbytes + HEADERS for round_ in done.rounds for task in round_.tasks)
-    assert done.manifests[-1].memory == {}
+    assert done.manifests[-1].server_state == {}
 
 
 def test_fednova_tells_how_much_work_is_behind_an_update(field: Field) -> None:
     done = field.run("fednova", epochs=2)
-    assert all(task.numbers["effective_steps"] >= 2 for task in done.rounds[0].tasks)
+    assert all(task.metrics["effective_steps"] >= 2 for task in done.rounds[0].tasks)
     assert done.vault == set()
 
 

@@ -134,7 +134,13 @@ def begin(client: Client, method: str, settings: dict[str, Any] | None = None, *
     document = Model(config=dual("clip"), head="contrastive", prompts=BOTH, blocks=block_table(model))
     start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
     plain = Training(optimizer="sgd", learning_rate=0.01, weight_decay=0.0, batch_size=8)
-    wanted = {"training": plain, "rounds": 3, "codec": "raw", "cohort": Cohort(tries=1, task_tries=1), **spec}
+    wanted = {
+        "training": plain,
+        "rounds": 3,
+        "codec": "raw",
+        "cohort": Cohort(max_attempts=1, max_task_attempts=1),
+        **spec,
+    }
     chosen = MethodSpec(name=method, settings=settings or {})
     return start_run(client, document, start, method=chosen, dataset="colours", **wanted)
 
@@ -224,7 +230,7 @@ def test_local_prompts_and_fusion_survive_restarts_missed_rounds_and_dropping_ou
     kept: dict[str, dict[str, Array]] = {"a": {}, "b": {}}
     # Both are known before a round is opened, and so are asked in each.
     assert [sites(name).does() for name in "ab"] == [None, None]
-    run = begin(client, "pfeddc", rounds=len(turns), training=slow, cohort=Cohort(enough=1))
+    run = begin(client, "pfeddc", rounds=len(turns), training=slow, cohort=Cohort(target_updates=1))
     for number, name in enumerate(turns, start=1):
         sites(name).restarts()
         until(sites(name).does)
@@ -334,7 +340,7 @@ def test_a_document_that_names_what_stays_here_describes_no_model_and_is_refused
     plan = Plan(fetch=EVERYTHING, upload=with_prompts("local.*"))
     with Tap(coordinator.url) as tap, asking(plan), capture_logs() as logged:
         site.through(tap)
-        once = Cohort(tries=1, task_tries=1)
+        once = Cohort(max_attempts=1, max_task_attempts=1)
         run = start_run(client, document, start, method=MethodSpec(name="pfeddc"), dataset="colours", cohort=once)
         until(site.does)
         until(lambda: tasks(client, run)[0].state == "failed")

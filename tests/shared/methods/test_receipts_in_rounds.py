@@ -34,7 +34,7 @@ def run(
         "rounds": ROUNDS,
         "seed": 3,
         "training": PLAIN,
-        "cohort": {"quorum": len(SITES), "tries": 20},
+        "cohort": {"quorum": len(SITES), "max_attempts": 20},
         **given,
     }
     data = sites_of(method, len(SITES))
@@ -59,7 +59,7 @@ def test_attempts_that_were_abandoned_leave_no_trace(method: str, codec: str) ->
     # All that was accepted of them was left out, so that whoever tries again does so from where it stood.
     assert {task.state for made in result.rounds if made.state == "abandoned" for task in made.tasks} == {
         "left_out",
-        "lapsed",
+        "expired",
     }
     assert ([version.digest for version in result.versions], kept(result)) == calm(method, codec)
 
@@ -84,12 +84,12 @@ def test_an_update_that_is_left_out_leaves_the_vault_as_it_was(method: str, code
 def means(result: Result, prefix: str) -> list[tuple[Array, Array]]:
     """What the server remembers under a prefix, and the mean of what sites keep under the same names, over those of
     which an update was ever merged. All have as many examples."""
-    memory = {name: to_array(t) for name, t in result.state().memory.items() if name.startswith(prefix)}
+    server_state = {name: to_array(t) for name, t in result.state().server_state.items() if name.startswith(prefix)}
     vaults = [vault for site in SITES if (vault := result.kept(site))]
-    assert memory
+    assert server_state
     return [
         (values, sum(vault.get(name, np.zeros_like(values)) for vault in vaults) / len(vaults))
-        for name, values in memory.items()
+        for name, values in server_state.items()
     ]
 
 

@@ -61,7 +61,7 @@ COHORT = [Participant(name, 24) for name in ("a/w", "b/w", "c/w")]
 
 
 def coordinator(divide: Any = "participants", **settings: Any) -> CoordinatorHalf[SAFLSettings]:
-    facts = RunInfo(BLOCKS, rounds=10, divide=divide, training=TRAINING)
+    facts = RunInfo(BLOCKS, rounds=10, normalization=divide, training=TRAINING)
     return coordinator_half(MethodSpec(name="safl", settings=settings), facts)
 
 
@@ -70,14 +70,14 @@ def values(seed: int = 0) -> dict[str, ArrayTensor]:
     return {b.name: ArrayTensor(rng.normal(size=b.shape).astype("f4")) for b in BLOCKS}
 
 
-def state(number: int = 0, **numbers: float) -> State:
-    return State(number, values(), numbers={name.replace("_at_", "."): value for name, value in numbers.items()})
+def state(number: int = 0, **metrics: float) -> State:
+    return State(number, values(), scalars={name.replace("_at_", "."): value for name, value in metrics.items()})
 
 
 def scored(number: int = 1) -> State:
     """A version after a profile round in which layers 4, 1 and 3 had the largest mean scores, in this order."""
     means = dict(zip(range(6), (0.1, 0.4, 0.2, 0.3, 0.5, 0.0), strict=True))
-    return State(number, values(), numbers={f"score.{layer}": score for layer, score in means.items()})
+    return State(number, values(), scalars={f"score.{layer}": score for layer, score in means.items()})
 
 
 def layers_in(names: Any) -> set[int]:
@@ -136,9 +136,9 @@ def task(
     return Done(plan, context, worker.collect(context, selected, stats), start)
 
 
-def sent(*layers: int, worker: str = "a/w", examples: int = 10, **numbers: float) -> Update:
+def sent(*layers: int, worker: str = "a/w", examples: int = 10, **metrics: float) -> Update:
     names = [b.name for b in BLOCKS if b.layer in layers and ".layers." in b.name]
-    told = {name.replace("_at_", "."): value for name, value in numbers.items()}
+    told = {name.replace("_at_", "."): value for name, value in metrics.items()}
     return Update(worker, examples, {name: values(9)[name] for name in names}, told)
 
 
@@ -150,13 +150,13 @@ def sent(*layers: int, worker: str = "a/w", examples: int = 10, **numbers: float
     [({}, 2), ({"layers": 3}, 3), ({"share": 0.5}, 3), ({"share": 0.01}, 1), ({"share": 1.0}, 6)],
 )
 def test_k_is_a_number_or_a_share_and_a_third_if_nothing_is_said(settings: dict[str, Any], count: int) -> None:
-    assert all(plan.numbers["layers"] == count for plan in plans(coordinator(**settings), state()).values())
+    assert all(plan.scalars["layers"] == count for plan in plans(coordinator(**settings), state()).values())
 
 
 def test_of_24_layers_8_are_chosen_by_default() -> None:
     model = instantiate({**VIT, "num_hidden_layers": 24}, "image-classification")
     half = coordinator_half(MethodSpec(name="safl"), RunInfo(block_table(model), rounds=1))
-    assert half.plan_for(state(), COHORT[0]).numbers["layers"] == 8
+    assert half.plan_for(state(), COHORT[0]).metrics["layers"] == 8
 
 
 def test_a_budget_of_bytes_counts_what_always_trains() -> None:
@@ -164,7 +164,7 @@ def test_a_budget_of_bytes_counts_what_always_trains() -> None:
         budget = ALWAYS_BYTES + count * LAYER_BYTES
         for nbytes, k in ((budget, count), (budget - 1, count - 1)):
             if k:
-                assert plans(coordinator(upload_bytes=nbytes), state())["a/w"].numbers["layers"] == k
+                assert plans(coordinator(upload_bytes=nbytes), state())["a/w"].metrics["layers"] == k
 
 
 def test_a_budget_too_small_for_a_layer_is_refused_with_what_one_needs() -> None:
@@ -205,14 +205,14 @@ def test_a_slow_or_small_worker_trains_fewer_layers_and_the_others_the_same() ->
         Participant("small", 1, {"memory_bytes": 2 * (model_bytes + 3 * two)}),
         Participant("tiny", 1, {"memory_bytes": 100}),
     ]
-    found = {name: plan.numbers["layers"] for name, plan in half.plan(state(), cohort, Random(1)).items()}
+    found = {name: plan.scalars["layers"] for name, plan in half.plan(state(), cohort, Random(1)).items()}
     assert found == {"fast": 4, "says nothing": 4, "slow": 2, "small": 2, "tiny": 0}
 
 
 def test_a_worker_without_room_still_trains_a_layer_if_nothing_trains_anyway() -> None:
     half = coordinator(upload_seconds=1, always=[])
     plan = half.plan_for(state(), Participant("tiny", 1, {"upload_bytes_per_second": 1}))
-    assert plan.numbers["layers"] == 1
+    assert plan.scalars["layers"] == 1
 
 
 def test_a_worker_that_is_given_no_layer_looks_at_nothing_and_sends_what_always_trains() -> None:
@@ -399,9 +399,9 @@ def test_consensus_begins_with_a_round_that_trains_and_sends_nothing_but_scores(
     done = task(chooser="consensus", layers=2)
     assert done.plan.stage == "profile"
     assert not done.result.upload
-    assert {name for name in done.result.numbers if name.startswith("score.")} == {f"score.{i}" for i in range(6)}
+    assert {name for name in done.result.metrics if name.startswith("score.")} == {f"score.{i}" for i in range(6)}
     assert all(np.array_equal(done.context.read(b), done.start[b.name]) for b in BLOCKS)
-    coordinator(chooser="consensus").check(done.plan, 24, done.result.numbers)
+    coordinator(chooser="consensus").check(done.plan, 24, done.result.metrics)
 
 
 def test_consensus_weighs_reported_scores_by_examples_and_all_train_the_best() -> None:
@@ -412,7 +412,7 @@ def test_consensus_weighs_reported_scores_by_examples_and_all_train_the_best() -
     ]
     after = half.merge(state(), told)
     # (30 x 0.1 + 10 x 0.9) / 40 and so on.
-    means = [after.numbers[f"score.{i}"] for i in range(6)]
+    means = [after.scalars[f"score.{i}"] for i in range(6)]
     np.testing.assert_allclose(means, [0.3, 0.7, 0.2, 0.4, 0.0, 0.4])
     assert [asked(plan) for plan in plans(half, after).values()] == [{1, 3}] * 3
 
@@ -426,9 +426,9 @@ def test_consensus_asks_for_fewer_of_the_same_layers_where_a_worker_is_slow() ->
 
 def test_scores_are_measured_anew_every_so_many_rounds() -> None:
     half = coordinator(chooser="consensus", profile_every=3)
-    due = [plans(half, scored(number))["a/w"].numbers["profile"] for number in range(1, 8)]
+    due = [plans(half, scored(number))["a/w"].metrics["profile"] for number in range(1, 8)]
     assert due == [0, 0, 1, 0, 0, 1, 0]
-    told = task(scored(3), chooser="consensus", profile_every=3).result.numbers
+    told = task(scored(3), chooser="consensus", profile_every=3).result.metrics
     assert set(told) == {f"{what}.{i}" for what in ("score", "entropy") for i in range(6)}
     assert not task(scored(4), chooser="consensus", profile_every=3).context.looks
 
@@ -437,9 +437,9 @@ def test_scores_are_measured_anew_every_so_many_rounds() -> None:
 def test_a_score_that_is_missing_or_impossible_is_refused(score: float | None) -> None:
     half = coordinator(chooser="consensus")
     plan = plans(half, scored(1))["a/w"]
-    numbers = dict.fromkeys((f"score.{i}" for i in range(6)), 0.5)
-    half.check(plan, 24, numbers)
-    wrong = {name: value for name, value in {**numbers, "score.2": score}.items() if value is not None}
+    metrics = dict.fromkeys((f"score.{i}" for i in range(6)), 0.5)
+    half.check(plan, 24, metrics)
+    wrong = {name: value for name, value in {**metrics, "score.2": score}.items() if value is not None}
     with pytest.raises(ValueError, match=r"the score of vit\.layers\.2 is"):
         half.check(plan, 24, wrong)
 
@@ -567,9 +567,9 @@ def test_the_controls_are_pruned_by_attention_too_which_is_then_measured() -> No
 def test_picks_are_counted_by_layer_and_the_last_is_dated() -> None:
     half = coordinator()
     after = half.merge(half.merge(state(), [sent(0, 2), sent(2, worker="b/w")]), [sent(5)])
-    picks = {layer: after.numbers[f"picks.{layer}"] for layer in range(6)}
+    picks = {layer: after.scalars[f"picks.{layer}"] for layer in range(6)}
     assert picks == {0: 1, 1: 0, 2: 2, 3: 0, 4: 0, 5: 1}
-    assert {name: value for name, value in after.numbers.items() if name.startswith("last_pick")} == {
+    assert {name: value for name, value in after.scalars.items() if name.startswith("last_pick")} == {
         "last_pick.0": 1, "last_pick.2": 1, "last_pick.5": 2,
     }  # fmt: skip
 
@@ -598,18 +598,18 @@ def test_a_head_tied_to_the_embeddings_is_named_before_the_first_round() -> None
 
 def test_attention_that_collapses_is_told_of_by_name() -> None:
     half = coordinator(collapsed_below=0.2)
-    numbers = {f"entropy_at_{layer}": 0.9 for layer in range(6)}
-    calm = half.merge(state(), [sent(0, **numbers)])
+    metrics = {f"entropy_at_{layer}": 0.9 for layer in range(6)}
+    calm = half.merge(state(), [sent(0, **metrics)])
     assert half.warnings(calm) == []
-    low = [sent(0, worker=name, **{**numbers, "entropy_at_3": entropy}) for name, entropy in (("a", 0.1), ("b", 0.2))]
+    low = [sent(0, worker=name, **{**metrics, "entropy_at_3": entropy}) for name, entropy in (("a", 0.1), ("b", 0.2))]
     [warning] = half.warnings(half.merge(calm, low))
     assert warning.startswith("attention collapse: vit.layers.3 is below an entropy of 0.2 (vit.layers.3 at 0.150)")
 
 
 def test_a_worker_tells_each_layers_entropy_and_under_its_own_choice_no_score() -> None:
-    numbers = task(layers=2).result.numbers
-    assert set(numbers) == {f"entropy.{layer}" for layer in range(6)}
-    assert all(0.9 < entropy <= 1 for entropy in numbers.values())
+    metrics = task(layers=2).result.metrics
+    assert set(metrics) == {f"entropy.{layer}" for layer in range(6)}
+    assert all(0.9 < entropy <= 1 for entropy in metrics.values())
 
 
 def test_a_layer_that_two_of_three_sent_is_averaged_over_those_two() -> None:

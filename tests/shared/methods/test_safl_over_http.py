@@ -99,7 +99,7 @@ def begin(client: Client, names: str = "a", settings: dict[str, Any] | None = No
     document = Model(config=VIT, head="image-classification", blocks=BLOCKS)
     wanted = {
         "rounds": 2, "codec": "raw", "training": Training(learning_rate=0.01, batch_size=64), "dataset": "digits",
-        "cohort": Cohort(quorum=len(names), tries=1, task_tries=1, sites=tuple(names)), **spec,
+        "cohort": Cohort(quorum=len(names), max_attempts=1, max_task_attempts=1, sites=tuple(names)), **spec,
     }  # fmt: skip
     return start_run(client, document, start, method=MethodSpec(name="safl", settings=settings or {}), **wanted)
 
@@ -141,7 +141,7 @@ def test_no_byte_of_a_layer_that_was_not_chosen_is_sent(live: LiveCoordinator, t
             value = client.read_blob(before.blocks[name])
             assert not any(value[row : row + 64] in up for row in range(0, len(value), 64)), name
         assert 0 < len(up) - ALWAYS_BYTES - 2 * LAYER_BYTES < OVERHEAD < LAYER_BYTES
-    assert sum(versions[1].numbers[f"picks.{layer}"] for layer in range(4)) == 2
+    assert sum(versions[1].scalars[f"picks.{layer}"] for layer in range(4)) == 2
 
 
 def test_everybody_fetches_the_union_of_what_anybody_sent(live: LiveCoordinator, tmp_path: Path) -> None:
@@ -165,10 +165,10 @@ def test_a_consensus_is_found_in_a_round_that_sends_no_block(live: LiveCoordinat
     assert [made.stage for made in client.rounds(run.id)] == ["profile", "train"]
     assert first.blocks == second.blocks
     assert all(task.upload_bytes < 200 for task in tasks(client, run)[:2])
-    scores = [second.numbers[f"score.{layer}"] for layer in range(4)]
+    scores = [second.scalars[f"score.{layer}"] for layer in range(4)]
     best = sorted(range(4), key=lambda layer: -scores[layer])[:2]
     assert layers_in(moved(second, third)) == set(best)
-    assert all(third.numbers[f"picks.{layer}"] == (2 if layer in best else 0) for layer in range(4))
+    assert all(third.scalars[f"picks.{layer}"] == (2 if layer in best else 0) for layer in range(4))
 
 
 def test_what_is_pruned_crosses_as_next_to_nothing(live: LiveCoordinator, tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_a_private_choice_is_noisy_and_paid_for_and_what_it_leaves_out_is_neithe
         assert len(layers_in(moved(before, after))) == 2
     assert written.count("rho") == 2
     # Entropies and losses would tell of the examples as well.
-    assert all(set(task.numbers) <= {"epsilon", "update_norm", "anomaly.norm"} for task in tasks(client, run))
-    assert not any(name.startswith("entropy") for name in versions[-1].numbers)
+    assert all(set(task.metrics) <= {"epsilon", "update_norm", "anomaly.norm"} for task in tasks(client, run))
+    assert not any(name.startswith("entropy") for name in versions[-1].scalars)
 
 
 def test_an_update_file_names_only_what_was_chosen(live: LiveCoordinator, tmp_path: Path) -> None:

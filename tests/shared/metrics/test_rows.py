@@ -30,7 +30,7 @@ RUN = Run(
 
 
 def task(worker: str, state: Any = "accepted", **given: Any) -> TaskView:
-    facts = {"id": worker, "run": "r", "round": 1, "kind": "train", "token": 1, "leases": 1}
+    facts = {"id": worker, "run": "r", "round": 1, "kind": "train", "token": 1, "attempts": 1}
     return TaskView.model_validate({**facts, "worker": worker, "state": state, **given})
 
 
@@ -49,13 +49,13 @@ def a_round(*tasks: TaskView, state: Any = "committed", version: int | None = 1)
     )
 
 
-def measured(worker: str, *, held_out: bool, **numbers: float) -> Measurement:
+def measured(worker: str, *, held_out: bool, **metrics: float) -> Measurement:
     dataset = "data" if held_out else "test"
-    return Measurement(version=1, dataset=dataset, worker=worker, held_out=held_out, examples=5, numbers=numbers)
+    return Measurement(version=1, dataset=dataset, worker=worker, held_out=held_out, examples=5, metrics=metrics)
 
 
 def test_a_round_has_a_row_for_each_number_of_each_accepted_update_and_for_its_totals() -> None:
-    done = task("a/w", examples=10, numbers={"loss": 0.5}, upload_bytes=7, download_bytes=9)
+    done = task("a/w", examples=10, metrics={"loss": 0.5}, upload_bytes=7, download_bytes=9)
     rows = list(rows_of(RUN, [a_round(done, task("b/w", "failed"))], [], []))
     where = ("r", 1, 1, 2, "warm-up", "data")
     assert rows == [
@@ -105,7 +105,7 @@ def test_evaluations_and_figures_over_sites_have_rows_of_their_own() -> None:
 
 
 def test_what_a_method_tells_of_a_version_has_rows() -> None:
-    version = Version(number=3, digest=DIGEST, created_at=BEGAN, numbers={"drift": 0.125})
+    version = Version(number=3, digest=DIGEST, created_at=BEGAN, scalars={"drift": 0.125})
     assert list(rows_of(RUN, [], [version], [])) == [
         MetricRow("r", 3, None, None, "version", None, None, None, "drift", 0.125)
     ]

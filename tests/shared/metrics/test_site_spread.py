@@ -9,9 +9,9 @@ from tessera.shared.metrics.site_spread import Score, scores_by_site, spread, sp
 from tessera.shared.schema import MAX_NUMBER
 
 
-def measured(worker: str, examples: int, *, version: int = 1, held_out: bool = True, **numbers: float) -> Measurement:
+def measured(worker: str, examples: int, *, version: int = 1, held_out: bool = True, **metrics: float) -> Measurement:
     return Measurement(
-        version=version, dataset="data", worker=worker, held_out=held_out, examples=examples, numbers=numbers
+        version=version, dataset="data", worker=worker, held_out=held_out, examples=examples, metrics=metrics
     )
 
 

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.shared.hashing import dice
+from tessera.shared.hashing import derive_seed
 from tessera.shared.rounds.planning import choose
 
 NAMES = st.lists(st.text("abcdef/", min_size=1, max_size=6), unique=True, max_size=12)
@@ -19,12 +19,17 @@ def rng(seed: int) -> Random:
 
 def test_the_dice_are_the_first_53_bits_of_the_digest_of_their_names() -> None:
     # sha256("7/cohort/3") begins with these eight bytes; dropping 11 bits leaves 53, which JSON carries exactly.
-    assert dice(7, "cohort", 3) == 0x9B74FB8D1147CB4B >> 11
-    assert dice(7, "cohort", 3) < 1 << 53
+    assert derive_seed(7, "cohort", 3) == 0x9B74FB8D1147CB4B >> 11
+    assert derive_seed(7, "cohort", 3) < 1 << 53
 
 
 def test_each_argument_of_the_dice_matters() -> None:
-    thrown = {dice(0, "train", 1, "a/w"), dice(1, "train", 1, "a/w"), dice(0, "train", 2, "a/w"), dice(0, "train", 1)}
+    thrown = {
+        derive_seed(0, "train", 1, "a/w"),
+        derive_seed(1, "train", 1, "a/w"),
+        derive_seed(0, "train", 2, "a/w"),
+        derive_seed(0, "train", 1),
+    }
     assert len(thrown) == 4
 
 
@@ -44,7 +49,7 @@ def test_the_choice_does_not_depend_on_the_order_of_the_names(
 def test_every_worker_is_chosen_about_as_often_as_any_other() -> None:
     counts = dict.fromkeys("abcd", 0)
     for number in range(4000):
-        for name in choose("abcd", 2, rng(dice(0, "cohort", number))):
+        for name in choose("abcd", 2, rng(derive_seed(0, "cohort", number))):
             counts[name] += 1
     # Each of four is in a cohort of two half of the time: 2000, with a standard deviation of about 32.
     assert all(abs(count - 2000) < 5 * 32 for count in counts.values())

@@ -10,7 +10,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from tessera.shared.aggregation.mean import Divide, average
+from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.api.runs import Bounds, Cohort, RunSpec
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import UPDATE_NORM, MethodSpec, Participant, Plan, RunInfo, State, Update
@@ -110,16 +110,18 @@ def update(worker: str, examples: int, **blocks: Tensor) -> Update:
     return Update(worker, examples, blocks, {"told": float(examples)}, site=worker[0])
 
 
-@pytest.mark.parametrize("divide", ["cohort", "inverse-probability"])
-def test_averaging_what_sites_sent_together_is_averaging_what_their_workers_sent(divide: Divide) -> None:
+@pytest.mark.parametrize("normalization", ["cohort", "inverse-probability"])
+def test_averaging_what_sites_sent_together_is_averaging_what_their_workers_sent(
+    normalization: Normalization,
+) -> None:
     model = {"u": tensor(1.0, 2.0), "v": tensor(0.0, 0.0)}
     # Of the site x, one worker sent both blocks and the other only one.
     of_x = [update("x/1", 10, u=tensor(2, 3), v=tensor(8, 8)), update("x/2", 30, u=tensor(4, 5))]
     other = update("y/1", 40, u=tensor(0, 0), v=tensor(1, 1))
-    as_one = pooled(model, of_x, divide)
-    assert (as_one.examples, as_one.site, as_one.numbers) == (40, "x", {"told": 25.0})
-    by_workers = average(model, [(float(u.examples), u.blocks) for u in [*of_x, other]], divide, lambda _: 0.5)
-    by_sites = average(model, [(float(u.examples), u.blocks) for u in [as_one, other]], divide, lambda _: 0.5)
+    as_one = pooled(model, of_x, normalization)
+    assert (as_one.examples, as_one.site, as_one.metrics) == (40, "x", {"told": 25.0})
+    by_workers = average(model, [(float(u.examples), u.blocks) for u in [*of_x, other]], normalization, lambda _: 0.5)
+    by_sites = average(model, [(float(u.examples), u.blocks) for u in [as_one, other]], normalization, lambda _: 0.5)
     for name in model:
         np.testing.assert_allclose(to_array(by_sites[name]), to_array(by_workers[name]), rtol=1e-6)
 
@@ -170,9 +172,9 @@ def test_sites_and_their_workers_are_merged_in_the_order_of_their_names() -> Non
 
 def worked(steps: float, *norms: float, liar: float | None = None) -> list[Accepted]:
     """Updates of these norms, each of so many effective steps but for the last, which may claim others."""
-    told = [{**entry.numbers, "effective_steps": steps} for entry in reported(*norms)]
+    told = [{**entry.metrics, "effective_steps": steps} for entry in reported(*norms)]
     told[-1]["effective_steps"] = liar or steps
-    return [replace(entry, numbers=numbers) for entry, numbers in zip(reported(*norms), told, strict=True)]
+    return [replace(entry, metrics=metrics) for entry, metrics in zip(reported(*norms), told, strict=True)]
 
 
 def test_a_liar_who_claims_few_effective_steps_is_left_out_for_the_norm_that_would_be_merged() -> None:
@@ -199,7 +201,7 @@ def test_workers_of_one_site_are_stretched_as_they_are_merged() -> None:
     # Of 15 and 5 steps and as many examples each, which makes 10 as the others have; their norm of 20 likewise.
     told = [(one, "x/1", 15.0), (two, "x/2", 5.0)]
     pair = [
-        replace(entry, site="x", worker=name, numbers={**entry.numbers, "effective_steps": steps})
+        replace(entry, site="x", worker=name, metrics={**entry.metrics, "effective_steps": steps})
         for entry, name, steps in told
     ]
     found = norm_scores(FEDNOVA, Bounds(max_norm_of_median=1.01), [*pair, *others])

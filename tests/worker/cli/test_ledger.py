@@ -49,7 +49,7 @@ def spend(folder: Path, run: str, number: int, token: int) -> None:
     task = Task(
         id=f"{run}-{number}", token=token, kind="train", run=run, run_name=f"run-{run}", round=number, rounds=3,
         seed=0, method=MethodSpec(name="fedavg"), plan=Plan(), dataset="wards", training=Training(), codec="raw",
-        divide="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
+        normalization="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
     )  # fmt: skip
     with Ledger(folder / "ledger").page("wards") as page:
         page.spend(TaskRef.of(task), 100, Budget(epsilon=3.0, delta=1e-5), [STEPS])

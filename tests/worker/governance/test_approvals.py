@@ -55,7 +55,8 @@ def task(run: str = "r1", **more: object) -> Task:
     given = {
         "id": "t", "token": 1, "kind": "train", "run": run, "run_name": f"name-{run}", "round": 1, "rounds": 2,
         "seed": 0, "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(),
-        "codec": "raw", "divide": "participants", "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST),
+        "codec": "raw", "normalization": "participants", "model": DIGEST,
+        "version": VersionRef(number=0, digest=DIGEST),
         "lease_seconds": 60.0, "orchestrator": "trial",
     }  # fmt: skip
     return Task.model_validate({**given, **more})

@@ -28,7 +28,7 @@ def sent(task: str = "t", token: int = 1, **detail: Any) -> list[SiteAuditEntry]
 def view(task: str = "t", **more: Any) -> TaskView:
     given = {
         "id": task, "run": "r", "round": 1, "worker": "a/w", "kind": "train", "state": "accepted", "token": 1,
-        "leases": 1, "examples": 10, "upload_bytes": 100, "update": DIGEST, "created_at": NOON + timedelta(hours=1),
+        "attempts": 1, "examples": 10, "upload_bytes": 100, "update": DIGEST, "created_at": NOON + timedelta(hours=1),
     }  # fmt: skip
     return TaskView.model_validate({**given, **more})
 
@@ -53,7 +53,7 @@ def test_what_was_sent_and_is_not_counted_is_named_with_what_became_of_it() -> N
     (found,) = compare([*sent(), entry("update.count")], [view(state="rejected")]).differences
     assert found.kind == "sent-not-counted"
     assert found.detail.endswith("the coordinator says that its task is rejected")
-    assert kinds(sent(), view(token=2, state="lapsed")) == ["sent-not-counted"]
+    assert kinds(sent(), view(token=2, state="expired")) == ["sent-not-counted"]
     assert kinds(sent()) == ["sent-not-counted"]
 
 

@@ -20,7 +20,7 @@ def task(**more: object) -> Task:
     given = {
         "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 20, "seed": 0,
         "method": MethodSpec(name="fedfrozen"), "plan": Plan(train=roles("value"), upload=roles("value")),
-        "dataset": "notes", "training": Training(epochs=3), "codec": "raw", "divide": "participants",
+        "dataset": "notes", "training": Training(epochs=3), "codec": "raw", "normalization": "participants",
         "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST), "lease_seconds": 60.0,
         "orchestrator": "trial-office",
     }  # fmt: skip

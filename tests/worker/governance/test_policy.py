@@ -25,7 +25,7 @@ def task(**more: object) -> Task:
         "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 0, "rounds": 2, "seed": 0,
         "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards",
         "training": Training(), "codec": "raw",
-        "divide": "participants", "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST),
+        "normalization": "participants", "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST),
         "lease_seconds": 60.0,
     }  # fmt: skip
     return Task.model_validate({**given, **more})

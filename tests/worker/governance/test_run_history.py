@@ -22,14 +22,15 @@ def task(number: int, digest: str | None = None, **more: object) -> RunSnapshot:
     given = {
         "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": number, "rounds": 90,
         "seed": 5, "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(),
-        "codec": "raw", "divide": "participants", "model": DIGESTS[0], "version": version, "lease_seconds": 60.0,
+        "codec": "raw", "normalization": "participants", "model": DIGESTS[0],
+        "version": version, "lease_seconds": 60.0,
     }  # fmt: skip
     return RunSnapshot.of(Task.model_validate({**given, **more}))
 
 
-def refused(seen: RunHistory, asked: RunSnapshot, rule: str, max_tries: int = 10) -> str:
+def refused(seen: RunHistory, asked: RunSnapshot, rule: str, max_attempts: int = 10) -> str:
     with pytest.raises(PolicyViolation) as violation:
-        seen.check(asked, Policy(max_tries=max_tries))
+        seen.check(asked, Policy(max_attempts=max_attempts))
     assert violation.value.rule == rule
     return violation.value.detail
 
@@ -37,26 +38,26 @@ def refused(seen: RunHistory, asked: RunSnapshot, rule: str, max_tries: int = 10
 def test_rounds_that_go_forward_are_all_well(tmp_path: Path) -> None:
     seen = RunHistory(tmp_path, "w")
     for number in (1, 2, 5):
-        seen.check(task(number), Policy(max_tries=1))
-        seen.add(task(number), Policy(max_tries=1))
+        seen.check(task(number), Policy(max_attempts=1))
+        seen.add(task(number), Policy(max_attempts=1))
 
 
 def test_what_is_only_looked_at_leaves_no_trace(tmp_path: Path) -> None:
     seen = RunHistory(tmp_path / "runs", "w")
-    seen.check(task(1), Policy(max_tries=10))
-    seen.check(task(1, DIGESTS[7], method=MethodSpec(name="fedprox")), Policy(max_tries=10))
+    seen.check(task(1), Policy(max_attempts=10))
+    seen.check(task(1, DIGESTS[7], method=MethodSpec(name="fedprox")), Policy(max_attempts=10))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_task_whose_plan_is_another_is_an_honest_retry_and_counted(tmp_path: Path) -> None:
     seen = RunHistory(tmp_path, "w")
     for stage in ("train", "again"):
-        seen.add(task(1, plan=Plan(stage=stage)), Policy(max_tries=2))
-    assert refused(seen, task(1), "max_tries", 2) == "round 1 was handed in 2 times, which is allowed"
+        seen.add(task(1, plan=Plan(stage=stage)), Policy(max_attempts=2))
+    assert refused(seen, task(1), "max_attempts", 2) == "round 1 was handed in 2 times, which is allowed"
 
 
 def test_what_was_handed_in_is_remembered_after_a_restart(tmp_path: Path) -> None:
-    RunHistory(tmp_path, "w").add(task(3), Policy(max_tries=10))
+    RunHistory(tmp_path, "w").add(task(3), Policy(max_attempts=10))
     again = RunHistory(tmp_path, "w")
     refused(again, task(2), "round")
     refused(again, task(3, seed=6), "round")
@@ -66,29 +67,29 @@ def test_what_was_handed_in_is_remembered_after_a_restart(tmp_path: Path) -> Non
 
 def test_two_workers_of_a_site_are_not_shown_two_versions(tmp_path: Path) -> None:
     north, south = RunHistory(tmp_path, "north"), RunHistory(tmp_path, "south")
-    north.add(task(3), Policy(max_tries=10))
-    south.add(task(3), Policy(max_tries=10))
+    north.add(task(3), Policy(max_attempts=10))
+    south.add(task(3), Policy(max_attempts=10))
     refused(south, task(3, DIGESTS[9]), "version")
     # Each has rounds of its own.
-    south.add(task(4), Policy(max_tries=10))
-    north.check(task(3), Policy(max_tries=10))
+    south.add(task(4), Policy(max_attempts=10))
+    north.check(task(3), Policy(max_attempts=10))
 
 
 def test_who_hands_in_second_is_judged_by_what_the_first_wrote(tmp_path: Path) -> None:
     north, south = RunHistory(tmp_path, "north"), RunHistory(tmp_path, "south")
-    north.check(task(1), Policy(max_tries=10))
-    south.check(task(1, DIGESTS[9]), Policy(max_tries=10))
-    north.add(task(1), Policy(max_tries=10))
+    north.check(task(1), Policy(max_attempts=10))
+    south.check(task(1, DIGESTS[9]), Policy(max_attempts=10))
+    north.add(task(1), Policy(max_attempts=10))
     with pytest.raises(PolicyViolation, match="version 0"):
-        south.add(task(1, DIGESTS[9]), Policy(max_tries=10))
+        south.add(task(1, DIGESTS[9]), Policy(max_attempts=10))
 
 
 def test_a_central_evaluation_is_of_another_data_set_and_an_earlier_version(tmp_path: Path) -> None:
     seen = RunHistory(tmp_path, "w")
     for number in range(1, VERSIONS_KEPT + 3):
-        seen.add(task(number), Policy(max_tries=10))
+        seen.add(task(number), Policy(max_attempts=10))
     evaluation = {"kind": "evaluate", "dataset": "test", "round": 60}
-    seen.add(task(61, **evaluation), Policy(max_tries=10))
+    seen.add(task(61, **evaluation), Policy(max_attempts=10))
     refused(seen, task(61, DIGESTS[1], **evaluation), "version")
     assert "older than what is remembered" in refused(seen, task(2, **evaluation), "version")
     refused(seen, task(67, dataset="test"), "run")
@@ -96,13 +97,13 @@ def test_a_central_evaluation_is_of_another_data_set_and_an_earlier_version(tmp_
 
 def test_a_record_that_cannot_be_read_is_looked_at_by_a_person(tmp_path: Path) -> None:
     seen = RunHistory(tmp_path, "w")
-    seen.add(task(1), Policy(max_tries=10))
+    seen.add(task(1), Policy(max_attempts=10))
     (tmp_path / "r.json").write_bytes(b"{}x")
     assert "cannot be read" in refused(seen, task(2), "run")
 
 
 def test_what_was_measured_is_counted_for_all_runs_and_workers_that_share_it(tmp_path: Path) -> None:
-    policy, measuring = Policy(max_measurements=2), {"kind": "evaluate", "held_out": True}
+    policy, measuring = Policy(max_evaluations=2), {"kind": "evaluate", "held_out": True}
     north, south = RunHistory(tmp_path, "north"), RunHistory(tmp_path, "south")
     north.measure("wards", policy)
     # Counted before anything is measured, so that whoever is killed in between has not measured for nothing.
@@ -112,7 +113,7 @@ def test_what_was_measured_is_counted_for_all_runs_and_workers_that_share_it(tmp
     for asked in (lambda: north.check(task(1, **measuring), policy), lambda: north.measure("wards", policy)):
         with pytest.raises(PolicyViolation, match="2 versions were measured on the data set 'wards'") as violation:
             asked()
-        assert violation.value.rule == "max_measurements"
+        assert violation.value.rule == "max_evaluations"
     north.check(task(1), policy)
     north.measure("clinics", policy)
 

@@ -113,7 +113,7 @@ def begin(client: Client, **spec: Any) -> Run:
     start = {block.name: read_block(named_tensors(model), block) for block in blocks}
     wanted = {
         "name": "demo", "dataset": "digits", "training": Training(learning_rate=0.01, batch_size=256),
-        "cohort": Cohort(tries=2), **spec,
+        "cohort": Cohort(max_attempts=2), **spec,
     }  # fmt: skip
     return start_run(client, Model(config=VIT, head="image-classification", blocks=blocks), start, **wanted)
 
@@ -156,7 +156,7 @@ def test_a_run_that_is_declined_is_asked_for_no_more(coordinator: LiveCoordinato
         run = begin(client)
         until(lambda: desk.say("inbox")["runs"])
         desk.say("decline", run.id[:8], "--reason", "no ethics vote")
-        until(lambda: client.preview_run(run.spec).prospects)
+        until(lambda: client.preview_run(run.spec).workers)
         until(lambda: "declined: no ethics vote" in declared(coordinator))
     assert [task.state for task in tasks(client, run)] == ["cancelled"]
     assert desk.details("run.decline")[0]["by"] == "ann"
@@ -180,7 +180,7 @@ def test_an_update_waits_for_its_release_and_is_told_in_the_chain(
     (task,) = tasks(client, run)
     assert (task.state, task.upload_bytes) == ("merged", held["nbytes"])
     # The coordinator measured the same norm of what it was sent.
-    assert task.numbers["update_norm"] == pytest.approx(held["norm"], rel=1e-5)
+    assert task.metrics["update_norm"] == pytest.approx(held["norm"], rel=1e-5)
     assert desk.audit() == ["task.start", "update.hold", "update.release", "update.leave", "update.count"]
     (left,) = desk.details("update.leave")
     assert (left["update"], left["bytes"], left["blocks"]) == (held["update"], held["nbytes"], len(held["blocks"]))
@@ -192,7 +192,7 @@ def test_an_update_that_is_withheld_fails_its_task_by_name(coordinator: LiveCoor
     client = coordinator.client()
     desk = Desk(coordinator, tmp_path, "airlock = true\n")
     with desk.working():
-        run = begin(client, cohort=Cohort(tries=1))
+        run = begin(client, cohort=Cohort(max_attempts=1))
         (held,) = until(lambda: desk.say("airlock")["updates"])
         desk.say("withhold", held["id"], "--reason", "too few examples")
         until(lambda: client.run(run.id).state == "paused")
@@ -210,7 +210,7 @@ def test_what_the_policy_refuses_is_in_the_chain_by_its_rule(
     with desk.working() as agent:
         # As a coordinator has it that does not heed what it is shown.
         monkeypatch.setattr(agent, "_told", lambda: agent._claim)
-        run = begin(client, training=Training(epochs=2), cohort=Cohort(tries=1))
+        run = begin(client, training=Training(epochs=2), cohort=Cohort(max_attempts=1))
         until(lambda: client.run(run.id).state == "paused")
     assert desk.audit() == ["task.start", "task.refuse"]
     assert desk.details("task.refuse") == [{"rule": "max_epochs", "detail": "2 epochs are more than the 1 allowed"}]
@@ -221,7 +221,7 @@ def test_nothing_leaves_while_it_cannot_be_written_down(coordinator: LiveCoordin
     desk = Desk(coordinator, tmp_path, "")
     (tmp_path / "state" / "audit" / "audit.jsonl").mkdir(parents=True)
     with desk.working():
-        run = begin(client, cohort=Cohort(tries=1))
+        run = begin(client, cohort=Cohort(max_attempts=1))
         until(lambda: client.run(run.id).state == "paused")
     (task,) = tasks(client, run)
     assert task.state == "failed"
@@ -303,11 +303,11 @@ def test_while_the_settings_file_is_broken_nothing_is_begun(coordinator: LiveCoo
         (told,) = until(lambda: [line for line in logged if line["event"] == "settings-unusable"])
         assert "policy.max_epoch: no such setting" in told["detail"]
         until(lambda: [task.state for task in tasks(client, run)] == ["offered"])
-        assert "tessera_worker_settings_usable 0.0" in figures.read_text()
+        assert "tessera_worker_settings_valid 0.0" in figures.read_text()
         assert desk.audit() == []
         desk.write("max_epochs = 50\n")
         until(lambda: client.run(run.id).state == "completed")
-    assert "tessera_worker_settings_usable 1.0" in figures.read_text()
+    assert "tessera_worker_settings_valid 1.0" in figures.read_text()
     assert desk.audit()[:2] == ["policy.change", "task.start"]
 
 

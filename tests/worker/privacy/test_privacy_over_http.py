@@ -62,7 +62,7 @@ def ended(client: Client, **spec: Any) -> Run:
     start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
     given = {
         "dataset": "digits", "rounds": 2, "training": Training(batch_size=32, learning_rate=0.01),
-        "cohort": Cohort(size=1, tries=1, task_tries=1),
+        "cohort": Cohort(size=1, max_attempts=1, max_task_attempts=1),
     }  # fmt: skip
     run = start_run(client, document, start, **{**given, **spec})
     until(lambda: client.run(run.id).state != "running", seconds=60)
@@ -89,14 +89,14 @@ def test_a_private_run_keeps_its_target_and_tells_nothing_but_steps(
         first, second = tasks_of(client, run)
         # 147 of the 180 images train, in 5 steps an epoch. The norm is what the coordinator makes of the update.
         for task in (first, second):
-            assert set(task.numbers) == {"effective_steps", "epsilon", "update_norm"}
-            assert task.numbers["effective_steps"] == 5.0
+            assert set(task.metrics) == {"effective_steps", "epsilon", "update_norm"}
+            assert task.metrics["effective_steps"] == 5.0
         entries = Ledger(tmp_path / "a" / "ledger").read("digits")
         assert [(entry.run, entry.round, entry.examples) for entry in entries] == [(run.id, 1, 147), (run.id, 2, 147)]
         events = [event for entry in entries for event in entry.events]
         assert [event.steps for event in events if isinstance(event, NoisySteps)] == [5, 5]
         assert 0.98 * 4.0 < epsilon(events, 1e-5) <= 4.0
-        assert 0 < first.numbers["epsilon"] < second.numbers["epsilon"] == epsilon(events, 1e-5)
+        assert 0 < first.scalars["epsilon"] < second.scalars["epsilon"] == epsilon(events, 1e-5)
         # Nothing of the budget is left for another run.
         refused = ended(client, name="again", privacy=PRIVACY)
         assert refused.state != "completed"
@@ -104,9 +104,9 @@ def test_a_private_run_keeps_its_target_and_tells_nothing_but_steps(
         assert task.problem
         assert task.problem.detail.startswith("policy-violation: privacy: this task would bring")
         assert "the site allows 4.3" in task.problem.detail
-        (prospect,) = client.preview_run(refused.spec).prospects
-        assert [said.rule for said in prospect.reservations] == ["privacy"]
-        assert "of runs before" in prospect.reservations[0].detail
+        (prospect,) = client.preview_run(refused.spec).workers
+        assert [said.rule for said in prospect.warnings] == ["privacy"]
+        assert "of runs before" in prospect.warnings[0].detail
         assert Ledger(tmp_path / "a" / "ledger").read("digits") == entries
 
 
@@ -114,7 +114,7 @@ def test_a_run_without_privacy_may_not_train_on_data_that_have_a_budget(
     coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As a coordinator has it that does not heed what it is shown.
-    monkeypatch.setattr(Policy, "mirror", lambda *_: None)
+    monkeypatch.setattr(Policy, "advertised_policy", lambda *_: None)
     client = coordinator.client()
     with site(coordinator, tmp_path, privacy={"epsilon": 4.0, "delta": 1e-5}):
         run = ended(client)
@@ -178,4 +178,4 @@ def test_safl_chooses_by_noisy_sums_that_are_paid_for(coordinator: LiveCoordinat
     assert kinds == ["noisy-choice", "noisy-steps"] * 2
     events = [event for entry in Ledger(tmp_path / "a" / "ledger").read("digits") for event in entry.events]
     assert epsilon(events, 1e-5) <= 4.0
-    assert all("score" not in name for task in tasks_of(client, run) for name in task.numbers)
+    assert all("score" not in name for task in tasks_of(client, run) for name in task.metrics)

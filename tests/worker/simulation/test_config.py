@@ -38,7 +38,7 @@ held_out = 0.25
 part = { scheme = "dirichlet", alpha = 1 }
 
 [simulation.policy]
-min_measured = 1
+min_evaluation_examples = 1
 
 [simulation.test]
 kind = "arrays"

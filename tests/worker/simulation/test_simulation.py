@@ -153,7 +153,7 @@ def test_a_site_that_is_away_is_not_asked_and_comes_back_with_what_it_kept(model
 
 
 def test_workers_that_fall_silent_are_done_without_and_a_round_without_quorum_is_tried_again(model: Weights) -> None:
-    wanted = spec(rounds=4, cohort={"quorum": 3, "tries": 10})
+    wanted = spec(rounds=4, cohort={"quorum": 3, "max_attempts": 10})
     told: list[Outcome] = []
     result = simulate(wanted, model, SITES, conditions=Conditions(dropout=0.4), watch=told.append)
     states = [made.state for made in result.rounds]
@@ -161,7 +161,7 @@ def test_workers_that_fall_silent_are_done_without_and_a_round_without_quorum_is
     assert "abandoned" in states
     assert [outcome.round for outcome in told] == list(result.rounds)
     ended = {task.state for made in result.rounds for task in made.tasks}
-    assert ended == {"left_out", "lapsed", "merged"}
+    assert ended == {"left_out", "expired", "merged"}
     # Of what was accepted in vain nothing is left either.
     assert (
         len(list((result.folder / "blobs").glob("??/*")))
@@ -170,7 +170,7 @@ def test_workers_that_fall_silent_are_done_without_and_a_round_without_quorum_is
 
 
 def test_the_first_updates_are_enough_if_the_run_says_so(model: Weights) -> None:
-    result = simulate(spec(rounds=5, cohort={"enough": 2}), model, SITES)
+    result = simulate(spec(rounds=5, cohort={"target_updates": 2}), model, SITES)
     for made in result.rounds:
         assert sorted(task.state for task in made.tasks) == ["cancelled", "cancelled", "merged", "merged"]
     assert len({tuple(task.state for task in made.tasks) for made in result.rounds}) > 1
@@ -191,7 +191,7 @@ def test_the_bound_on_norms_is_kept_as_the_method_stretches_them(model: Weights)
     sites = {name: images(count, count) for name, count in (("a", 8), ("b", 16), ("c", 24))}
     result = simulate(spec("fednova", rounds=2), model, sites)
     per_step = [
-        median(task.numbers["update_norm"] / task.numbers["effective_steps"] for task in made.tasks)
+        median(task.metrics["update_norm"] / task.metrics["effective_steps"] for task in made.tasks)
         for made in result.rounds
     ]
     assert result.bounds is not None
@@ -200,7 +200,7 @@ def test_the_bound_on_norms_is_kept_as_the_method_stretches_them(model: Weights)
 
 def test_an_update_out_of_bounds_is_refused_and_the_round_goes_on(model: Weights) -> None:
     free = simulate(spec(rounds=1), model, SITES).rounds[0].tasks
-    norms = sorted(task.numbers["update_norm"] for task in free)
+    norms = sorted(task.metrics["update_norm"] for task in free)
     result = simulate(spec(rounds=1, max_update_norm=(norms[1] + norms[2]) / 2), model, SITES)
     assert sorted(task.state for task in result.rounds[0].tasks) == ["merged", "merged", "rejected", "rejected"]
     refused = next(task for task in result.rounds[0].tasks if task.state == "rejected")
@@ -224,7 +224,7 @@ def test_a_site_whose_training_diverges_is_told_of(model: Weights) -> None:
     assert failed.problem is not None
     assert "diverged: the loss is nan" in failed.problem.detail
     with pytest.raises(Stalled, match="4 of 5 updates came; the quorum is 5; bad/worker: diverged"):
-        simulate(spec(rounds=1, cohort={"quorum": 5, "tries": 1}), model, sites)
+        simulate(spec(rounds=1, cohort={"quorum": 5, "max_attempts": 1}), model, sites)
 
 
 # ---------------------------------------------------------------- memory and disk
@@ -455,7 +455,7 @@ def test_a_robust_run_scores_its_updates(model: Weights) -> None:
     told: list[Outcome] = []
     result = simulate(wanted, model, SITES, watch=told.append)
     for made in result.rounds:
-        scores = {task.worker.partition("/")[0]: task.numbers for task in made.tasks}
+        scores = {task.worker.partition("/")[0]: task.metrics for task in made.tasks}
         assert set(scores) == set(NAMES)
         assert all({"anomaly.norm", "anomaly.distance", "anomaly.cosine"} <= set(found) for found in scores.values())
         # Honest sites: each goes somewhat the way of the median, and none is many times as far off as the others.

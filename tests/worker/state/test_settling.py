@@ -225,7 +225,7 @@ def test_a_budget_set_after_training_without_privacy_is_refused_until_the_site_a
     assert "acknowledge_exact = true" in refusal.value.remedy
     runner = replace(site.runner, allowances={"data": budget})
     assert runner.spent() == {"data": math.inf}
-    assert runner.policy.mirror(runner.allowances, 0, runner.spent()).spent == {"data": MAX_NUMBER}
+    assert runner.policy.advertised_policy(runner.allowances, 0, runner.spent()).spent == {"data": MAX_NUMBER}
     acknowledged = budget.model_copy(update={"acknowledge_exact": True})
     PrivateTask(private, private.privacy, 24, site.ledger, acknowledged).begin(epochs=1)
     assert 0 < replace(runner, allowances={"data": acknowledged}).spent()["data"] <= 8.0

@@ -25,7 +25,7 @@ def kept(value: float) -> dict[str, np.ndarray]:
 
 def answer(state: str, token: int = 3) -> TaskView:
     given = {"id": TASK, "run": RUN, "round": 0, "worker": "a", "kind": "train", "state": state, "token": token}
-    return TaskView.model_validate({**given, "leases": 1})
+    return TaskView.model_validate({**given, "attempts": 1})
 
 
 def value_in(vault: Vault) -> float | None:
@@ -77,7 +77,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
         (answer("merged", token=4), 1.0, 1),  # another lease of this task was accepted, with other results
         (answer("leased"), 1.0, 2),  # the submission may still be on its way
         (answer("leased", token=4), 1.0, 1),
-        (answer("lapsed"), 1.0, 1),
+        (answer("expired"), 1.0, 1),
         (answer("cancelled"), 1.0, 1),
         (answer("offered"), 1.0, 1),
     ],

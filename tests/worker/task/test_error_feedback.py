@@ -103,8 +103,8 @@ def test_a_run_with_a_sparse_codec_keeps_rests_at_its_sites_and_tells_the_error(
     whole = simulate(spec(rounds=3), model, SITES)
     result = simulate(spec(rounds=3, codec=SPARSE), model, SITES)
     tasks = [task for made in result.rounds for task in made.tasks]
-    assert all(0 < task.numbers["codec_error"] < 1 for task in tasks)
-    assert all("codec_error" not in task.numbers for made in whole.rounds for task in made.tasks)
+    assert all(0 < task.metrics["codec_error"] < 1 for task in tasks)
+    assert all("codec_error" not in task.metrics for made in whole.rounds for task in made.tasks)
     assert result.outcomes[1].upload_bytes < 0.4 * whole.outcomes[1].upload_bytes
     assert all(rests(result.kept(site)) for site in SITES)
     assert digests(simulate(spec(rounds=3, codec=SPARSE), model, SITES)) == digests(result)
@@ -113,7 +113,7 @@ def test_a_run_with_a_sparse_codec_keeps_rests_at_its_sites_and_tells_the_error(
 def test_what_was_refused_leaves_the_rests_as_they_were(model: Weights) -> None:
     run = spec(rounds=2, codec=SPARSE)
     free = simulate(run, model, SITES)
-    norms = [max(task.numbers["update_norm"] for task in made.tasks) for made in free.rounds]
+    norms = [max(task.metrics["update_norm"] for task in made.tasks) for made in free.rounds]
     # All of the second round's updates but the largest fit, and all of the first's.
     assert norms[0] < norms[1]
     bounded = simulate({**run, "max_update_norm": norms[1] * 0.999}, model, SITES)
@@ -132,7 +132,7 @@ def test_a_run_with_a_budget_keeps_to_it_and_learns_of_the_error(model: Weights)
     for made in result.rounds:
         for task in made.tasks:
             assert task.upload_bytes <= most
-            assert 0 < task.numbers["codec_error"] < 0.5
+            assert 0 < task.metrics["codec_error"] < 0.5
 
 
 def test_a_budget_that_no_codec_keeps_to_fails_the_task_and_says_so(model: Weights) -> None:

@@ -91,8 +91,8 @@ SITES = {
     "strict": Site(
         {
             "policy": {
-                "models": ["vit"], "methods": ["fedper"], "datasets": ["digits"], "max_batch": 64, "max_tries": 1,
-                "max_task_seconds": 4, "min_measured": 50,
+                "models": ["vit"], "methods": ["fedper"], "datasets": ["digits"], "max_batch": 64, "max_attempts": 1,
+                "max_task_seconds": 4, "min_evaluation_examples": 50,
             },
         }
     ),
@@ -135,7 +135,7 @@ class Scene:
         start = {block.name: read_block(named_tensors(model), block) for block in self.model.blocks}
         given = {
             "dataset": "digits", "rounds": 20, "training": Training(batch_size=64, learning_rate=0.01),
-            "cohort": Cohort(tries=100, sites=(name,)), "method": KEEPS_HEAD,
+            "cohort": Cohort(max_attempts=100, sites=(name,)), "method": KEEPS_HEAD,
         }  # fmt: skip
         self.run: Run = start_run(self.client, self.model, start, **{"name": name, **given, **site.spec})
         for _ in range(HONEST_ROUNDS):
@@ -314,7 +314,7 @@ CASES = [
         "16384 conditions",
         plan={"upload": named(*["a*b*"] * 20_000)},
     ),
-    garbled("a plan with a number that is none", "/plan/numbers", plan={"numbers": {"x": float("nan")}}),
+    garbled("a plan with a number that is none", "/plan/scalars", plan={"scalars": {"x": float("nan")}}),
     garbled("a plan with code in it", "/plan/code", plan={"code": "import os"}),
     garbled("a stage that writes to a terminal", "/plan/stage", plan={"stage": "\x1b[2J"}),
     # ---------------------------------------------------------------- models
@@ -389,7 +389,7 @@ CASES = [
     ),
     Case(
         "a model type that is code",
-        "model-refused: .*transformers has none called",
+        "model-refused: .*transformers has no model type",
         lambda scene: scene.config(model_type="__import__('os').system('id')"),
     ),
     Case(
@@ -478,31 +478,33 @@ CASES = [
         ),
     ),
     Case(
-        "server memory of terabytes",
-        "policy-violation: max_model_bytes: server memory of",
+        "server state of terabytes",
+        "policy-violation: max_model_bytes: server state of",
         lambda scene: {
             **scene.manifest(
-                memory={"m": {"digest": "sha256:" + "0" * 64, "shape": [1 << 40, 1 << 40], "dtype": "F32"}}
+                server_state={"m": {"digest": "sha256:" + "0" * 64, "shape": [1 << 40, 1 << 40], "dtype": "F32"}}
             ),
-            "plan": {"memory": ["*"]},
+            "plan": {"server_state": ["*"]},
         },
     ),
     Case(
-        "server memory of Python objects",
-        "invalid-version: /memory/m/dtype",
-        lambda scene: scene.manifest(memory={"m": {"digest": "sha256:" + "0" * 64, "shape": [4], "dtype": "O"}}),
-    ),
-    Case(
-        "server memory of forty axes",
-        "invalid-version: /memory/m/shape",
+        "server state of Python objects",
+        "invalid-version: /server_state/m/dtype",
         lambda scene: scene.manifest(
-            memory={"m": {"digest": "sha256:" + "0" * 64, "shape": [1] * 40, "dtype": "F32"}}
+            server_state={"m": {"digest": "sha256:" + "0" * 64, "shape": [4], "dtype": "O"}}
         ),
     ),
     Case(
-        "server memory that is not there",
+        "server state of forty axes",
+        "invalid-version: /server_state/m/shape",
+        lambda scene: scene.manifest(
+            server_state={"m": {"digest": "sha256:" + "0" * 64, "shape": [1] * 40, "dtype": "F32"}}
+        ),
+    ),
+    Case(
+        "server state that is not there",
         "invalid-plan: the version holds no memory",
-        says(plan={"memory": ["secrets*"]}),
+        says(plan={"server_state": ["secrets*"]}),
     ),
     # ---------------------------------------------------------------- training
     Case(
@@ -577,7 +579,7 @@ CASES = [
     garbled("training on what is held out", "nothing trains on what is held out", held_out=True),
     Case(
         "figures of too few examples",
-        "policy-violation: min_measured: figures of 33",
+        "policy-violation: min_evaluation_examples: figures of 33",
         says(kind="evaluate", held_out=True),
         at="strict",
     ),
@@ -665,7 +667,7 @@ CASES = [
         "policy-violation: version: version 0 of the run .* was another",
         lambda scene: {
             "round": 1,
-            "version": {"number": 0, "digest": scene.manifest(numbers={"x": 1.0})["version"]["digest"]},
+            "version": {"number": 0, "digest": scene.manifest(scalars={"x": 1.0})["version"]["digest"]},
         },
     ),
     Case(
@@ -674,7 +676,7 @@ CASES = [
         lambda scene: {
             "kind": "evaluate",
             "round": 0,
-            "version": {"number": 0, "digest": scene.manifest(numbers={"x": 1.0})["version"]["digest"]},
+            "version": {"number": 0, "digest": scene.manifest(scalars={"x": 1.0})["version"]["digest"]},
         },
     ),
     Case(
@@ -694,7 +696,7 @@ CASES = [
     ),
     Case(
         "the same round again and again",
-        "policy-violation: max_tries: round 2 was handed in 1 times",
+        "policy-violation: max_attempts: round 2 was handed in 1 times",
         lambda scene: {"round": 2, "seed": scene.last_seed(), "version": scene.version(1)},
         at="strict",
     ),

@@ -62,7 +62,7 @@ def begin(
         dataset=dataset,
         rounds=ROUNDS,
         training=Training(optimizer="sgd", momentum=0, learning_rate=0.1, batch_size=64),
-        cohort=Cohort(tries=1, task_tries=1),
+        cohort=Cohort(max_attempts=1, max_task_attempts=1),
         evaluation=evaluation,
     )
 
@@ -124,7 +124,7 @@ def test_a_site_measures_the_version_and_its_own_model_if_there_is_one(
     assert sorted(found) == [0, 1, 2]
     for number, one in found.items():
         own = PERSONAL if personal_from is not None and number >= personal_from else set()
-        assert set(one.numbers) == GLOBAL | own, number
+        assert set(one.metrics) == GLOBAL | own, number
     # About a quarter of the 180 images that are an eighth of the training part's 1437: those that the key says.
     assert {(one.worker, one.held_out, one.examples) for one in found.values()} == {("a/w", True, 43)}
 
@@ -136,7 +136,7 @@ def test_the_version_is_measured_without_what_the_site_keeps_and_its_own_model_w
     run = begin(client, "fedper", Evaluation(sites=True))
     given = settings(coordinator, tmp_path / "state")
     with working(given):
-        numbers = measured(client, run)[ROUNDS].numbers
+        metrics = measured(client, run)[ROUNDS].metrics
     held_out = datasets_of(given)["digits"].held_out
     assert held_out is not None
     file = io.BytesIO()
@@ -148,9 +148,9 @@ def test_the_version_is_measured_without_what_the_site_keeps_and_its_own_model_w
     for prefix, tensors in (("", version), ("personal_", version | kept)):
         model.load_state_dict(tensors)
         again = evaluate(model, "image-classification", Batches(held_out, 64, CPU), lambda: None)
-        assert {name: numbers[prefix + name] for name in GLOBAL} == pytest.approx(again, rel=0.006)
-    assert all(value == float(f"{value:.3g}") for value in numbers.values())
-    assert any(numbers[f"personal_{name}"] != numbers[name] for name in GLOBAL)
+        assert {name: metrics[prefix + name] for name in GLOBAL} == pytest.approx(again, rel=0.006)
+    assert all(value == float(f"{value:.3g}") for value in metrics.values())
+    assert any(metrics[f"personal_{name}"] != metrics[name] for name in GLOBAL)
 
 
 @pytest.mark.parametrize("method", ["fedper", "ditto", "local", "fedbabu"])
@@ -209,14 +209,14 @@ def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it(
     run = begin(client, "fedbabu", Evaluation(sites=True), tune_epochs=1)
     runner.run(worker.take(), lambda: None, Report())
     (found,) = client.measurements(run.id)
-    assert set(found.numbers) == (GLOBAL if floor else GLOBAL | PERSONAL)
+    assert set(found.metrics) == (GLOBAL if floor else GLOBAL | PERSONAL)
 
 
 def test_versions_are_measured_on_a_data_set_so_often_and_no_more(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
     client, site = coordinator.client(), coordinator.client("site", "a")
-    given = settings(coordinator, tmp_path / "state").model_copy(update={"policy": Policy(max_measurements=2)})
+    given = settings(coordinator, tmp_path / "state").model_copy(update={"policy": Policy(max_evaluations=2)})
     with working(given):
         for _ in range(2):
             run = begin(client, "fedavg", Evaluation(sites=True, every=ROUNDS))
@@ -225,7 +225,7 @@ def test_versions_are_measured_on_a_data_set_so_often_and_no_more(
     evaluated = [task for task in site.tasks() if task.kind == "evaluate"]
     assert [task.state for task in evaluated] == ["accepted", "accepted", "failed", "failed"]
     assert evaluated[2].problem
-    assert "max_measurements: 2 versions were measured on the data set 'digits'" in evaluated[2].problem.detail
+    assert "max_evaluations: 2 versions were measured on the data set 'digits'" in evaluated[2].problem.detail
 
 
 def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_own(
@@ -241,7 +241,7 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
         methods=("pfeddc",),
     )
     cache = Cache(tmp_path / "cache", 1 << 24)
-    few = Policy(min_measured=6)
+    few = Policy(min_evaluation_examples=6)
     runner = TaskRunner(worker.client, {"data": data}, CPU, Vault(tmp_path / "vault"), cache, tmp_path, policy=few)
     worker.enrol()
     model = instantiate(dual("clip"), "contrastive", seed=0, prompts=Prompts(vision=2, text=2))
@@ -260,8 +260,8 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
     for _ in range(3):
         runner.run(worker.take(), lambda: None, Report())
     found = measured(client, run)
-    assert {number: set(one.numbers) for number, one in found.items()} == {0: GLOBAL, 1: GLOBAL | PERSONAL}
-    assert found[1].numbers["personal_loss"] != found[1].numbers["loss"]
+    assert {number: set(one.metrics) for number, one in found.items()} == {0: GLOBAL, 1: GLOBAL | PERSONAL}
+    assert found[1].metrics["personal_loss"] != found[1].metrics["loss"]
 
 
 def digits_runner(coordinator: LiveCoordinator, folder: Path) -> tuple[TaskRunner, ScriptedWorker]:

@@ -68,9 +68,9 @@ env:
   - {name: AWS_ALLOW_HTTP, value: "true"}
   {{- end }}
   - {name: TESSERA_STAGING_DIR, value: /data/staging}
-  # The ingress or gateway does TLS.
+  # The ingress or gateway terminates TLS.
   - {name: TESSERA_BEHIND_PROXY, value: "true"}
-  - {name: TESSERA_ALIVE_FILE, value: /tmp/alive}
+  - {name: TESSERA_HEARTBEAT_FILE, value: /tmp/alive}
   - {name: TESSERA_ADMIN_TOKEN_FILE, value: /tmp/admin-token}
   {{- if .Values.oidcClientSecret }}
   - {name: TESSERA_OIDC_CLIENT_SECRET_FILE, value: /run/secrets/oidc/client-secret}

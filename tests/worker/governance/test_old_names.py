@@ -1,0 +1,90 @@
+"""What a worker of the version before wrote, and what its settings say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from tessera.shared.api.tasks import Task
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import MethodSpec, Plan
+from tessera.shared.run_settings import Training
+from tessera.worker.governance.airlock import Summary
+from tessera.worker.governance.approvals import terms_digest
+from tessera.worker.governance.policy import Policy, PolicyViolation
+from tessera.worker.governance.run_history import RunHistory, RunSnapshot
+from tessera.worker.settings import SettingsError, read_settings
+
+DIGEST = "sha256:" + "0" * 64
+OLD_TERMS = {
+    "run_name": "demo", "model": DIGEST, "method": {"name": "fedavg", "settings": {}}, "dataset": "wards",
+    "rounds": 3, "training": Training().model_dump(mode="json"), "privacy": None, "divide": "participants",
+    "codec": "raw", "upload_budget": None, "upload_seconds": None, "orchestrator": None,
+}  # fmt: skip
+
+
+def task(normalization: str = "participants") -> Task:
+    return Task.model_validate({
+        "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 2, "rounds": 3, "seed": 5,
+        "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(),
+        "codec": "raw", "normalization": normalization, "model": DIGEST,
+        "version": VersionRef(number=1, digest=DIGEST), "lease_seconds": 60.0,
+    })  # fmt: skip
+
+
+def test_an_approval_of_the_version_before_still_holds() -> None:
+    terms = {**OLD_TERMS, "kind": "train"}
+    digest = hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    assert terms_digest(RunSnapshot.of(task())) == digest
+
+
+def test_a_run_s_record_of_the_version_before_is_read_and_still_binds_the_run(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(json.dumps({"terms": OLD_TERMS, "versions": {}, "handed": {}}))
+    history = RunHistory(tmp_path, "w")
+    history.check(RunSnapshot.of(task()), Policy())
+    with pytest.raises(PolicyViolation, match="was another before, in normalization"):
+        history.check(RunSnapshot.of(task("cohort")), Policy())
+
+
+def test_an_update_in_the_airlock_of_the_version_before_is_read() -> None:
+    old = {
+        "id": "1", "task": "t", "run": "r", "run_name": "demo", "orchestrator": None, "round": 1, "dataset": "wards",
+        "examples": 8, "held_at": datetime.now(UTC).isoformat(), "update": DIGEST, "nbytes": 4, "norm": 1.0,
+        "blocks": {}, "numbers": {"loss": 0.5}, "epsilon": None,
+    }  # fmt: skip
+    assert Summary.model_validate(old).metrics == {"loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("max_tries", "max_attempts"),
+        ("min_measured", "min_evaluation_examples"),
+        ("max_measurements", "max_evaluations"),
+    ],
+)
+def test_an_old_key_of_the_policy_is_refused_with_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
+    file = tmp_path / "worker.toml"
+    settings = f"""
+        url = "https://tessera.example"
+        token = "x"
+        name = "w"
+        state_dir = "{tmp_path}"
+        [datasets.wards]
+        kind = "arrays"
+        [policy]
+        """
+    file.write_text(f"{settings}{old} = 5\n")
+    with pytest.raises(SettingsError, match=rf"`\[policy\] {old}` is now `\[policy\] {new}`"):
+        read_settings(file)
+    file.write_text(f"{settings}{new} = 5\n")
+    assert getattr(read_settings(file).policy, new) == 5
+    monkeypatch.setenv(f"TESSERA_WORKER_POLICY__{old.upper()}", "5")
+    with pytest.raises(SettingsError, match=rf"is now `\[policy\] {new}`"):
+        read_settings(file)
