@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -56,16 +57,8 @@ Folder = Annotated[Path, typer.Argument(help="folder of the backup, for its data
 @app.command()
 def migrate() -> None:
     """Migrate the database's schema to this version. Safe to repeat."""
-    try:
-        database = Database(_settings().database_url)
-        with database.engine.begin() as connection:
-            command.upgrade(alembic_config(connection), "head")
-    except (NotAFile, UnknownDatabase) as refusal:
-        typer.echo(str(refusal), err=True)
-        raise typer.Exit(2) from None
-    except DATABASE_AWAY as fault:
-        typer.echo(f"the schema was not changed: {str(fault).splitlines()[0]}", err=True)
-        raise typer.Exit(2) from None
+    with _database("the schema was not changed") as database, database.engine.begin() as connection:
+        command.upgrade(alembic_config(connection), "head")
     typer.echo(f"the schema of {database.shown} is at head", err=True)
 
 
@@ -78,9 +71,11 @@ def token(
 
     Use it when every such token is lost. It needs no token, but write access to the database.
     """
-    try:
-        database = Database(_settings().database_url)
-        spec = TokenSpec(name=name, role="admin")
+    with _database("no token was issued") as database:
+        try:
+            spec = TokenSpec(name=name, role="admin")
+        except ValidationError as refusal:
+            raise _exit(f"--name: {message_of(refusal.errors()[0])}") from None
         with database.transaction() as session:
             _, secret = issue_token(session, database.now(), "coordinator", spec)
             # Printed before it is committed, as the first one.
@@ -88,15 +83,6 @@ def token(
                 print_json({"name": name, "secret": secret})
             else:
                 print(f"admin token (shown only this once): {secret}", file=sys.stderr, flush=True)
-    except ValidationError as refusal:
-        typer.echo(f"--name: {message_of(refusal.errors()[0])}", err=True)
-        raise typer.Exit(2) from None
-    except (NotAFile, UnknownDatabase) as refusal:
-        typer.echo(str(refusal), err=True)
-        raise typer.Exit(2) from None
-    except DATABASE_AWAY as fault:
-        typer.echo(f"no token was issued: {str(fault).splitlines()[0]}", err=True)
-        raise typer.Exit(2) from None
 
 
 @app.command()
@@ -114,8 +100,7 @@ def serve(
         limits.require_private(_settings())
         limits.require_free(_settings())
     except (limits.BadCertificate, limits.InsecureBindError, limits.PortInUseError) as refusal:
-        typer.echo(str(refusal), err=True)
-        raise typer.Exit(2) from None
+        raise _exit(str(refusal)) from None
     if first_migrate:
         migrate()
     services = _opened("serve")
@@ -222,8 +207,7 @@ def _copying(what: str, work: Callable[[], backup.CopyCounts], *, as_json: bool)
     try:
         copied = work()
     except (backup.BackupNotFound, backup.DatabaseNotEmpty, Problem, OSError, SQLAlchemyError) as fault:
-        typer.echo(str(fault), err=True)
-        raise typer.Exit(1) from None
+        raise _exit(str(fault), 1) from None
     if as_json:
         print_json(asdict(copied))
         return
@@ -237,6 +221,22 @@ def _listen(services: Services) -> None:
         while True:
             listener.wait()
             services.conductor.call()
+
+
+def _exit(message: str, code: int = 2) -> typer.Exit:
+    typer.echo(message, err=True)
+    return typer.Exit(code)
+
+
+@contextmanager
+def _database(failure: str) -> Iterator[Database]:
+    """Yield the database of the settings. If it cannot be used, report the failure and exit with status 2."""
+    try:
+        yield Database(_settings().database_url)
+    except (NotAFile, UnknownDatabase) as refusal:
+        raise _exit(str(refusal)) from None
+    except DATABASE_AWAY as fault:
+        raise _exit(f"{failure}: {str(fault).splitlines()[0]}") from None
 
 
 def _settings() -> CoordinatorSettings:
@@ -255,8 +255,7 @@ def _opened(duty: Duty, *, wait: bool = False) -> Services:
     try:
         methods()
     except MethodsUnusable as refusal:
-        typer.echo(str(refusal), err=True)
-        raise typer.Exit(2) from None
+        raise _exit(str(refusal)) from None
     services = _stored(duty, lambda services: services.database.hold(duty, wait=wait))
     swept = services.blobs.sweep()
     log.info("coordinator.opened", database=services.database.shown, swept_files=swept)
@@ -282,12 +281,10 @@ def _assembled(duty: Duty = "both", ready: Callable[[Services], None] = lambda _
         services = assemble(settings, duty=duty)
         ready(services)
     except (DatabaseInUse, NotAFile, SchemaBehind, StagingOnOtherDisk, UnknownDatabase) as refusal:
-        typer.echo(str(refusal), err=True)
-        raise typer.Exit(2) from None
+        raise _exit(str(refusal)) from None
     except (OSError, ImportError, ValueError, SQLAlchemyError, BaseError) as fault:
         reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
-        typer.echo(f"the database, blob store or staging folder of the settings cannot be used: {reason}", err=True)
-        raise typer.Exit(2) from None
+        raise _exit(f"the database, blob store or staging folder of the settings cannot be used: {reason}") from None
     return services
 
 

@@ -264,7 +264,7 @@ def test_who_failed_and_why_is_shown_with_what_to_do(
     until(lambda: commands.json("run", "show", run)["rounds"][0]["state"] == "abandoned")
     commands.say("run", "pause", run)
     shown = commands.say("run", "show", run).stdout
-    assert "round 1  north/w  failed: policy-violation: policy-violation it  [2Jis\n  The site decides" in shown
+    assert "round 1  north/w  failed: policy-violation: policy-violation it  [2Jis\n  The site's policy" in shown
     assert "round 1  south/w  withheld: awaiting-approval it  [2Jis\n  A person at the site decides" in shown
     assert "round 1  east/w  no update: it had not taken its task when the round ended\n" in shown
     assert re.search(r"reason +0 of 3 updates came and no more can come; the quorum is 2 *\n", shown)
