@@ -488,4 +488,4 @@ def test_runs_of_one_name_are_told_apart_before_one_is_chosen(
     assert "'twice' could be any of 2 runs" in said
     for run, state in zip(runs, ("running", "paused"), strict=True):
         assert re.search(rf"{run.id}: twice, {state}, version 0 of 1, created \d+ s ago", said)
-    assert "by its id" in said
+    assert "Give the id" in said
