@@ -16,7 +16,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = "files/"
-MESSAGES = ("runs", "versions", "tasks", "admin", "blobs")
+MESSAGES = ("runs", "versions", "tasks", "admin")
 LINK = re.compile(r"\]\(([^)#:\s]+)")
 
 

@@ -140,7 +140,7 @@ def test_plain_http_where_tls_is_spoken_and_the_reverse_are_told_apart(
 ) -> None:
     with (
         Client(standing.url.replace("http:", "https:"), verify=tls_context(authority.ca)) as client,
-        pytest.raises(Untrusted, match="speaks no TLS"),
+        pytest.raises(Untrusted, match="does not speak TLS"),
     ):
         client.about()
 
