@@ -39,9 +39,10 @@ test-postgresql: install ## the tests of storage, API and processes, all on Post
 	TESSERA_TEST_DATABASE=postgresql OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/coordinator tests/system \
 	  --numprocesses $(SIDE_BY_SIDE) --dist worksteal
 
-check: install ## format, lint, types; changes nothing
+check: install ## format, lint, prose, types; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python -m tests.prose
 	$(BIN)/mypy --num-workers 2
 
 fix: install ## format and mend what can be mended

@@ -165,7 +165,7 @@ def _summary(result: Result, folder: Path) -> dict[str, Any]:
 
 
 def _conclude(results: Mapping[int, Result], *, as_json: bool) -> None:
-    """What the last versions came to: of each seed, and over all of them."""
+    """Print the metrics of the last versions, for each seed and over all seeds."""
     figures = [_figures(result) for result in results.values()]
     names = [name for name in figures[0] if all(name in found for found in figures)]
     by_name = {name: [found[name] for found in figures] for name in names}

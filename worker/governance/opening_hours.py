@@ -68,7 +68,7 @@ class Opening:
         self._noted_at = self._clock()
 
     def rest(self) -> None:
-        """What passed since work was entered last was no work: somebody was waited for."""
+        """Exclude the time since the last entry from the work: the worker was waiting for a person."""
         self._noted_at = self._clock()
 
     def check(self) -> None:

@@ -44,7 +44,7 @@ class Stop:
             raise Stopped
 
     def sleep(self, seconds: float) -> None:
-        """Waits. Raises Stopped as soon as asked to stop."""
+        """Wait. Raise Stopped as soon as the worker is asked to stop."""
         try:
             self._inbox.get(timeout=seconds)
         except Empty:
