@@ -12,6 +12,7 @@ from tests.support import databases
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_federation_comes_through_a_storm_with_the_bits_of_a_calm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
