@@ -442,7 +442,7 @@ CASES = [
     ),
     Case(
         "a version of other blocks",
-        "invalid-version: .*differ in the blocks \\['extra'\\]",
+        "invalid-version: .*have different blocks: \\['extra'\\]",
         lambda scene: scene.manifest(
             blocks={**scene.client.manifest(scene.run.version.digest).blocks, "extra": "sha256:" + "0" * 64}
         ),
@@ -503,7 +503,7 @@ CASES = [
     ),
     Case(
         "server state that is not there",
-        "invalid-plan: the version holds no memory",
+        "invalid-plan: the version has no server state named",
         says(plan={"server_state": ["secrets*"]}),
     ),
     # ---------------------------------------------------------------- training
@@ -696,7 +696,7 @@ CASES = [
     ),
     Case(
         "the same round again and again",
-        "policy-violation: max_attempts: round 2 was handed in 1 times",
+        "policy-violation: max_attempts: round 2 was already submitted 1 times",
         lambda scene: {"round": 2, "seed": scene.last_seed(), "version": scene.version(1)},
         at="strict",
     ),
