@@ -87,7 +87,7 @@ def _round(services: Services, run: str, callers: Sequence[Principal], model: Mo
     services.conductor.step()
     version = _version(services, run)
     for place, (caller, worker) in enumerate(zip(callers, workers, strict=True)):
-        task = tasks.lease(services, caller, worker, claim.instance, rung=False)
+        task = tasks.lease(services, caller, worker, claim.instance, woken=False)
         if task is None:
             raise RuntimeError(f"{caller.name} was offered no task")
         before = time.process_time()

@@ -19,7 +19,7 @@ from tessera.coordinator.telemetry.request_timing import Timing, Tracing
 from tessera.shared.problems import MEDIA_TYPE, ProblemDocument
 from tessera.shared.version import VERSION
 
-# FastAPI would describe a body of its own for 422, which is never sent.
+# Otherwise FastAPI describes its own body for 422, which is never sent.
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ProblemDocument, "description": "a problem (application/problem+json)"}
     for status in (422, "default")
@@ -29,14 +29,13 @@ DESCRIPTION = "Federated learning of transformers: runs, rounds, tasks and the b
 
 
 def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
-    """Return the API over these services; with `conduct`, a thread beside it moves the rounds, and else another
-    process."""
+    """Return the API over these services; with `conduct`, a thread conducts, otherwise another process does."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         services.waiters.attach()
         services.change_feed.attach()
-        # A daemon, and not waited for without end: what is cut off is done again by the next process.
+        # A daemon, joined for a limited time: the next process repeats what its end interrupts.
         thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
         if conduct:
             thread.start()
@@ -53,20 +52,20 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
         services.uploads.threads.close()
         services.database.close()
 
-    # No pages of the framework's, which fetch scripts from another host; and the description is not for everybody.
+    # Without FastAPI's pages, which load scripts from another host; and the description requires a token.
     app = _Api(title="Tessera", version=VERSION, description=DESCRIPTION, lifespan=lifespan, openapi_url=None)
     app.state.services = services
     app.state.metrics = Metrics(services)
     errors.install(app)
-    # The last that is added is the outermost.
+    # The last one added is the outermost.
     app.add_middleware(Timing)
     app.add_middleware(Tracing)
     routers = (module.router for module in (runs, events, tasks, blobs, sites, enrolments, admin, health))
-    # Before the other blobs, to whose path its own is like a digest.
+    # Before the other blob routes, which would match its path as a digest.
     for router in (blobs.listed, *routers):
         app.include_router(router, responses=REFUSALS)
     page.install(app)
-    # FastAPI makes its routes when they are first asked for: here, and not while somebody waits for the first answer.
+    # FastAPI builds its routes on first use: build them now, so that the first request is not slow.
     nothing = {"type": "http", "method": "GET", "path": "/", "root_path": "", "query_string": b"", "headers": []}
     for route in app.router.routes:
         route.matches(dict(nothing))
@@ -74,7 +73,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
 
 
 class _Api(FastAPI):
-    """The description of the API as FastAPI makes it, made true of media types, parameters and names."""
+    """A FastAPI application whose description has correct media types, parameters and names."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -90,25 +89,25 @@ class _Api(FastAPI):
 
 
 def _name_media_types(content: dict[str, Any]) -> None:
-    """FastAPI describes every answer of an operation in the media type of its first."""
+    """Correct the media types: FastAPI gives every response of an operation that of its first."""
     for media_type, described in tuple(content.items()):
         if described.get("schema", {}).get("$ref") == "#/components/schemas/ProblemDocument":
             del content[media_type]
             content[MEDIA_TYPE] = described
         elif media_type == EVENT_STREAM:
-            # No schema of OpenAPI 3.1 describes a stream of events.
+            # OpenAPI 3.1 has no schema for a stream of events.
             content[EVENT_STREAM] = {}
 
 
 def _take_null_out(schema: dict[str, Any]) -> None:
-    """A parameter that is optional is left out; there is no null in a header or a query."""
+    """Remove null from an optional parameter: headers and queries have no null."""
     if {"type": "null"} in schema.get("anyOf", ()):
         [schema_of_value] = [each for each in schema.pop("anyOf") if each != {"type": "null"}]
         schema |= schema_of_value
 
 
 def _refuse_other_names(schema: object) -> None:
-    """Pydantic refuses a name that breaks its pattern, and leaves that out."""
+    """Describe that names outside their pattern are refused, which pydantic leaves out."""
     if isinstance(schema, dict):
         if "patternProperties" in schema:
             schema.setdefault("additionalProperties", False)

@@ -1,4 +1,4 @@
-"""`tessera coordinator`: serve, conduct, migrate, token; backup, restore, verify, gc."""
+"""The commands of `tessera coordinator`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -50,72 +51,56 @@ app = typer.Typer(
 )
 log = structlog.get_logger()
 
-Folder = Annotated[Path, typer.Argument(help="of a backup: its database and blobs")]
+Folder = Annotated[Path, typer.Argument(help="folder of the backup, for its database and blobs")]
 
 
 @app.command()
 def migrate() -> None:
-    """Bring the database's schema to what this version needs. Safe to repeat."""
-    try:
-        database = Database(_settings().database_url)
-        with database.engine.begin() as connection:
-            command.upgrade(alembic_config(connection), "head")
-    except (NotAFile, UnknownDatabase) as refusal:
-        typer.echo(str(refusal), err=True)
-        raise typer.Exit(2) from None
-    except DATABASE_AWAY as fault:
-        typer.echo(f"the schema was left as it was: {str(fault).splitlines()[0]}", err=True)
-        raise typer.Exit(2) from None
+    """Migrate the database's schema to this version. Safe to repeat."""
+    with _database("the schema was not changed") as database, database.engine.begin() as connection:
+        command.upgrade(alembic_config(connection), "head")
     typer.echo(f"the schema of {database.shown} is at head", err=True)
 
 
 @app.command()
 def token(
-    name: Annotated[str, typer.Option(help="What the token is called in the audit.")] = "recovered-admin",
+    name: Annotated[str, typer.Option(help="Name of the token in the audit chain.")] = "recovered-admin",
     as_json: AsJson = False,
 ) -> None:
-    """Issue another token for an administrator, on the coordinator's own machine, and print it this once.
+    """Issue an administrator's token on the coordinator's own machine and print it once.
 
-    For when every such token is lost: whoever may write to the database needs none.
+    Use it when every such token is lost. It needs no token, but write access to the database.
     """
-    try:
-        database = Database(_settings().database_url)
-        spec = TokenSpec(name=name, role="admin")
+    with _database("no token was issued") as database:
+        try:
+            spec = TokenSpec(name=name, role="admin")
+        except ValidationError as refusal:
+            raise _exit(f"--name: {message_of(refusal.errors()[0])}") from None
         with database.transaction() as session:
             _, secret = issue_token(session, database.now(), "coordinator", spec)
-            # Handed over before it is entered, as the first one.
+            # Printed before it is committed, as the first one.
             if as_json:
                 print_json({"name": name, "secret": secret})
             else:
                 print(f"admin token (shown only this once): {secret}", file=sys.stderr, flush=True)
-    except ValidationError as refusal:
-        typer.echo(f"--name: {message_of(refusal.errors()[0])}", err=True)
-        raise typer.Exit(2) from None
-    except (NotAFile, UnknownDatabase) as refusal:
-        typer.echo(str(refusal), err=True)
-        raise typer.Exit(2) from None
-    except DATABASE_AWAY as fault:
-        typer.echo(f"no token was issued: {str(fault).splitlines()[0]}", err=True)
-        raise typer.Exit(2) from None
 
 
 @app.command()
 def serve(
-    first_migrate: Annotated[bool, typer.Option("--migrate", help="bring the schema to head first")] = False,
+    first_migrate: Annotated[bool, typer.Option("--migrate", help="migrate the schema first")] = False,
     conducting: Annotated[
         bool,
-        typer.Option("--conduct/--no-conduct", help="have a child process move the rounds, or not"),
+        typer.Option("--conduct/--no-conduct", help="start a child process that conducts the rounds, or not"),
     ] = True,
 ) -> None:
-    """Serve the API, and have a process beside this one move the rounds."""
-    # Not above: the process that conducts does without, and is the smaller for it.
+    """Serve the API, with a child process that conducts the rounds."""
+    # Imported here, because the process that conducts does not need it and stays smaller.
     limits = load("tessera.coordinator.server.http_limits")
     try:
         limits.require_private(_settings())
         limits.require_free(_settings())
     except (limits.BadCertificate, limits.InsecureBindError, limits.PortInUseError) as refusal:
-        typer.echo(str(refusal), err=True)
-        raise typer.Exit(2) from None
+        raise _exit(str(refusal)) from None
     if first_migrate:
         migrate()
     services = _opened("serve")
@@ -127,21 +112,21 @@ def serve(
 def conduct(
     attached: Annotated[
         bool,
-        typer.Option("--attached", hidden=True, help="wait for an earlier one, end with stdin"),
+        typer.Option("--attached", hidden=True, help="wait for an earlier conductor to end; end with stdin"),
     ] = False,
 ) -> None:
-    """Move the rounds without serving the API: beside one or more `serve --no-conduct`."""
+    """Conduct the rounds without serving the API, beside one or more `serve --no-conduct`."""
     if attached:
         end_with_parent()
     services = _opened("conduct", wait=attached)
     spans.begin("tessera-conductor")
-    # Waited for rather than handled: a handler that sets an event can deadlock with the wait that it interrupts.
+    # Waited for instead of handled: a handler that sets an event can deadlock with the wait that it interrupts.
     endings = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, endings)
     thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
     thread.start()
     services.housekeeping.start()
-    threading.Thread(target=_heed, args=(services,), name="bell", daemon=True).start()
+    threading.Thread(target=_listen, args=(services,), name="wakeup", daemon=True).start()
     log.info("coordinator.conducting")
     signal.sigwait(endings)
     services.housekeeping.end()
@@ -152,7 +137,7 @@ def conduct(
 
 @app.command()
 def gc(as_json: AsJson = False) -> None:
-    """Remove at once what is no longer kept, as a conductor does now and again. Safe beside running coordinators."""
+    """Collect garbage now, as a conductor does at an interval. Safe while coordinators run."""
     freed = _stored().housekeeping.retention.collect()
     if as_json:
         print_json(asdict(freed))
@@ -165,9 +150,9 @@ def gc(as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(as_json: AsJson = False) -> None:
-    """Hash every blob, read every version and follow the audit chain.
+    """Hash every blob, read every version and check the audit chain.
 
-    Exit code 0: all is well, 1: something is wrong.
+    Exit code 0: no faults, 1: faults.
     """
     services = _stored()
     faults: list[str] = []
@@ -183,15 +168,15 @@ def verify(as_json: AsJson = False) -> None:
 
 @app.command("backup")
 def back_up(folder: Folder, as_json: AsJson = False) -> None:
-    """Copy every table and blob into a folder, while the coordinator works on. Again into the same one, only what is
-    new is copied."""
+    """Copy every table and blob into a folder while the coordinator runs. Into the same folder again, it copies
+    only new blobs."""
     services = _stored()
     _copying("backed up", lambda: backup.back_up(services.database, services.blobs, folder), as_json=as_json)
 
 
 @app.command()
 def restore(folder: Folder, as_json: AsJson = False) -> None:
-    """Copy a backup into an empty database at head and into the blob store, whatever kinds of these it came from."""
+    """Copy a backup into an empty database at head and into the blob store, of any kind."""
     services = _stored()
     _copying("restored", lambda: backup.restore(folder, services.database, services.blobs), as_json=as_json)
 
@@ -222,21 +207,36 @@ def _copying(what: str, work: Callable[[], backup.CopyCounts], *, as_json: bool)
     try:
         copied = work()
     except (backup.BackupNotFound, backup.DatabaseNotEmpty, Problem, OSError, SQLAlchemyError) as fault:
-        typer.echo(str(fault), err=True)
-        raise typer.Exit(1) from None
+        raise _exit(str(fault), 1) from None
     if as_json:
         print_json(asdict(copied))
         return
     typer.echo(f"{what}: {copied.rows} rows, {copied.blobs} new blobs of {copied.bytes} bytes")
 
 
-def _heed(services: Services) -> None:
-    """Have the conductor look whenever its bell is rung."""
-    with services.wakeups.listener(CONDUCTOR) as bell:
+def _listen(services: Services) -> None:
+    """Call the conductor on every wakeup."""
+    with services.wakeups.listener(CONDUCTOR) as listener:
         services.conductor.call()
         while True:
-            bell.wait()
+            listener.wait()
             services.conductor.call()
+
+
+def _exit(message: str, code: int = 2) -> typer.Exit:
+    typer.echo(message, err=True)
+    return typer.Exit(code)
+
+
+@contextmanager
+def _database(failure: str) -> Iterator[Database]:
+    """Yield the database of the settings. If it cannot be used, report the failure and exit with status 2."""
+    try:
+        yield Database(_settings().database_url)
+    except (NotAFile, UnknownDatabase) as refusal:
+        raise _exit(str(refusal)) from None
+    except DATABASE_AWAY as fault:
+        raise _exit(f"{failure}: {str(fault).splitlines()[0]}") from None
 
 
 def _settings() -> CoordinatorSettings:
@@ -255,8 +255,7 @@ def _opened(duty: Duty, *, wait: bool = False) -> Services:
     try:
         methods()
     except MethodsUnusable as refusal:
-        typer.echo(str(refusal), err=True)
-        raise typer.Exit(2) from None
+        raise _exit(str(refusal)) from None
     services = _stored(duty, lambda services: services.database.hold(duty, wait=wait))
     swept = services.blobs.sweep()
     log.info("coordinator.opened", database=services.database.shown, swept_files=swept)
@@ -282,19 +281,17 @@ def _assembled(duty: Duty = "both", ready: Callable[[Services], None] = lambda _
         services = assemble(settings, duty=duty)
         ready(services)
     except (DatabaseInUse, NotAFile, SchemaBehind, StagingOnOtherDisk, UnknownDatabase) as refusal:
-        typer.echo(str(refusal), err=True)
-        raise typer.Exit(2) from None
+        raise _exit(str(refusal)) from None
     except (OSError, ImportError, ValueError, SQLAlchemyError, BaseError) as fault:
         reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
-        typer.echo(f"the database, blob store or staging folder of the settings cannot be used: {reason}", err=True)
-        raise typer.Exit(2) from None
+        raise _exit(f"the database, blob store or staging folder of the settings cannot be used: {reason}") from None
     return services
 
 
 def _hand_over_first_token(services: Services) -> None:
-    """Print the first admin token, once; only its hash is kept.
+    """Print the first administrator's token once; only its hash is stored.
 
-    It is handed over before it is entered: killed in between, the next start issues another.
+    It is printed before it is committed: after a crash in between, the next start issues another.
     """
     with services.database.transaction() as session:
         secret = first_token(session, services.database.now())

@@ -1,4 +1,4 @@
-"""Every setting of the coordinator, read once from the environment (`TESSERA_...`)."""
+"""The coordinator's settings, read once from the environment (`TESSERA_...`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tessera.shared import renamed_keys
 from tessera.shared.urls import is_loopback
 
 PersonRole = Literal["admin", "orchestrator", "viewer"]
-"""What a person may be, the strongest first. Sites are admitted by tokens of their own."""
+"""Roles of people, the strongest first. Sites have tokens of their own."""
 
 
 class CoordinatorSettings(BaseSettings):
@@ -200,7 +200,7 @@ class CoordinatorSettings(BaseSettings):
 
     @property
     def most_per_address(self) -> int | None:
-        """The most connections from one address; None for any number."""
+        """Maximum number of connections from one address; None if unlimited."""
         if self.max_connections_per_address is None and not self.behind_proxy:
             return max(1, self.max_connections // 4)
         return self.max_connections_per_address
@@ -216,7 +216,7 @@ class CoordinatorSettings(BaseSettings):
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
         if (self.tls_key or self.tls_client_ca) and not self.tls_cert:
-            raise ValueError("tls_key and tls_client_ca are of no use without tls_cert")
+            raise ValueError("tls_key and tls_client_ca require tls_cert")
         return self
 
     @model_validator(mode="after")
@@ -224,13 +224,11 @@ class CoordinatorSettings(BaseSettings):
         if self.oidc_issuer is None:
             return self
         if not (self.oidc_audience and self.oidc_roles):
-            raise ValueError("oidc_issuer needs oidc_audience, whom its tokens are for, and oidc_roles")
+            raise ValueError("oidc_issuer requires oidc_audience, the audience of its tokens, and oidc_roles")
         if self.oidc_client_id and not self.public_url:
-            raise ValueError("oidc_client_id needs public_url, to which the provider sends people back")
+            raise ValueError("oidc_client_id requires public_url, to which the provider redirects people")
         for url in filter(None, (self.oidc_issuer, self.oidc_keys_url, self.oidc_token_url, self.public_url)):
             parts = urlsplit(url)
             if parts.scheme != "https" and not (parts.scheme == "http" and is_loopback(parts.hostname or "")):
-                raise ValueError(
-                    f"{url} is no https:// URL: who changed its answers on the way could be anybody here"
-                )
+                raise ValueError(f"{url} is not an https:// URL: forged responses would let an attacker sign in")
         return self

@@ -16,12 +16,12 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = "files/"
-MESSAGES = ("runs", "versions", "tasks", "admin", "blobs")
+MESSAGES = ("runs", "versions", "tasks", "admin")
 LINK = re.compile(r"\]\(([^)#:\s]+)")
 
 
 def http_reference() -> Iterator[str]:
-    """The paragraphs of a page about every operation of the API, from its description."""
+    """Yield the paragraphs of a page about all operations of the API, from its description."""
     described = json.loads((ROOT / "docs/openapi.json").read_text())
     yield "# HTTP API"
     yield "Under [protocol](../protocol.md) is what holds for all; the names link to [what travels](wire.md)."
@@ -49,13 +49,13 @@ def _cell(parameter: dict[str, Any]) -> str:
 
 
 def _models(content: dict[str, Any]) -> list[str]:
-    """The models that a body or answer names, linked, or else its media types."""
+    """Return links to the models of a body or response, or its media types if it has none."""
     names = sorted(set(re.findall(r"#/components/schemas/(?:Page_)?(\w+?)_?\"", json.dumps(content))))
     return [f"[{name}][{_module_of(name)}.{name}]" for name in names] or sorted(content.get("content", ()))
 
 
 def _module_of(name: str) -> str:
-    """The module that says what the body of a request or an answer is."""
+    """Return the module that defines the body of a request or a response."""
     for module in MESSAGES:
         text = (ROOT / "shared" / "api" / f"{module}.py").read_text()
         if re.search(rf"^class {name}\b", text, flags=re.MULTILINE):
@@ -81,7 +81,7 @@ REFERENCES = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds what is no document of this folder."""
+    """Add the pages that are not documents of this folder."""
     for place, content in REFERENCES.items():
         files.append(File.generated(config, place, content=content))
     files.append(File.generated(config, "index.md", abs_src_path=str(ROOT / "README.md")))
@@ -99,7 +99,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001  (theirs)
-    """The text with each link, which is right where the document lies, led to where that is in the site."""
+    """Return the text with each link, relative to the document, rewritten for the site."""
     here = page.file.src_uri
     folder = posixpath.dirname(_origin(here))
 
@@ -111,14 +111,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _place(path: str) -> str:
-    """Where a file of the repository is in the site."""
+    """Return the place of a repository's file in the site."""
     if path == "README.md":
         return "index.md"
     return path.removeprefix("docs/") if path.startswith("docs/") else OUTSIDE + path
 
 
 def _origin(place: str) -> str:
-    """The file of the repository that is at a place of the site."""
+    """Return the repository's file for a place in the site."""
     if place == "index.md":
         return "README.md"
     return place.removeprefix(OUTSIDE) if place.startswith(OUTSIDE) else f"docs/{place}"

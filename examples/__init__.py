@@ -1,1 +1,1 @@
-"""Things to try that need nothing but this checkout."""
+"""Demos that need only this repository."""

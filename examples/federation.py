@@ -1,4 +1,4 @@
-"""A whole federation on one machine: a coordinator, institutions that train, a laboratory that measures."""
+"""A whole federation on one machine: a coordinator, institutions that train, a laboratory that evaluates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ READY_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Holding:
-    """A site's data: under which name, and which part of the digits it is."""
+    """A site's data: its name, and its part of the digits."""
 
     site: str
     dataset: str
@@ -51,7 +51,7 @@ class Holding:
 
 
 def holdings() -> tuple[Holding, ...]:
-    """What each site holds. The laboratory's images are with none of the others."""
+    """Return each site's data. No other site has the laboratory's images."""
     parts = (
         Dirichlet(scheme="dirichlet", count=len(SITES), index=index, alpha=ALPHA, seed=SEED)
         for index in range(len(SITES))
@@ -64,13 +64,13 @@ def holdings() -> tuple[Holding, ...]:
 
 
 def label_counts(holding: Holding) -> list[int]:
-    """How many images of each digit a site holds."""
+    """Return a site's number of images per digit."""
     labels = load_source(holding.source).tensors["labels"].numpy()
     return [int(count) for count in np.bincount(labels, minlength=CLASSES)]
 
 
 class Federation:
-    """The processes of the demo, and where they keep what is theirs."""
+    """The demo's processes and their folders."""
 
     def __init__(self, folder: Path, processes: Processes) -> None:
         self.folder = folder
@@ -78,7 +78,7 @@ class Federation:
         self.url = f"http://127.0.0.1:{_free_port()}"
 
     def start_coordinator(self) -> None:
-        """On a fresh database and an empty store; returns once it is ready."""
+        """Start a coordinator on a new database and an empty store, and return when it is ready."""
         home = self.folder / "coordinator"
         home.mkdir()
         settings = {
@@ -114,7 +114,7 @@ class Federation:
         return Client(self.url, self._admin_token_file.read_text(encoding="ascii").strip())
 
     def start_worker(self, admin: Client, holding: Holding) -> None:
-        """Admits a site and starts its worker, with a token that reaches no further than that site."""
+        """Admit a site and start its worker, with a token for that site only."""
         home = self.folder / holding.site
         home.mkdir()
         admin.create_site(holding.site)
@@ -153,7 +153,7 @@ class Federation:
         return "\n".join(lines) + "\n"
 
     def await_workers(self, admin: Client, wanted: int = len(SITES) + 1) -> Iterator[int]:
-        """Yields how many workers there are until all are."""
+        """Yield the number of workers until all have joined."""
         there = 0
         while there < wanted:
             self.processes.check()
@@ -162,7 +162,7 @@ class Federation:
             time.sleep(0.2)
 
     def make_model(self, *options: str) -> ModelFolder:
-        """What `tessera model init` makes with these options; without any, a ViT with random weights."""
+        """Create a model with these options of `tessera model init`; without options, a ViT with random weights."""
         out = self.folder / "model"
         options = options or ("--config", str(VIT), "--head", "image-classification")
         options = (*options, "--seed", str(SEED))

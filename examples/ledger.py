@@ -1,4 +1,4 @@
-"""What the rounds of a run came to, in figures: scores, and bytes beside those of exchanging the whole model."""
+"""Scores and bytes of a run's rounds, compared with exchanging the whole model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tessera.shared.client.round_outcomes import Outcome
 
 @dataclass(frozen=True)
 class Entry:
-    """A committed round. Bytes are of all its workers together, each way."""
+    """A committed round; bytes are those of all its workers, each way."""
 
     number: int
     stage: str
@@ -25,7 +25,7 @@ class Entry:
 
     @classmethod
     def of(cls, outcome: Outcome, model_bytes: int) -> Entry:
-        """Counts the workers whose update was accepted: what others moved was not part of an exchange."""
+        """Count only the workers with an accepted update: the bytes of others were not part of an exchange."""
         done = [task for task in outcome.round.tasks if task.is_accepted]
         return cls(
             number=outcome.round.number,
@@ -45,15 +45,15 @@ class Entry:
 
     @property
     def full_bytes(self) -> int:
-        """What it would have taken to send each worker the whole model, uncompressed, and have it back."""
+        """Return the bytes of sending the whole model, uncompressed, to each worker and back."""
         return 2 * self.accepted * self.model_bytes
 
 
 def stages(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """The rounds of each stage, in order."""
+    """Return the rounds of each stage, in order."""
     return {name: list(members) for name, members in groupby(entries, key=lambda entry: entry.stage)}
 
 
 def percent_of_full(entries: Sequence[Entry]) -> float:
-    """The bytes moved, per hundred of full exchanges."""
+    """Return the bytes sent, in percent of full exchanges."""
     return 100 * sum(entry.moved_bytes for entry in entries) / max(1, sum(entry.full_bytes for entry in entries))

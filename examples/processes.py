@@ -1,4 +1,4 @@
-"""Real processes, each in a group of its own, with a log file each, and none left behind."""
+"""Real processes, each with its own process group and log file; none survives the demo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALM = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class Died(Exception):
-    """A process ended that should not have."""
+    """A process ended unexpectedly."""
 
     def __init__(self, name: str, code: int, log: Path) -> None:
         super().__init__(f"{name} ended with exit code {code}")
@@ -33,25 +33,25 @@ class Died(Exception):
 
 
 def environment(settings: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with these settings, and none of Tessera's own that may lie about in it."""
+    """Return this process's environment with these settings, and without its own TESSERA_ variables."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TESSERA_")}
     return {**kept, **CALM, **settings}
 
 
 def tessera(*arguments: str) -> list[str]:
-    """A `tessera` command line, run by this interpreter."""
+    """Return a `tessera` command line for this interpreter."""
     return [sys.executable, "-m", "tessera.shared.cli", *arguments]
 
 
 def end_by_interrupt() -> None:
-    """Lets SIGTERM and a closed terminal end this process as ^C does."""
+    """Let SIGTERM and a closed terminal end this process as ^C does."""
     for number in INTERRUPTS:
         signal.signal(number, signal.default_int_handler)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds interrupts back until its end, and then raises KeyboardInterrupt if there were any.
+    """Defer interrupts to the end of the block, and then raise KeyboardInterrupt if there were any.
 
     A blocked signal would not do, since processes inherit that.
     """
@@ -67,7 +67,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 class Processes:
-    """What was started, in that order; stopped in the opposite one."""
+    """The started processes, which are stopped in reverse order."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -88,7 +88,7 @@ class Processes:
             )
 
     def finish(self, name: str) -> None:
-        """Waits until a process has ended. Raises Died if it failed."""
+        """Wait until a process has ended. Raise Died if it failed."""
         code = self._running[name].wait()
         # Only now: should the wait be interrupted, it is still there to be stopped.
         del self._running[name]
@@ -99,13 +99,13 @@ class Processes:
         return self._running[name].pid
 
     def check(self) -> None:
-        """Raises Died if any of them has ended."""
+        """Raise Died if any process has ended."""
         for name, process in self._running.items():
             if (code := process.poll()) is not None:
                 raise Died(name, code, self._log(name))
 
     def stop(self) -> None:
-        """Ends all, the first one last so that the others can still say good-bye to it."""
+        """End all processes, the first one last so that the others can still sign off."""
         first, *others = self._running.values() or (None,)
         with uninterrupted():
             for group in (others, [first]):
@@ -117,7 +117,7 @@ class Processes:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM to all, then SIGKILL to those that have not ended in time."""
+    """Send SIGTERM to all, then SIGKILL to those that have not ended in time."""
     for process in processes:
         _signal(process, signal.SIGTERM)
     give_up_at = time.monotonic() + GRACE_SECONDS

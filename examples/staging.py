@@ -1,4 +1,4 @@
-"""What the demos share: a folder of their own, processes that end with them, and a run followed to its end."""
+"""Shared code of the demos: an output folder, processes that end with the demo, and a run followed to its end."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MARK = ".tessera-demo"
 
 
 class DemoFailed(Exception):
-    """The demo ran and did not show what it is to show."""
+    """The demo ran, but its result is not the expected one."""
 
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """The options that every demo has."""
+    """Return a parser with the options of every demo."""
     made = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     made.add_argument("--out", type=Path, default=Path("demo-output"), help="a folder, replaced on each run")
     made.add_argument(
@@ -44,7 +44,7 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def play(demo: Callable[[Console, Federation, argparse.Namespace], None], given: argparse.Namespace) -> int:
-    """0: done; 1: something ended that should not have; 130: interrupted."""
+    """Play a demo. Return 0 when done, 1 when a process ended unexpectedly, 130 when interrupted."""
     console = output.out()
     end_by_interrupt()
     try:
@@ -71,7 +71,7 @@ def play(demo: Callable[[Console, Federation, argparse.Namespace], None], given:
 
 
 def _fresh(out: Path) -> Path:
-    """An empty folder, in place of the one that the last demo made."""
+    """Replace the previous demo's folder by an empty one."""
     if out.exists():
         if not (out / MARK).is_file():
             raise DemoFailed(f"{out} exists and no demo made it: remove it, or give another --out")
@@ -89,8 +89,8 @@ def run_through(
     run_file: Path,
     settings: Sequence[str],
 ) -> list[Entry]:
-    """Starts a coordinator and a worker for each holding, runs what the file says, prints each round as it ends and
-    what moved in all, and exports the last version into `global-model`. Returns the rounds that were committed."""
+    """Start a coordinator and a worker per site, and run the file's run. Print each round as it ends and the total
+    bytes, and export the last version into `global-model`. Return the committed rounds."""
     wanted: dict[str, Any] = read_spec(run_file, list(settings))
     federation.start_coordinator()
     entries: list[Entry] = []

@@ -151,5 +151,5 @@ def _read(config: Path) -> dict[str, Any]:
 
 
 def _host_name() -> str:
-    """This machine's, as far as it makes a label."""
+    """Return this machine's name, reduced to the characters of a label."""
     return re.sub(r"[^A-Za-z0-9]+", "-", socket.gethostname().partition(".")[0]).strip("-")[:64] or "worker"

@@ -1,4 +1,4 @@
-"""For administrators: tokens, the audit chain, the coordinator at a glance, metrics."""
+"""Endpoints for administrators: tokens, the audit chain, status and metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ router = APIRouter(tags=["admin"], route_class=BoundedRoute)
 
 @router.post("/v1/admin/tokens", status_code=201, operation_id="issueToken")
 def issue_token(spec: TokenSpec, serving: Serving, caller: Admin, key: Key = None) -> IssuedToken:
-    """Issue a token. Its secret is shown this once and kept nowhere."""
+    """Issue a token. Its secret is in this response only and is not stored."""
     secret: str | None = None
     with serving.database.transaction() as session:
         now = serving.database.now()
@@ -38,7 +38,7 @@ def issue_token(spec: TokenSpec, serving: Serving, caller: Admin, key: Key = Non
         token = once(session, now, caller, key, spec, Token, create)
     if secret is None:
         raise Conflict(
-            f"token {token.id} was issued under this key before, and its secret was shown then",
+            f"token {token.id} was issued under this key before, and its secret was in that response",
             remedy="If the secret was lost, revoke the token and issue another under a new key.",
         )
     return IssuedToken(**token.model_dump(), secret=secret)
@@ -54,7 +54,7 @@ def list_tokens(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Cur
 
 @router.delete("/v1/admin/tokens/{token_id}", status_code=204, operation_id="revokeToken")
 def revoke_token(token_id: str, serving: Serving, caller: Admin) -> None:
-    """End a token at once, and the claims that wait with it."""
+    """Revoke a token at once, and end the claims that wait with it."""
     with serving.database.transaction() as session:
         now, admins_sign_in = serving.database.now(), "admin" in serving.settings.oidc_roles.values()
         row = tokens.revoke_token(session, now, caller.actor, token_id, admins_sign_in=admins_sign_in)
@@ -64,14 +64,14 @@ def revoke_token(token_id: str, serving: Serving, caller: Admin) -> None:
 
 @router.get("/v1/admin/audit", operation_id="listAudit")
 def list_audit(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Cursor = None) -> Page[AuditEntry]:
-    """Return every change of state, oldest first, each chained to the one before."""
+    """Return every change of state, oldest first, each chained to the previous one."""
     with serving.database.snapshot() as session:
         return views.page(session, select(AuditRow), (AuditRow.seq,), lambda r: views.audit_view(r[0]), limit, cursor)
 
 
 @router.get("/v1/admin/status", operation_id="getStatus")
 def status(serving: Serving, caller: Viewer) -> Status:
-    """Return who is doing what right now."""
+    """Return the current runs, open rounds, workers and storage."""
     since = serving.database.now() - serving.settings.liveness_seconds
     with serving.database.snapshot() as session:
         live = select(WorkerRow, SiteRow).join(SiteRow, SiteRow.id == WorkerRow.site_id)
@@ -91,12 +91,12 @@ def status(serving: Serving, caller: Viewer) -> Status:
 
 @router.get("/openapi.json", include_in_schema=False)
 def description(request: Request, caller: Anyone) -> JSONResponse:
-    """Return the description of this API, which docs/openapi.json is too."""
+    """Return the description of this API, as in docs/openapi.json."""
     return JSONResponse(request.app.openapi())
 
 
 @router.get("/metrics", operation_id="getMetrics", response_class=Response)
 def metrics(request: Request, caller: Viewer) -> Response:
-    """Prometheus metrics. They tell how a run goes, so they need a viewer's token like everything else."""
-    found: Metrics = request.app.state.metrics
-    return Response(found.exposition(), media_type=CONTENT_TYPE_LATEST)
+    """Return Prometheus metrics. They reveal the progress of runs and therefore need a viewer's token."""
+    exported: Metrics = request.app.state.metrics
+    return Response(exported.exposition(), media_type=CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""For everybody: bytes under their digest, up and down.
+"""Endpoints for all callers but viewers: upload and download of blobs by digest.
 
 Uploads follow the IETF draft 'Resumable Uploads for HTTP' (draft-ietf-httpbis-resumable-upload) without its interim
 responses, which the server cannot send.
@@ -29,24 +29,24 @@ from tessera.shared.problems import BadRequest, NotFound, RangeUnsatisfiable, To
 
 router = APIRouter(prefix="/v1", tags=["blobs"])
 listed = APIRouter(prefix="/v1", tags=["blobs"], route_class=BoundedRoute)
-"""What takes JSON, which is held whole and must be bounded."""
+"""Endpoints with a JSON body, which is kept in memory and must be bounded."""
 
 DigestPath = Annotated[str, Path(pattern=r"^sha256:[0-9a-f]{64}$")]
 Holder = Annotated[Principal, Depends(allow("site", "orchestrator", "admin"))]
-"""Whoever may have blobs: who only looks gets no model, and sends nothing."""
+"""Callers that may read and write blobs: viewers may not."""
 Complete = Annotated[str, Header(alias="Upload-Complete", pattern=r"^\?[01]$")]
 
 
 def _in_digits(written: object) -> object:
-    """Refuse what Python reads as a number and RFC 9110 does not: signs, underscores, spaces."""
+    """Refuse numbers that Python accepts and RFC 9110 does not: with signs, underscores or spaces."""
     if isinstance(written, str) and not re.fullmatch(r"[0-9]{1,19}", written):
-        raise ValueError("a number of bytes is written in digits alone")
+        raise ValueError("a number of bytes must be 1 to 19 digits")
     return written
 
 
 DIGITS = BeforeValidator(_in_digits)
 MAX_BYTES = 10**19 - 1
-"""What so many digits can say."""
+"""The largest number of 19 digits."""
 
 PARTIAL_UPLOAD = "application/partial-upload"
 
@@ -56,11 +56,11 @@ _REPR_DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
 ReprDigest = Annotated[
     str, Header(alias="Repr-Digest", max_length=256, json_schema_extra={"pattern": f"^{_REPR_DIGEST.pattern}$"})
 ]
-"""Described by its pattern and judged by `_digest`, whose refusal says more."""
+"""Described by its pattern and validated by `_digest`, which has a clearer error."""
 
 
 def _bytes_of(media_type: str, *, required: bool) -> dict[str, Any]:
-    """Describe a body that a handler reads piece by piece, of which FastAPI knows nothing."""
+    """Describe a body that a handler reads piece by piece, which FastAPI cannot do."""
     # Bytes have no schema in OpenAPI 3.1.
     return {"requestBody": {"content": {media_type: {}}, "required": required}}
 
@@ -69,8 +69,8 @@ def _bytes_of(media_type: str, *, required: bool) -> dict[str, Any]:
 
 
 _PARTS: dict[int | str, dict[str, Any]] = {
-    206: {"description": "the bytes that `Range` asks for"},
-    304: {"description": "`If-None-Match` names it: the caller has it"},
+    206: {"description": "the bytes that `Range` requests"},
+    304: {"description": "`If-None-Match` names the blob: the caller has it"},
 }
 
 
@@ -85,10 +85,10 @@ def get_blob(
     if_range: Annotated[str | None, Header(alias="If-Range", max_length=128)] = None,
     if_none_match: Annotated[str | None, Header(alias="If-None-Match", max_length=2048)] = None,
 ) -> Response:
-    """Return a blob of a run that the caller has to do with. Immutable: its name is its content."""
+    """Return a blob that the caller may read. A blob never changes."""
     with serving.database.snapshot() as session:
         if not readable_blobs(session, caller, [digest]):
-            raise NotFound(f"there is no blob {digest} within this token's reach")
+            raise NotFound(f"there is no blob {digest} that this token may read")
         blob = serving.blobs.find(session, digest)
     serving.blobs.verify(blob)
     etag = f'"{digest}"'
@@ -109,25 +109,25 @@ def get_blob(
 
 @listed.post("/blobs/read", operation_id="readBlobs", response_class=StreamingResponse)
 def read_blobs(wanted: BlobRequest, serving: Serving, caller: Holder) -> Response:
-    """Return several blobs of runs that the caller has to do with, one behind the other in one answer."""
+    """Return several blobs that the caller may read, concatenated in one response."""
     serving.memory.require()
     with serving.database.snapshot() as session:
-        reached = readable_blobs(session, caller, wanted.digests)
-        if beyond := [digest for digest in wanted.digests if digest not in reached]:
-            raise NotFound(f"there is no blob {beyond[0]} within this token's reach")
+        readable = readable_blobs(session, caller, wanted.digests)
+        if missing := [digest for digest in wanted.digests if digest not in readable]:
+            raise NotFound(f"there is no blob {missing[0]} that this token may read")
         portions = serving.blobs.portions(session, wanted.digests)
     serving.blobs.verify_all(portions)
     left = sum(portion.size for portion in portions) - wanted.start
     if left < 0:
         raise RangeUnsatisfiable(
-            f"the blobs have {left + wanted.start} bytes together; byte {wanted.start} is beyond"
+            f"the blobs have {left + wanted.start} bytes in total; offset {wanted.start} is beyond"
         )
     body = _counted(serving.blobs.stream_all(portions, wanted.start))
     return BlobAnswer(serving.answers, caller, body, left)
 
 
 class BlobAnswer(StreamingResponse):
-    """Bytes of blobs, of which one token has only so many answers at a time. Refused with TooManyRequests."""
+    """A response with blobs' bytes; a token with too many of them in progress gets TooManyRequests."""
 
     media_type = "application/octet-stream"
 
@@ -155,8 +155,7 @@ async def _counted(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _span(header: str, size: int) -> tuple[int, int] | None:
-    """Return the bytes that a Range header asks for, as start and stop; None if it asks for several ranges, or for
-    nothing.
+    """Return the start and stop of a Range header; None if it has several ranges, or none.
 
     Raises RangeUnsatisfiable if they lie outside.
     """
@@ -172,7 +171,7 @@ def _span(header: str, size: int) -> tuple[int, int] | None:
         start, stop = int(first), min(int(last) + 1, size) if last else size
     if start >= stop:
         raise RangeUnsatisfiable(
-            f"the blob has {size} bytes; {header} asks for none of them", headers={"Content-Range": f"bytes */{size}"}
+            f"the blob has {size} bytes; {header} requests none of them", headers={"Content-Range": f"bytes */{size}"}
         )
     return start, stop
 
@@ -198,7 +197,7 @@ async def create_upload(
     """Announce a blob by its digest and length. With `Upload-Complete: ?1` its bytes are the body."""
     if length > serving.settings.max_upload_bytes:
         limit = serving.settings.max_upload_bytes
-        raise TooLarge(f"{length} bytes were announced; at most {limit} are taken (setting max_upload_bytes)")
+        raise TooLarge(f"{length} bytes were announced; the limit is {limit} (setting max_upload_bytes)")
     serving.memory.require()
     owner, digest = caller.owner, _digest(repr_digest)
     upload = await serving.uploads.threads.run(
@@ -214,7 +213,7 @@ async def create_upload(
 
 @router.head("/uploads/{upload_id}", status_code=204, operation_id="headUpload")
 def head_upload(upload_id: str, serving: Serving, caller: Holder) -> Response:
-    """Return how much of an upload has arrived."""
+    """Return the offset of an upload: the number of bytes received."""
     headers = _progress(serving.uploads, serving.uploads.find(upload_id, caller.owner))
     return Response(status_code=204, headers={**headers, "Cache-Control": "no-store"})
 
@@ -232,9 +231,9 @@ async def append_upload(
     caller: Holder,
     offset: Annotated[int, DIGITS, Header(alias="Upload-Offset", ge=0, le=MAX_BYTES)],
 ) -> Response:
-    """Add bytes to an upload, from where it stands."""
+    """Append bytes to an upload at its offset."""
     if request.headers.get("Content-Type") != PARTIAL_UPLOAD:
-        raise BadRequest(f"the body of a PATCH to an upload has Content-Type {PARTIAL_UPLOAD}")
+        raise BadRequest(f"a PATCH to an upload must have Content-Type {PARTIAL_UPLOAD}")
     serving.memory.require()
     owner = caller.owner
     upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload_id, owner)

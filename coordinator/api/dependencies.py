@@ -1,4 +1,4 @@
-"""Who may call what, and what a handler is given."""
+"""Dependencies of handlers: authentication, permitted roles, and common parameters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ bearer = HTTPBearer(
 )
 
 
-# Asynchronous because it waits for nothing: FastAPI takes any other dependency to a thread, at every request.
+# Asynchronous because FastAPI runs every other dependency in a thread, at every request.
 async def services(request: Request) -> Services:
-    found: Services = request.app.state.services
-    return found
+    serving: Services = request.app.state.services
+    return serving
 
 
 Serving = Annotated[Services, Depends(services)]
@@ -42,12 +42,12 @@ def principal(
 
 
 def address_of(request: Request) -> str:
-    """Return the peer's."""
+    """Return the peer's address."""
     return request.client.host if request.client else ""
 
 
 def holder(serving: Services, credentials: HTTPAuthorizationCredentials | None) -> Principal:
-    """Return who shows this. Raises Unauthenticated, Forbidden and SiteSuspended."""
+    """Return the holder of the credentials. Raises Unauthenticated, Forbidden and SiteSuspended."""
     if credentials is None:
         raise Unauthenticated("the request carries no bearer token", headers={"WWW-Authenticate": "Bearer"})
     if serving.people and is_signed(credentials.credentials):
@@ -57,12 +57,12 @@ def holder(serving: Services, credentials: HTTPAuthorizationCredentials | None) 
 
 
 def is_signed(token: str) -> bool:
-    """Return whether a bearer token is of the form that OpenID providers issue, and not one of our own."""
+    """Return whether a bearer token has the form of an OpenID provider's, not of a coordinator's."""
     return token.count(".") == 2 and not token.startswith("tessera_")
 
 
 def allow(*roles: TokenRole) -> Callable[[Principal], Awaitable[Principal]]:
-    """Return a dependency that admits these roles. Administrators are admitted to all but what only a site can do."""
+    """Return a dependency that admits callers of these roles."""
 
     async def admitted(caller: Annotated[Principal, Depends(principal)]) -> Principal:
         if caller.role not in roles:
@@ -77,7 +77,7 @@ Orchestrator = Annotated[Principal, Depends(allow("orchestrator", "admin"))]
 Admin = Annotated[Principal, Depends(allow("admin"))]
 SiteCaller = Annotated[Principal, Depends(allow("site"))]
 Anyone = Annotated[Principal, Depends(allow("site", "viewer", "orchestrator", "admin"))]
-"""Whoever is admitted: an enrolment token's holder is not yet."""
+"""All callers but holders of enrolment tokens."""
 
 Key = Annotated[
     str | None,
@@ -85,8 +85,8 @@ Key = Annotated[
         alias="Idempotency-Key",
         min_length=1,
         max_length=128,
-        description="Names this wish: the same key again gives the first answer.",
+        description="Idempotency key: repeating the request with it returns the first response.",
     ),
 ]
-Limit = Annotated[int, Query(ge=1, le=500, description="the most items to return")]
-Cursor = Annotated[str | None, Query(max_length=512, description="the next_cursor of the page before")]
+Limit = Annotated[int, Query(ge=1, le=500, description="maximum number of items to return")]
+Cursor = Annotated[str | None, Query(max_length=512, description="next_cursor of the previous page")]

@@ -1,4 +1,4 @@
-"""For workers that ask to be admitted, and for the administrators who admit them."""
+"""Endpoints for workers that request enrolment, and for the administrators who admit them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ router = APIRouter(prefix="/v1", tags=["enrolments"], route_class=BoundedRoute)
 Shown = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 
-# Without a token too, which a dependency on one does not say.
+# A token is optional, which its dependency does not describe.
 @router.post("/enrolments", status_code=201, operation_id="createEnrolment", openapi_extra={"security": [{}]})
 def create_enrolment(spec: EnrolmentSpec, request: Request, serving: Serving, shown: Shown) -> Enrolment:
-    """Ask for a worker to be admitted: by an administrator, or at once for one that shows an enrolment token. Only
-    the hash of its secret is sent. The same hash again is the same wish."""
+    """Request a worker's enrolment: by an administrator, or at once with an enrolment token. Only the hash of its
+    secret is sent; repeating the request with the same hash returns the same enrolment."""
     return enrolments.ask(serving, spec, address_of(request), shown.credentials if shown else None)
 
 
 @router.get("/enrolments/{enrolment_id}", operation_id="getEnrolment")
 def get_enrolment(enrolment_id: str, request: Request, serving: Serving, shown: Shown) -> Enrolment:
-    """Return what became of a wish to be admitted, told to whoever shows the secret that it was made for."""
+    """Return the state of an enrolment to the holder of its secret."""
     if shown is None:
         serving.admission.count_failure(address_of(request))
         raise Unauthenticated("the request carries no bearer token", headers={"WWW-Authenticate": "Bearer"})
@@ -43,10 +43,10 @@ def list_enrolments(
     limit: Limit = 100,
     cursor: Cursor = None,
     code: Annotated[
-        str | None, Query(max_length=16, description="only who showed this code, also if decided about")
+        str | None, Query(max_length=16, description="only enrolments with this code, in any state")
     ] = None,
 ) -> Page[Enrolment]:
-    """Return workers that wait to be admitted, oldest first."""
+    """Return pending enrolments, oldest first."""
     return enrolments.list_enrolments(serving, limit, cursor, code)
 
 
@@ -58,11 +58,11 @@ def approve_enrolment(enrolment_id: str, approval: Approval, serving: Serving, c
 
 @router.post("/enrolments/{enrolment_id}/decline", operation_id="declineEnrolment")
 def decline_enrolment(enrolment_id: str, serving: Serving, caller: Admin) -> Enrolment:
-    """Tell a worker that it is not admitted."""
+    """Decline a worker's enrolment."""
     return enrolments.decline(serving, caller, enrolment_id)
 
 
 @router.post("/tokens/rotate", operation_id="rotateToken")
 def rotate_token(rotation: Rotation, serving: Serving, caller: SiteCaller, shown: Shown) -> Rotated:
-    """Give a site's token another secret, made at the site; the one before is admitted for a while yet."""
+    """Replace the secret of a site's token by one made at the site. The previous one stays valid for a while."""
     return enrolments.rotate(serving, caller, shown.credentials if shown else "", rotation)

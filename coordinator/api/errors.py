@@ -1,4 +1,4 @@
-"""Every failure leaves as problem+json, and no failure echoes what it was sent."""
+"""Error responses as problem+json. None contains data of the request's body."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tessera.shared.problems import (
 log = structlog.get_logger()
 
 UNLOGGED = {401, 429}
-"""What anybody may bring about as often as they like is counted alone."""
+"""Problems that unauthenticated callers can cause at will; they are counted, but not logged."""
 
 
 def headers_of(problem: Problem) -> dict[str, str]:
@@ -76,16 +76,16 @@ def _invalid(request: Request, refusal: Exception) -> Response:
     assert isinstance(refusal, RequestValidationError)  # noqa: S101 (registered for it)
     unreadable = any(error["type"] == "json_invalid" for error in refusal.errors())
     kind = BadRequest if unreadable else Invalid
-    return respond(request, kind("the request has faults; each is named", errors=faults_of_request(refusal)))
+    return respond(request, kind("the request is invalid; see the errors", errors=faults_of_request(refusal)))
 
 
 def faults_of_request(refusal: RequestValidationError) -> list[Fault]:
-    # The first step only says where in the request: body, header, path or query.
+    # The first step only names the part of the request: body, header, path or query.
     return faults_in([{**error, "loc": error["loc"][1:]} for error in refusal.errors()])
 
 
 def _http(request: Request, refusal: Exception) -> Response:
-    """Starlette's own refusals: no such route, wrong method."""
+    """Convert Starlette's own errors: no such route, wrong method."""
     assert isinstance(refusal, HTTPException)  # noqa: S101 (registered for it)
     phrase = http.HTTPStatus(refusal.status_code).phrase
     kind: type[Problem] = NotFound if refusal.status_code == 404 else BadRequest
@@ -98,7 +98,7 @@ def _http(request: Request, refusal: Exception) -> Response:
 
 
 def _methods_of(request: Request) -> set[str]:
-    """Return every method of the path. Each has a route of its own, and the one that refuses names its own alone."""
+    """Return every method of the path. Each has a route, and the one that refuses names its own method only."""
     path = getattr(request.scope.get("route"), "path", None)
     same = (route for route in _routes(request.app.router.routes) if route.path == path)
     return {method for route in same for method in route.methods or ()}
@@ -113,18 +113,18 @@ def _routes(routes: Iterable[BaseRoute]) -> Iterator[Route]:
 
 
 def _gone(request: Request, fault: Exception) -> Response:
-    """Answer a sender whose connection was cut. The answer is not read, and no fault is logged."""
+    """Handle a client that disconnected: the response is not read, and no error is logged."""
     return Response(status_code=400)
 
 
 def _fault(request: Request, fault: Exception) -> Response:
     log.error("request.failed", method=request.method, path=request.scope["path"], exc_info=fault)
-    told = f"the coordinator failed to answer this request; its log says why (trace {present_trace()})"
-    return respond(request, ServerFault(told))
+    detail = f"the coordinator failed to process this request; see its log (trace {present_trace()})"
+    return respond(request, ServerFault(detail))
 
 
 def _full(request: Request, fault: Exception) -> Response:
-    """Return a disk that filled up in the midst of it. Any other fault of a file stays what it is."""
+    """Report a full disk; raise any other file error again."""
     if not is_full(fault):
         raise fault
     return _no_room(request, fault)
@@ -132,11 +132,11 @@ def _full(request: Request, fault: Exception) -> Response:
 
 def _no_room(request: Request, fault: Exception) -> Response:
     log.error("disk.full", method=request.method, path=request.scope["path"], fault=str(fault))
-    return respond(request, StoreFull("the disk filled up meanwhile", retry_after_seconds=RETRY_SECONDS))
+    return respond(request, StoreFull("the coordinator's disk is full", retry_after_seconds=RETRY_SECONDS))
 
 
 def _away(request: Request, fault: Exception) -> Response:
-    """Answer 503, as a repeat may succeed: the database was restarted or is busy, or its disk is full."""
+    """Respond with 503, because a retry may succeed: the database was restarted, is busy, or its disk is full."""
     if is_full(fault):
         return _no_room(request, fault)
     log.warning(
@@ -146,20 +146,20 @@ def _away(request: Request, fault: Exception) -> Response:
 
 
 def _unstorable(request: Request, fault: Exception) -> Response:
-    """PostgreSQL has no text with a NUL in it: nothing is there under such a name, and none can be entered."""
+    """Refuse text with a NUL, which PostgreSQL cannot store: no such name exists."""
     if "\0" in request.scope["path"]:
         return respond(request, NotFound(f"there is no {request.scope['path']!r}"))
     return respond(
-        request, Invalid("the database cannot hold what the request says; a text with a NUL in it, perhaps")
+        request, Invalid("the database cannot store a value of the request, perhaps a text with a NUL character")
     )
 
 
 def page_of(code: str) -> Response:
-    """Return the page that a problem's `type` points to."""
+    """Return the page at a problem's `type` URL."""
     kind = PROBLEMS.get(code)
     if kind is None:
         raise NotFound(f"there is no problem {code!r}; there are {', '.join(sorted(PROBLEMS))}")
-    retry = "It may pass: try again." if kind.retryable else "Repeating the request unchanged will not help."
+    retry = "It may be temporary: try again." if kind.retryable else "Repeating the request unchanged will not help."
     return PlainTextResponse(f"{kind.status} {kind.code}\n\n{kind.title}.\n\n{kind.remedy}\n{retry}\n")
 
 

@@ -1,4 +1,4 @@
-"""For whoever watches: what happens, as server-sent events."""
+"""Server-sent events for viewers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Shown = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 LastEvent = Annotated[
     int | None,
-    Header(alias="Last-Event-ID", ge=0, lt=1 << 53, description="the last event that was seen; from now on if none"),
+    Header(alias="Last-Event-ID", ge=0, lt=1 << 53, description="the last event received; without it, from now on"),
 ]
 
 
@@ -34,8 +34,8 @@ class EventStream(StreamingResponse):
 
 @router.get("/events", operation_id="listenToAll", response_class=EventStream)
 async def all_events(serving: Serving, caller: Viewer, shown: Shown, last_event_id: LastEvent = None) -> EventStream:
-    """Return every change of state as it happens, as `ChangeEvent` in an event of type `change`; without an id and of
-    type `progress`, that workers were heard of."""
+    """Stream every change of state as a `ChangeEvent` in an event of type `change`. Events of type `progress`
+    have no id and report heartbeats of workers."""
     return stream(serving, None, last_event_id, caller.token_id, lambda: admitted(serving, shown))
 
 
@@ -43,7 +43,7 @@ async def all_events(serving: Serving, caller: Viewer, shown: Shown, last_event_
 async def run_events(
     run_id: str, serving: Serving, caller: Viewer, shown: Shown, last_event_id: LastEvent = None
 ) -> EventStream:
-    """Return the same of one run."""
+    """Stream the events of one run."""
     await run_in_threadpool(require_run, serving, run_id)
     return stream(serving, run_id, last_event_id, caller.token_id, lambda: admitted(serving, shown))
 
@@ -51,7 +51,7 @@ async def run_events(
 def stream(
     serving: Services, run_id: str | None, since: int | None, holder: str, still: Callable[[], bool]
 ) -> EventStream:
-    """Answer with events for as long as the holder of the token is `still` admitted. Raises Busy."""
+    """Return a stream of events that ends when `still` returns False. Raises Busy."""
     serving.change_feed.require_capacity(holder)
     return EventStream(
         serving.change_feed.listen(run_id, since, holder, still), headers={"Cache-Control": "no-store"}
@@ -59,13 +59,13 @@ def stream(
 
 
 def require_run(serving: Services, run_id: str) -> None:
-    """Raise NotFound."""
+    """Raise NotFound if there is no such run."""
     with serving.database.snapshot() as session:
         views.find_run(session, run_id)
 
 
 def admitted(serving: Services, shown: HTTPAuthorizationCredentials | None) -> bool:
-    """Return whether a token still holds."""
+    """Return whether a token is still valid."""
     try:
         holder(serving, shown)
     except (Unauthenticated, Forbidden):

@@ -1,4 +1,4 @@
-"""For machines that watch: is it up, is it ready, which version is it. No token is asked for."""
+"""Health checks and version, without a token."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ router = APIRouter(tags=["health"])
 
 @router.get("/healthz/live", status_code=204, operation_id="getLiveness")
 def live() -> None:
-    """204 while the process answers at all."""
+    """Return 204 while the process responds."""
 
 
 @router.get("/healthz/ready", operation_id="getReadiness", responses={503: {"model": Readiness}})
 def ready(serving: Serving, response: Response) -> Readiness:
-    """200 while it can do its work: the schema is the right one, or a later one, and the store takes bytes.
+    """Return 200 if the database's schema is at head or later and the blob store accepts bytes, else 503.
 
-    One whose disk has no room for uploads is ready all the same: there is much else that it can do, and to send its
-    callers to another would make no room.
+    A coordinator with a full disk is ready: it can do everything but accept uploads, and routing callers elsewhere
+    would not free space.
     """
-    found = readiness(serving)
-    if not found.ready:
+    report = readiness(serving)
+    if not report.ready:
         response.status_code = 503
-    return found
+    return report
 
 
 @router.get("/version", operation_id="getVersion")

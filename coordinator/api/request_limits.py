@@ -1,4 +1,4 @@
-"""Reading request bodies: bounded before they are read, and strictly JSON."""
+"""Request bodies with a bounded size and time, and strict JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tessera.shared.problems import TooLarge, TooSlow
 
 
 class BoundedRequest(Request):
-    """A request whose JSON body has at most `max_body_bytes`, and no NaN, broken surrogate or name twice in it.
+    """A request whose JSON body has at most `max_body_bytes` and no NaN, broken surrogate or duplicate name.
 
-    The standard parser lets all of these through, and they fail much later: in the database or in an answer.
+    The standard parser accepts these, and they would fail later: in the database or in a response.
     """
 
     async def body(self) -> bytes:
@@ -49,7 +49,7 @@ class BoundedRequest(Request):
 
 @asynccontextmanager
 async def in_time(most_seconds: float, idle_timeout_seconds: float) -> AsyncIterator[Callable[[], None]]:
-    """Something comes in pieces, of each of which it is told. Raises TooSlow for one that is too long in coming."""
+    """Yield a function to call for each received piece. Raises TooSlow if one is late, or the whole body."""
     now = asyncio.get_running_loop().time
     end = now() + most_seconds
     try:
@@ -59,15 +59,15 @@ async def in_time(most_seconds: float, idle_timeout_seconds: float) -> AsyncIter
         if not silence.expired():
             raise
         raise TooSlow(
-            f"the body stood still for {idle_timeout_seconds:g} s or was not here after {most_seconds:g} s "
+            f"no byte of the body was received for {idle_timeout_seconds:g} s, or not all within {most_seconds:g} s "
             "(settings header_timeout_seconds, body_timeout_seconds)",
-            # What else comes of it would be taken for the next request.
+            # The rest of the body would be read as the next request.
             headers={"Connection": "close"},
         ) from None
 
 
 class BoundedRoute(APIRoute):
-    """A route whose handler is given a BoundedRequest."""
+    """A route whose handler gets a BoundedRequest."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handle = super().get_route_handler()

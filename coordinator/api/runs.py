@@ -1,4 +1,4 @@
-"""For orchestrators: runs, their rounds, versions and measurements."""
+"""Endpoints for orchestrators: runs, their rounds, versions and measurements."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=BoundedRoute)
 
 RoundNumber = Annotated[int, PathParam(ge=1, lt=1 << 31)]
 Earlier = Annotated[int, Query(alias="since", ge=0, lt=1 << 31, description="the number of the earlier version")]
-Since = Annotated[int, Query(ge=0, lt=1 << 31, description="only of this version and later ones")]
+Since = Annotated[int, Query(ge=0, lt=1 << 31, description="only this version and later ones")]
 Number = Annotated[str, PathParam(pattern=r"^(latest|[0-9]{1,9})$", description="a version's number, or 'latest'")]
 
 
 @router.post("", status_code=201, operation_id="createRun")
 def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: Response, key: Key = None) -> Run:
-    """Start a run from a model and a first version that were uploaded before."""
+    """Start a run from an uploaded model and first version."""
     run = runs.create_run(serving, caller, spec, key)
     response.headers["Location"] = f"/v1/runs/{run.id}"
     response.headers["ETag"] = runs.etag(run.revision)
@@ -44,7 +44,8 @@ def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: 
 
 @router.post("/preview", operation_id="previewRun")
 def preview_run(spec: RunSpec, serving: Serving, caller: Orchestrator) -> Preview:
-    """Say who would take part in a run and who not and why, and what its first round would ask. Changes nothing."""
+    """Return which workers would take part in a run, why others would not, and its first round's workload. Change
+    nothing."""
     return runs.preview_run(serving, caller, spec)
 
 
@@ -61,7 +62,7 @@ def list_runs(serving: Serving, caller: Anyone, limit: Limit = 100, cursor: Curs
 
 @router.get("/{run_id}", operation_id="getRun")
 def get_run(run_id: str, serving: Serving, caller: Anyone, response: Response) -> Run:
-    """Return a run; a site is told of those that it takes part in, and of no other site in them."""
+    """Return a run; a site gets only runs that it takes part in, without their other sites."""
     with serving.database.snapshot() as session:
         run = _shown(session, caller, run_within_reach(session, caller, run_id))
     response.headers["ETag"] = runs.etag(run.revision)
@@ -84,9 +85,9 @@ def patch_run(
     response: Response,
     if_match: Annotated[str | None, Header(alias="If-Match")] = None,
 ) -> Run:
-    """Pause, resume or cancel. A pause lets the round in progress end; a cancellation ends it at once.
+    """Pause, resume or cancel a run. A pause lets the open round end; a cancellation ends it at once.
 
-    An orchestrator does so to the runs that it created, an administrator to all.
+    An orchestrator may change the runs that it created, an administrator all runs.
     """
     if if_match is None:
         raise PreconditionRequired("the request carries no If-Match header")
@@ -130,7 +131,7 @@ def list_versions(
 
 @router.get("/{run_id}/versions/{number}/export", operation_id="exportVersion", response_class=StreamingResponse)
 def export_version(run_id: str, number: Number, serving: Serving, caller: Orchestrator) -> StreamingResponse:
-    """Return a version as one safetensors file of whole tensors, under the names that transformers knows them by."""
+    """Return a version as one safetensors file of whole tensors, under their names in transformers."""
     with serving.database.snapshot() as session:
         run = views.find_run(session, run_id)
         wanted = run.version_number if number == "latest" else int(number)
@@ -153,7 +154,7 @@ def export_version(run_id: str, number: Number, serving: Serving, caller: Orches
 async def get_difference(
     run_id: str, number: RoundNumber, serving: Serving, caller: Anyone, since: Earlier
 ) -> Difference:
-    """Return the blob that makes this version of an earlier one, which a worker holds."""
+    """Return the blob from which a worker computes this version, given an earlier one."""
     return await serving.differences.find(caller, run_id, number, since)
 
 
@@ -161,7 +162,7 @@ async def get_difference(
 def list_measurements(
     run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None, since: Since = 0
 ) -> Page[Measurement]:
-    """Return what was measured of each version, on the central data set and on what sites hold out."""
+    """Return each version's evaluations, on the central data set and on sites' held-out data."""
     with serving.database.snapshot() as session:
         spec = RunSpec.model_validate(views.find_run(session, run_id).spec)
         done = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & (TaskRow.state == "accepted")

@@ -1,4 +1,4 @@
-"""For administrators and those who look on: sites and their workers."""
+"""Endpoints for administrators and viewers: sites and their workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def list_sites(serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cur
 
 @router.post("/sites/{site_id}/suspend", operation_id="suspendSite")
 def suspend_site(site_id: str, serving: Serving, caller: Admin) -> Site:
-    """Refuse all of a site's tokens from now on, and choose none of its workers, until it is resumed."""
+    """Refuse all tokens of a site and select none of its workers until it is resumed."""
     with serving.database.transaction() as session:
         row = workers_module.suspend_site(session, serving.database.now(), caller.actor, site_id)
         waiting = workers_of(session, site_id)
@@ -48,15 +48,14 @@ def suspend_site(site_id: str, serving: Serving, caller: Admin) -> Site:
 
 @router.post("/sites/{site_id}/resume", operation_id="resumeSite")
 def resume_site(site_id: str, serving: Serving, caller: Admin) -> Site:
-    """Admit a suspended site's tokens again."""
+    """Accept a suspended site's tokens again."""
     with serving.database.transaction() as session:
         return views.site_view(workers_module.resume_site(session, serving.database.now(), caller.actor, site_id))
 
 
 @router.get("/workers", operation_id="listWorkers")
 def list_workers(serving: Serving, caller: Anyone, limit: Limit = 100, cursor: Cursor = None) -> Page[WorkerView]:
-    """Return every worker ever heard of, for a site its own; `live` if heard of lately, unless its site is
-    suspended."""
+    """Return all workers, or a site's own. `live` means seen recently, with a site that is not suspended."""
     since = serving.database.now() - serving.settings.liveness_seconds
     with serving.database.snapshot() as session:
         query = select(WorkerRow, SiteRow).join(SiteRow, SiteRow.id == WorkerRow.site_id)

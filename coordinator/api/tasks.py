@@ -1,4 +1,4 @@
-"""For workers: claim a task, keep it, report on it."""
+"""Endpoints for workers: claim a task, renew its lease, report on it."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ async def claim(
     request: Request,
     serving: Serving,
     caller: SiteCaller,
-    prefer: Annotated[str, Header(max_length=128, description="'wait=25' waits that long for a task")] = "",
+    prefer: Annotated[str, Header(max_length=128, description="'wait=25' waits up to 25 s for a task")] = "",
 ) -> Response:
-    """Lease the next task that is offered to this worker, waiting for one if asked to."""
+    """Lease the next task that is offered to this worker; wait for one if `Prefer` says so."""
     if (length := len(await request.body())) > MAX_CLAIM_BYTES:
         raise TooLarge(
-            f"the claim has {length} bytes; at most {MAX_CLAIM_BYTES} are taken",
-            remedy="Shorten what the worker declares, such as the lists of its policy.",
+            f"the claim has {length} bytes; the limit is {MAX_CLAIM_BYTES}",
+            remedy="Shorten the worker's declaration, such as the lists of its policy.",
         )
     wanted = _WAIT.search(prefer)
     wait = min(float(wanted.group(1)) if wanted else 0.0, serving.settings.max_wait_seconds)
@@ -64,7 +64,7 @@ async def claim(
     task = await tasks.claim(serving, caller, body, wait, disconnected)
     if task is None:
         return Response(status_code=204)
-    # Without defaults: a worker of the version before understands what does not use what is new.
+    # Omit defaults so that older workers can parse the task.
     return Response(task.model_dump_json(exclude_defaults=True), media_type="application/json")
 
 
@@ -88,32 +88,32 @@ def get_task(task_id: str, serving: Serving, caller: Anyone) -> TaskView:
 
 @router.post("/{task_id}/heartbeat", operation_id="renewLease")
 def heartbeat(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCaller) -> Lease:
-    """Renew the lease. A problem tells that there is nothing left to do: `lease-lost`, `task-cancelled`, ..."""
+    """Renew the lease. A problem such as `lease-lost` or `task-cancelled` means that the worker must stop."""
     return tasks.heartbeat(serving, caller, task_id, body)
 
 
 @router.post("/{task_id}/update", operation_id="submitUpdate")
 async def submit_update(task_id: str, body: Submission, serving: Serving, caller: SiteCaller) -> TaskView:
-    """Hand in an update, which was uploaded before or comes along. It is accepted when this returns, or refused and
-    named why."""
-    # Who asks the same at once waits for the answer, rather than have all of it inspected again.
+    """Submit an update that was uploaded before or is in the request. The response accepts it, or rejects it with the
+    reason."""
+    # Concurrent repetitions wait for the first result instead of inspecting the update again.
     async with serving.submitting.hold(f"{caller.owner} {task_id}"):
         return await serving.inspections.run(caller.owner, tasks.submit_update, serving, caller, task_id, body)
 
 
 @router.post("/{task_id}/evaluation", operation_id="submitEvaluation")
 def submit_evaluation(task_id: str, body: EvaluationResult, serving: Serving, caller: SiteCaller) -> TaskView:
-    """Hand in what a version was measured at."""
+    """Submit the metrics of an evaluation."""
     return tasks.submit_evaluation(serving, caller, task_id, body)
 
 
 @router.post("/{task_id}/failure", operation_id="reportFailure")
 def report_failure(task_id: str, body: Failure, serving: Serving, caller: SiteCaller) -> TaskView:
-    """Report that the task cannot be done here; the round goes on without it."""
+    """Report that the worker cannot do the task; the round continues without it."""
     return tasks.fail(serving, caller, task_id, body)
 
 
 @router.post("/{task_id}/release", operation_id="releaseTask")
 def release(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCaller) -> TaskView:
-    """Give the task back undone; it is offered again at once."""
+    """Return the task unfinished; it is offered again at once."""
     return tasks.release(serving, caller, task_id, body)

@@ -36,7 +36,7 @@ TAGS_KEPT = 65_536
 
 PROBE = "probe"
 PROBE_SECONDS = 5.0
-"""How long the store counts as working after a probe, because unauthenticated callers may request readiness."""
+"""Time for which the store counts as working after a probe: unauthenticated callers may request readiness."""
 
 AGAIN_SECONDS = 2.0
 """Time after which a caller may retry when the store did not respond."""

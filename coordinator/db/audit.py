@@ -24,7 +24,7 @@ def record(
     run_id: str | None = None,
     **detail: Any,
 ) -> None:
-    """Appends an entry whose digest covers its content and the entry before it."""
+    """Append an entry whose digest covers its content and the previous entry."""
     session.flush()
     last = session.execute(select(AuditRow.seq, AuditRow.digest).order_by(AuditRow.seq.desc()).limit(1)).first()
     seq, previous = (last.seq + 1, last.digest) if last else (1, GENESIS)
@@ -43,7 +43,7 @@ def record(
 
 
 def creator_of(session: Session, run_id: str) -> str | None:
-    """Return the name of the token that created a run: its first entry says so."""
+    """Return the name of the token that created a run, from its first entry."""
     first = select(AuditRow.actor, AuditRow.action).where(AuditRow.run_id == run_id).order_by(AuditRow.seq).limit(1)
     row = session.execute(first).first()
     return row.actor.partition(":")[2] if row and row.action == "run.create" else None

@@ -35,7 +35,7 @@ DATABASE_AWAY = (OperationalError, InterfaceError, InternalError, NoConnection)
 """Errors raised when the database is away, busy or was restarted: nothing was done, and a retry may help."""
 
 KEPT_CONNECTIONS = 5
-"""To PostgreSQL, while there is nothing to do."""
+"""Idle connections to PostgreSQL."""
 CONNECT_SECONDS = 10
 IDLE_SECONDS = 5
 """Idle time after which PostgreSQL ends a transaction: a process that is paused inside one must not block the
@@ -52,27 +52,27 @@ CLOCK_SECONDS = 10
 """Time for which the measured difference between PostgreSQL's clock and this process's is used."""
 CLOCK_TRIES = 3
 GOOD_TRIP_SECONDS = 0.05
-"""A question after the time that came back this soon is not asked again."""
+"""A measurement of the clock that takes at most this long is not repeated."""
 
 
 class DatabaseInUse(RuntimeError):
-    """Another coordinator process has this SQLite file."""
+    """Another coordinator process uses this SQLite file."""
 
 
 class NotAFile(RuntimeError):
-    """A SQLite database that is not a file cannot be a coordinator's."""
+    """The SQLite database is in memory, which a coordinator cannot use."""
 
 
 class UnknownDatabase(RuntimeError):
-    """A database of a kind that this code was not made for."""
+    """The database is neither SQLite nor PostgreSQL."""
 
 
 class SchemaBehind(RuntimeError):
-    """The database's schema is not the one that this code needs."""
+    """The database's schema is not at head."""
 
 
 class Database:
-    """Sessions on one database. There is one writer at a time, and a reader sees one moment.
+    """Sessions on one database. There is one writer at a time, and a reader sees a snapshot.
 
     `connections` bounds those that one process has to PostgreSQL.
     """
@@ -106,22 +106,22 @@ class Database:
 
     @property
     def shown(self) -> str:
-        """The URL, without what is secret of it."""
+        """The URL without its password."""
         return without_password(self.url.render_as_string(hide_password=True))
 
     def now(self) -> float:
-        """Return seconds since 1970 by the clock that judges every deadline."""
+        """Return seconds since 1970 by the clock that decides every deadline."""
         return self._clock()
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:
-        """Yield a session whose changes are all committed when it ends, or none of them."""
+        """Yield a session whose changes are committed together at its end, or rolled back."""
         with self._turn(), Session(self.engine) as session, session.begin():
             yield session
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Yield one writer after the other, in whichever process.
+        """Serialize writers of all processes.
 
         SQLite itself lets those who wait look again only every few milliseconds, and then every few tens of them. On
         PostgreSQL the database sees to it; here one thread at a time waits for that, with one connection.
@@ -136,7 +136,7 @@ class Database:
 
     @contextmanager
     def snapshot(self) -> Iterator[Session]:
-        """Yield a session to read with, that sees one moment and holds up no writer."""
+        """Yield a session that reads a snapshot and blocks no writer."""
         with Session(self._reading) as session:
             yield session
 
@@ -150,7 +150,7 @@ class Database:
     # ------------------------------------------------------------ several processes
 
     def hold(self, duty: str, *, wait: bool = False) -> None:
-        """Mark this process as the one that does this duty on a SQLite file, until it ends or closes the database.
+        """Hold this duty on a SQLite file for this process, until it ends or closes the database.
 
         Raises DatabaseInUse if another process has done so, unless it is to `wait` for that one's end. On PostgreSQL
         any number may.
@@ -229,13 +229,13 @@ class Database:
         return set(self._present()) == set(ScriptDirectory.from_config(alembic_config()).get_heads())
 
     def at_head_or_later(self) -> bool:
-        """Return whether the schema is the one that this code needs, or a later one: each step lets the code before
-        it work on, so that a new version can take over from one that runs."""
+        """Return whether the schema is at head or later: every migration works with the previous code, so that a new
+        version can replace a running one."""
         (head,) = ScriptDirectory.from_config(alembic_config()).get_heads()
         return any(present >= head for present in self._present())
 
     def require_head(self) -> None:
-        """Raise SchemaBehind unless the schema is the one that this code needs."""
+        """Raise SchemaBehind unless the schema is at head."""
         if not self.at_head():
             raise SchemaBehind(f"the schema of {self.shown} is not at head; run 'tessera coordinator migrate'")
 
@@ -252,7 +252,7 @@ def alembic_config(connection: Connection | None = None) -> Config:
 
 
 class _RemoteClock:
-    """The database's clock, by this process's and what the two were found to differ by; a question every few seconds.
+    """The database's clock, from this process's clock and their difference, which is measured every few seconds.
 
     Off by half of a question's way there and back at most, and by what two clocks drift apart in CLOCK_SECONDS.
     """
@@ -298,7 +298,7 @@ def _with_driver(url: URL) -> URL:
 
 
 def _make(file: Path) -> None:
-    """Before SQLite does, which would let others read it; its -wal and -shm are made with the same mode."""
+    """Create the file closed to other users before SQLite does; its -wal and -shm get the same mode."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Where none can be made, SQLite says so.
     with suppress(OSError):
@@ -342,12 +342,12 @@ def _take_turns(engine: Engine) -> None:
 
 
 def _number(name: str) -> int:
-    """Return the number that PostgreSQL knows a lock by, which belongs to the database."""
+    """Return the number of a lock in PostgreSQL, where locks belong to the database."""
     return int.from_bytes(hashlib.sha256(f"tessera {name}".encode()).digest()[:8], signed=True)
 
 
 def _stay(connection: Connection, ended: threading.Event) -> None:
-    """Is heard of until the work has ended. Should the database be away, so is the lock."""
+    """Keep the connection of a lock alive until the work has ended. If the database is away, the lock is lost."""
     with suppress(DBAPIError):
         while not ended.wait(DUTY_SECONDS / 3):
             connection.exec_driver_sql("SELECT 1")

@@ -1,4 +1,4 @@
-"""The first answer to a creating request, given again to its repeats, by whichever process they reach."""
+"""Idempotency keys: repetitions of a request get its first response, from any process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def once(
     kind: type[A],
     create: Callable[[], A],
 ) -> A:
-    """`create()` the first time a caller uses this key, and afterwards the answer it gave then.
+    """Return `create()` on the first use of a caller's key, and that first result on later ones.
 
     Raises KeyReused if the key came with another body before. Without a key every request creates.
     """

@@ -1,4 +1,4 @@
-"""Opening, merging and ending rounds: what the conductor writes."""
+"""The conductor's writes: opening, merging and ending rounds."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def open_round(
 
 
 def offer_evaluation(session: Session, now: float, run: RunRow, due: PendingEvaluation, worker: LiveWorker) -> None:
-    """Offer a version to a worker, in place of what is no longer wanted: of a central data set the same version from
-    another worker, of a site an earlier version."""
+    """Offer an evaluation to a worker in place of an obsolete one: on the central data set another worker's of this
+    version, at a site that of an earlier version."""
     spec = RunSpec.model_validate(run.spec)
     held_out = due.worker is not None
     kin = (TaskRow.run_id == run.id) & (TaskRow.kind == "evaluate") & (TaskRow.held_out == held_out)
@@ -101,7 +101,7 @@ def offer_at_sites(session: Session, now: float, run: RunRow, live: Sequence[Liv
 
 
 def tries_by_worker(session: Session, run_id: str, version: int) -> Counter[str]:
-    """Return how often each worker was asked in vain to evaluate a version on the central data set."""
+    """Return the number of each worker's attempts to evaluate a version on the central data set."""
     kin = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & ~TaskRow.held_out
     return Counter(session.scalars(select(TaskRow.worker_id).where(kin, TaskRow.version_number == version)))
 
@@ -130,7 +130,7 @@ def _task(
 
 
 def cancel_tasks(session: Session, now: float, which: Sequence[TaskRow]) -> None:
-    """Cancel what is not over yet."""
+    """Cancel the open tasks."""
     for task in which:
         if task.state in ("offered", "leased", "expired"):
             move_task(session, now, ACTOR, task, "cancel")
@@ -145,7 +145,7 @@ def evaluations_of(session: Session, run_id: str) -> Sequence[TaskRow]:
 
 
 def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
-    """Take no more updates, and assign to the next version those that were accepted."""
+    """Close a round to updates, and assign the accepted ones to the next version."""
     move_round(session, now, ACTOR, round_, "close", reason)
     cancel_tasks(session, now, tasks_of(session, round_.id))
     accepted = (TaskRow.round_id == round_.id) & (TaskRow.state == "accepted")
@@ -203,7 +203,7 @@ def note_scores(session: Session, run_id: str, number: int, scores: Mapping[str,
 
 
 def _leave_out(session: Session, run_id: str, number: int, merged: Merged) -> list[str]:
-    """Enter which of a version's updates were not merged, or not in every block; return the tasks left out."""
+    """Record which of a version's updates were merged in part or left out; return the tasks left out."""
     left_out = []
     for task, name, site, _ in _assigned(session, run_id, number):
         unmerged = merged.get(f"{site}/{name}")
@@ -218,8 +218,8 @@ def _leave_out(session: Session, run_id: str, number: int, merged: Merged) -> li
 def add_version(
     session: Session, now: float, run_id: str, ref: VersionRef, manifest: Manifest, warnings: Sequence[str]
 ) -> list[str]:
-    """Enter a version whose blobs are entered already. Returns the warnings that the one before it did not have,
-    which are entered in the audit too."""
+    """Add a version whose blobs are recorded. Return the warnings that the previous version did not have, which are
+    also audited."""
     before = session.get(VersionRow, (run_id, ref.number - 1))
     row = VersionRow(run_id=run_id, number=ref.number, digest=ref.digest, created_at=now)
     row.scalars, row.warnings = dict(manifest.scalars), list(warnings)
@@ -247,8 +247,8 @@ def commit_round(
     warnings: Sequence[str],
     merged: Merged,
 ) -> list[str]:
-    """Enter the round's end, its version and what was merged, in the caller's one transaction. Return the warnings
-    that are new."""
+    """Record the round's end, its version and its merged updates in the caller's transaction. Return the new
+    warnings."""
     left_out = _leave_out(session, run.id, version.number, merged)
     move_round(session, now, ACTOR, round_, "commit", round_.reason, left_out=left_out)
     assigned = (TaskRow.run_id == run.id) & (TaskRow.merged_in == version.number)

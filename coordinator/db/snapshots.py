@@ -30,7 +30,7 @@ MAX_UNAGREED = 100
 
 
 def live_workers(session: Session, since: float) -> list[LiveWorker]:
-    """Return every worker heard of since then whose site is not suspended, in the order of names (`site/worker`)."""
+    """Return every worker seen since then whose site is not suspended, ordered by name (`site/worker`)."""
     rows = session.execute(
         select(WorkerRow.id, WorkerRow.name, SiteRow.name.label("site"), WorkerRow.declared_digest)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
@@ -93,7 +93,7 @@ def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) ->
 
 
 def evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
-    """Return who could evaluate this run's versions on the central data set."""
+    """Return the workers that could evaluate this run's versions on the central data set."""
     if invited.spec.evaluation is None:
         return []
     wanted = invited.spec.evaluation.dataset
@@ -120,7 +120,7 @@ def site_evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveW
 
 
 def runs_to_decide(session: Session) -> list[str]:
-    """Run that are live, and ended ones that still have rounds or tasks to wind up."""
+    """Return the ids of live runs, and of ended ones with open rounds or tasks."""
     open_rounds = select(RoundRow.run_id).where(RoundRow.state.in_(LIVE_ROUND))
     open_tasks = select(TaskRow.run_id).where(TaskRow.state.in_(("offered", "leased")))
     which = RunRow.state.in_(LIVE_RUN) | RunRow.id.in_(open_rounds) | RunRow.id.in_(open_tasks)
@@ -238,7 +238,7 @@ def central_due(
 
 
 def _latest_due(run: RunRow, spec: RunSpec) -> int:
-    """Return the latest version that is to be measured."""
+    """Return the latest version that is to be evaluated."""
     number = run.version_number
     if spec.evaluation is None or spec.evaluation.due(number, spec.rounds):
         return number

@@ -88,20 +88,20 @@ def find_task(session: Session, task_id: str, site_id: str | None) -> TaskRecord
 
 
 def reload(session: Session, record: TaskRecord) -> TaskRecord:
-    """Load again what may have changed of a task since an earlier session: its own row and its round's."""
+    """Load a task again in another session: its own row and its round's."""
     round_ = session.get_one(RoundRow, record.round.id) if record.round else None
     return replace(record, task=session.get_one(TaskRow, record.task.id), round=round_)
 
 
 def withhold(session: Session, now: float, actor: str, worker_id: str, withheld: Mapping[str, str]) -> None:
-    """Take back what is offered to a worker of runs that its site has not agreed to: rounds do not wait for it."""
+    """Withdraw a worker's offered tasks of runs that its site has not approved: rounds do not wait for them."""
     offered = (TaskRow.worker_id == worker_id) & (TaskRow.state == "offered") & TaskRow.run_id.in_(withheld)
     for task in session.scalars(select(TaskRow).where(offered)).all() if withheld else ():
         move_task(session, now, actor, task, "withhold", {"problem": Withheld(withheld[task.run_id]).json()})
 
 
 def note_withheld(record: TaskRecord, reason: str) -> None:
-    """Declare for a worker what its next claim will: until then, the next round could ask it again."""
+    """Record that a worker withholds itself from a run, as its next claim will: the next round must not select it."""
     worker = record.worker
     withheld = {**worker.declared.get("withheld", {}), record.task.run_id: reason[:300]}
     worker.declared = {**worker.declared, "withheld": dict(list(withheld.items())[-MAX_WITHHELD:])}
@@ -121,7 +121,7 @@ def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None
 
 
 def has_begun_another(session: Session, task: TaskRow) -> bool:
-    """Return whether the worker was given another task on the same version, and so has what it needs of it."""
+    """Return whether the worker had another task on the same version, and so has its blocks."""
     made = session.get_one(VersionRow, (task.run_id, task.version_number)).created_at
     # Along an index, and not through all that the worker ever did.
     lately = TaskRow.state.in_(("leased", *ACCEPTED)) & TaskRow.kind.in_(("train", "evaluate"))
@@ -131,7 +131,7 @@ def has_begun_another(session: Session, task: TaskRow) -> bool:
 
 
 def offered_to(session: Session, worker_ids: Sequence[str]) -> list[str]:
-    """Return those of the workers that have a task to claim."""
+    """Return those of these workers that have an offered task."""
     asked = TaskRow.worker_id.in_(worker_ids)
     return list(session.scalars(select(TaskRow.worker_id).where(TaskRow.state == "offered", asked).distinct()))
 

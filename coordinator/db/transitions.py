@@ -63,7 +63,7 @@ def move_task(
 
 
 def move_tasks(session: Session, event: str, which: ColumnElement[bool], **values: Any) -> int:
-    """Move all of these tasks that are in a state from which `event` starts, and returns how many there were.
+    """Move those of these tasks that are in a state from which `event` starts; return how many there were.
 
     For what follows from the end of their round, whose entry in the audit says so.
     """

@@ -1,4 +1,4 @@
-"""Rows as the API shows them, and pages of them."""
+"""The API's views of rows, and their pagination."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def page(
 
 
 def _after(keys: Sequence[InstrumentedAttribute[Any]], values: Sequence[Any]) -> Any:
-    """(a, b) > (x, y), spelled out, which every database understands."""
+    """Return (a, b) > (x, y) in a form that every database supports."""
     first, value = keys[0], values[0]
     if len(keys) == 1:
         return first > value
@@ -91,7 +91,7 @@ def _encode(values: Sequence[object]) -> str:
 
 
 def _decode(cursor: str, kinds: Sequence[type]) -> list[Any]:
-    """Return the last keys shown. Raises BadRequest unless they are of the kinds of this collection's keys."""
+    """Return the keys of the last shown item. Raises BadRequest unless their types are those of the collection."""
     try:
         values = from_json(base64.urlsafe_b64decode(cursor), allow_inf_nan=False)
     except ValueError:
@@ -194,7 +194,7 @@ def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
 
 
 def without_scores(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return a worker's numbers without those under the names of outlier scores, which the coordinator writes."""
+    """Return a worker's metrics without outlier scores, which only the coordinator writes."""
     return {name: value for name, value in metrics.items() if not name.startswith(PREFIX)}
 
 
@@ -324,13 +324,13 @@ def rounds_by_state(session: Session) -> dict[str, int]:
 
 
 def overdue_seconds(session: Session, now: float) -> float:
-    """For how long the round that is open longest beyond its deadline should have been closed; 0 if none should."""
+    """Return the seconds since the earliest deadline of an open round; 0 if none has passed."""
     first = session.scalar(select(func.min(RoundRow.deadline_at)).where(RoundRow.state == "open"))
     return 0.0 if first is None else max(0.0, now - first)
 
 
 def merging_seconds(session: Session, now: float) -> float:
-    """For how long the round that merges longest has been merging; 0 if none is."""
+    """Return the seconds of the longest merge in progress; 0 if there is none."""
     since: list[float] = []
     for round_id in session.scalars(select(RoundRow.id).where(RoundRow.state == "merging")):
         closing = select(AuditRow.at).where(AuditRow.subject == round_id, AuditRow.action == "round.close")
@@ -340,6 +340,6 @@ def merging_seconds(session: Session, now: float) -> float:
 
 
 def blob_totals(session: Session) -> tuple[int, int]:
-    """Return how many blobs there are and how many bytes they hold."""
+    """Return the number of blobs and their total bytes."""
     count, size = session.execute(select(func.count(), func.coalesce(func.sum(BlobRow.size), 0))).one()
     return count, size

@@ -32,14 +32,14 @@ FORGOTTEN_SECONDS = 30 * 86_400.0
 a new name."""
 
 DECLARED_SHARE = 4_096
-"""Bytes that each worker of a site may declare on average: those that are live are kept parsed."""
+"""Average bytes that each worker of a site may declare: live workers' declarations are cached in parsed form."""
 
 TOO_MANY_SECONDS = 600.0
 """Retry-After for a site with too many workers."""
 
 
 def create_site(session: Session, now: float, actor: str, name: str) -> SiteRow:
-    """Raise Conflict if there is one of that name."""
+    """Create a site. Raise Conflict if its name is taken."""
     if session.scalar(select(exists().where(SiteRow.name == name))):
         raise Conflict(f"there is a site {name!r} already", remedy="Use it, or choose another name.")
     row = SiteRow(id=new_id(), name=name, created_at=now)
@@ -49,7 +49,7 @@ def create_site(session: Session, now: float, actor: str, name: str) -> SiteRow:
 
 
 def suspend_site(session: Session, now: float, actor: str, site_id: str) -> SiteRow:
-    """From now on none of the site's tokens is admitted. Raises NotFound. To do it again changes nothing."""
+    """Refuse all tokens of a site from now on; idempotent. Raises NotFound."""
     row = find_site(session, site_id)
     if row.suspended_at is None:
         row.suspended_at = now
@@ -58,7 +58,7 @@ def suspend_site(session: Session, now: float, actor: str, site_id: str) -> Site
 
 
 def resume_site(session: Session, now: float, actor: str, site_id: str) -> SiteRow:
-    """Raise NotFound. To do it again changes nothing."""
+    """Accept a suspended site's tokens again; idempotent. Raises NotFound."""
     row = find_site(session, site_id)
     if row.suspended_at is not None:
         row.suspended_at = None
@@ -80,7 +80,7 @@ def workers_of(session: Session, site_id: str | None) -> list[str]:
 
 
 def enrolled(session: Session, site_id: str, claim: Claim) -> str | None:
-    """Return the id of the claiming worker if it is known and has declared nothing new."""
+    """Return the id of the claiming worker if it is known and its declaration is unchanged."""
     row = _worker(session, site_id, claim.worker)
     # A digest without what it is of was left by an earlier version, which knows of no digests.
     same = row and row.declared == (told := _declared(claim)) and row.declared_digest == digest_of(_text(told))
@@ -88,7 +88,7 @@ def enrolled(session: Session, site_id: str, claim: Claim) -> str | None:
 
 
 def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers: int) -> tuple[str, int]:
-    """Enter what a worker says of itself; its id, and how many bytes that takes.
+    """Store a worker's declaration; return the worker's id and the stored bytes.
 
     Raises QuotaExceeded for one name too many, and if all workers of the site together say too much.
     """
@@ -126,7 +126,7 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers
 
 
 def note_seen(session: Session, seen: dict[str, float]) -> None:
-    """Enter when workers were last heard of."""
+    """Store the instants at which workers were last seen."""
     if not seen:
         return
     worker, at = bindparam("worker", type_=String), bindparam("at", type_=Float)

@@ -1,4 +1,4 @@
-"""Whether a report on a task still counts. Every call after the claim passes through here (invariant I4)."""
+"""The check that a report on a task is still valid, for every call after the claim (invariant I4)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from tessera.shared.problems import LeaseLost, Problem, RoundClosed, TaskCancell
 
 
 def refusal(state: str, round_state: str | None, shown_token: int, token: int) -> Problem | None:
-    """Return why a report that shows `shown_token` is refused for a task in `state` with `token`, or None.
+    """Return why a report with `shown_token` is refused for a task in `state` with `token`, or None.
 
-    `round_state` is None for a task that belongs to no round.
+    `round_state` is None for a task without a round.
     """
     if state == "cancelled" and round_state in ("merging", "committed"):
         return RoundClosed("the round closed without this task's update")

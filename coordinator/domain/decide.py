@@ -1,9 +1,8 @@
-"""What is to be done about a run: the only place where a round moves.
+"""Decisions on the next actions of a run: the only place where a round changes its state.
 
     decide(snapshot, now) -> actions
 
-Pure and total: it sees one moment and says what should happen; the conductor does it, each action guarded by the
-state that this function saw.
+Pure and total: it decides from one snapshot. The conductor executes each action, guarded by the snapshot's state.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot
 
 @dataclass(frozen=True)
 class Expire:
-    """The lease ran out."""
+    """Expire a lease past its end."""
 
     task: str
     token: int
@@ -25,7 +24,7 @@ class Expire:
 
 @dataclass(frozen=True)
 class Offer:
-    """An expired task is to be had again."""
+    """Offer an expired task again."""
 
     task: str
 
@@ -54,14 +53,14 @@ class Abandon:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """A version is to be offered to the worker for what it holds out, or to one that evaluates centrally."""
+    """Offer an evaluation of a version on a worker's held-out data, or on the central data set."""
 
     due: PendingEvaluation
 
 
 @dataclass(frozen=True)
 class CancelEvaluations:
-    """Nobody wants them any more."""
+    """Cancel the evaluations of a run that ended."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,10 @@ Action = Expire | Offer | Open | Close | Merge | Abandon | Evaluate | CancelEval
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long is waited for what may still come, in seconds."""
+    """Time limits of waiting for workers, in seconds."""
 
     cohort_wait_seconds: float
-    """For the full cohort, or for whoever else may come, once there is a quorum."""
+    """For the full cohort, or for further sites, once there is a quorum."""
     evaluation_seconds: float
     """For the last evaluations, once all rounds are done."""
 
@@ -97,7 +96,7 @@ def decide(run: RunSnapshot, now: float, patience: Timeouts) -> list[Action]:
         moves = list(_next(run, now, patience))
     if Complete() in moves:
         return [*leases, *moves]
-    # A site measures its own model before the next round, which changes that.
+    # A site evaluates its own model before the next round changes it.
     return [*leases, *_evaluations(run), *moves]
 
 
@@ -109,9 +108,9 @@ def _wind_up(run: RunSnapshot) -> Iterator[Action]:
 
 
 def _leases(run: RunSnapshot, now: float) -> Iterator[Action]:
-    """Yield a lease that ran out expires; an expired task is offered again while it has tries left."""
+    """Yield the expiry of leases past their end, and offers of expired tasks with attempts left."""
     open_tasks = run.round.tasks if run.round and run.round.state == "open" else ()
-    # An evaluation whose worker is gone is for another worker, or for nobody.
+    # An evaluation of an absent worker is not offered to it again.
     evaluations = (task for task in run.evaluations if task.state == "leased" or task.present)
     for task in (*open_tasks, *evaluations):
         if task.state == "leased" and (task.lease_expires_at or 0) <= now:
@@ -130,7 +129,7 @@ def _round(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Acti
     if round_.state == "merging":
         yield Merge(round_.id)
         return
-    # A site counts once, and as soon as one of its workers' updates is accepted.
+    # A site counts once, when an update of one of its workers is accepted.
     came = {task.site for task in round_.tasks if task.state == "accepted"}
     waiting = {task.site for task in round_.tasks if _may_come(task, run.cohort.max_task_attempts)}
     quorum = run.cohort.quorum
@@ -147,13 +146,13 @@ def _round(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Acti
 
 
 def _may_come(task: TaskSnapshot, tries: int) -> bool:
-    """Return whether a report may still come of a task: it is held, or its worker is there to take it."""
+    """Return whether a report on a task is possible: it is leased, or available to a present worker."""
     to_be_had = task.state == "offered" or (task.state == "expired" and task.attempts < tries)
     return task.state == "leased" or (to_be_had and task.present)
 
 
 def _next(run: RunSnapshot, now: float, patience: Timeouts) -> Iterator[Action]:
-    """Between rounds: the next one, or the end, or a pause for a reason that a person can read."""
+    """Yield the next step between rounds: a round, the end, or a pause with a reason for people."""
     waited = now - run.idle_since
     if run.version >= run.rounds:
         coming = any(_may_come(task, run.cohort.max_task_attempts) for task in run.evaluations)
@@ -163,7 +162,7 @@ def _next(run: RunSnapshot, now: float, patience: Timeouts) -> Iterator[Action]:
     elif run.abandoned >= run.cohort.max_attempts:
         yield Pause(f"round {run.version + 1} was abandoned {run.abandoned} times; see its rounds for the reasons")
     elif run.eligible >= run.cohort.quorum and (
-        # Without a size nobody knows when all are there, so whoever else may come is given the time to.
+        # Without a cohort size the number of sites is unknown, so further ones get time to appear.
         (run.cohort.size is not None and run.eligible >= run.cohort.size) or waited >= patience.cohort_wait_seconds
     ):
         yield Open(run.version + 1)

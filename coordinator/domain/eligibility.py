@@ -1,7 +1,7 @@
-"""Who would do what a run asks, by what workers say of themselves.
+"""Eligibility of workers for a run, from their advertised capabilities and policies.
 
-Nothing here binds a site: its worker judges every task anew, by its own policy. What is said here spares a round the
-workers that would refuse it, and tells whoever starts a run why.
+It does not bind a site, whose worker checks every task by its own policy. It keeps workers that would refuse out of a
+round, and reports the reasons to the creator of the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class RunTerms:
-    """A run as it is judged before a round. `run` is None for one that is not yet."""
+    """The terms of a run for eligibility. `run` is its id, or None if it does not exist yet."""
 
     spec: RunSpec
     model_bytes: int
@@ -32,16 +32,16 @@ class RunTerms:
     run: str | None = None
 
     def lets_know(self, site: str) -> bool:
-        """Return whether the run lets a site know anything of it."""
+        """Return whether the run is visible to a site."""
         return self.spec.cohort.sites is None or site in self.spec.cohort.sites
 
 
 def policy_of(declared: Mapping[str, Any]) -> AdvertisedPolicy | None:
-    """Return what a worker said of its policy; None for one of a version that says nothing."""
+    """Return a worker's advertised policy; None if its version does not advertise one."""
     told = declared.get("advertised_policy")
     if isinstance(told, AdvertisedPolicy):
         return told
-    # Each look at a run asks for every live worker's: to parse it takes longer than to write it down.
+    # Cached by its JSON, as every decision on a run needs all live workers' policies and parsing them is slow.
     return None if told is None else _mirror(json.dumps(told))
 
 
@@ -51,7 +51,7 @@ def _mirror(text: str) -> AdvertisedPolicy:
 
 
 def objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> list[Ineligibility]:
-    """Return why a worker would not train in a round of the run, whatever the round asks; none if it would."""
+    """Return why a worker would not train in any round of the run; empty if it would."""
     return [Ineligibility(rule=rule, detail=detail) for rule, detail in _objections(invitation, site, declared)]
 
 
@@ -73,7 +73,7 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
 
 
 def _refusals(invitation: RunTerms, examples: int, policy: AdvertisedPolicy) -> Iterator[tuple[str, str]]:
-    """Yield what the site's policy has against the run as a whole, by the policy's own rules."""
+    """Yield the rules of the site's policy that the run as a whole violates."""
     spec, privacy = invitation.spec, invitation.spec.privacy
     if policy.orchestrators is not None and invitation.orchestrator not in policy.orchestrators:
         yield "orchestrators", f"it takes no runs of {invitation.orchestrator or 'who is not named'}"
@@ -103,8 +103,8 @@ def _refusals(invitation: RunTerms, examples: int, policy: AdvertisedPolicy) -> 
 
 
 def policy_warnings(invitation: RunTerms, policy: AdvertisedPolicy | None, upload_bytes: int) -> list[Ineligibility]:
-    """Return what may keep a worker that takes part from doing so to the run's end, or make it late. A round asks it
-    for `upload_bytes` before any codec."""
+    """Return what may delay an eligible worker or end its participation before the run's end. A round asks it for
+    `upload_bytes` before any codec."""
     found = _policy_warnings(invitation.spec, policy, upload_bytes) if policy else ()
     return [Ineligibility(rule=rule, detail=detail) for rule, detail in found]
 
@@ -113,13 +113,13 @@ def _policy_warnings(spec: RunSpec, policy: AdvertisedPolicy, upload_bytes: int)
     budget, privacy = policy.budgets.get(spec.dataset), spec.privacy
     if budget and privacy:
         spent = policy.spent.get(spec.dataset)
-        # A site's budget is judged at half of its delta (`worker.privacy.accountant`).
+        # A site's budget is checked at half of its delta (`worker.privacy.accountant`).
         half = budget.delta / 2
         runs = [privacy, *([Budget(epsilon=spent, delta=half)] if spent else [])]
         if (total := about_together(runs, half)) > budget.epsilon:
             before = f"with the {spent:.3g} of runs before, " if spent else ""
-            told = f"{before}the run would come to an epsilon of about {total:.3g}"
-            yield "privacy", f"{told}, and its site allows {budget.epsilon:g}"
+            forecast = f"{before}the run would spend an epsilon of about {total:.3g}"
+            yield "privacy", f"{forecast}, and its site allows {budget.epsilon:g}"
     if upload_bytes > policy.max_upload_bytes:
         yield "max_upload_bytes", f"it sends at most {policy.max_upload_bytes} bytes at a time"
     if policy.max_run_upload_bytes is not None and upload_bytes * spec.rounds > policy.max_run_upload_bytes:
@@ -133,7 +133,7 @@ def _policy_warnings(spec: RunSpec, policy: AdvertisedPolicy, upload_bytes: int)
 
 
 def refused_model(policy: AdvertisedPolicy | None, model: Model) -> Ineligibility | None:
-    """Return what the site has against the model."""
+    """Return why the site would refuse the model, or None."""
     kind = str(model.config.get("model_type"))
     if policy is None or policy.models is None or kind in policy.models:
         return None
@@ -141,7 +141,7 @@ def refused_model(policy: AdvertisedPolicy | None, model: Model) -> Ineligibilit
 
 
 def refused_plan(policy: AdvertisedPolicy | None, model: Model, plan: Plan) -> Ineligibility | None:
-    """Return what the site has against sending what a plan asks for."""
+    """Return why the site would refuse to send the update that a plan asks for, or None."""
     if policy is None:
         return None
     asked = plan.upload.resolve(model.blocks)

@@ -1,4 +1,4 @@
-"""When an open round may be expected to end: by the rounds before it, and by how far its workers are."""
+"""The expected end of an open round, from earlier rounds and its workers' progress."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from statistics import median
 
 MIN_SHARE = 0.02
-"""What a worker must have done before its pace tells anything."""
+"""Share of its task that a worker must have done before its pace is used."""
 
 FETCHED, TRAINED = 0.1, 0.9
-"""Where training begins and ends in what a worker has to do: how long a line takes is not known beforehand."""
+"""Shares of a task done after fetching and after training; assumed, because transfer times are unknown."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How far one worker is with its task."""
+    """A worker's progress with its task."""
 
     over: bool
     began_at: float | None = None
-    """When it was given its task; it may have had others to do before."""
+    """The instant of its lease, which may be later than the round's start."""
     phase: str | None = None
     done: float | None = None
-    """The share of the phase, where it is known."""
+    """The share of the phase, if it is known."""
 
     @property
     def share(self) -> float:
-        """Of the whole task, in [0, 1]."""
+        """The share of the whole task, in [0, 1]."""
         if self.over:
             return 1.0
         done = min(1.0, max(0.0, self.done or 0.0))
@@ -40,10 +40,10 @@ class Pace:
 def expected_end(
     opened_at: float, now: float, deadline_at: float, before: Sequence[float], paces: Sequence[Pace]
 ) -> float | None:
-    """Return an instant; None while there is nothing to go by. `before` are the seconds that earlier rounds took.
+    """Return the expected end, or None without data. `before` has the durations of earlier rounds in seconds.
 
-    A round is as slow as its slowest worker. At its beginning the rounds before count, and the more its workers have
-    done the more their own pace does.
+    A round is as slow as its slowest worker. Earlier rounds count at its start, and its workers' own pace the more,
+    the more they have done.
     """
     by_past = opened_at + median(before) if before else None
     share = min((pace.share for pace in paces), default=0.0)

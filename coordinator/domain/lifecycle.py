@@ -1,7 +1,7 @@
-"""What may become what, as one table each for runs, rounds and tasks.
+"""State machines of runs, rounds and tasks, one table each.
 
-Every write of a state names its event here, and changes a row only if that row is in one of the event's sources; a
-row that is not is a conflict, never an overwrite. `python -m tessera.coordinator.domain.lifecycle` draws the tables.
+Every write of a state names its event here, and changes a row only if it is in one of the event's sources; otherwise
+it is a conflict, never an overwrite. `python -m tessera.coordinator.domain.lifecycle` draws the tables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What would become of a run: who would take part, and what its first round would ask of each."""
+"""Preview of a run: the workers that would take part, and the workload of its first round for each."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ MAX_NAMED = 5
 def preview(
     invited: RunTerms, model: Model, state: State, known: Sequence[LiveWorker], live: Collection[str], now: float
 ) -> Preview:
-    """`known` is every worker that was ever heard of, `live` the names of those heard of lately.
+    """Return the preview of a run. `known` has all workers ever seen, `live` the names of those seen recently.
 
-    The first round is planned as the conductor would, for all who would take part, and as if those whose sites have
-    to approve the run had. Raises what the method raises.
+    The first round is planned as the conductor would, for all eligible workers, assuming that their sites approve the
+    run. Raises what the method raises.
     """
     found = {worker.name: _before_planning(invited, model, worker, live, now) for worker in known}
     plans: dict[str, Plan] = {}
@@ -71,14 +71,14 @@ def preview(
 
 
 def _shared_data(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
-    """Return a warning if workers of one site hold the run's data under one name, which may be one data set twice."""
+    """Return a warning if several workers of a site have a data set of this name, which may be the same data."""
     holding = Counter(worker.site for worker in known if worker.declared["datasets"].get(spec.dataset, 0) > 0)
     sites = sorted(site for site, count in holding.items() if count > 1)
     if not sites:
         return []
     more = f" and {len(sites) - MAX_NAMED} more" if len(sites) > MAX_NAMED else ""
-    said = f"several workers of {', '.join(sites[:MAX_NAMED])}{more} hold a data set {spec.dataset!r}"
-    return [f"{said}: if it is the same data, each keeps a privacy budget of its own for it; run one worker on it"]
+    subject = f"several workers of {', '.join(sites[:MAX_NAMED])}{more} have a data set {spec.dataset!r}"
+    return [f"{subject}: if it is the same data, each spends a separate privacy budget on it; run one worker on it"]
 
 
 def _but_for_approval(found: Sequence[Ineligibility]) -> list[Ineligibility]:
@@ -98,14 +98,14 @@ def _before_planning(
 
 
 def _silent(policy: AdvertisedPolicy | None, now: float) -> Ineligibility:
-    """Return why a worker is silent: its site's hours, as far as anybody can tell from here."""
+    """Return why a worker is silent: its site's hours, if they are known, or an unknown reason."""
     if policy and policy.hours:
         local = datetime.fromtimestamp(now, UTC) + timedelta(minutes=policy.utc_offset_minutes)
         if not is_open(policy.hours, local):
             hours, minutes = divmod(minutes_until_open(policy.hours, local), 60)
             detail = f"it works {', '.join(policy.hours)} and begins in {hours} h {minutes} min"
             return Ineligibility(rule="hours", detail=detail)
-    return Ineligibility(rule="silent", detail="it was not heard of lately")
+    return Ineligibility(rule="silent", detail="it was not seen recently")
 
 
 def _ask(plan: Plan, model: Model) -> RoundWorkload:

@@ -11,7 +11,7 @@ PERSON = "person:"
 
 @dataclass(frozen=True)
 class Principal:
-    """Who calls: the holder of a token, or a person whom the OpenID provider vouches for."""
+    """A caller: the holder of a token, or a person authenticated by the OpenID provider."""
 
     token_id: str
     name: str
@@ -20,7 +20,7 @@ class Principal:
 
     @property
     def owner(self) -> str:
-        """Whose uploads and idempotency keys these are. A site's workers share theirs."""
+        """The owner of the caller's uploads and idempotency keys. A site's workers share one."""
         return f"site:{self.site_id}" if self.site_id else f"token:{self.token_id}"
 
     @classmethod
@@ -33,5 +33,5 @@ class Principal:
 
     @property
     def actor(self) -> str:
-        """What the audit chain calls this caller."""
+        """The caller's name in the audit chain."""
         return f"{self.role}:{self.name}"

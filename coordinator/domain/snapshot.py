@@ -1,4 +1,4 @@
-"""What the rules see of a run, frozen at one moment."""
+"""Frozen records of a run's state at one moment, from which `decide` decides."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tessera.shared.api.runs import Cohort
 class TaskSnapshot:
     id: str
     site: str
-    """Whichever way of naming it: sites are counted."""
+    """Any identifier: sites are only counted."""
     state: str
     token: int
     attempts: int
     lease_expires_at: float | None
     present: bool = True
-    """Whether its worker was heard of lately, or may still be about to be."""
+    """Its worker was seen recently, or may still appear."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class RoundSnapshot:
 
 @dataclass(frozen=True)
 class PendingEvaluation:
-    """A version that is to be measured, and that nobody who is here has been asked to."""
+    """An evaluation of a version that has been offered to no live worker."""
 
     version: int
     worker: str | None = None
-    """Who is to do it on what it holds out; None for whoever holds the central data set."""
+    """The worker to evaluate on its held-out data; None for any worker with the central data set."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunSnapshot:
     id: str
     state: str
     rounds: int
-    """Rounds asked for."""
+    """Number of rounds in the run's settings."""
     version: int
     """The number of the latest version, which is the number of rounds committed."""
     cohort: Cohort
@@ -54,10 +54,10 @@ class RunSnapshot:
     eligible: int
     """Sites with live workers that could take part in a round."""
     idle_since: float
-    """When the run was last changed: created, resumed, or its last round ended."""
+    """The instant of the run's last change: its creation, its resumption, or the end of its last round."""
     evaluations: tuple[TaskSnapshot, ...]
-    """Evaluations that are not over."""
+    """Evaluations that have not ended."""
     unevaluated: tuple[PendingEvaluation, ...]
-    """With tries left: central versions oldest first, and of the latest at sites whom it still lacks of the live."""
+    """With attempts left: central ones oldest first, then those of the latest version at live sites."""
     evaluators: int
     """Live workers that could evaluate on the central data set."""

@@ -13,14 +13,14 @@ from tessera.shared.methods.base import Participant
 
 @dataclass(frozen=True)
 class LiveWorker:
-    """A live worker: its row, the name that orders and seeds everything, and what it declared."""
+    """A live worker: its row's id, its name, which orders and seeds everything, and its declaration."""
 
     id: str
     name: str
     site: str
     declared: dict[str, Any]
     last_round: int = 0
-    """As `Participant.last_round`, where `remembering` looked it up."""
+    """As `Participant.last_round`, if it was looked up."""
 
     @property
     def advertised_policy(self) -> AdvertisedPolicy | None:

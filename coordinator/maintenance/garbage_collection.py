@@ -40,7 +40,7 @@ AT_A_TIME = 500
 ACTOR = "retention"
 
 ANSWERS_SECONDS = 7 * 86_400.0
-"""How long the response to an idempotent request is kept for its repetitions."""
+"""Time to keep the response to an idempotent request for its repetitions."""
 
 UNMERGED = (TaskRow.kind == "train") & (TaskRow.state == "accepted")
 """Updates that are neither merged nor left out yet."""
@@ -50,7 +50,7 @@ log = structlog.get_logger()
 
 @dataclass
 class Freed:
-    """What a pass removed."""
+    """The numbers of things that a pass removed."""
 
     updates: int = 0
     blobs: int = 0
@@ -73,11 +73,11 @@ class Retention:
     states: States
     uploads: Uploads
     updates_seconds: float
-    """How long an update is kept after its round has ended."""
+    """Time to keep an update after the end of its round."""
     unused_seconds: float
-    """How long unreferenced bytes are kept: longer than any merge or upload takes."""
+    """Time to keep unreferenced bytes: longer than any merge or upload takes."""
     versions: int | None = None
-    """How many of a run's latest versions are kept besides its first; all if None."""
+    """Number of a run's latest versions to keep besides its first; all if None."""
 
     def collect(self) -> Freed:
         """Remove everything that need not be kept; return what was removed."""

@@ -50,9 +50,9 @@ class _Listener:
     """The id of its token."""
     wakeup: asyncio.Event = field(default_factory=asyncio.Event)
     progressed: bool = False
-    """Whether a worker sent a heartbeat since the client last received a progress event."""
+    """A worker sent a heartbeat since the client last received a progress event."""
     unchecked: bool = True
-    """Whether its permission must be checked before the next event."""
+    """Its permission must be checked before the next event."""
 
 
 class ChangeFeed:

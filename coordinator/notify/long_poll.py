@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 
 class LastSeen:
-    """When each worker last called, since the last `take`."""
+    """The instant of each worker's last call since the last `take`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

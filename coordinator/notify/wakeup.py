@@ -28,7 +28,7 @@ _CONDUCTING, _SERVING = "tessera_conducting", "tessera_serving"
 BATCH = 200
 """Workers of one message: PostgreSQL permits 8,000 bytes."""
 SEND_SECONDS = 1
-"""How long the conductor waits for a process that does not read its socket."""
+"""Time that the conductor waits for a process that does not read its socket."""
 
 MAX_ADDRESS_LENGTH = 100
 """Bytes of a socket's address; Linux permits 107, other systems fewer."""

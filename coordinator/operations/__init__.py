@@ -1,4 +1,4 @@
-"""The use cases of the coordinator, which the API and the dashboard both call; none knows of HTTP.
+"""The coordinator's use cases, called by the API and the dashboard, without HTTP.
 
 Imports `auth`, `blobs`, `db`, `domain`, `services` and `telemetry`.
 """

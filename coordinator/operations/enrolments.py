@@ -1,7 +1,7 @@
-"""Enrolments: a worker asks to be admitted, an administrator decides by a code, and no secret is handed over.
+"""Enrolments: a worker requests to be admitted, and an administrator decides by a code. No secret is transferred.
 
-The shape is that of the device grant (RFC 8628): the worker shows a short code, waits, and asks again. Unlike there,
-the secret is made at the worker, and its token will be known by a hash of it.
+As in the device grant (RFC 8628), the worker shows a short code and polls. Unlike there, the worker creates the
+secret, and the coordinator stores a hash of it.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from tessera.shared.token_format import hash_of, normal_code
 from tessera.shared.urls import networks_of
 
 LETTERS = "BCDFGHJKLMNPQRSTVWXZ"
-"""No vowels, so no words; no digits, which are taken for letters (RFC 8628, section 6.1)."""
+"""No vowels, which could form words, and no digits, which resemble letters (RFC 8628, section 6.1)."""
 
 CODE_LETTERS = 8
-"""20^8 = 2.6e10 codes: among a hundred that wait, a mistyped one is another's once in 250 million times."""
+"""20^8 = 2.6e10 codes: with a hundred pending, a mistyped code is another one's once in 250 million times."""
 
 PENDING_SECONDS = 900.0
 
 KEPT_SECONDS = 86_400.0
-"""How long a worker may ask what became of it."""
+"""Time for which a worker may read its enrolment."""
 
 ADDRESS_SHARE = 10
-"""One address, and one /64 of IPv6, may have a tenth of what may wait, so that it does not keep all others out."""
+"""An address, or a /64 of IPv6, may have a tenth of the pending enrolments, so that it cannot exclude all others."""
 
 SHARE_MARGIN = 2
-"""By how many places a network has to be ahead of another to make way for it: of two with one each, none does."""
+"""Places by which a network must exceed another to lose one to it; networks with one each are equal."""
 
 FULL_SECONDS = 60.0
 
 
 def ask(services: Services, spec: EnrolmentSpec, address: str, secret: str | None) -> Enrolment:
-    """Ask for a worker to be admitted: by an administrator, or at once if `secret` is that of an enrolment token.
+    """Request a worker's enrolment: by an administrator, or at once if `secret` is that of an enrolment token.
 
-    The same hash again is the same request.
+    Repeating the request with the same hash returns the same enrolment.
     """
     services.admission.count_enrolment(address)
     try:
@@ -70,7 +70,7 @@ def ask(services: Services, spec: EnrolmentSpec, address: str, secret: str | Non
 
 
 def get_enrolment(services: Services, enrolment_id: str, address: str, secret: str) -> Enrolment:
-    """Return an enrolment to the holder of the secret that it was made for. Raise NotFound to any other."""
+    """Return an enrolment to the holder of its secret. Raise NotFound to any other caller."""
     with services.database.snapshot() as session:
         row = session.get(EnrolmentRow, enrolment_id)
         if row is None or not secrets.compare_digest(row.secret_hash, hash_of(secret)):
@@ -84,7 +84,7 @@ def get_enrolment(services: Services, enrolment_id: str, address: str, secret: s
 def list_enrolments(
     services: Services, limit: int, cursor: str | None = None, code: str | None = None
 ) -> Page[Enrolment]:
-    """Return a page of the workers that wait to be admitted, oldest first; with a `code`, of all that showed it."""
+    """Return a page of pending enrolments, oldest first; with a `code`, all enrolments that have it."""
     now = services.database.now()
     waiting = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at > now)
     with services.database.snapshot() as session:
@@ -105,14 +105,12 @@ def approve(services: Services, caller: Principal, enrolment_id: str, approval: 
         now, actor = services.database.now(), caller.actor
         row = _pending(session, now, enrolment_id)
         if normal_code(approval.code) != row.code:
-            fault = Fault(pointer="/code", detail="is not the one that this worker shows")
-            raise Invalid(
-                "the code is another worker's", errors=[fault], remedy="Ask the worker's people for it again."
-            )
+            fault = Fault(pointer="/code", detail="is not the code that this worker shows")
+            raise Invalid("the code is wrong", errors=[fault], remedy="Ask the worker's people for it again.")
         site = session.scalars(select(SiteRow).where(SiteRow.name == approval.site)).one_or_none()
         if site is None and not approval.create_site:
             fault = Fault(pointer="/site", detail=f"there is no site {approval.site!r}")
-            raise Invalid("the site does not exist", errors=[fault], remedy="Set create_site to make it.")
+            raise Invalid("the site does not exist", errors=[fault], remedy="Set create_site to create it.")
         if site is None:
             site = create_site(session, now, actor, approval.site)
         _end(session, now, row, "approved", site.name)
@@ -132,7 +130,7 @@ def decline(services: Services, caller: Principal, enrolment_id: str) -> Enrolme
 
 
 def rotate(services: Services, caller: Principal, secret: str, rotation: Rotation) -> Rotated:
-    """Give a site's token another secret; `secret`, the present one, is admitted for a while yet."""
+    """Replace the secret of a site's token; `secret`, the current one, stays valid for a while."""
     grace = services.settings.rotation_grace_seconds
     with services.database.transaction() as session:
         tokens.rotate_token(session, services.database.now(), caller, secret, rotation.secret_hash, grace)
@@ -140,35 +138,35 @@ def rotate(services: Services, caller: Principal, secret: str, rotation: Rotatio
 
 
 def _wait(session: Session, now: float, spec: EnrolmentSpec, address: str, most: int) -> EnrolmentRow:
-    """Record that a worker asks to be admitted, once for each secret.
+    """Add a pending enrolment.
 
-    Nothing is audited: anybody may ask, and asking alone has no effect. Where all places are taken, the latest
-    from the network with the most of them makes way. Raise Busy if too many wait all the same.
+    It is not audited, because every caller may request one and it has no effect. If all places are taken, the latest
+    enrolment of the network with the most of them expires. Raise Busy if that does not free a place.
     """
     if spec.site is None:
-        fault = Fault(pointer="/site", detail="without an enrolment token, the worker says of which site it is")
+        fault = Fault(pointer="/site", detail="is required without an enrolment token")
         raise Invalid("the worker names no site", errors=[fault])
     waiting = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at > now)
     order = (EnrolmentRow.created_at, EnrolmentRow.id)
-    there = session.execute(select(EnrolmentRow.id, EnrolmentRow.address).where(waiting).order_by(*order)).all()
-    taken = Counter(networks_of(row.address)[0] for row in there)
-    full = Busy("too many workers wait to be admitted (setting pending_enrolments)", retry_after_seconds=FULL_SECONDS)
+    pending = session.execute(select(EnrolmentRow.id, EnrolmentRow.address).where(waiting).order_by(*order)).all()
+    taken = Counter(networks_of(row.address)[0] for row in pending)
+    full = Busy("too many enrolments are pending (setting pending_enrolments)", retry_after_seconds=FULL_SECONDS)
     if taken[networks_of(address)[0]] >= max(1, most // ADDRESS_SHARE):
         raise full
-    if len(there) >= most:
-        if (leaving := makes_way([(row.id, row.address) for row in there], address)) is None:
+    if len(pending) >= most:
+        if (evicted := makes_way([(row.id, row.address) for row in pending], address)) is None:
             raise full
-        session.execute(update(EnrolmentRow).where(EnrolmentRow.id == leaving).values(state="expired"))
-    # What waited for too long gives its code and its secret free.
+        session.execute(update(EnrolmentRow).where(EnrolmentRow.id == evicted).values(state="expired"))
+    # Expired ones free their codes and secrets.
     late = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at <= now)
     session.execute(update(EnrolmentRow).where(late).values(state="expired"))
     return _added(session, now, spec, spec.site, address, "pending")
 
 
 def makes_way(waiting: Sequence[tuple[str, str]], address: str) -> str | None:
-    """Return which of those that wait leaves its place to one from `address`.
+    """Return the pending enrolment that loses its place to one from `address`.
 
-    `waiting` has their ids and addresses, the latest last. None if no network has so many more places than this one.
+    `waiting` has ids and addresses, the latest last. None if no network exceeds this one by `SHARE_MARGIN` places.
     """
     taken = Counter(networks_of(other)[-1] for _, other in waiting)
     network, most = taken.most_common(1)[0]
@@ -178,9 +176,9 @@ def makes_way(waiting: Sequence[tuple[str, str]], address: str) -> str | None:
 
 
 def _asked_before(session: Session, now: float, spec: EnrolmentSpec) -> EnrolmentRow | None:
-    """Return what this very secret asked for, if it waits or was admitted: only the answer was lost.
+    """Return the pending or approved enrolment of this secret: its response was lost.
 
-    Raise Conflict if the secret is a token's that was not asked for so.
+    Raise Conflict if the secret belongs to a token of another origin.
     """
     rows = session.scalars(
         select(EnrolmentRow)
@@ -195,15 +193,15 @@ def _asked_before(session: Session, now: float, spec: EnrolmentSpec) -> Enrolmen
     if tokens.is_known(session, spec.secret_hash):
         raise Conflict(
             "a token with this secret was issued before",
-            remedy="If it is still valid there is nothing to join; else remove the file that holds it and join anew.",
+            remedy="If the token is valid, the worker is enrolled; otherwise remove the file with it and join again.",
         )
     return None
 
 
 def _redeem(session: Session, now: float, spec: EnrolmentSpec, caller: Principal, address: str) -> EnrolmentRow:
-    """Admit a worker that shows an enrolment token, which is used up by it.
+    """Admit a worker by an enrolment token, of which it consumes one use.
 
-    Raise Unauthenticated if another was faster, and Invalid if the worker names another site.
+    Raise Unauthenticated if no use is left, and Invalid if the worker names another site.
     """
     site = session.get_one(SiteRow, caller.site_id)
     if spec.site not in (None, site.name):
@@ -220,7 +218,7 @@ def _redeem(session: Session, now: float, spec: EnrolmentSpec, caller: Principal
 
 
 def _decided_at(session: Session, row: EnrolmentRow) -> float | None:
-    """Return when it was admitted or declined, by the audit."""
+    """Return the instant of its approval or decline, from the audit chain."""
     if row.state not in ("approved", "declined"):
         return None
     return session.scalar(select(AuditRow.at).where(AuditRow.subject == row.id).limit(1))
@@ -240,12 +238,12 @@ def _end(session: Session, now: float, row: EnrolmentRow, state: str, site: str)
     still = (EnrolmentRow.id == row.id) & (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at > now)
     ended = update(EnrolmentRow).where(still).values(state=state, site=site)
     if session.execute(ended.execution_options(synchronize_session=False)).rowcount != 1:  # type: ignore[attr-defined]
-        raise Conflict("somebody else decided about this enrolment meanwhile")
+        raise Conflict("this enrolment was approved, declined or expired meanwhile")
     session.refresh(row)
 
 
 def _admit(session: Session, now: float, actor: str, row: EnrolmentRow, site: SiteRow) -> None:
-    """Issue the token whose secret the worker has made."""
+    """Issue the token whose secret the worker created."""
     if tokens.is_known(session, row.secret_hash):
         raise Conflict("a token with this secret was issued meanwhile")
     name = f"{site.name}.{row.worker}"[:64]
@@ -259,7 +257,7 @@ def _admit(session: Session, now: float, actor: str, row: EnrolmentRow, site: Si
 
 
 def _added(session: Session, now: float, spec: EnrolmentSpec, site: str, address: str, state: str) -> EnrolmentRow:
-    """Add a row, in place of those that nobody may ask about any more."""
+    """Add a row, and delete rows past their time."""
     session.execute(delete(EnrolmentRow).where(EnrolmentRow.expires_at < now - KEPT_SECONDS))
     row = EnrolmentRow(
         id=new_id(),

@@ -1,4 +1,4 @@
-"""Runs: create one, preview it, pause, resume or cancel it."""
+"""Creation, preview, pause, resumption and cancellation of runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tessera.shared.telemetry.trace_ids import ids_in, traceparent_of
 
 
 def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | None = None) -> Run:
-    """Start a run from a model and a first version that were uploaded before.
+    """Start a run from an uploaded model and first version.
 
     With a `key`, repeating the request returns the same run.
     """
@@ -33,7 +33,7 @@ def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | 
     named |= {f"/version/server_state/{name}": entry.digest for name, entry in manifest.server_state.items()}
     _require_readable(services, caller, named)
     given = services.states.load(model, manifest, 0)
-    # The first version holds what the method's server half remembers from the start, too.
+    # The first version includes the method's initial server state.
     state = begun(spec, model, given)
     started, new = (manifest, []) if state == given else services.states.store(state, spec.version)
     warnings = warnings_of(spec, model, state)
@@ -70,7 +70,7 @@ def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | 
 
 
 def preview_run(services: Services, caller: Principal, spec: RunSpec) -> Preview:
-    """Return who would take part in a run, who not and why, and what its first round would ask. Change nothing."""
+    """Return which workers would take part in a run, why others would not, and the first round's workload."""
     model, manifest = _start_of(services, caller, spec)
     state = begun(spec, model, services.states.load(model, manifest, 0))
     now = services.database.now()
@@ -90,10 +90,10 @@ def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatc
         row = views.find_run(session, run_id)
         if caller.role != "admin" and row.owner != caller.owner:
             raise Forbidden(
-                f"run {run_id} was created by another", remedy="Ask whoever created it, or an administrator."
+                f"run {run_id} was created by another caller", remedy="Ask its creator or an administrator."
             )
         if row.state == patch.state:
-            # A repeat whose first answer was lost, or another person had the same wish.
+            # A repetition whose first response was lost, or another person did the same.
             return views.run_view(session, row)
         if if_match != etag(row.revision):
             raise PreconditionFailed(f"the run is at revision {row.revision}; If-Match names {if_match[:64]}")
@@ -112,7 +112,7 @@ def etag(revision: int) -> str:
 
 
 def _start_of(services: Services, caller: Principal, spec: RunSpec) -> tuple[Model, Manifest]:
-    """Return the model and the first version that a run names, if its method is known and the caller may use them."""
+    """Return the model and first version of a run. Raise Invalid for an unknown method or an unreadable blob."""
     check_method(spec.method)
     _require_readable(services, caller, {"/model": spec.model, "/version": spec.version})
     return services.states.check(spec.model, spec.version)

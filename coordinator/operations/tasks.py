@@ -45,27 +45,27 @@ async def claim(
     wait_seconds: float,
     disconnected: Callable[[], Coroutine[Any, Any, None]],
 ) -> Task | None:
-    """Lease the next task that is offered to the worker, waiting for one until the time is over.
+    """Lease the next task that is offered to the worker; wait up to `wait_seconds` for one.
 
-    `disconnected` returns when the caller has hung up: nothing may be leased to it then.
+    `disconnected` returns when the caller has disconnected: nothing may be leased to it then.
     """
     clock = asyncio.get_running_loop().time
     deadline = clock() + wait_seconds
     worker_id = await to_thread.run_sync(declare, services, caller, request)
-    with services.waiters.waiting(worker_id) as bell:
-        watcher, rung = asyncio.create_task(disconnected()), False
-        watcher.add_done_callback(lambda _: bell.set())
+    with services.waiters.waiting(worker_id) as wakeup:
+        watcher, woken = asyncio.create_task(disconnected()), False
+        watcher.add_done_callback(lambda _: wakeup.set())
         try:
             while not watcher.done():
-                bell.clear()
-                next_task = partial(lease, services, caller, worker_id, request.instance, rung=rung)
+                wakeup.clear()
+                next_task = partial(lease, services, caller, worker_id, request.instance, woken=woken)
                 if task := await to_thread.run_sync(next_task):
                     return task
                 with suppress(TimeoutError):
                     if not services.waiters.closed:
-                        await asyncio.wait_for(bell.wait(), deadline - clock())
-                rung = bell.is_set()
-                if services.waiters.closed or not rung:
+                        await asyncio.wait_for(wakeup.wait(), deadline - clock())
+                woken = wakeup.is_set()
+                if services.waiters.closed or not woken:
                     break
         finally:
             watcher.cancel()
@@ -73,7 +73,7 @@ async def claim(
 
 
 def declare(services: Services, caller: Principal, request: Claim) -> str:
-    """Return the worker's id. The tables are written to only when its declaration has changed."""
+    """Store the worker's declaration if it changed; return the worker's id."""
     site_id = caller.site_id or ""
     now = services.database.now()
     with services.database.snapshot() as session:
@@ -90,17 +90,17 @@ def declare(services: Services, caller: Principal, request: Claim) -> str:
     return worker_id
 
 
-def lease(services: Services, caller: Principal, worker_id: str, instance: str, *, rung: bool) -> Task | None:
-    """Lease the worker's next task, if there is one; `rung` says that there should be."""
-    if not rung:
-        # A worker that polls again and again must not hold up writers.
+def lease(services: Services, caller: Principal, worker_id: str, instance: str, *, woken: bool) -> Task | None:
+    """Lease the worker's next task, if there is one; `woken` means that there should be."""
+    if not woken:
+        # A worker that polls repeatedly must not block writers.
         with services.database.snapshot() as session:
             if tasks.claimable(session, worker_id, instance) is None:
                 return None
     seconds, now = services.settings.lease_seconds, services.database.now()
     with services.database.transaction() as session:
-        if rung:
-            # The bell rings for those too whose token was revoked while they waited.
+        if woken:
+            # Revoking a token also wakes the claims that wait with it.
             tokens.require_admitted(session, now, caller)
         offered = tasks.claimable(session, worker_id, instance)
         if offered is None:
@@ -108,7 +108,7 @@ def lease(services: Services, caller: Principal, worker_id: str, instance: str, 
         try:
             tasks.lease(session, now, caller.actor, offered, instance, seconds)
         except Conflict:
-            # Another thread of this worker was faster; there may be another task.
+            # Another claim of this worker was faster.
             return None
         record = tasks.find_task(session, offered.id, caller.site_id)
         task = tasks.task_message(session, record, seconds, services.settings.submission_bytes)
@@ -117,16 +117,16 @@ def lease(services: Services, caller: Principal, worker_id: str, instance: str, 
         known = earlier == task.version.digest or tasks.has_begun_another(session, offered)
     if known:
         return task
-    # The worker finds a blob that cannot be read itself, and reports what comes of it.
+    # If a blob cannot be read, the worker finds out and reports it.
     with suppress(Problem):
         return task.model_copy(update={"inline_blobs": _inline_blobs(services, task, earlier)})
     return task
 
 
 def _inline_blobs(services: Services, task: Task, earlier: str | None) -> tuple[bytes, ...]:
-    """Return what is new in the task's version since an earlier one, if all of it is small.
+    """Return the new blobs of the task's version since an earlier one, manifest first, if they are small.
 
-    It spares each worker two requests. The version's document comes first.
+    They save each worker two requests.
     """
     before = services.states.manifest(earlier).blocks if earlier else {}
     blocks = services.states.manifest(task.version.digest).blocks
@@ -142,7 +142,7 @@ def _inline_blobs(services: Services, task: Task, earlier: str | None) -> tuple[
     return inline
 
 
-# ---------------------------------------------------------------- look
+# ---------------------------------------------------------------- read
 
 
 def list_tasks(
@@ -184,7 +184,7 @@ def heartbeat(services: Services, caller: Principal, task_id: str, request: Hear
 
 
 def submit_update(services: Services, caller: Principal, task_id: str, report: Submission) -> TaskView:
-    """Inspect an update, and accept or reject it.
+    """Validate an update, and accept or reject it.
 
     Raise InvalidUpdate for an update that cannot be used, and Invalid for one that was not uploaded.
     """
@@ -193,7 +193,7 @@ def submit_update(services: Services, caller: Principal, task_id: str, report: S
         if tasks.was_accepted(record, report.token, report.update):
             return _view(record, caller)
         task = record.task
-        # A repeat is rejected as it was at first.
+        # A repetition gets the first rejection again.
         if (task.state, task.token, task.update_digest) == ("rejected", report.token, report.update) and task.problem:
             raise problem_from(task.problem)
         tasks.require_report(record, report, "train")
@@ -202,14 +202,14 @@ def submit_update(services: Services, caller: Principal, task_id: str, report: S
         _receive(services, len(report.data))
         upload = services.uploads.store(caller.owner, report.update, report.data, site_id=caller.site_id)
     if upload is None:
-        missing = Fault(pointer="/update", detail="no finished upload of yours has this digest")
+        missing = Fault(pointer="/update", detail="your site has no complete upload with this digest")
         raise Invalid(f"{report.update} was not uploaded", errors=[missing], remedy="Upload it, then submit again.")
     spec, plan = record.spec, record.plan
     try:
         model = services.states.model(spec.model)
         check_report(spec, model, plan, report.examples, report.metrics)
         manifest = services.states.manifest(record.version.digest)
-        # The whole update is read, outside of any transaction.
+        # This reads the whole update, outside of any transaction.
         measured, blocks = services.inspector.checked(report.update, model, manifest, plan, spec.max_update_norm)
         metrics = {**views.without_scores(report.metrics), **measured}
     except InvalidUpdate as problem:
@@ -223,7 +223,7 @@ def submit_update(services: Services, caller: Principal, task_id: str, report: S
 
 
 def submit_evaluation(services: Services, caller: Principal, task_id: str, report: EvaluationResult) -> TaskView:
-    """Accept what a version was measured at."""
+    """Accept the metrics of an evaluation."""
     with services.database.snapshot() as session:
         record = tasks.find_task(session, task_id, caller.site_id)
         if tasks.was_accepted(record, report.token):
@@ -233,9 +233,9 @@ def submit_evaluation(services: Services, caller: Principal, task_id: str, repor
 
 
 def fail(services: Services, caller: Principal, task_id: str, report: Failure) -> TaskView:
-    """End a task that cannot be done at its worker; the round goes on without it.
+    """End a task that its worker cannot do; the round continues without it.
 
-    One that its site has not agreed to is withheld, which is no failure.
+    A task that its site has not approved is withheld, which is not a failure.
     """
     withheld = report.code in GIVEN_BACK
     problem = Withheld(report.detail) if withheld else WorkerFailed.of(report.code, report.detail)
@@ -252,7 +252,7 @@ def fail(services: Services, caller: Principal, task_id: str, report: Failure) -
 
 
 def release(services: Services, caller: Principal, task_id: str, request: Heartbeat) -> TaskView:
-    """Take a task back undone, and offer it again at once. Its lease does not count as a try."""
+    """Take an unfinished task back and offer it again at once. Its lease does not count as an attempt."""
     with services.database.transaction() as session:
         record = tasks.find_task(session, task_id, caller.site_id)
         if not tasks.was_released(record, request.token):
@@ -265,10 +265,10 @@ def release(services: Services, caller: Principal, task_id: str, request: Heartb
 
 
 def _receive(services: Services, nbytes: int) -> None:
-    """Admit the bytes of an update that came with its submission. Raise Invalid if they are too many."""
+    """Count the bytes of an update inside its submission. Raise Invalid if they are too many."""
     if nbytes > (most := services.settings.submission_bytes):
-        fault = Fault(pointer="/data", detail=f"{nbytes} bytes; at most {most} come with a submission")
-        raise Invalid("the update is too long for its submission", errors=[fault], remedy="Upload it first.")
+        fault = Fault(pointer="/data", detail=f"{nbytes} bytes; a submission may contain {most}")
+        raise Invalid("the update is too large for its submission", errors=[fault], remedy="Upload it first.")
     RECEIVED_BYTES.inc(nbytes)
     services.memory.require()
 
@@ -284,7 +284,7 @@ def _accepted(
     layers: Sequence[str] = (),
     upload: Upload | None = None,
 ) -> dict[str, Any]:
-    """Return the columns of a task whose report counts."""
+    """Return the columns of a task whose report is accepted."""
     return {
         "examples": report.examples,
         "metrics": metrics,
@@ -299,7 +299,7 @@ def _accepted(
 def _accept(
     services: Services, caller: Principal, judged: TaskRecord, columns: dict[str, Any], upload: Upload | None = None
 ) -> TaskView:
-    """Count the report that a task was judged by, under the token that it was judged with."""
+    """Accept a report that was validated, under the token of its validation."""
     token = judged.task.token
     with services.database.transaction() as session:
         now, record = services.database.now(), tasks.reload(session, judged)
@@ -307,7 +307,7 @@ def _accept(
             if upload:
                 retain(session, now, upload)
             tasks.settle(session, now, caller.actor, record, token, "accept", columns)
-            # Counted and not refused: what is under way may finish.
+            # Counted but never refused, so that work in progress can finish.
             nbytes = len(json.dumps(columns["metrics"]))
             services.uploads.quota.note_bytes(session, now, caller.site_id or "", nbytes)
         view = _view(record, caller)

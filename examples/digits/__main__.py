@@ -1,4 +1,4 @@
-"""Runs the demo: real processes, a run of FedFrozen followed round by round, a picture, the model checked again."""
+"""The digits demo: real processes, a FedFrozen run shown round by round, a chart, and a check of the export."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _scope_setting(scope: str | None) -> list[str]:
 
 
 def _gather(console: Console, federation: Federation, client: Client) -> ModelFolder:
-    """Starts every worker, and makes the model while they start."""
+    """Start every worker, and create the model while they start."""
     for holding in holdings():
         federation.start_worker(client, holding)
     with console.status("making the model") as status:
@@ -88,7 +88,7 @@ def _gather(console: Console, federation: Federation, client: Client) -> ModelFo
 
 
 def _follow(console: Console, federation: Federation, client: Client, run: Run, model_bytes: int) -> list[Entry]:
-    """Prints each round as it ends; returns those that were committed."""
+    """Print each round as it ends, and return the committed ones."""
     entries: list[Entry] = []
     screen.print_header(console)
     with console.status("") as status:
@@ -108,7 +108,7 @@ def _follow(console: Console, federation: Federation, client: Client, run: Run, 
 
 
 def _untrained(client: Client, run: Run) -> Mapping[str, float]:
-    """How well the model did before the first round."""
+    """Return the model's scores before the first round."""
     return scores_by_version(client.measurements(run.id)).get(0, {})
 
 
@@ -131,7 +131,7 @@ def _say_what_it_shows(console: Console, entries: list[Entry]) -> None:
 
 
 def _check_export(console: Console, federation: Federation, client: Client, run: Run, last: Entry) -> None:
-    """Exports the global model and sees whether transformers alone gets the same accuracy out of it."""
+    """Export the global model, and check that it has the same accuracy in transformers alone."""
     out = federation.folder / "global-model"
     export_folder(client, run, out, None, lambda _: None)
     again = measure(out)

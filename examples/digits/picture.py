@@ -1,4 +1,4 @@
-"""The run in one picture: how well it did, and what it cost, round by round."""
+"""A chart of the run: scores and bytes by round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHADES = ("#fff3e0", "#e3f2fd", "#f1f8e9")
 
 
 def draw(entries: Sequence[Entry], out: Path) -> None:
-    """Writes a PNG: accuracy and macro F1 above, bytes beside those of a full exchange below."""
+    """Write a PNG: accuracy and macro F1 above, bytes compared with a full exchange below."""
     # Without pyplot, which would look for a screen.
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     scores, traffic = figure.subplots(2, 1, sharex=True)

@@ -1,4 +1,4 @@
-"""Loads an exported folder with transformers alone, and measures it again."""
+"""Evaluation of an exported model with transformers alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Scores:
 
 
 def measure(folder: Path) -> Scores:
-    """The accuracy and macro F1 on the test images of the model in a folder."""
+    """Return accuracy and macro F1 of a folder's model on the test images."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
     images = digits(DigitsOptions(split="test")).tensors

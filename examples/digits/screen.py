@@ -1,4 +1,4 @@
-"""What the demo prints."""
+"""The demo's output on the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADER = (
 
 
 def print_skew(console: Console, holdings: Sequence[Holding]) -> None:
-    """How many images of each digit each site holds."""
+    """Print the number of images per digit and site."""
     table = Table(title="Images of each digit at each site", title_justify="left", box=None, header_style="bold")
     table.add_column("site")
     for digit in range(CLASSES):
@@ -38,7 +38,7 @@ def print_header(console: Console) -> None:
 
 
 def print_round(console: Console, entry: Entry, before: Mapping[str, float]) -> None:
-    """A line for a round, with the change of its scores since the round before."""
+    """Print a line for a round, with the change of its scores since the previous round."""
     colour = "cyan" if entry.stage == "frozen" else "yellow"
     down, up = (decimal(count // max(1, entry.accepted)) for count in (entry.download_bytes, entry.upload_bytes))
     console.print(
@@ -50,7 +50,7 @@ def print_round(console: Console, entry: Entry, before: Mapping[str, float]) -> 
 
 
 def _change(scores: Mapping[str, float], before: Mapping[str, float], name: str) -> str:
-    """A score and its change, 14 columns wide."""
+    """Return a score and its change, 14 columns wide."""
     if name not in scores:
         return f"{'-':<14}"
     change = scores[name] - before[name] if name in before else 0.0
@@ -59,7 +59,7 @@ def _change(scores: Mapping[str, float], before: Mapping[str, float], name: str)
 
 
 def print_summary(console: Console, entries: Sequence[Entry], seconds: float) -> None:
-    """Scores and bytes of each stage and of the whole: accuracy after its first round, at best and after its last."""
+    """Print scores and bytes per stage and in total: accuracy after the first round, at best and after the last."""
     table = Table(
         title=f"{len(entries)} rounds in {seconds:.0f} s", title_justify="left", box=None, header_style="bold"
     )

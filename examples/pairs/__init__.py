@@ -1,1 +1,1 @@
-"""Four scanners, one small CLIP that stays as it is, and prompts that travel: `python -m examples.pairs`."""
+"""Four scanners train prompts for one frozen CLIP: `python -m examples.pairs`."""

@@ -1,5 +1,5 @@
-"""Adapts a small CLIP to four sites' images with pFedDC. The CLIP is pre-trained here, on upright and clean digits;
-each site has image files as another scanner would have made them. Only prompts travel."""
+"""Adaptation of a small CLIP to four sites' images with pFedDC. The CLIP is pre-trained here, on upright, clean
+digits; each site has image files as from another scanner. Only prompts are sent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEED = 0
 
 
 def holdings(folder: Path) -> list[Holding]:
-    """Writes each site's images, a folder for each digit, and says what its worker holds."""
+    """Write each site's images, a folder per digit, and return the sites' data."""
     parts = divide(pairs()[1], Shift(scheme="shift", count=len(SITES), seed=SEED))
     found = []
     for site, part in zip(SITES, parts, strict=True):
@@ -54,7 +54,7 @@ def holdings(folder: Path) -> list[Holding]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """The CLIP's words, beginning and ending as its texts do."""
+    """Write a tokenizer with the CLIP's words and its start and end tokens."""
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[PAD]"))
     tokenizer.pre_tokenizer = Whitespace()
     marks = [(mark, WORDS.index(mark)) for mark in ("[START]", "[END]")]

@@ -1,1 +1,1 @@
-"""Three hospitals learn for which department a note is, and share none: `python -m examples.reports`."""
+"""Three hospitals train a classifier of notes by department, and share no note: `python -m examples.reports`."""

@@ -1,4 +1,4 @@
-"""Trains a small BERT with SAFL on synthetic notes of three hospitals, in a CSV file at each."""
+"""SAFL training of a small BERT on synthetic notes of three hospitals, in a CSV file at each."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ BERT = {
 
 
 def holdings(folder: Path) -> list[Holding]:
-    """Writes each site's file, and says what its worker holds."""
-    dice = Random(SEED)
+    """Write each site's file, and return the sites' data."""
+    rng = Random(SEED)
     found = []
     for (site, weights), wording in zip(HOSPITALS.items(), WORDINGS, strict=True):
-        write_csv(folder / f"{site}.csv", notes(EACH, wording, dice, weights))
+        write_csv(folder / f"{site}.csv", notes(EACH, wording, rng, weights))
         found.append(Holding(site, "notes", _source(folder, site), "train"))
-    test = [note for wording in WORDINGS for note in notes(EACH // len(WORDINGS), wording, dice)]
+    test = [note for wording in WORDINGS for note in notes(EACH // len(WORDINGS), wording, rng)]
     write_csv(folder / f"{LABORATORY}.csv", test)
     return [*found, Holding(LABORATORY, "notes-test", _source(folder, LABORATORY, "evaluate"), "evaluate")]
 
@@ -65,14 +65,14 @@ def _source(folder: Path, site: str, use: str = "train") -> DataSource:
 
 
 def pretrained(out: Path, tokenizer: Path, words: int) -> None:
-    """Trains a BERT on notes that belong to no site, on another question: which of the 16 complaints a note has."""
+    """Train a BERT on notes of no site, for another task: the complaint in a note, of 16."""
     torch.manual_seed(SEED)
     complaints = [complaint for several in COMPLAINTS.values() for complaint in several]
     model = BertForSequenceClassification(BertConfig.from_dict({**BERT, "vocab_size": words, "num_labels": 16}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    encode, dice = AutoTokenizer.from_pretrained(tokenizer), Random(SEED + 1)
+    encode, rng = AutoTokenizer.from_pretrained(tokenizer), Random(SEED + 1)
     for step in range(PRETRAINING_STEPS):
-        batch = notes(32, WORDINGS[step % len(WORDINGS)], dice)
+        batch = notes(32, WORDINGS[step % len(WORDINGS)], rng)
         inputs = encode([note.text for note in batch], padding=True, truncation=True, return_tensors="pt")
         optimizer.zero_grad()
         labels = torch.tensor([complaints.index(note.complaint) for note in batch])

@@ -1,7 +1,7 @@
-"""Synthetic notes in the manner of clinical ones, made from templates here: nobody wrote or is described in any.
+"""Synthetic clinical notes, generated from templates: they describe no real person.
 
 Departments share most words. A complaint or finding of another department slips into some notes, so that no single
-phrase gives the answer away, and each hospital has words of its own for the same things.
+phrase reveals the answer, and each hospital has its own words for the same things.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class Note(NamedTuple):
     complaint: str
 
 
-def notes(count: int, wording: str, dice: Random, weights: tuple[int, ...] = (1, 1, 1, 1)) -> list[Note]:
-    """So many notes; `weights` say how often each department comes."""
-    return [_note(dice.choices(DEPARTMENTS, weights)[0], wording, dice) for _ in range(count)]
+def notes(count: int, wording: str, rng: Random, weights: tuple[int, ...] = (1, 1, 1, 1)) -> list[Note]:
+    """Return `count` notes; `weights` are the frequencies of the departments."""
+    return [_note(rng.choices(DEPARTMENTS, weights)[0], wording, rng) for _ in range(count)]
 
 
-def _note(department: str, wording: str, dice: Random) -> Note:
+def _note(department: str, wording: str, rng: Random) -> Note:
     complaint, finding = (
-        dice.choice(phrases[dice.choice(DEPARTMENTS) if dice.random() < ASTRAY else department])
+        rng.choice(phrases[rng.choice(DEPARTMENTS) if rng.random() < ASTRAY else department])
         for phrases in (COMPLAINTS, FINDINGS)
     )
-    facts = {"age": dice.randint(18, 90), "days": dice.randint(1, 30), "who": dice.choice(("woman", "man"))}
-    text = wording.format(complaint=complaint, finding=finding, plan=dice.choice(PLANS), **facts)
+    facts = {"age": rng.randint(18, 90), "days": rng.randint(1, 30), "who": rng.choice(("woman", "man"))}
+    text = wording.format(complaint=complaint, finding=finding, plan=rng.choice(PLANS), **facts)
     return Note(text, department, complaint)
 
 
@@ -72,7 +72,7 @@ def write_csv(file: Path, rows: list[Note]) -> None:
 
 
 def write_tokenizer(folder: Path) -> int:
-    """A tokenizer that knows the words of the templates, the same for every hospital. Returns how many it knows."""
+    """Write a tokenizer with the words of the templates, the same for every hospital. Return the number of words."""
     tokenizer = Tokenizer(WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = Lowercase()
     tokenizer.pre_tokenizer = Whitespace()

@@ -1,4 +1,4 @@
-"""`python -m tessera.shared.cli`: the same as `tessera`, for where no scripts are installed."""
+"""`python -m tessera.shared.cli`: the command `tessera` where scripts are not installed."""
 
 from tessera.shared.cli.main import main
 

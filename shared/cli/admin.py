@@ -1,4 +1,4 @@
-"""`tessera admin`: who may come in (joining, sites, tokens), workers, and the coordinator at a glance."""
+"""`tessera admin`: sites, tokens, enrolments, workers and the coordinator's status."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ app.add_typer(site_app, name="site")
 app.add_typer(token_app, name="token")
 
 
+_LABEL: TypeAdapter[str | None] = TypeAdapter(Label | None)
+
+
 def _label(name: str | None) -> str | None:
-    """Return a name as the coordinator takes it. Raises BadParameter, which names the parameter."""
     try:
         return _LABEL.validate_python(name)
     except ValidationError as fault:
@@ -51,50 +53,50 @@ def _label(name: str | None) -> str | None:
         raise typer.BadParameter(f"{name!r} is not {shape}") from fault
 
 
-_LABEL: TypeAdapter[str | None] = TypeAdapter(Label | None)
-
-Days = Annotated[int | None, typer.Option(min=1, max=3650, help="Days until it expires; never if left out.")]
+Days = Annotated[int | None, typer.Option(min=1, max=3650, help="Days until it expires; never by default.")]
 TokenFileOut = Annotated[
     Path | None, typer.Option(help="Write the secret to this new file (mode 0600) instead of printing it.")
 ]
-
-
 SiteName = Annotated[str, typer.Argument(help="The site's name.")]
-Code = Annotated[str, typer.Argument(help="What the worker shows, as in WDJB-MJHT.")]
+Code = Annotated[str, typer.Argument(help="The code that the worker shows, such as WDJB-MJHT.")]
 
 
 @app.command()
 def status(
     ctx: typer.Context,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it anew as it changes, until ^C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh on every change, until ^C.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the coordinator at a glance.
+    """Show the coordinator's status.
 
-    Watched in a terminal, the picture changes; elsewhere, and with `--json`, each change is a line.
+    With `--watch`, a terminal shows a view that is updated in place; a pipe and `--json` print a line per change.
     """
     if watch:
         watch_status(client_of(ctx, WATCHING_PATIENCE_SECONDS), as_json=as_json)
         return
     found = client_of(ctx).status()
-    output.show(found, status_picture(found), as_json=as_json)
+    output.show(found, status_view(found), as_json=as_json)
 
 
 @app.command()
 def sites(ctx: typer.Context, as_json: AsJson = False) -> None:
     """List the sites."""
     found = list(client_of(ctx).sites())
-    rows = [(site.id, site.name, _state(site), output.ago(site.created_at)) for site in found]
+    rows = [
+        (
+            site.id,
+            site.name,
+            f"suspended {output.ago(site.suspended_at)}" if site.suspended_at else "admitted",
+            output.ago(site.created_at),
+        )
+        for site in found
+    ]
     output.show(found, output.table(("id", "name", "state", "added"), rows), as_json=as_json)
-
-
-def _state(site: Site) -> str:
-    return f"suspended {output.ago(site.suspended_at)}" if site.suspended_at else "admitted"
 
 
 @app.command()
 def workers(ctx: typer.Context, as_json: AsJson = False) -> None:
-    """List the workers that were ever heard of."""
+    """List all workers that have ever connected."""
     found = list(client_of(ctx).workers())
     rows = [
         (
@@ -115,10 +117,10 @@ def workers(ctx: typer.Context, as_json: AsJson = False) -> None:
 @app.command()
 def audit(
     ctx: typer.Context,
-    limit: Annotated[int, typer.Option(min=1, help="How many of the latest entries.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="Number of entries, counted from the latest.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """Show the latest changes of state, oldest first."""
+    """Show the latest entries of the audit log, oldest first."""
     found = deque(client_of(ctx).audit(), maxlen=limit)
     rows = [
         (
@@ -138,7 +140,7 @@ def audit(
 @site_app.command("add")
 def add_site(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(callback=_label, help="What the site is called.")],
+    name: Annotated[str, typer.Argument(callback=_label, help="The name of the new site.")],
     days: Days = None,
     token_file: TokenFileOut = None,
     as_json: AsJson = False,
@@ -146,54 +148,42 @@ def add_site(
     """Add a site and issue the token that admits its workers."""
     spec = TokenSpec(name=name, role="site", site=name, expires_in_days=days)
     client = client_of(ctx)
-    with place_for(token_file) as file:
+    with new_secret_file(token_file) as file:
         site = client.create_site(name)
-        issued = client.issue_token(spec)
-        put_secret(issued, file)
-    _tell_issued(issued, token_file, as_json=as_json, more={"site": site.model_dump(mode="json")})
+        issued = _issue(client, spec, file)
+    _print_issued(issued, token_file, as_json=as_json, more={"site": site.model_dump(mode="json")})
 
 
 @site_app.command()
 def suspend(ctx: typer.Context, name: SiteName, as_json: AsJson = False) -> None:
-    """Refuse all of a site's tokens and choose none of its workers, until it is resumed."""
+    """Reject all of a site's tokens and select none of its workers until the site is resumed."""
     client = client_of(ctx)
-    _tell_site(client.suspend_site(_site(client, name).id), as_json=as_json)
+    _print_site(client.suspend_site(_site(client, name).id), as_json=as_json)
 
 
 @site_app.command()
 def resume(ctx: typer.Context, name: SiteName, as_json: AsJson = False) -> None:
-    """Admit a suspended site's tokens again."""
+    """Accept a suspended site's tokens again."""
     client = client_of(ctx)
-    _tell_site(client.resume_site(_site(client, name).id), as_json=as_json)
+    _print_site(client.resume_site(_site(client, name).id), as_json=as_json)
 
 
 def _site(client: Client, name: str) -> Site:
     for site in client.sites():
         if site.name == name:
             return site
-    raise NotFound(f"there is no site {name!r}", remedy="List what there is: `tessera admin sites`.")
+    raise NotFound(f"there is no site {name!r}", remedy="List the sites: `tessera admin sites`.")
 
 
-def _tell_site(site: Site, *, as_json: bool) -> None:
+def _print_site(site: Site, *, as_json: bool) -> None:
     output.show(site, f"site {site.name} is {'suspended' if site.suspended_at else 'admitted'}", as_json=as_json)
 
 
 @join_app.command("list")
 def list_joining(ctx: typer.Context, as_json: AsJson = False) -> None:
-    """List the workers that wait to be admitted."""
+    """List the workers that wait for approval."""
     found = list(client_of(ctx).enrolments())
-    rows = [
-        (
-            asked.code,
-            asked.site,
-            asked.worker,
-            asked.device,
-            asked.version,
-            asked.address,
-            output.ago(asked.created_at),
-        )
-        for asked in found
-    ]
+    rows = [(e.code, e.site, e.worker, e.device, e.version, e.address, output.ago(e.created_at)) for e in found]
     columns = ("code", "site", "worker", "device", "version", "from", "asked")
     output.show(found, output.table(columns, rows), as_json=as_json)
 
@@ -203,83 +193,75 @@ def approve(
     ctx: typer.Context,
     code: Code,
     site: Annotated[
-        str | None, typer.Option(callback=_label, help="The site that it is of, made if there is none; as it says.")
+        str | None,
+        typer.Option(callback=_label, help="The worker's site, created if missing; by default as the worker says."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Admit the worker that shows this code."""
     client = client_of(ctx)
-    asked = _waiting(client, code)
-    name = site or asked.site
+    enrolment = _pending(client, code)
+    name = site or enrolment.site
     known = name in (one.name for one in client.sites())
     if site is None and not known:
-        _confirm_new(name)
-    admitted = client.approve(asked.id, Approval(code=code, site=name, create_site=not known))
+        if not sys.stdin.isatty():
+            raise Invalid(f"there is no site {name!r}", remedy=f"Create it with --site {name}.")
+        typer.confirm(f"There is no site {name}. Create it?", abort=True, err=True)
+    admitted = client.approve(enrolment.id, Approval(code=code, site=name, create_site=not known))
     output.show(admitted, f"{admitted.worker} is admitted as a worker of site {admitted.site}", as_json=as_json)
 
 
 @join_app.command()
 def decline(ctx: typer.Context, code: Code, as_json: AsJson = False) -> None:
-    """Turn away the worker that shows this code."""
+    """Decline the worker that shows this code."""
     client = client_of(ctx)
-    declined = client.decline(_waiting(client, code).id)
+    declined = client.decline(_pending(client, code).id)
     output.show(declined, f"{declined.worker} of {declined.site} is not admitted", as_json=as_json)
 
 
 @join_app.command("token")
 def create_enrolment_token(
     ctx: typer.Context,
-    site: Annotated[str, typer.Option(callback=_label, help="Whose workers it admits; made if there is none.")],
-    uses: Annotated[int, typer.Option(min=1, max=10_000, help="How many workers.")] = 1,
+    site: Annotated[str, typer.Option(callback=_label, help="The workers' site, created if missing.")],
+    uses: Annotated[int, typer.Option(min=1, max=10_000, help="The number of workers that it admits.")] = 1,
     days: Annotated[int, typer.Option(min=1, max=3650, help="Days until it expires.")] = 1,
     token_file: TokenFileOut = None,
     as_json: AsJson = False,
 ) -> None:
-    """Issue a token with which workers join without being waited for: `tessera worker join URL --token-file FILE`."""
+    """Issue a token that lets workers join without approval: `tessera worker join URL --token-file FILE`."""
     spec = TokenSpec(name=f"join-{site}"[:64], role="enrolment", site=site, expires_in_days=days, uses=uses)
     client = client_of(ctx)
-    with place_for(token_file) as file:
+    with new_secret_file(token_file) as file:
         if site not in (known.name for known in client.sites()):
             client.create_site(site)
-        issued = client.issue_token(spec)
-        put_secret(issued, file)
-    _tell_issued(issued, token_file, as_json=as_json, more={})
+        issued = _issue(client, spec, file)
+    _print_issued(issued, token_file, as_json=as_json)
 
 
-def _waiting(client: Client, code: str) -> Enrolment:
-    """Return who waits under a code. Raises NotFound, and Conflict for one that was decided about already."""
-    # A coordinator of the version before gives all that wait.
-    found = [asked for asked in client.enrolments(code[:16]) if asked.code == normal_code(code)]
+def _pending(client: Client, code: str) -> Enrolment:
+    # Coordinators of the previous version ignore the filter and list all pending enrolments.
+    found = [enrolment for enrolment in client.enrolments(code[:16]) if enrolment.code == normal_code(code)]
     if not found:
         raise NotFound(
-            f"no worker waits under the code {code!r}", remedy="List those that do: `tessera admin join list`."
+            f"no worker waits under the code {code!r}", remedy="List those that wait: `tessera admin join list`."
         )
-    asked = found[-1]
-    if asked.state != "pending":
+    last = found[-1]
+    if last.state != "pending":
         ended = {"approved": "was admitted", "declined": "was declined"}.get(
-            asked.state, "waited until its code expired"
+            last.state, "waited until its code expired"
         )
-        when = f" {output.ago(asked.decided_at)}" if asked.decided_at else ""
-        remedy = "Nothing is left to do." if asked.state == "approved" else "Have the worker join again."
-        raise Conflict(
-            f"{asked.worker} of site {asked.site} {ended}{when}, under the code {asked.code}", remedy=remedy
-        )
-    return asked
-
-
-def _confirm_new(site: str) -> None:
-    """Raise Abort if a person says no, and Invalid if there is none to ask."""
-    if not sys.stdin.isatty():
-        raise Invalid(f"there is no site {site!r}", remedy=f"Give --site {site} to make it.")
-    typer.confirm(f"There is no site {site}. Make it?", abort=True, err=True)
+        when = f" {output.ago(last.decided_at)}" if last.decided_at else ""
+        remedy = "Nothing is left to do." if last.state == "approved" else "Have the worker join again."
+        raise Conflict(f"{last.worker} of site {last.site} {ended}{when}, under the code {last.code}", remedy=remedy)
+    return last
 
 
 @token_app.command("create")
 def create_token(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(callback=_label, help="What the token is called.")],
-    role: Annotated[TokenRole, typer.Option(help="What it allows.")],
-    site: Annotated[str | None, typer.Option(callback=_label, help="For role site: whose workers it admits.")] = None,
+    name: Annotated[str, typer.Argument(callback=_label, help="The name of the new token.")],
+    role: Annotated[TokenRole, typer.Option(help="The token's permissions.")],
+    site: Annotated[str | None, typer.Option(callback=_label, help="For role site: the site of the workers.")] = None,
     days: Days = None,
     token_file: TokenFileOut = None,
     as_json: AsJson = False,
@@ -288,25 +270,32 @@ def create_token(
     if role == "enrolment":
         raise typer.BadParameter("`tessera admin join token` issues these", param_hint="'--role'")
     if (role == "site") != (site is not None):
-        raise typer.BadParameter("a token of role site needs one, and no other role has one", param_hint="'--site'")
+        raise typer.BadParameter("role site requires it, other roles do not allow it", param_hint="'--site'")
     spec = TokenSpec(name=name, role=role, site=site, expires_in_days=days)
-    client = client_of(ctx)
-    with place_for(token_file) as file:
-        issued = client.issue_token(spec)
-        put_secret(issued, file)
-    _tell_issued(issued, token_file, as_json=as_json, more={})
+    with new_secret_file(token_file) as file:
+        issued = _issue(client_of(ctx), spec, file)
+    _print_issued(issued, token_file, as_json=as_json)
 
 
-def _tell_issued(issued: IssuedToken, file: Path | None, *, as_json: bool, more: dict[str, Any]) -> None:
-    if as_json:
-        kept = {"secret"} if file else None
-        output.print_json({**more, "token": issued.model_dump(mode="json", exclude=kept)})
-        return
-    named = f"token {issued.name} ({issued.role}, {issued.id})"
+def _issue(client: Client, spec: TokenSpec, file: TextIO | None) -> IssuedToken:
+    issued = client.issue_token(spec)
     if file:
-        output.note(f"{named}: the secret is in {file}")
+        file.write(f"{issued.secret}\n")
+    return issued
+
+
+def _print_issued(
+    issued: IssuedToken, file: Path | None, *, as_json: bool, more: dict[str, Any] | None = None
+) -> None:
+    if as_json:
+        hidden = {"secret"} if file else None
+        output.print_json({**(more or {}), "token": issued.model_dump(mode="json", exclude=hidden)})
+        return
+    token = f"token {issued.name} ({issued.role}, {issued.id})"
+    if file:
+        output.note(f"{token}: the secret is in {file}")
     else:
-        output.note(f"{named}: this is its secret, shown this once")
+        output.note(f"{token}: this is its secret, which is not shown again")
         typer.echo(issued.secret)
 
 
@@ -344,7 +333,7 @@ def revoke(
     token: Annotated[str, typer.Argument(help="The token's id, the beginning of it, or its name.")],
     as_json: AsJson = False,
 ) -> None:
-    """Make a token worthless from now on."""
+    """Revoke a token, effective at once."""
     client = client_of(ctx)
     found = find_token(client, token)
     client.revoke_token(found.id)
@@ -357,8 +346,8 @@ def revoke(
 LOOK_SECONDS = 1.0
 
 
-def status_picture(found: Status) -> Group:
-    """Return two tables: the coordinator's facts, and the rounds that are open if there are any."""
+def status_view(found: Status) -> Group:
+    """Return a table of the coordinator's facts, followed by one of the open rounds, if any."""
     facts = output.table(("", ""), list(_facts(found).items()))
     if not found.open_rounds:
         return Group(facts)
@@ -367,7 +356,7 @@ def status_picture(found: Status) -> Group:
 
 
 def watch_status(client: Client, *, as_json: bool) -> None:
-    """Show each status that differs from the one before, until it is interrupted."""
+    """Show each status that differs from the previous one, until interrupted."""
     if as_json:
         for found in _changes(client):
             output.print_json(found, line=True)
@@ -382,7 +371,7 @@ def watch_status(client: Client, *, as_json: bool) -> None:
         return
     with Live(console=console) as live:
         for found in _changes(client):
-            live.update(status_picture(found))
+            live.update(status_view(found))
 
 
 def _changes(client: Client) -> Iterator[Status]:
@@ -412,11 +401,11 @@ def _line(found: Status) -> str:
 
 
 @contextmanager
-def place_for(file: Path | None) -> Iterator[TextIO | None]:
-    """Yield a new file that only its owner may read, opened before the secret is issued: a lost one cannot be had
-    again.
+def new_secret_file(file: Path | None) -> Iterator[TextIO | None]:
+    """Yield a new file of mode 0600, or None if `file` is None; remove it if no secret was written.
 
-    Nothing if `file` is None. Raises Invalid if it exists or cannot be made; it is removed if no secret came.
+    Open it before the secret is issued, since a secret is shown only once. Raises Invalid if the file exists or
+    cannot be created.
     """
     if file is None:
         yield None
@@ -424,7 +413,7 @@ def place_for(file: Path | None) -> Iterator[TextIO | None]:
     try:
         opened = os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii")
     except OSError as fault:
-        detail = f"{file} cannot be made: {fault.strerror}; no token was issued"
+        detail = f"{file} cannot be created: {fault.strerror}; no token was issued"
         raise Invalid(detail, remedy="Remove it or choose another name.") from fault
     written = False
     try:
@@ -434,8 +423,3 @@ def place_for(file: Path | None) -> Iterator[TextIO | None]:
     finally:
         if not written:
             file.unlink()
-
-
-def put_secret(issued: IssuedToken, file: TextIO | None) -> None:
-    if file:
-        file.write(f"{issued.secret}\n")

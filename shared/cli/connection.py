@@ -1,4 +1,4 @@
-"""How the commands reach a coordinator, and how they find what a person names."""
+"""Connection options of the commands, and look-up of runs and tokens by id or name."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from tessera.shared.client.client import DEFAULT_URL, Client
 from tessera.shared.problems import Fault, Invalid, NotFound
 from tessera.shared.telemetry import spans
 
-# Long enough for a passing fault, short enough that a person at a terminal does not wonder.
+# Long enough for a passing fault, short enough for a person who waits at a terminal.
 PATIENCE_SECONDS = 10.0
 
-# A run outlives many a restart of its coordinator, and so does watching it.
+# Long enough to keep watching a run while its coordinator restarts.
 WATCHING_PATIENCE_SECONDS = 300.0
 
-Url = Annotated[str, typer.Option(envvar="TESSERA_URL", help="Where the coordinator is.")]
+Url = Annotated[str, typer.Option(envvar="TESSERA_URL", help="The coordinator's URL.")]
 TokenText = Annotated[
-    str | None, typer.Option(envvar="TESSERA_TOKEN", show_envvar=True, help="The token; stronger than --token-file.")
+    str | None, typer.Option(envvar="TESSERA_TOKEN", show_envvar=True, help="The token; overrides --token-file.")
 ]
 TokenFile = Annotated[Path | None, typer.Option(envvar="TESSERA_TOKEN_FILE", help="A file that holds the token.")]
 
 CaBundle = Annotated[Path | None, typer.Option(envvar="TESSERA_CA_BUNDLE", help="The CAs to trust, as PEM.")]
-ClientCert = Annotated[Path | None, typer.Option(envvar="TESSERA_CLIENT_CERT", help="A certificate to show, as PEM.")]
+ClientCert = Annotated[
+    Path | None, typer.Option(envvar="TESSERA_CLIENT_CERT", help="The client certificate, as PEM.")
+]
 ClientKey = Annotated[Path | None, typer.Option(envvar="TESSERA_CLIENT_KEY", help="Its key, if in another file.")]
 
 T = TypeVar("T")
@@ -37,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Connection:
-    """Which coordinator, and as whom: what a command group's options say."""
+    """A coordinator's URL and the caller's credentials, from a command group's options."""
 
     url: str
     token: str | None
@@ -47,9 +49,8 @@ class Connection:
     client_key: Path | None = None
 
     def client(self, patience_seconds: float = PATIENCE_SECONDS) -> Client:
-        """Return a client, to be closed by the caller. Raises Invalid for a token that cannot be read, or be sent
-        there."""
-        return Client.as_told(**vars(self), patience_seconds=patience_seconds)
+        """Return a client for the caller to close. Raises Invalid for a token that cannot be read or sent there."""
+        return Client.from_options(**vars(self), patience_seconds=patience_seconds)
 
 
 def connect(
@@ -61,8 +62,7 @@ def connect(
     client_cert: ClientCert = None,
     client_key: ClientKey = None,
 ) -> None:
-    """A command group's callback: its options become what `client_of` connects with. All that a command asks is one
-    trace."""
+    """Store a command group's options for `client_of`, and begin the trace of all the command's requests."""
     spans.begin("tessera")
     ctx.call_on_close(spans.end)
     ctx.with_resource(spans.span(f"tessera {ctx.info_name} {ctx.invoked_subcommand}"))
@@ -70,30 +70,28 @@ def connect(
 
 
 def client_of(ctx: typer.Context, patience_seconds: float = PATIENCE_SECONDS) -> Client:
-    """Return the client for a command, closed when the command ends."""
+    """Return a client that is closed when the command ends."""
     connection: Connection = ctx.obj
     return ctx.with_resource(connection.client(patience_seconds))
 
 
 def find_run(client: Client, named: str) -> Run:
-    """Return the run with this id, or the only one whose id begins so or whose name it is."""
+    """Return the run with this id, or the only run with this name or id prefix."""
+
+    def describe(run: Run) -> str:
+        at = f"version {run.version.number} of {run.spec.rounds}"
+        return f"{run.spec.name}, {run.state}, {at}, created {ago(run.created_at)}"
+
     try:
         return client.run(named)
     except NotFound:
-        return only("run", named, client.runs(), lambda run: run.id, lambda run: run.spec.name, _told_run)
-
-
-def _told_run(run: Run) -> str:
-    """Return what tells a run from others of its name."""
-    at = f"version {run.version.number} of {run.spec.rounds}"
-    return f"{run.spec.name}, {run.state}, {at}, begun {ago(run.created_at)}"
+        return only("run", named, client.runs(), lambda run: run.id, lambda run: run.spec.name, describe)
 
 
 def find_token(client: Client, named: str) -> Token:
-    """Return the token with this id, or the only one not revoked whose id begins so or whose name it is."""
+    """Return the token with this id, or the only valid token with this name or id prefix."""
     tokens = list(client.tokens())
-    exact = [token for token in tokens if token.id == named]
-    if exact:
+    if exact := [token for token in tokens if token.id == named]:
         return exact[0]
     live = [token for token in tokens if token.revoked_at is None]
     return only("token", named, live, lambda token: token.id, lambda token: token.name)
@@ -105,21 +103,19 @@ def only(
     among: Iterable[T],
     id_of: Callable[[T], str],
     name_of: Callable[[T], str],
-    told: Callable[[T], str] | None = None,
+    describe: Callable[[T], str] | None = None,
 ) -> T:
-    """Return the one thing whose name is `named` or whose id begins so.
+    """Return the only item whose name is `named` or whose id begins with it.
 
-    Raises NotFound if there is none, and Invalid naming them if there are several, each as `told`, or by its name.
+    Raises NotFound if there is none, and Invalid that lists the matches if there are several.
     """
-    found = [thing for thing in among if named and (name_of(thing) == named or id_of(thing).startswith(named))]
+    found = [item for item in among if named and (name_of(item) == named or id_of(item).startswith(named))]
     if not found:
-        raise NotFound(f"there is no {kind} {named!r}", remedy=f"List what there is: `tessera {_LISTS[kind]}`.")
+        raise NotFound(f"there is no {kind} {named!r}", remedy=f"List the {kind}s: `tessera {_LISTS[kind]}`.")
     if len(found) > 1:
-        faults = [Fault(pointer=id_of(thing), detail=(told or name_of)(thing)) for thing in found]
+        faults = [Fault(pointer=id_of(item), detail=(describe or name_of)(item)) for item in found]
         detail = f"{named!r} could be any of {len(found)} {kind}s"
-        raise Invalid(
-            detail, errors=faults, remedy="Name the one that you mean by its id, or by as much of it as tells."
-        )
+        raise Invalid(detail, errors=faults, remedy="Give the id, or as much of it as is unique.")
     return found[0]
 
 

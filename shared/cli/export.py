@@ -1,4 +1,4 @@
-"""Writes a version of a run to a file, or to a folder that transformers' `from_pretrained` loads."""
+"""Export of a run's version to a file, or to a folder that transformers' `from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Progress = Callable[[int], None]
 
 
 class Exports(Protocol):
-    """What has a run's versions: a `Client`, or what a simulation came to."""
+    """A source of a run's versions: a `Client`, or a simulation's result."""
 
     def model(self, digest: str) -> Model: ...
     def export(
@@ -29,7 +29,7 @@ class Exports(Protocol):
 
 
 def export_file(source: Exports, run: Run, out: Path, number: int | None, progress: Progress) -> None:
-    """Write a version (the latest if `number` is None) as one safetensors file, replacing one of that name."""
+    """Write a version (the latest if `number` is None) as one safetensors file, replacing an existing file."""
     with in_place_of(out) as partial:
         _export(source, run, partial, number, progress)
         partial.replace(out)
@@ -38,9 +38,9 @@ def export_file(source: Exports, run: Run, out: Path, number: int | None, progre
 def export_folder(
     source: Exports, run: Run, out: Path, number: int | None, progress: Progress, like: Path | None = None
 ) -> None:
-    """Write a version with its config and table of blocks: a model folder, from which a run can start again.
+    """Write a model folder from which a run can start: a version's weights, config and table of blocks.
 
-    What else is in the folder `like` (a tokenizer, say) is copied beside them. Raises Invalid if `out` exists.
+    Other files of the folder `like`, such as a tokenizer, are copied too. Raises Invalid if `out` exists.
     """
     if out.exists():
         raise Invalid(f"{out} exists already", remedy="Remove it or choose another name.")
@@ -63,7 +63,7 @@ def _export(source: Exports, run: Run, file: Path, number: int | None, progress:
 def _copy_rest(like: Path, folder: Path) -> None:
     if not (like / CONFIG_FILE).is_file():
         raise Invalid(f"{like} is not a model folder: it has no {CONFIG_FILE}", remedy="Name the run's model folder.")
-    # Weights in any form would be those of another version.
+    # Weights in any format would belong to another version.
     weights = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf"}
     for file in sorted(like.iterdir()):
         if file.is_file() and file.suffix not in weights and not (folder / file.name).exists():
@@ -72,12 +72,12 @@ def _copy_rest(like: Path, folder: Path) -> None:
 
 @contextmanager
 def in_place_of(out: Path) -> Iterator[Path]:
-    """Yield a name beside `out` to write to; what is left under it at the end is removed."""
+    """Yield a temporary path beside `out`, for the caller to write and rename; remove it at the end if it remains."""
     partial = out.parent / f".{out.name}.{uuid4().hex}.partial"
     try:
         yield partial
     except OSError as fault:
-        raise Invalid(f"{out} cannot be written: {fault}", remedy="Choose another place.") from fault
+        raise Invalid(f"{out} cannot be written: {fault}", remedy="Choose another path.") from fault
     finally:
         if partial.is_dir():
             shutil.rmtree(partial)

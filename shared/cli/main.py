@@ -1,8 +1,8 @@
-"""`tessera`: finds its commands by the entry point group `tessera.commands` and imports one only to run it.
+"""The command `tessera`: subcommands from the entry point group `tessera.commands`, imported only when they run.
 
-So `tessera run list` needs no torch, `tessera coordinator serve` neither, and another installed package can add a
-command. What a user can mend becomes one message and an exit code: 1 for a refusal, 2 for a wrong or missing command
-or what cannot be used of its settings, 3 for a token that is not admitted.
+So `tessera run list` and `tessera coordinator serve` need no torch, and other packages can add commands. An error
+that the user can fix becomes one message and an exit code: 1 for a refusal, 2 for an invalid command or setting, 3
+for a rejected token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMANDS = "tessera.commands"
 
 BAD_USAGE, NOT_ADMITTED = 2, 3
 
-# Said here rather than taken from the commands, so that `tessera --help` imports none of them.
+# Repeated here so that `tessera --help` imports no command.
 SUMMARIES = {
     "admin": "Sites, workers, tokens, and the coordinator at a glance.",
     "audit": "Verify, export and compare what coordinator and site wrote down.",
@@ -35,22 +35,22 @@ SUMMARIES = {
     "worker": "Train for a coordinator with this site's data.",
 }
 
-# What is imported from these is part of this project; anything else comes with an extra.
+# Packages of this project, each with an extra of its name.
 PARTS = ("shared", "coordinator", "worker")
 
 
 class Installed(TyperGroup):
-    """The commands that are installed."""
+    """The group of all installed commands."""
 
     def list_commands(self, ctx: object) -> list[str]:
         return sorted(installed())
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperGroup | None:
-        """Return what `--help` lists: the name and a summary, without the command's code."""
+        """Return a placeholder with the name and summary, for `--help`."""
         return TyperGroup(name=cmd_name, help=SUMMARIES.get(cmd_name)) if cmd_name in installed() else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command itself, for running it and for completing its arguments."""
+        """Import and return the command, to run it or complete its arguments."""
         name, placeholder, rest = super().resolve_command(ctx, args)
         if name is None or placeholder is None:
             return name, placeholder, rest
@@ -60,7 +60,7 @@ class Installed(TyperGroup):
             return name, get_command(entry.load()), rest
         except ModuleNotFoundError as fault:
             if ctx.resilient_parsing:
-                # Nobody reads sentences while a shell completes a line: there is nothing to complete.
+                # A shell that completes a line shows no errors.
                 return name, placeholder, rest
             complain(_what_is_missing(entry, fault))
             raise typer.Exit(BAD_USAGE) from fault
@@ -70,23 +70,19 @@ class Installed(TyperGroup):
             return super().invoke(ctx)
         except Problem as problem:
             show_problem(problem, as_json=wants_json(ctx))
-            raise typer.Exit(_code_of(problem)) from problem
-
-
-def _code_of(problem: Problem) -> int:
-    if isinstance(problem, Unauthenticated):
-        return NOT_ADMITTED
-    # Of the kinds below it none is about what a person wrote.
-    return BAD_USAGE if type(problem) is Invalid and not problem.from_document else 1
+            # Subclasses of Invalid are not about the user's input.
+            usage = type(problem) is Invalid and not problem.from_document
+            code = NOT_ADMITTED if isinstance(problem, Unauthenticated) else BAD_USAGE if usage else 1
+            raise typer.Exit(code) from problem
 
 
 def installed() -> dict[str, EntryPoint]:
-    """Return the commands by name, none of them loaded."""
+    """Return the commands' entry points by name, without loading them."""
     return {entry.name: entry for entry in entry_points(group=COMMANDS)}
 
 
 def _what_is_missing(entry: EntryPoint, fault: ModuleNotFoundError) -> str:
-    """Return one sentence for a package that is not installed. Raises `fault` again if it is a module of our own."""
+    """Return a message for a missing package. Raises `fault` again if a module of this project is missing."""
     ours, _, inner = entry.module.partition("tessera.")
     part = "" if ours else inner.partition(".")[0]
     missing = (fault.name or "").partition(".")[0]
@@ -94,7 +90,7 @@ def _what_is_missing(entry: EntryPoint, fault: ModuleNotFoundError) -> str:
         return f"`tessera {entry.name}` is not part of this installation: it has no package {part!r}."
     if missing in ("", "tessera"):
         raise fault
-    # Tessera itself is on no package index; what another package brought may be.
+    # Tessera is on no package index; another package's requirement may be.
     cure = f"in a checkout of Tessera run: pip install '.[{part}]'" if part in PARTS else f"pip install {missing}"
     return f"`tessera {entry.name}` needs {missing}, which is not installed: {cure}"
 
@@ -118,6 +114,5 @@ def tessera(
 
 
 def main() -> None:
-    """The entry point `tessera`. Exit codes: 0, 1 refused, 2 wrong usage or settings, 3 not admitted, 130
-    interrupted, or a command's own."""
+    """Run the command line. Exit codes: 0, 1 refused, 2 invalid usage, 3 token rejected, 130 interrupted."""
     get_command(app).main(prog_name="tessera")

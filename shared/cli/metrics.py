@@ -1,4 +1,4 @@
-"""`tessera run metrics`: everything that was measured of a run, to be read by other programs."""
+"""`tessera run metrics`: export of a run's metrics as CSV, Parquet or to MLflow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tessera.shared.cli.render.output import AsJson
 from tessera.shared.metrics.rows import MetricRow, rows_of, write_csv
 from tessera.shared.problems import Invalid
 
-# The modules that need an extra, imported only for those who ask for them, and that extra.
+# Modules that need an extra, imported only on demand, and the name of that extra.
 EXTRAS = {"parquet_file": "tables", "mlflow_store": "mlflow"}
 
 
@@ -33,7 +33,7 @@ def metrics(
     experiment: Annotated[str, typer.Option(metavar="NAME", help="The MLflow experiment to add to.")] = "tessera",
     as_json: AsJson = False,
 ) -> None:
-    """Write all that was measured of a run, a number a row; as comma-separated values on stdout if nowhere else."""
+    """Write all metrics of a run, one value per row; to stdout as comma-separated values by default."""
     client = client_of(ctx)
     found = find_run(client, run)
     rows = list(
@@ -53,7 +53,7 @@ def metrics(
 def _write(
     run: Run, rows: list[MetricRow], csv: Path | None, parquet: Path | None, mlflow: str | None, experiment: str
 ) -> dict[str, str]:
-    """Return where the rows went."""
+    """Return the destinations by format."""
     written: dict[str, str] = {}
     if csv:
         with in_place_of(csv) as partial:
@@ -68,8 +68,7 @@ def _write(
             partial.replace(parquet)
         written["parquet"] = str(parquet)
     if mlflow:
-        made = _extra("mlflow_store").write(rows, run, mlflow, experiment)
-        written["mlflow"] = f"{mlflow} as run {made}"
+        written["mlflow"] = f"{mlflow} as run {_extra('mlflow_store').write(rows, run, mlflow, experiment)}"
     return written
 
 

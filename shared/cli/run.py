@@ -1,23 +1,24 @@
-"""`tessera run`: starts, watches, steers and exports runs."""
+"""`tessera run`: commands to start, watch, steer and export runs."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from tessera.shared.api.runs import Preview, Round, RoundWorkload, Run, RunSpec, WorkerPreview
+from tessera.shared.api.runs import Preview, Round, Run, RunSpec, WorkerPreview
 from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_run
 from tessera.shared.cli.export import export_file, export_folder
 from tessera.shared.cli.metrics import metrics
 from tessera.shared.cli.render import output
-from tessera.shared.cli.render.failures import print_troubles
+from tessera.shared.cli.render.failures import print_failures
 from tessera.shared.cli.render.metric_tables import epsilon_table, number_table, score_table, spread_table
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.cli.render.watch import watch_as_json, watch_as_text
@@ -27,7 +28,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
 from tessera.shared.metrics.site_spread import scores_by_version, spreads
 from tessera.shared.problems import Problem
-from tessera.shared.schema import RoundState, RunState
+from tessera.shared.schema import RunState
 from tessera.shared.updates.model_folder import ModelFolder
 
 app = typer.Typer(
@@ -42,21 +43,20 @@ ROUND_COLUMNS = ("round", "stage", "state", "accepted", "accuracy", "macro-F1", 
 Named = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beginning of it, or its name.")]
 
 
-def _sendable(key: str | None) -> str | None:
-    """Return a key that a header can carry. Raises BadParameter."""
+def _header_value(key: str | None) -> str | None:
     if key is not None and not (key.isascii() and key.isprintable()):
         raise typer.BadParameter(f"{key!r} has characters other than printable ASCII")
     return key
 
 
 SpecFile = Annotated[
-    Path, typer.Argument(metavar="FILE.toml", help="What to run: method, dataset, rounds, cohort ...")
+    Path, typer.Argument(metavar="FILE.toml", help="The run's settings: method, dataset, rounds, cohort ...")
 ]
 ModelFolderIn = Annotated[
     Path, typer.Option("--model", help="The model folder to start from (see `tessera model init`).")
 ]
 Changes = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Changes a setting, e.g. cohort.quorum=2.")
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. cohort.quorum=2.")
 ]
 
 
@@ -70,16 +70,16 @@ def create(
         str | None,
         typer.Option(
             "--idempotency-key",
-            callback=_sendable,
-            help="Repeating the command with the same key returns the same run.",
+            callback=_header_value,
+            help="Idempotency key: repeating the command with it returns the same run.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Upload a model and start a run; prints the run's id."""
+    """Upload a model, start a run and print the run's id."""
     client = client_of(ctx)
     spec, sent = _uploaded(client, file, model, settings, as_json=as_json)
-    warn_of_few(client, spec)
+    warn_if_too_few(client, spec)
     run = client.create_run(spec, key=key or uuid.uuid4().hex)
     if as_json:
         output.print_json(run)
@@ -92,9 +92,9 @@ def create(
 def preview(
     ctx: typer.Context, file: SpecFile, model: ModelFolderIn, settings: Changes = None, as_json: AsJson = False
 ) -> None:
-    """Show who would take part in a run, who not and why, and what its first round would ask. Starts nothing.
+    """Show which workers would take part in a run, which not and why, and their first round's work. Starts nothing.
 
-    The model is uploaded as by `create`, which then has nothing more to send. Exit code 3 for fewer than the quorum.
+    Uploads the model, as `create` does. Exit code 3 if fewer workers than the quorum would take part.
     """
     client = client_of(ctx)
     spec, sent = _uploaded(client, file, model, settings, as_json=as_json)
@@ -113,13 +113,13 @@ def preview(
 def _uploaded(
     client: Client, file: Path, model: Path, settings: list[str] | None, *, as_json: bool
 ) -> tuple[RunSpec, str]:
-    """Return the run that a file and a model folder make, whose model is uploaded, and what that took."""
-    wanted = read_spec(file, settings or [])
+    """Upload the model of a run, and return the run's spec with a note of the bytes sent."""
+    given = read_spec(file, settings or [])
     folder = ModelFolder.open(model)
     with output.progress(quiet=as_json) as bar:
         task = bar.add_task("model", total=folder.model.nbytes)
-        uploaded = upload_model(client, folder, lambda count: bar.advance(task, count))
-    spec = RunSpec.model_validate({**wanted, "model": uploaded.model, "version": uploaded.version})
+        uploaded = upload_model(client, folder, partial(bar.advance, task))
+    spec = RunSpec.model_validate({**given, "model": uploaded.model, "version": uploaded.version})
     return spec, f"sent {output.size(uploaded.sent_bytes)} of a model of {output.size(folder.model.nbytes)}"
 
 
@@ -145,49 +145,49 @@ def list_runs(ctx: typer.Context, as_json: AsJson = False) -> None:
 def show(
     ctx: typer.Context,
     run: Named,
-    numbers: Annotated[bool, typer.Option("--scalars", help="Also what the method tells of each version.")] = False,
+    numbers: Annotated[bool, typer.Option("--scalars", help="Also the method's metrics of each version.")] = False,
     scores: Annotated[
-        bool, typer.Option("--scores", help="Also how far each worker's updates are from the others'.")
+        bool, typer.Option("--scores", help="Also the distance of each update from the others of its round.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a run, its rounds, how its sites fare, which workers failed and why, and what its method warns of."""
+    """Show a run: its rounds, metrics at sites, failed tasks with their reasons, and its method's warnings."""
     client = client_of(ctx)
     found = find_run(client, run)
     measurements, versions = list(client.measurements(found.id)), list(client.versions(found.id))
     at_sites = spreads(measurements)
-    made = list(client.rounds(found.id))
-    rounds = outcomes(made, scores_by_version(measurements), at_sites, versions)
+    rounds = list(client.rounds(found.id))
+    ended = outcomes(rounds, scores_by_version(measurements), at_sites, versions)
     if as_json:
-        shown = {"run": found, "rounds": [outcome.as_json() for outcome in rounds]}
         sites = {
             number: {name: asdict(spread) for name, spread in names.items()} for number, names in at_sites.items()
         }
-        output.print_json({**shown, "sites": sites, "versions": versions})
+        listed = [outcome.as_json() for outcome in ended]
+        output.print_json({"run": found, "rounds": listed, "sites": sites, "versions": versions})
         return
     console = output.out()
-    warnings = (("warning", said) for said in versions[-1].warnings)
-    console.print(output.table(("", ""), [*_facts(found), *_reasons(found, made), *warnings]))
-    _tell_what_it_waits_for(client, found, [round_.state for round_ in made])
-    tables = [_round_table(rounds)]
+    warnings = (("warning", warning) for warning in versions[-1].warnings)
+    console.print(output.table(("", ""), [*_facts(found), *_reasons(found, rounds), *warnings]))
+    _warn_between_rounds(client, found, rounds)
+    tables = [_round_table(ended)]
     if at_sites:
         tables.append(spread_table(at_sites))
-    if (spent := epsilon_table(made)).row_count:
+    if (spent := epsilon_table(rounds)).row_count:
         tables.append(spent)
     if numbers:
         tables.append(number_table(versions))
     if scores:
-        tables.append(score_table(made))
+        tables.append(score_table(rounds))
     for table in tables:
         console.print()
         console.print(table)
-    print_troubles(console, made)
+    print_failures(console, rounds)
 
 
-def _tell_what_it_waits_for(client: Client, run: Run, rounds: Sequence[RoundState]) -> None:
-    """Between rounds a run is for a moment, or waits for workers."""
-    if run.state == "running" and not {"open", "merging"} & set(rounds):
-        warn_of_few(client, run.spec)
+def _warn_between_rounds(client: Client, run: Run, rounds: Iterable[Round]) -> None:
+    # A run without an open round either is between two rounds or waits for workers.
+    if run.state == "running" and not {"open", "merging"} & {round_.state for round_ in rounds}:
+        warn_if_too_few(client, run.spec)
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -209,10 +209,10 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _reasons(run: Run, rounds: Sequence[Round]) -> list[tuple[str, str]]:
-    """Return why the rounds ended for which a run was paused."""
+    """Return the distinct reasons of the abandoned attempts at a paused run's next round."""
     last = [round_ for round_ in rounds if round_.number == run.version.number + 1]
-    told = dict.fromkeys(round_.reason for round_ in last if round_.state == "abandoned" and round_.reason)
-    return [("reason", said) for said in told] if run.state == "paused" else []
+    reasons = dict.fromkeys(round_.reason for round_ in last if round_.state == "abandoned" and round_.reason)
+    return [("reason", reason) for reason in reasons] if run.state == "paused" else []
 
 
 def _with_settings(name: str, settings: Mapping[str, object]) -> str:
@@ -246,7 +246,7 @@ def watch(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
     client = client_of(ctx, WATCHING_PATIENCE_SECONDS)
     found = find_run(client, run)
     if not as_json:
-        _tell_what_it_waits_for(client, found, [made.state for made in client.rounds(found.id)])
+        _warn_between_rounds(client, found, client.rounds(found.id))
     glimpses = follow(client, found.id)
     last = watch_as_json(glimpses) if as_json else watch_as_text(glimpses)
     raise typer.Exit(EXIT_CODES[last.state])
@@ -254,19 +254,19 @@ def watch(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
 
 @app.command()
 def pause(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
-    """Open no more rounds; the one that is open goes on to its end."""
+    """Open no more rounds; an open round continues to its end."""
     _set_state(ctx, run, "paused", as_json=as_json)
 
 
 @app.command()
 def resume(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
-    """Let a paused run go on."""
+    """Resume a paused run."""
     _set_state(ctx, run, "running", as_json=as_json)
 
 
 @app.command()
 def cancel(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
-    """End a run for good; what it has committed stays."""
+    """End a run for good; its committed versions stay."""
     _set_state(ctx, run, "cancelled", as_json=as_json)
 
 
@@ -280,10 +280,10 @@ def _set_state(ctx: typer.Context, named: str, state: RunState, *, as_json: bool
 def export(
     ctx: typer.Context,
     run: Named,
-    out: Annotated[Path, typer.Argument(help="A .safetensors file, or the model folder to make.")],
-    version: Annotated[int | None, typer.Option(min=0, help="Which version; the latest if left out.")] = None,
+    out: Annotated[Path, typer.Argument(help="A .safetensors file, or the model folder to create.")],
+    version: Annotated[int | None, typer.Option(min=0, help="The version's number; the latest by default.")] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Make a folder, with what else is in this one (a tokenizer, say).")
+        Path | None, typer.Option(help="Create a folder, with the other files of this one (such as a tokenizer).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -291,15 +291,11 @@ def export(
     client = client_of(ctx)
     found = find_run(client, run)
     with output.progress(quiet=as_json) as bar:
-        task = bar.add_task(out.name, total=found.model_bytes)
-
-        def progress(count: int) -> None:
-            bar.advance(task, count)
-
+        advance = partial(bar.advance, bar.add_task(out.name, total=found.model_bytes))
         if out.suffix == ".safetensors" and model is None:
-            export_file(client, found, out, version, progress)
+            export_file(client, found, out, version, advance)
         else:
-            export_folder(client, found, out, version, progress, model)
+            export_folder(client, found, out, version, advance, model)
     number = found.version.number if version is None else version
     if as_json:
         output.print_json({"run": found.id, "version": number, "path": str(out)})
@@ -313,37 +309,32 @@ def preview_table(found: Preview) -> Table:
 
 
 def _preview_row(prospect: WorkerPreview) -> tuple[object, ...]:
-    asked, said = prospect.workload, (*prospect.ineligibilities, *prospect.warnings)
-    because = "; ".join(f"{one.rule}: {one.detail}" for one in said)
-    willing = "yes, but" if prospect.warnings else "yes"
-    takes_part = "no" if prospect.ineligibilities else willing if asked else "not in the first round"
-    return (prospect.worker, takes_part, *_parts(asked), because or None)
-
-
-def _parts(asked: RoundWorkload | None) -> tuple[str | None, str | None, str | None]:
-    if asked is None:
-        return None, None, None
-    return (
-        f"{asked.fetch_blocks} blocks, {output.size(asked.fetch_bytes)}",
-        f"{asked.train_blocks} blocks, {output.size(asked.train_bytes)}",
-        f"{asked.upload_blocks} blocks, {output.size(asked.upload_bytes)}",
-    )
+    work, reasons = prospect.workload, (*prospect.ineligibilities, *prospect.warnings)
+    because = "; ".join(f"{one.rule}: {one.detail}" for one in reasons)
+    yes = "yes, but" if prospect.warnings else "yes"
+    takes_part = "no" if prospect.ineligibilities else yes if work else "not in the first round"
+    amounts: tuple[str | None, ...] = (None, None, None)
+    if work:
+        amounts = (
+            f"{work.fetch_blocks} blocks, {output.size(work.fetch_bytes)}",
+            f"{work.train_blocks} blocks, {output.size(work.train_bytes)}",
+            f"{work.upload_blocks} blocks, {output.size(work.upload_bytes)}",
+        )
+    return (prospect.worker, takes_part, *amounts, because or None)
 
 
 def preview_notes(found: Preview) -> Iterator[str]:
-    """Yield what a person should know before the run is started."""
+    """Yield remarks and warnings to read before the run is started."""
     if found.missing_sites:
-        yield f"nobody was ever heard of from {', '.join(found.missing_sites)}"
+        yield f"no worker has ever connected from {', '.join(found.missing_sites)}"
     if found.eligible < found.quorum:
-        after = (
-            f"; {found.awaiting_approval} more once their sites have approved it" if found.awaiting_approval else ""
-        )
+        after = f"; {found.awaiting_approval} more once their sites approve it" if found.awaiting_approval else ""
         yield f"warning: {found.eligible} would take part now, fewer than the quorum of {found.quorum}{after}"
     yield from (f"warning: {warning}" for warning in found.warnings)
 
 
-def warn_of_few(client: Client, spec: RunSpec) -> None:
-    """Say if too few would take part. A coordinator that cannot tell is no reason not to start the run."""
+def warn_if_too_few(client: Client, spec: RunSpec) -> None:
+    """Warn if too few workers would take part; a preview that fails does not prevent the run's start."""
     try:
         found = client.preview_run(spec)
     except Problem:

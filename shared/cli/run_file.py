@@ -1,4 +1,4 @@
-"""Reads what a run is to be from a TOML file: a `RunSpec` without its model and version, which are uploaded."""
+"""A run's TOML file: a `RunSpec` without its model and version, which are uploaded."""
 
 from __future__ import annotations
 
@@ -14,31 +14,29 @@ from tessera.shared.methods.registry import UnknownMethod, check
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.tensors.lazy import digest_of
 
-REMEDY = "Mend what is named and try again; nothing was sent."
+REMEDY = "Correct these settings and try again; nothing was sent."
 
-# Stands for the digests that are not known before the upload, so that all else is checked before it.
-_LATER = digest_of(b"")
+# Placeholder for the digests, which are known only after the upload; all else is checked before it.
+_PLACEHOLDER = digest_of(b"")
 
 
 def read_spec(file: Path, settings: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the file's settings changed by `KEY=VALUE` ones, found to make a RunSpec once `model` and `version` are
-    added.
+    """Return a file's settings, changed by `KEY=VALUE` settings: a RunSpec but for `model` and `version`.
 
-    Raises Invalid naming every wrong setting.
+    Raises Invalid that lists every invalid setting.
     """
     given = read_toml(file, settings)
-    taken = [Fault(pointer=f"/{key}", detail="is what --model gives") for key in ("model", "version") if key in given]
+    taken = [Fault(pointer=f"/{key}", detail="is set by --model") for key in ("model", "version") if key in given]
     if taken:
-        raise Invalid(f"{file} says what is uploaded", errors=taken, remedy=REMEDY)
+        raise Invalid(f"{file} has settings that the upload determines", errors=taken, remedy=REMEDY)
     check_spec(file, given)
     return given
 
 
 def read_toml(file: Path, settings: Iterable[str]) -> dict[str, Any]:
-    """Return a file changed by `KEY=VALUE` settings. Keys are dotted (`cohort.quorum`); a value is TOML, or else
-    text.
+    """Return a file changed by `KEY=VALUE` settings: dotted keys (`cohort.quorum`), values in TOML or else text.
 
-    Raises Invalid.
+    Raises Invalid for a file that is missing or not TOML, and for a malformed setting.
     """
     try:
         given = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -55,7 +53,7 @@ def _change(given: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
     *above, last = key.strip().split(".")
     if not equals or not last or not all(above):
-        raise Invalid(f"--set {setting!r} is not KEY=VALUE", remedy="Write it as in --set cohort.quorum=2.")
+        raise Invalid(f"--set {setting!r} is not KEY=VALUE", remedy="For example: --set cohort.quorum=2.")
     table = given
     for step in above:
         below = table.setdefault(step, {})
@@ -70,20 +68,20 @@ def _value(text: str) -> Any:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    # A line break in `text` could have begun a second key.
+    # A line break in `text` may begin a second key.
     return parsed["value"] if len(parsed) == 1 else text
 
 
 def check_spec(file: Path, given: Mapping[str, Any]) -> None:
-    """Raise Invalid naming every setting for which this makes no RunSpec, whatever its model and version."""
+    """Raise Invalid that lists every invalid setting of a run."""
     try:
-        spec = RunSpec.model_validate({**given, "model": _LATER, "version": _LATER})
+        spec = RunSpec.model_validate({**given, "model": _PLACEHOLDER, "version": _PLACEHOLDER})
     except ValidationError as fault:
-        raise Invalid(f"{file} does not make a run", errors=faults_of(fault), remedy=REMEDY) from None
+        raise Invalid(f"{file} is not a valid run", errors=faults_of(fault), remedy=REMEDY) from None
     try:
         check(spec.method)
     except UnknownMethod:
-        # The coordinator may have more methods than are installed here: it will say.
+        # The coordinator may have methods that are not installed here; it reports unknown ones.
         return
     except ValidationError as fault:
         errors = faults_of(fault, "/method/settings")

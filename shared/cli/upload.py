@@ -1,4 +1,4 @@
-"""Uploads the model that a run starts from, block by block, leaving out what the coordinator has."""
+"""Upload of a run's initial model, block by block, without the blocks that the coordinator has."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tessera.shared.tensors.lazy import digest_of
 
 
 class InitialModel(Protocol):
-    """What a run starts from: a `ModelFolder`, or weights in memory."""
+    """A run's initial model: a `ModelFolder`, or weights in memory."""
 
     @property
     def model(self) -> Model: ...
     def blocks(self) -> Iterator[tuple[Block, memoryview]]: ...
 
 
-class Taker(Protocol):
-    """Who takes blobs: a `Client`, or a folder of them."""
+class BlobStore(Protocol):
+    """A store of blobs: a `Client`, or a folder."""
 
     def has_blob(self, digest: str) -> bool: ...
     def put_bytes(self, data: bytes) -> str: ...
@@ -30,25 +30,25 @@ class Taker(Protocol):
 
 @dataclass(frozen=True)
 class Uploaded:
-    """The digests that a run names, and how many bytes had to be sent for them."""
+    """The digests for a run's spec, and the number of bytes that were sent."""
 
     model: Digest
     version: Digest
     sent_bytes: int
 
 
-def upload_model(taker: Taker, start: InitialModel, progress: Callable[[int], None] = lambda _: None) -> Uploaded:
+def upload_model(store: BlobStore, start: InitialModel, progress: Callable[[int], None] = lambda _: None) -> Uploaded:
     """Upload a model's blocks, its document and its first version.
 
-    `progress` is told of each block's bytes once they are there, whether or not they had to be sent.
+    `progress` receives each block's number of bytes once the store has it, also if it was not sent.
     """
     sent_bytes = 0
 
     def put(data: bytes | memoryview) -> Digest:
         nonlocal sent_bytes
         digest = digest_of(data)
-        if not taker.has_blob(digest):
-            taker.put_bytes(bytes(data))
+        if not store.has_blob(digest):
+            store.put_bytes(bytes(data))
             sent_bytes += len(data)
         return digest
 

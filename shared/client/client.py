@@ -1,10 +1,10 @@
-"""The REST API as typed methods. Workers, the command line and notebooks all use this.
+"""The REST API as typed methods, for workers, the command line and notebooks.
 
     with Client("https://tessera.example", token) as client:
         for run in client.runs():
             print(run.name, run.state)
 
-Every method raises a `shared.problems.Problem` for a refusal, after repeating what may be repeated.
+Every method raises a `shared.problems.Problem` for a refusal, after retrying temporary failures.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ DEFAULT_URL = "http://127.0.0.1:8470"
 PIECE_BYTES = 1 << 18
 
 FAST_LINE = 100e6
-"""Bytes per second. To encode a block without loss, and to undo that as it is checked and as it is merged, takes some
-4 ns of a core for each of its bytes, and saves the sending of a third of them."""
+"""Bytes per second. Lossless coding of a block (encoding it, decoding it for the check and for the merge) takes about
+4 ns of a core per byte, and saves a third of the transfer."""
 
 RATES_KEPT = 8
 
@@ -72,11 +72,11 @@ _UPLOAD = re.compile(r"/v1/uploads/[A-Za-z0-9-]{1,64}")
 
 T = TypeVar("T", bound=BaseModel)
 Progress = Callable[[int], None]
-"""Told the number of bytes each time some were moved."""
+"""A callback that receives the number of bytes of each piece transferred."""
 
 
 class Client:
-    """A coordinator, as seen by one token."""
+    """A client of a coordinator, with one token."""
 
     def __init__(self, url: str, token: str | Credential | None = None, **transport: Any) -> None:
         self._transport = Transport(url, token, **transport)
@@ -84,14 +84,14 @@ class Client:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """By the same variables as the commands: TESSERA_URL, TESSERA_TOKEN or TESSERA_TOKEN_FILE, TESSERA_CA_BUNDLE,
-        TESSERA_CLIENT_CERT and TESSERA_CLIENT_KEY. Raises Invalid, as `as_told` does."""
-        told = {name: os.environ.get(f"TESSERA_{name.upper()}") or None for name in ("url", "token", *_FILES)}
-        files = {name: Path(file) if (file := told[name]) else None for name in _FILES}
-        return cls.as_told(told["url"] or DEFAULT_URL, told["token"], **files)
+        """Return a client from the commands' variables: TESSERA_URL, TESSERA_TOKEN or TESSERA_TOKEN_FILE,
+        TESSERA_CA_BUNDLE, TESSERA_CLIENT_CERT and TESSERA_CLIENT_KEY. Raises Invalid, as `from_options` does."""
+        values = {name: os.environ.get(f"TESSERA_{name.upper()}") or None for name in ("url", "token", *_FILES)}
+        files = {name: Path(file) if (file := values[name]) else None for name in _FILES}
+        return cls.from_options(values["url"] or DEFAULT_URL, values["token"], **files)
 
     @classmethod
-    def as_told(
+    def from_options(
         cls,
         url: str,
         token: str | None = None,
@@ -101,9 +101,9 @@ class Client:
         client_key: Path | None = None,
         **transport: Any,
     ) -> Self:
-        """By what a person says; `token` is stronger than `token_file`.
+        """Return a client from a user's options; `token` overrides `token_file`.
 
-        Raises Invalid for a file that cannot be read, and for a URL to which no token is to be sent.
+        Raises Invalid for a file that cannot be read, and for a URL that would expose the token.
         """
         require_private(url)
         verify = tls_context(ca_bundle, client_cert, client_key)
@@ -113,7 +113,7 @@ class Client:
         self._transport.close()
 
     def trace(self, traceparent: str | None) -> None:
-        """All requests from now on belong to the trace that this names, or to none."""
+        """Assign later requests to the trace of this traceparent, or to none."""
         self._transport.trace(traceparent)
 
     def __enter__(self) -> Self:
@@ -127,12 +127,11 @@ class Client:
     # ------------------------------------------------------------ runs
 
     def create_run(self, spec: RunSpec, *, key: str | None = None) -> Run:
-        """Start a run. `key` names this wish: the same key again gives the same run."""
+        """Start a run. `key` is an idempotency key: repeating the call with it returns the same run."""
         return self._create("/v1/runs", spec, Run, key)
 
     def preview_run(self, spec: RunSpec) -> Preview:
-        """Return who would take part in such a run and who not and why; its model and version were uploaded
-        before."""
+        """Return which workers would take part in a run, and why others would not. Its model must be uploaded."""
         return self._post("/v1/runs/preview", spec, Preview)
 
     def runs(self) -> Iterator[Run]:
@@ -142,11 +141,10 @@ class Client:
         return self._get(f"/v1/runs/{run_id}", Run)
 
     def set_run_state(self, run_id: str, state: RunState) -> Run:
-        """Pause, resume ('running') or cancel a run, unless it changed in between."""
+        """Pause, resume ('running') or cancel a run, unless it changes at the same time."""
         etag = self._transport.request("GET", f"/v1/runs/{run_id}").headers["ETag"]
         patch = RunPatch.model_validate({"state": state})
-        answer = self._send("PATCH", f"/v1/runs/{run_id}", patch, {"If-Match": etag})
-        return _read(Run, answer.content)
+        return _read(Run, self._send("PATCH", f"/v1/runs/{run_id}", patch, {"If-Match": etag}).content)
 
     def rounds(self, run_id: str) -> Iterator[Round]:
         """Yield every attempt at every round, with its tasks, oldest first."""
@@ -157,12 +155,12 @@ class Client:
         return self._get(f"/v1/runs/{run_id}/rounds/{number}", Round)
 
     def versions(self, run_id: str, since: int = 0) -> Iterator[Version]:
-        """Yield every version from that number on, with what its method tells of it."""
+        """Yield every version from the number `since` on, with its method's metrics."""
         return self._pages(f"/v1/runs/{run_id}/versions", Version, since=since)
 
     def difference(self, run_id: str, number: int, since: int) -> Difference | None:
-        """Return the blob that makes a version of an earlier one; None if they are too far apart for one, or if the
-        line is so fast that to fetch the blocks takes no longer than to undo a difference."""
+        """Return the difference from an earlier version; None if there is none because they are too far apart, or if
+        fetching whole blocks is faster than decoding a difference."""
         if self.fast_line:
             return None
         params = {"since": str(since)}
@@ -175,7 +173,7 @@ class Client:
         return _read(Difference, answer.content)
 
     def measurements(self, run_id: str, since: int = 0) -> Iterator[Measurement]:
-        """Yield what was measured of each version from that number on, centrally and at sites."""
+        """Yield the central and sites' metrics of every version from the number `since` on."""
         return self._pages(f"/v1/runs/{run_id}/metrics", Measurement, since=since)
 
     def export(
@@ -183,8 +181,8 @@ class Client:
     ) -> None:
         """Write a version (the latest if no number is given) as one safetensors file.
 
-        `file` must be seekable: an export that breaks off is begun again. `progress` is then told of its bytes anew,
-        less those that it was told of before.
+        `file` must be seekable: an interrupted export starts again from the beginning, and `progress` then receives
+        minus the number of bytes written before.
         """
         at = "latest" if number is None else str(number)
         start = file.tell()
@@ -212,7 +210,7 @@ class Client:
         return True
 
     def read_blob(self, digest: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
-        """Return a blob of at most `max_bytes`, whole. Raises Invalid for a larger one, and DigestMismatch."""
+        """Return a blob of at most `max_bytes`. Raises Invalid for a larger one, and DigestMismatch."""
         file = io.BytesIO()
 
         def bounded(_: int) -> None:
@@ -223,9 +221,9 @@ class Client:
         return file.getvalue()
 
     def fetch_blob(self, digest: str, file: BinaryIO, progress: Progress | None = None) -> int:
-        """Write a blob to an empty file, going on where it broke off, and returns its size in bytes.
+        """Write a blob to an empty file, resuming after interruptions, and return its size in bytes.
 
-        Raises DigestMismatch if the bytes are not those of its name; what was written is then worthless.
+        Raises DigestMismatch if the bytes do not match the digest; the file's content is then invalid.
         """
         hashing = Hashing(file)
         self.copy_blob(digest, hashing, progress)
@@ -233,21 +231,21 @@ class Client:
         return file.tell()
 
     def copy_blob(self, digest: str, file: Sink, progress: Progress | None = None) -> None:
-        """As `fetch_blob`, for who checks the bytes."""
+        """Fetch a blob as `fetch_blob` does, without verifying its digest."""
 
         def attempt() -> None:
             start = file.tell()
             headers = {"Range": f"bytes={start}-"} if start else {}
             with self._transport.stream(f"/v1/blobs/{digest}", headers) as response:
                 if start and response.status_code != httpx.codes.PARTIAL_CONTENT:
-                    raise Unreachable("the rest of a blob was asked for, and all of it came")
+                    raise Unreachable("the rest of a blob was requested, but the coordinator sent all of it")
                 _pour(response, file, progress)
 
         with self._timing(file.tell):
             self._transport.patiently(attempt, moved=file.tell)
 
     def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None:
-        """Write several blobs one behind the other, in one request if all goes well, for who checks the bytes."""
+        """Write several blobs one after the other, usually in one request, without verifying their digests."""
         for first in range(0, len(digests), MAX_BLOBS_PER_REQUEST):
             some, before = tuple(digests[first : first + MAX_BLOBS_PER_REQUEST]), file.tell()
 
@@ -262,7 +260,7 @@ class Client:
 
     @contextmanager
     def _timing(self, position: Callable[[], int]) -> Iterator[None]:
-        """Note how fast the line is, from a transfer. Of a small one the time is that of the request."""
+        # A small transfer measures the request's latency, not the line's rate.
         start, began_at = position(), time.monotonic()
         yield
         if (moved := position() - start) >= ONE_REQUEST_BYTES:
@@ -270,8 +268,8 @@ class Client:
 
     @property
     def fast_line(self) -> bool:
-        """Whether bytes move so fast that to save some takes longer than to send them."""
-        # What a line can do is what it did at best: at other times one end or the other was busy.
+        """True on a line so fast that compressing bytes takes longer than sending them."""
+        # The best rate is the line's: a slower transfer means that one end was busy.
         return max(self._rates, default=0.0) > FAST_LINE
 
     def model(self, digest: str) -> Model:
@@ -281,7 +279,7 @@ class Client:
         try:
             return Manifest.read(self.read_blob(digest), self.read_blob)
         except ValueError as fault:
-            raise NotUnderstood(f"blob {digest} is no manifest: {str(fault)[:300]}") from None
+            raise NotUnderstood(f"blob {digest} is not a manifest: {str(fault)[:300]}") from None
 
     def put_bytes(self, data: bytes) -> str:
         """Upload bytes and return their digest."""
@@ -290,7 +288,7 @@ class Client:
         return digest
 
     def put_file(self, path: Path, progress: Progress | None = None, digest: str | None = None) -> str:
-        """Upload a file, going on where it broke off, and returns its digest, which need not be given."""
+        """Upload a file, resuming after interruptions, and return its digest, computed unless given."""
         digest = digest or digest_at(path)
         with path.open("rb") as file:
             self._upload(digest, file, path.stat().st_size, progress)
@@ -309,7 +307,7 @@ class Client:
         answer = self._transport.request("POST", "/v1/uploads", headers=headers, content=body)
         if progress:
             progress(len(body))
-        # What the coordinator holds already is complete at once, whatever its size.
+        # An upload of a blob that the coordinator holds is complete at once.
         if answer.headers.get("Upload-Complete") != "?1":
             self._append(_upload_path(answer.headers.get("Location", "")), file, length, progress)
 
@@ -331,7 +329,7 @@ class Client:
                 with self._timing(file.tell):
                     self._transport.once("PATCH", location, headers=headers, content=pieces)
             except OffsetMismatch as problem:
-                # Another request of ours was still being written when this one asked for the offset.
+                # An earlier request of this client was still being stored when this one read the offset.
                 problem.retryable = True
                 raise
 
@@ -340,9 +338,8 @@ class Client:
     # ------------------------------------------------------------ tasks
 
     def claim(self, claim: Claim, wait_seconds: int = 25) -> Task | None:
-        """Ask for a task, waiting until there is one for up to `wait_seconds`."""
-        headers = {"Prefer": f"wait={wait_seconds}"}
-        answer = self._send("POST", "/v1/tasks/claim", claim, headers)
+        """Lease a task, waiting for one for up to `wait_seconds`."""
+        answer = self._send("POST", "/v1/tasks/claim", claim, {"Prefer": f"wait={wait_seconds}"})
         return _read(Task, answer.content) if answer.status_code == httpx.codes.OK else None
 
     def tasks(self) -> Iterator[TaskView]:
@@ -353,23 +350,22 @@ class Client:
         return self._get(f"/v1/tasks/{task_id}", TaskView)
 
     def heartbeat(self, task_id: str, token: int, progress: TaskProgress | None = None) -> Lease:
-        """Renew a lease, and say how far the task is. Raises LeaseLost, TaskCancelled or RoundClosed when there is
-        nothing left to renew."""
+        """Renew a lease and report progress. Raises LeaseLost, TaskCancelled or RoundClosed if it has ended."""
         return self._post(f"/v1/tasks/{task_id}/heartbeat", Heartbeat(token=token, progress=progress), Lease)
 
     def submit(self, task_id: str, submission: Submission) -> TaskView:
-        """Hand in a finished `train` task whose update was uploaded before. Accepted when it returns."""
+        """Submit a finished `train` task, whose update was uploaded before. It is accepted when this returns."""
         return self._post(f"/v1/tasks/{task_id}/update", submission, TaskView)
 
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView:
         return self._post(f"/v1/tasks/{task_id}/evaluation", evaluated, TaskView)
 
     def fail(self, task_id: str, failure: Failure) -> TaskView:
-        """Report that a task cannot be done here."""
+        """Report that a task failed at this worker."""
         return self._post(f"/v1/tasks/{task_id}/failure", failure, TaskView)
 
     def release(self, task_id: str, token: int) -> TaskView:
-        """Give a task back undone, to be offered again at once."""
+        """Release a task undone, so that it is offered again at once."""
         return self._post(f"/v1/tasks/{task_id}/release", Heartbeat(token=token), TaskView)
 
     # ------------------------------------------------------------ sites, tokens, status
@@ -381,7 +377,7 @@ class Client:
         return self._pages("/v1/sites", Site)
 
     def suspend_site(self, site_id: str) -> Site:
-        """From now on the site's tokens are refused."""
+        """Suspend a site: its tokens are rejected from now on."""
         return self._post(f"/v1/sites/{site_id}/suspend", None, Site)
 
     def resume_site(self, site_id: str) -> Site:
@@ -400,17 +396,16 @@ class Client:
         self._transport.request("DELETE", f"/v1/admin/tokens/{token_id}")
 
     def ask_to_join(self, spec: EnrolmentSpec) -> Enrolment:
-        """Ask for a worker to be admitted. The same secret again is the same wish."""
+        """Request admission of a worker. Repeating the request with the same secret returns the same enrolment."""
         return self._post("/v1/enrolments", spec, Enrolment)
 
     def enrolment(self, enrolment_id: str) -> Enrolment:
-        """Return what became of it; for a client whose token is the secret that it was made for."""
+        """Return an enrolment's state. The client's token is the secret that it was requested with."""
         return self._get(f"/v1/enrolments/{enrolment_id}", Enrolment)
 
     def enrolments(self, code: str | None = None) -> Iterator[Enrolment]:
-        """Yield workers that wait to be admitted, or those that showed a code, also if they no longer wait."""
-        wanted = {} if code is None else {"code": code}
-        return self._pages("/v1/enrolments", Enrolment, **wanted)
+        """Yield the pending enrolments, or those with this code in any state."""
+        return self._pages("/v1/enrolments", Enrolment, **({} if code is None else {"code": code}))
 
     def approve(self, enrolment_id: str, approval: Approval) -> Enrolment:
         return self._post(f"/v1/enrolments/{enrolment_id}/approve", approval, Enrolment)
@@ -419,11 +414,11 @@ class Client:
         return self._post(f"/v1/enrolments/{enrolment_id}/decline", None, Enrolment)
 
     def rotate(self, secret_hash: str) -> Rotated:
-        """Give this client's token another secret, of which this is the hash."""
+        """Replace the secret of this client's token by the one with this hash."""
         return self._post("/v1/tokens/rotate", Rotation(secret_hash=secret_hash), Rotated)
 
     def audit(self) -> Iterator[AuditEntry]:
-        """Yield every change of state, oldest first; each entry carries the digest of the one before."""
+        """Yield the audit log, oldest entry first; each entry holds the digest of the previous one."""
         return self._pages("/v1/admin/audit", AuditEntry)
 
     def status(self) -> Status:
@@ -449,20 +444,19 @@ class Client:
     def _create(self, path: str, body: BaseModel, kind: type[T], key: str | None = None) -> T:
         return self._post(path, body, kind, {"Idempotency-Key": key or uuid.uuid4().hex})
 
-    def _pages(self, path: str, kind: type[T], **wanted: int | str) -> Iterator[T]:
+    def _pages(self, path: str, kind: type[T], **query: int | str) -> Iterator[T]:
         page_of: type[Page[T]] = Page[kind]  # type: ignore[valid-type]
-        given = {name: str(value) for name, value in wanted.items()}
-        params = dict(given)
+        params = {name: str(value) for name, value in query.items()}
         while True:
             page = _read(page_of, self._transport.request("GET", path, params=params).content)
             yield from page.items
             if page.next_cursor is None:
                 return
-            params = {**given, "cursor": page.next_cursor}
+            params["cursor"] = page.next_cursor
 
 
 def read_token(text: str | None, file: Path | None) -> str | None:
-    """Return the token that a text is or else a file holds, if there is one. Raises Invalid."""
+    """Return the token given as text or else in a file, if any. Raises Invalid."""
     if not text and file:
         try:
             text = file.read_text(encoding="utf-8")
@@ -471,15 +465,14 @@ def read_token(text: str | None, file: Path | None) -> str | None:
             raise Invalid(detail, remedy="Give --token, or another --token-file.") from fault
     token = (text or "").strip()
     if not (token.isascii() and token.isprintable()):
-        raise Invalid("the token has characters that no token has", remedy="Give it as it was issued.")
+        raise Invalid("the token contains invalid characters", remedy="Give it exactly as it was issued.")
     return token or None
 
 
 def _upload_path(location: str) -> str:
-    """Return where the coordinator put the upload: a path of its own. To another place neither token nor bytes may
-    go."""
+    # Neither token nor bytes may go to another host.
     if not _UPLOAD.fullmatch(location):
-        raise NotUnderstood(f"the coordinator names {location[:200]!r} as the place of an upload")
+        raise NotUnderstood(f"the coordinator gave {location[:200]!r} as the path of an upload")
     return location
 
 
@@ -487,11 +480,11 @@ def _read(kind: type[T], content: bytes) -> T:
     try:
         return kind.model_validate_json(content)
     except ValidationError as refusal:
-        raise NotUnderstood(f"the answer is no {kind.__name__}", errors=faults_of(refusal)) from None
+        raise NotUnderstood(f"the answer is not a valid {kind.__name__}", errors=faults_of(refusal)) from None
 
 
 def _pour(response: httpx.Response, file: Sink, progress: Progress | None) -> None:
-    # As the bytes come: what would be gathered into larger pieces first could keep `progress` waiting for hours.
+    # In pieces as received: collecting larger ones first may delay `progress` by hours on a slow line.
     for piece in response.iter_raw():
         file.write(piece)
         if progress:

@@ -1,4 +1,4 @@
-"""Rounds as people follow them: what one came to, and a run watched until it ends."""
+"""Outcomes of rounds, and following a run until it ends."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ OVER: tuple[RoundState, ...] = ("committed", "abandoned")
 
 @dataclass(frozen=True)
 class Outcome:
-    """A round in figures, with those of the version that it made as far as it has been measured."""
+    """A round with its totals, and the metrics of its version as far as they have been measured."""
 
     round: Round
     scores: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, Spread] = field(default_factory=dict)
-    """What sites measured on what they hold out, by name."""
+    """The sites' metrics on their held-out examples, by name."""
     scalars: Mapping[str, float] = field(default_factory=dict)
-    """What the method tells of the version."""
+    """The method's metrics of the version."""
     warnings: tuple[str, ...] = ()
-    """What the method warns of, and did not with the version before."""
+    """The method's warnings that the previous version did not have."""
 
     @property
     def accepted(self) -> int:
@@ -49,7 +49,7 @@ class Outcome:
         return sum(task.download_bytes for task in self.round.tasks)
 
     def seconds(self, now: datetime | None = None) -> float | None:
-        """From opening to close, or to `now` while it is open."""
+        """Return the time from opening to close, or to `now` while the round is open."""
         end = self.round.closed_at or now
         return (end - self.round.opened_at).total_seconds() if end else None
 
@@ -74,33 +74,28 @@ def outcomes(
     spreads: Mapping[int, Mapping[str, Spread]] | None = None,
     versions: Iterable[Version] = (),
 ) -> list[Outcome]:
-    """Return each round with what is known of its version. `versions` are those, and the ones before them."""
+    """Return the rounds' outcomes. `versions` are those of the rounds and their predecessors."""
     by_number = {version.number: version for version in versions}
-    return [_outcome(round_, scores, spreads or {}, by_number) for round_ in rounds]
 
+    def outcome(round_: Round) -> Outcome:
+        number = round_.version
+        if number is None:
+            return Outcome(round_)
+        version, previous = by_number.get(number), by_number.get(number - 1)
+        old = previous.warnings if previous else ()
+        return Outcome(
+            round_,
+            scores.get(number, {}),
+            (spreads or {}).get(number, {}),
+            version.scalars if version else {},
+            tuple(warning for warning in version.warnings if warning not in old) if version else (),
+        )
 
-def _outcome(
-    round_: Round,
-    scores: Mapping[int, Mapping[str, float]],
-    spreads: Mapping[int, Mapping[str, Spread]],
-    versions: Mapping[int, Version],
-) -> Outcome:
-    number = round_.version
-    if number is None:
-        return Outcome(round_)
-    made, before = versions.get(number), versions.get(number - 1)
-    old = before.warnings if before else ()
-    return Outcome(
-        round_,
-        scores.get(number, {}),
-        spreads.get(number, {}),
-        made.scalars if made else {},
-        tuple(warning for warning in made.warnings if warning not in old) if made else (),
-    )
+    return [outcome(round_) for round_ in rounds]
 
 
 def at_work(round_: Round) -> str:
-    """Return who in an open round has come how far, in a phrase."""
+    """Return the workers of a round by state of their tasks, as a phrase."""
     names: dict[str, list[str]] = {}
     for task in round_.tasks:
         names.setdefault(task.state, []).append(task.worker)
@@ -109,7 +104,7 @@ def at_work(round_: Round) -> str:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """A run at one moment of following it: what ended since the last one, and what is open."""
+    """A run at one moment, with the rounds that ended since the last look and the open round."""
 
     run: Run
     ended: tuple[Outcome, ...] = ()
@@ -123,33 +118,33 @@ class RunProgress:
 def follow(
     client: Client, run_id: str, *, poll_seconds: float = 1.0, sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[RunProgress]:
-    """Look at a run every `poll_seconds` until it no longer runs. Every attempt at a round is told once, in order.
+    """Poll a run every `poll_seconds` until it stops running. Every attempt at a round is reported once, in order.
 
-    A committed round is told once its version has been measured, if it is to be, or once the round after it was
-    committed too: evaluation goes on beside the next round.
+    A committed round is reported once its version has been evaluated, if it is to be, or once the next round is
+    committed too: evaluation runs beside the next round.
     """
-    told: set[Key] = set()
-    untold: dict[Key, Round] = {}
+    reported: set[Key] = set()
+    pending: dict[Key, Round] = {}
     last: Round | None = None
     while True:
-        # The run is read first: of one that is over, no round is missing from what is read after it.
+        # The run is read before its rounds, so that no round of a finished run is missing.
         run = client.run(run_id)
         since = _since(client, run_id, last)
         last = since[-1] if since else None
-        untold |= {_key(round_): round_ for round_ in since if _key(round_) not in told}
-        made = [round_.number for round_ in untold.values() if round_.state == "committed"]
-        found = list(client.measurements(run_id, min(made))) if made and run.spec.evaluation else []
-        settled = list(takewhile(lambda round_: _settled(round_, run, found, last), untold.values()))  # noqa: B023
-        told_of = [round_.number for round_ in settled if round_.state == "committed"]
-        versions = client.versions(run_id, min(told_of) - 1) if told_of else ()
+        pending |= {_key(round_): round_ for round_ in since if _key(round_) not in reported}
+        committed = [round_.number for round_ in pending.values() if round_.state == "committed"]
+        found = list(client.measurements(run_id, min(committed))) if committed and run.spec.evaluation else []
+        settled = list(takewhile(lambda round_: _settled(round_, run, found, last), pending.values()))  # noqa: B023
+        numbers = [round_.number for round_ in settled if round_.state == "committed"]
+        versions = client.versions(run_id, min(numbers) - 1) if numbers else ()
         ended = outcomes(settled, scores_by_version(found), spreads(found), versions)
-        glimpse = RunProgress(run, tuple(ended), last if last and last.state not in OVER else None)
-        yield glimpse
-        if glimpse.over:
+        progress = RunProgress(run, tuple(ended), last if last and last.state not in OVER else None)
+        yield progress
+        if progress.over:
             return
         for round_ in settled:
-            told.add(_key(round_))
-            del untold[_key(round_)]
+            reported.add(_key(round_))
+            del pending[_key(round_)]
         sleep(poll_seconds)
 
 
@@ -161,11 +156,11 @@ def _key(round_: Round) -> Key:
 
 
 def _since(client: Client, run_id: str, last: Round | None) -> list[Round]:
-    """Return every attempt from `last` on, it included, as they are now."""
+    """Return every attempt from `last` on, including it, in its present state."""
     if last:
         now = client.round(run_id, last.number)
         found = [now, *_after(client, run_id, now)]
-        # The API gives the latest attempt at a round: those before it are only in the whole list.
+        # This endpoint returns a round's latest attempt; only the list has the earlier ones.
         if now.attempt == last.attempt and all(round_.attempt == 1 for round_ in found[1:]):
             return found
     begin = _key(last) if last else (0, 0)
@@ -182,7 +177,7 @@ def _after(client: Client, run_id: str, round_: Round) -> Iterator[Round]:
 
 
 def _settled(round_: Round, run: Run, found: Iterable[Measurement], last: Round | None) -> bool:
-    """Return whether all is known of a round that is ever likely to be."""
+    """Return whether no more metrics of a round are expected."""
     if round_.state not in OVER:
         return False
     evaluation = run.spec.evaluation
@@ -191,7 +186,7 @@ def _settled(round_: Round, run: Run, found: Iterable[Measurement], last: Round 
     latest = last.number if last and last.state == "committed" else (last.number - 1 if last else 0)
     if not evaluation.due(round_.number, run.spec.rounds) or latest > round_.number:
         return True
-    # Which sites will measure a version nobody knows; those that trained it may.
+    # The evaluating sites are not known in advance; those that trained the version may evaluate it.
     of_version = [one for one in found if one.version == round_.version]
     central = evaluation.dataset is None or not all(one.held_out for one in of_version)
     measured = {one.site for one in of_version if one.held_out}

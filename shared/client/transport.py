@@ -1,4 +1,4 @@
-"""HTTP with patience: requests that are safe to repeat are repeated, and refusals become problems."""
+"""HTTP with retries; refusals become problems."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,14 +38,13 @@ MAX_PAUSE_SECONDS = 15.0
 MAX_ANSWER_BYTES = 64 << 20
 
 ANSWER_SECONDS = 60.0
-"""How long is waited for an answer to begin, or to go on."""
+"""The time limit for an answer to begin, and for each of its pieces."""
 
 WHOLE_ANSWER = 10
-"""How many times as long an answer that is held whole may take to its end, though it goes on all the while."""
-
+"""The time limit for a whole answer in memory, in multiples of the limit for a piece."""
 
 READ_BYTES = 1 << 18
-"""Of an answer at a time. In the library's own pieces of 64 KiB a download takes half as much CPU again."""
+"""The bytes read at once. With the library's default of 64 KiB a download takes 50 % more CPU."""
 httpcore.HTTP11Connection.READ_NUM_BYTES = READ_BYTES
 
 SHOW_CERTIFICATE = (
@@ -53,20 +52,20 @@ SHOW_CERTIFICATE = (
 )
 
 BY_PROXY = (
-    "It may be the proxy, which the environment names: check that it runs, lets this user in and reaches the "
-    "coordinator, or name the coordinator's host in NO_PROXY."
+    "The cause may be the proxy that the environment sets: check that it runs, admits this user and reaches the "
+    "coordinator, or add the coordinator's host to NO_PROXY."
 )
 
 
 class Unreachable(Unavailable):
-    """No answer came: nothing listens there, or the connection broke each time it was tried."""
+    """A coordinator that did not answer: nothing listens there, or every connection broke."""
 
     title = "The coordinator cannot be reached"
     remedy = "Check the URL and the network, and that the coordinator runs."
 
 
 class NotUnderstood(ServerFault):
-    """The coordinator's answer is not what this version of the API has there."""
+    """An answer that does not fit this version of the API."""
 
     code = "answer-not-understood"
     title = "The coordinator's answer is not understood"
@@ -75,21 +74,21 @@ class NotUnderstood(ServerFault):
 
 
 class Untrusted(Unreachable):
-    """One side could not show the other who it is. To try again would not help."""
+    """A TLS handshake that failed because one side does not trust the other. Not retried."""
 
     code = "untrusted"
-    title = "TLS does not come about"
+    title = "The TLS handshake failed"
     remedy = (
-        "Check the name in the URL, and give the CA that issued the coordinator's certificate: ca_bundle in a "
+        "Check the host name in the URL, and set the CA that issued the coordinator's certificate: ca_bundle in a "
         "worker's settings, TESSERA_CA_BUNDLE for commands."
     )
     retryable = False
 
 
 class Credential(httpx.Auth):
-    """A token that may be given another secret while it is in use: `reread` says what it is now.
+    """A token whose secret may change while it is in use; `reread` returns the present one.
 
-    Several transports may share one, from several threads.
+    Transports in several threads may share one.
     """
 
     def __init__(self, secret: str, reread: Callable[[], str | None] = lambda: None) -> None:
@@ -101,15 +100,15 @@ class Credential(httpx.Auth):
         yield request
 
     def renewed(self, refused: str) -> bool:
-        """Return whether there is another secret than the one that was refused."""
+        """Read the secret again and return whether it differs from the refused one."""
         self.secret = self._reread() or self.secret
         return self.secret != refused
 
 
 class Transport:
-    """An httpx client that repeats what failed for a passing reason, until nothing moved for `patience_seconds`.
+    """An httpx client that retries temporary failures until no byte has moved for `patience_seconds`.
 
-    Every request of the API may be repeated: reads by nature, creations by their idempotency key, and reports on a
+    Every request of the API is safe to repeat: reads by nature, creations by their idempotency key, and reports on a
     task by its token.
     """
 
@@ -124,14 +123,14 @@ class Transport:
         answer_seconds: float = ANSWER_SECONDS,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        # Not compressed, so that no answer can grow in this process beyond what was sent.
+        # Uncompressed, so that no answer can grow in this process beyond the bytes sent.
         headers = {"Accept-Encoding": "identity"}
         timeout = httpx.Timeout(answer_seconds, connect=min(10.0, answer_seconds))
         self._credential = token if isinstance(token, Credential) else Credential(token) if token else None
         self._http = httpx.Client(
             base_url=url, headers=headers, timeout=timeout, verify=verify, auth=self._credential
         )
-        # As the client has it, which looks at the environment once.
+        # Read once, as httpx does.
         self._proxy = proxy_of(url)
         self._patience_seconds = patience_seconds
         self._sleep = sleep
@@ -142,17 +141,17 @@ class Transport:
         self._http.close()
 
     def trace(self, traceparent: str | None) -> None:
-        """All requests from now on belong to the trace that this names, or to none."""
+        """Assign later requests to the trace of this traceparent, or to none."""
         self._http.headers.pop(HEADER, None)
         if traceparent is not None:
             self._http.headers[HEADER] = traceparent
 
     def request(self, method: str, path: str, **options: Any) -> Answer:
-        """Send a request, again if need be, and returns its answer. Raises Problem for a refusal."""
+        """Send a request, with retries, and return its answer. Raises Problem for a refusal."""
         return self.patiently(lambda: self.once(method, path, **options))
 
     def once(self, method: str, path: str, **options: Any) -> Answer:
-        """Send a request one time. Raises Problem for a refusal and Unreachable if no answer came."""
+        """Send a request once. Raises Problem for a refusal and Unreachable without an answer."""
         with self._sent(method, path, options) as response:
             answer = self._read(response)
             _require_success(answer)
@@ -162,7 +161,7 @@ class Transport:
     def stream(
         self, path: str, headers: dict[str, str], *, method: str = "GET", content: str | None = None
     ) -> Iterator[httpx.Response]:
-        """Open a response whose body is read as it comes; tries one time."""
+        """Send a request once, and yield the response with its body unread."""
         with self._sent(method, path, {"headers": headers, "content": content}) as response:
             if not response.is_success:
                 _require_success(self._read(response))
@@ -170,27 +169,21 @@ class Transport:
 
     @contextmanager
     def _sent(self, method: str, path: str, options: dict[str, Any]) -> Iterator[httpx.Response]:
-        with self._spanning(method), reaching(self._proxy):
-            # Of the request's own span, which is the present one in here.
-            traced = self._traced(options)
-            with self._http.stream(method, path, **traced) as response:
+        # The request's span is a child of the present one, if any, or else of the transport's trace.
+        parent = None if spans.present() else self._http.headers.get(HEADER)
+        attributes = {"http.request.method": method}
+        with (
+            spans.span(method, kind=SpanKind.CLIENT, parent=parent, attributes=attributes),
+            unreachable_errors(self._proxy),
+        ):
+            if present := spans.present():
+                options = {**options, "headers": {**options.get("headers", {}), HEADER: present}}
+            with self._http.stream(method, path, **options) as response:
                 if self._proxy and response.status_code == httpx.codes.PROXY_AUTHENTICATION_REQUIRED:
-                    raise Unreachable(f"the proxy {self._proxy} wants to know who asks (HTTP 407)", remedy=BY_PROXY)
+                    raise Unreachable(f"the proxy {self._proxy} requires authentication (HTTP 407)", remedy=BY_PROXY)
                 yield response
 
-    def _spanning(self, method: str) -> AbstractContextManager[None]:
-        """Return a span for a request; within the present one if there is one, or else where all of ours belong."""
-        parent = None if spans.present() else self._http.headers.get(HEADER)
-        return spans.span(method, kind=SpanKind.CLIENT, parent=parent, attributes={"http.request.method": method})
-
-    @staticmethod
-    def _traced(options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of a request that names the present span as its parent."""
-        present = spans.present()
-        return {**options, "headers": {**options.get("headers", {}), HEADER: present}} if present else options
-
     def _read(self, response: httpx.Response) -> Answer:
-        """Read an answer, as far as any answer of the API can be long, in bytes and in time."""
         content = bytearray()
         give_up_at = time.monotonic() + self._whole_seconds
         for piece in response.iter_raw():
@@ -202,21 +195,21 @@ class Transport:
         return Answer(response.status_code, response.headers, bytes(content))
 
     def patiently(self, attempt: Callable[[], T], moved: Callable[[], int] = lambda: 0) -> T:
-        """Run `attempt` until it ends in anything but a retryable problem, or patience runs out.
+        """Retry `attempt` until it succeeds, fails for a lasting reason, or makes no progress for `patience_seconds`.
 
-        Patience begins with the first failure, and anew with each after which `moved` (bytes that got through) has
-        grown: a transfer may take as long as it likes while it gets on. A token that is refused is read anew, once.
+        The time runs from the first failure, and restarts at each failure before which `moved` (bytes transferred)
+        has grown, so that a transfer may take any time while it advances. A refused token is read again, once.
         """
         give_up_at, before = math.inf, -1
         pause = 0.1
         renewed = False
         while True:
-            shown = self._credential.secret if self._credential else ""
+            sent = self._credential.secret if self._credential else ""
             try:
                 return attempt()
             except Problem as problem:
                 if isinstance(problem, Unauthenticated) and not renewed and self._credential:
-                    renewed = self._credential.renewed(shown)
+                    renewed = self._credential.renewed(sent)
                     if renewed:
                         continue
                 if (there := moved()) > before:
@@ -231,7 +224,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that is held whole."""
+    """A whole answer in memory."""
 
     status_code: int
     headers: httpx.Headers
@@ -239,43 +232,39 @@ class Answer:
 
 
 def _require_success(answer: Answer) -> None:
-    """Raise the problem of every status that is not 2xx. A redirect is one too: the token must not follow it."""
+    # A redirect is refused too: the token must not follow it.
     if 300 <= answer.status_code < 400:
         to = answer.headers.get("Location", "nowhere")[:200]
-        raise NotUnderstood(f"the coordinator redirects to {to}", remedy="Give the URL that it redirects to.")
+        raise NotUnderstood(f"the coordinator redirects to {to}", remedy="Use the URL that it redirects to.")
     if answer.status_code >= 400:
         raise problem_of(answer)
 
 
 @contextmanager
-def reaching(proxy: str | None = None) -> Iterator[None]:
-    """Turn httpx's failures to get an answer into Unreachable."""
+def unreachable_errors(proxy: str | None = None) -> Iterator[None]:
+    """Convert httpx's errors without an answer to Unreachable."""
     try:
         yield
     except httpx.RequestError as fault:
         if tls := _tls_fault(fault):
             raise _untrusted(tls) from fault
         by = f" by the proxy {proxy}" if proxy else ""
-        said = f"no answer from the coordinator{by}: {type(fault).__name__}: {fault}"
+        detail, remedy = f"no answer from the coordinator{by}: {type(fault).__name__}: {fault}", None
         if proxy:
-            raise Unreachable(said, remedy=BY_PROXY) from fault
-        if isinstance(fault, httpx.RemoteProtocolError) and fault.request.url.scheme == "https":
-            # Which may be a restart, or how a server with TLS 1.3 turns away who shows no certificate.
-            raise Unreachable(
-                f"the coordinator hung up without an answer: {fault}",
-                remedy=f"Check that it runs. Should it want to be shown a certificate: {SHOW_CERTIFICATE}",
-            ) from fault
-        if isinstance(fault, httpx.RemoteProtocolError):
-            raise Unreachable(
-                said, remedy="Check that it runs; if it speaks TLS, the URL begins with https://."
-            ) from fault
-        raise Unreachable(said) from fault
+            remedy = BY_PROXY
+        elif isinstance(fault, httpx.RemoteProtocolError) and fault.request.url.scheme == "https":
+            # This may be a restart, or a TLS 1.3 server that rejects a missing client certificate.
+            detail = f"the coordinator closed the connection without an answer: {fault}"
+            remedy = f"Check that it runs. If it requires a client certificate: {SHOW_CERTIFICATE}"
+        elif isinstance(fault, httpx.RemoteProtocolError):
+            remedy = "Check that it runs; if it speaks TLS, the URL begins with https://."
+        raise Unreachable(detail, remedy=remedy) from fault
     except httpx.InvalidURL as fault:
         raise Unreachable(f"the coordinator's URL cannot be read: {fault}") from fault
 
 
 def _tls_fault(fault: BaseException) -> ssl.SSLError | None:
-    """Return what TLS itself complained of, behind httpx's own words."""
+    """Return the TLS error that caused httpx's error, if any."""
     cause: BaseException | None = fault
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
@@ -285,32 +274,31 @@ def _tls_fault(fault: BaseException) -> ssl.SSLError | None:
 def _untrusted(fault: ssl.SSLError) -> Unreachable:
     reason = (fault.reason or str(fault)).replace("_", " ").lower()
     if isinstance(fault, ssl.SSLCertVerificationError):
-        return Untrusted(f"the certificate that is shown there is not trusted: {fault.verify_message}")
+        return Untrusted(f"the server's certificate is not trusted: {fault.verify_message}")
     if "certificate required" in reason or "alert" in reason:
         return Untrusted(
-            f"the coordinator does not take this client's certificate, or wants one: {reason}",
-            remedy=f"Give a certificate of a CA that the coordinator takes: {SHOW_CERTIFICATE}",
+            f"the coordinator rejects this client's certificate, or requires one: {reason}",
+            remedy=f"Set a certificate of a CA that the coordinator trusts: {SHOW_CERTIFICATE}",
         )
     if "wrong version number" in reason:
-        return Untrusted("what listens there speaks no TLS", remedy="Check the port; http:// is for loopback alone.")
-    return Unreachable(f"TLS broke off: {reason}")
+        return Untrusted("the server does not speak TLS", remedy="Check the port; http:// is for loopback alone.")
+    return Unreachable(f"the TLS connection broke: {reason}")
 
 
 def tls_context(
     ca_bundle: Path | None = None, client_cert: Path | None = None, client_key: Path | None = None
 ) -> ssl.SSLContext:
-    """Return whom to trust, and what to be trusted by. A bundle of CAs takes the place of those that are trusted
-    otherwise.
+    """Return the TLS context of a client. A bundle of CAs replaces the default ones.
 
-    Raises Invalid naming the file that cannot be used.
+    Raises Invalid that names an unusable file.
     """
-    remedy = "Give PEM files that this user may read."
+    remedy = "Use PEM files that this user may read."
     try:
         context = ssl.create_default_context(cafile=ca_bundle) if ca_bundle else httpx.create_ssl_context()
     except OSError as fault:
         raise Invalid(f"ca_bundle: {ca_bundle} cannot be used: {fault}", remedy=remedy) from fault
     if client_key and not client_cert:
-        raise Invalid("client_key: there is no client_cert that it belongs to", remedy=remedy)
+        raise Invalid("client_key: it is set without a client_cert", remedy=remedy)
     if client_cert:
         try:
             context.load_cert_chain(client_cert, client_key)
@@ -321,9 +309,9 @@ def tls_context(
 
 
 def problem_of(response: Answer) -> Problem:
-    """Return the problem that a response carries; what is not problem+json (a proxy's page, say) is told by its
-    status."""
-    retry_after = _seconds(response.headers.get("Retry-After"))
+    """Return the problem in a response, or one from its status if it is not problem+json (a proxy's page, say)."""
+    header = response.headers.get("Retry-After", "")
+    retry_after = float(header) if header.isdecimal() else None
     headers = dict(response.headers)
     if response.headers.get("Content-Type", "").startswith(MEDIA_TYPE):
         try:
@@ -334,7 +322,3 @@ def problem_of(response: Answer) -> Problem:
             return problem_from(document, retry_after, headers)
     kind = kind_of_status(response.status_code)
     return kind(f"HTTP {response.status_code}", retry_after_seconds=retry_after, headers=headers)
-
-
-def _seconds(header: str | None) -> float | None:
-    return float(header) if header is not None and header.isdecimal() else None

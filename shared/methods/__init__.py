@@ -1,5 +1,4 @@
-"""The federated methods, one file each, and what they build on: `base`, `population` and the `registry` that finds
-them.
+"""The federated methods, one file each, with their interface (`base`), `population` and the `registry`.
 
 Imports `aggregation`, `model` and `tensors`.
 """

@@ -1,9 +1,9 @@
-"""Ditto: beside taking part in the global model, each site trains one of its own that is held near to it.
+"""Ditto: besides training the global model, each site trains a personal model that is regularized towards it.
 
 Li et al. 2021, Fair and Robust Federated Learning Through Personalization, arXiv 2012.04221, Algorithm 1. The first
-phase is FedAvg's, bit for bit, and is what is sent. The second goes on with the model v_k that the site kept, or from
-the version the first time, on f_k(v) + lambda/2 |v - w_t|^2 with w_t the version that came in. It stays in the vault.
-The loss that a worker reports is that of the second phase.
+phase is FedAvg's, bit for bit, and its result is sent. The second continues the personal model v_k from the vault
+(the first time from the version) on f_k(v) + lambda/2 |v - w_t|^2, where w_t is the fetched version. A worker reports
+the loss of the second phase.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     import torch
 
 OWN = "own/"
-"""What the names of the site's own model's blocks in the vault begin with."""
+"""The prefix of the personal model's blocks in the vault."""
 
 
 class DittoSettings(MethodSettings):
-    lam: float = Field(default=0.1, ge=0, le=1000, description="lambda: how near the site's own model is held")
+    lam: float = Field(default=0.1, ge=0, le=1000, description="lambda: regularization of the personal model")
     own_epochs: PositiveInt | None = Field(
-        default=None, le=1000, description="epochs for the site's own model; as many as the run says if left out"
+        default=None, le=1000, description="epochs for the personal model; the run's by default"
     )
 
 

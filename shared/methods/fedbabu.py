@@ -1,8 +1,7 @@
-"""FedBABU: the head is never trained; the body is averaged, and a site fine-tunes before its own model is measured.
+"""FedBABU: the head is never trained; the body is averaged, and a site fine-tunes before personal evaluation.
 
-Oh et al. 2022, arXiv 2106.06042, Algorithm 1. All sites keep the head that the run's first version has, so that their
-bodies learn to serve one and the same. Fine-tuning starts from each version anew and is not kept: the site takes part
-in the next round as if it had not been.
+Oh et al. 2022, arXiv 2106.06042, Algorithm 1. All sites keep the head of the run's first version, so that their
+bodies learn for the same head. Fine-tuning starts again from each version, and its result is discarded.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class FedBabuSettings(MethodSettings):
     head: tuple[Match, ...] = Field(
         default=roles("head").include, min_length=1, description="the blocks that keep their first value"
     )
-    tune: Literal["full", "body", "head"] = Field(default="full", description="what a site fine-tunes for itself")
-    tune_epochs: int = Field(default=5, ge=0, le=1000, description="epochs of that before a personal evaluation")
+    tune: Literal["full", "body", "head"] = Field(default="full", description="the part that a site fine-tunes")
+    tune_epochs: int = Field(default=5, ge=0, le=1000, description="fine-tuning epochs before a personal evaluation")
 
     @property
     def body(self) -> Selector:

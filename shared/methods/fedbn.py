@@ -1,8 +1,8 @@
-"""FedBN: normalization stays with its site, all else is averaged.
+"""FedBN: normalization blocks stay with their site, all others are averaged, as in FedPer.
 
 Li et al. 2021, Federated Learning on Non-IID Features via Local Batch Normalization, arXiv 2102.07623, Algorithm 1.
-Written for batch normalization, whose running statistics stay as well; in a transformer it is the layer norms' scales
-and shifts. What stays and what is averaged is done as in FedPer.
+The paper's batch normalization includes running statistics; in a transformer the blocks are the layer norms' scales
+and shifts.
 """
 
 from __future__ import annotations

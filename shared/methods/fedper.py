@@ -1,7 +1,7 @@
 """FedPer: the body is averaged, the head stays with its site.
 
-Arivazhagan et al. 2019, arXiv 1912.00818: body and head train together; the head is never sent, and a site goes on in
-each round with the head that it kept. Until a site has trained, its head is that of the run's first version.
+Arivazhagan et al. 2019, arXiv 1912.00818: body and head train together; the head is never sent, and a site continues
+with its own head in each round. Until a site has trained, its head is that of the run's first version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedProx: each worker is held to the version that it started from by a quadratic term.
+"""FedProx: a quadratic term regularizes each worker's model towards the version that it started from.
 
 Li et al. 2020, arXiv 1812.06127, equation (2): the local objective is F_k(w) + mu/2 |w - w_t|^2. With mu = 0 it is
 FedAvg, bit for bit, because the term is then left out rather than added as zero.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FedProxSettings(MethodSettings):
-    mu: float = Field(default=0.01, ge=0, description="how strongly workers are held to where they started")
+    mu: float = Field(default=0.01, ge=0, description="weight of the quadratic term")
 
 
 class FedProxWorker(WorkerHalf[FedProxSettings]):
@@ -29,7 +29,7 @@ class FedProxWorker(WorkerHalf[FedProxSettings]):
         loss = super().loss(context, batch)
         if self.settings.mu:
             for name, tensor in context.model.named_parameters():
-                # What is frozen has not moved, and its distance would only cost time.
+                # The distance of a frozen tensor is zero.
                 if tensor.requires_grad:
                     loss = loss + self.settings.mu / 2 * (tensor - self._start[name]).square().sum()
         return loss

@@ -1,6 +1,6 @@
 """FedRep: each round the site's own head is trained on the frozen body, then the body on the frozen head.
 
-Collins et al. 2021, arXiv 2102.07078, Algorithm 1. What stays and what is averaged is as in FedPer.
+Collins et al. 2021, arXiv 2102.07078, Algorithm 1. The head stays and the body is averaged, as in FedPer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tessera.shared.model.selectors import Selector
 
 
 class FedRepSettings(FedPerSettings):
-    head_epochs: int = Field(default=1, ge=1, le=1000, description="epochs for what stays, before the rest")
+    head_epochs: int = Field(default=1, ge=1, le=1000, description="epochs for the head, before the body")
 
 
 class FedRepWorker(FedPerWorker):

@@ -1,7 +1,7 @@
-"""Local only: nothing is sent or averaged, and each site goes on with a model of its own.
+"""Local training only: nothing is sent or averaged, and each site trains its own model.
 
-The control that every federated method must beat at a site. The run's version stays as it was; a site's model is in
-its vault, and is what a personal evaluation measures.
+The baseline for every federated method. The run's version does not change; a site's model is in its vault, and a
+personal evaluation measures it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""LoRA: all of the model stays as it is but low-rank adapters, B A beside a matrix, and the head.
+"""LoRA: training of low-rank adapters, B A beside a matrix, and of the head; the rest of the model is frozen.
 
-By default as FedIT has it (Zhang et al. 2023, arXiv 2305.05644): A and B are averaged, each by itself, and the mean
-of the products is then not the product of the means. With `freeze_a` it is FFA-LoRA (Sun et al. 2024, arXiv
-2403.12313, section 4): A stays as the run's first version has it, so that the average is exact, mean(B_k A) =
-mean(B_k) A, and half as much travels.
+The default is FedIT (Zhang et al. 2023, arXiv 2305.05644): A and B are averaged separately, and the product of the
+means is not the mean of the products. With `freeze_a` it is FFA-LoRA (Sun et al. 2024, arXiv 2403.12313, section 4):
+A keeps its first value, so that the average is exact, mean(B_k A) = mean(B_k) A, and half as many bytes are sent.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ HEAD = Match(roles=("head",))
 
 
 class LoraSettings(MethodSettings):
-    freeze_a: bool = Field(default=False, description="leave A as it started and train B alone, as FFA-LoRA does")
-    train_head: bool = Field(default=True, description="train and send the head too, if the model has one")
+    freeze_a: bool = Field(default=False, description="freeze A and train only B, as FFA-LoRA does")
+    train_head: bool = Field(default=True, description="train and send the head too, if there is one")
 
 
 class LoraCoordinator(CoordinatorHalf[LoraSettings]):

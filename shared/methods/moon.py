@@ -1,14 +1,14 @@
-"""MOON: what a site's model sees in its data is held near to what the global one sees, and away from its own last.
+"""MOON: a contrastive loss that draws a model's features towards the version's and away from its predecessor's.
 
 Li et al. 2021, Model-Contrastive Federated Learning, arXiv 2103.16257, equation (3). Let z be the features of a batch
-by the model in training, z_g by the version, z_p by the model that this site last handed in, and s their cosines:
+by the model in training, z_g by the version, z_p by the model that this site last submitted, and s their cosines:
 
     loss = f_k + mu * -log( exp(s(z, z_g)/T) / (exp(s(z, z_g)/T) + exp(s(z, z_p)/T)) )
 
-The features are what the model's own head is handed, of texts the mean over the tokens that are no padding. The paper
-puts a projection head of two layers before it, which a pretrained transformer does not have. z is of the same pass as
-f_k; z_g and z_p are of models that do not train, hence without dropout. Until a site has handed in a model, the term
-is left out: with z_p = z_g its gradient is zero. With mu = 0 it is FedAvg, bit for bit.
+The features are the input of the model's head; for texts, the mean over tokens other than padding. The paper adds a
+projection head of two layers, which a pretrained transformer does not have. z is from the same pass as f_k; z_g and
+z_p are computed without dropout. Until a site has submitted a model, the term is omitted: with z_p = z_g its gradient
+is zero. With mu = 0 it is FedAvg, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,20 +36,18 @@ if TYPE_CHECKING:
     import torch
 
 PREVIOUS = "previous/"
-"""What the names of the last model's blocks in the vault begin with."""
+"""The prefix of the last submitted model's blocks in the vault."""
 
 
 class MoonSettings(MethodSettings):
-    mu: float = Field(default=1.0, ge=0, le=1000, description="how much the contrast counts")
+    mu: float = Field(default=1.0, ge=0, le=1000, description="weight of the contrastive term")
     temperature: float = Field(default=0.5, gt=0, le=100, description="T")
 
 
 class MoonCoordinator(CoordinatorHalf[MoonSettings]):
     def start(self, state: State) -> State:
         if not any(block.role == "head" for block in self.run.blocks):
-            raise UnsupportedRun(
-                "moon contrasts what a model's head is handed, and this model has no head of its own"
-            )
+            raise UnsupportedRun("moon contrasts the inputs of a model's head, and this model has no head of its own")
         return state
 
 

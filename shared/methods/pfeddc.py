@@ -1,14 +1,14 @@
-"""pFedDC: prompts that all sites share, prompts of each site's own, and attention that makes one of both.
+"""pFedDC: global prompts shared by all sites, local prompts of each site, and attention that fuses both.
 
-arXiv 2506.21144, section 3: of a frozen dual encoder each site trains the global prompts of both towers, which are
-averaged, and local prompts and a cross-attention for each tower, which never leave it. What the paper does not say is
-a setting here: who asks in the attention and how many heads it has (`fusion`), what local prompts start from, and the
-learning rate of what stays at the site.
+arXiv 2506.21144, section 3: each site trains the global prompts of both towers of a frozen dual encoder, which are
+averaged, and local prompts and a cross-attention for each tower, which never leave the site. Points that the paper
+leaves open are settings: the attention's queries and number of heads (`fusion`), the initial local prompts, and the
+learning rate of the local part.
 
-The attention normalises what it reads, has no biases and adds no more than the size of what asks: without these it
-learns a constant that is many times as large as the global prompts (`worker/model/prompt_fusion.py` has the formula).
-Its output projection starts at zero, so that with any of the defaults a site starts at the global prompts alone, also
-one that comes late or comes back after having lost its vault.
+The attention normalizes its inputs, has no biases and adds at most the size of its queries: otherwise it learns a
+constant that is many times as large as the global prompts (`worker/model/prompt_fusion.py` has the formula). Its
+output projection starts at zero, so that by default every site starts from the global prompts alone, also one that
+joins late or has lost its vault.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.methods.promptfl import prompt_blocks
-from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import NOTHING, Selector, named
 from tessera.shared.model.spec import MODALITIES, Fusion, LocalStart, Modality
 
@@ -44,16 +43,14 @@ class PFedDCSettings(MethodSettings):
         default=None,
         min_length=1,
         max_length=2,
-        description="whose prompts train; all that the model has if left out",
+        description="towers whose prompts train; all prompts of the model by default",
     )
-    fusion: Fusion = Field(default=Fusion(), description="what makes one prompt of the global and the local ones")
-    local_start: LocalStart = Field(default="global", description="what local prompts start from")
+    fusion: Fusion = Field(default=Fusion(), description="fusion of global and local prompts")
+    local_start: LocalStart = Field(default="global", description="initial values of local prompts")
     private_learning_rate: float | None = Field(
-        default=None, gt=0, le=100, description="of local prompts and their fusion; training's if left out"
+        default=None, gt=0, le=100, description="for local prompts and their fusion; training's by default"
     )
-    share: Share = Field(
-        default="prompts", description="what is averaged; nothing is the control without a federation"
-    )
+    share: Share = Field(default="prompts", description="the part that is averaged; nothing: without federation")
 
 
 def trained_modalities(settings: PFedDCSettings, run: RunInfo) -> tuple[Modality, ...]:
@@ -92,7 +89,8 @@ class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
         modalities = trained_modalities(self.settings, self.run)
         names = list(self._prompts())
         if self.settings.share == "prompts-and-fusion":
-            fusion = [block.name for block in self.run.blocks if _fuses(block, modalities)]
+            prefixes = tuple(f"prompts.fusion.{modality}." for modality in modalities)
+            fusion = [block.name for block in self.run.blocks if block.name.startswith(prefixes)]
             if not fusion:
                 raise UnsupportedRun(
                     "the model has no fusion to share: make it with "
@@ -118,10 +116,6 @@ class PFedDCWorker(WorkerHalf[PFedDCSettings]):
             self.settings.local_start,
             shared_fusion=self.settings.share == "prompts-and-fusion",
         )
-
-
-def _fuses(block: Block, modalities: tuple[Modality, ...]) -> bool:
-    return any(block.name.startswith(f"prompts.fusion.{modality}.") for modality in modalities)
 
 
 METHOD = Method(

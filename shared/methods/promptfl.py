@@ -1,8 +1,8 @@
-"""PromptFL: all of a dual encoder stays as it is but its prompts, which every worker trains and the server averages.
+"""PromptFL: every worker trains the prompts of a frozen dual encoder, and the server averages them.
 
-Guo et al. 2022, arXiv 2208.11625, Algorithm 1: the text prompts of CoOp under FedAvg. With `modalities` it is the
-vision prompts instead (VPT, arXiv 2203.12119), or both. A worker keeps the frozen model's blobs in its cache, so that
-from the second round on only prompts travel, either way.
+Guo et al. 2022, arXiv 2208.11625, Algorithm 1: the text prompts of CoOp under FedAvg. `modalities` selects the vision
+prompts instead (VPT, arXiv 2203.12119), or both. A worker caches the frozen model's blobs, so that from the second
+round on only prompts are transferred.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PromptFLSettings(MethodSettings):
         default=("text",),
         min_length=1,
         max_length=2,
-        description="whose prompts train; other prompts stay as they are",
+        description="towers whose prompts train; other prompts are frozen",
     )
 
 

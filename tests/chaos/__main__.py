@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from tessera.coordinator.maintenance import backup
 from tessera.coordinator.services import assemble
@@ -20,7 +21,7 @@ from tessera.shared.api.runs import Run
 from tessera.shared.client.client import Client
 from tests.chaos.federation import Federation, calm, stormy
 from tests.chaos.weather import Weather
-from tests.support import histories
+from tests.support import histories, zygote
 
 STUCK_SECONDS = 120.0
 """Without a fault, what a round may take at most on a busy machine."""
@@ -35,6 +36,8 @@ class Outcome:
     wrong: tuple[str, ...]
 
 
+# While a process is forked, what a crash of PostgreSQL leaves behind would become a child of this one.
+@patch.dict(zygote.NEEDS, clear=True)
 def storm(
     folder: Path, seed: int, faults: int, rounds: int, pause_seconds: float, told: Callable[[str], object] = print
 ) -> Outcome:

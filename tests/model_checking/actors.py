@@ -178,7 +178,7 @@ class Worker:
 
         def request(serving: Services) -> Task | None:
             worker_id = tasks.declare(serving, self._me, body)
-            return tasks.lease(serving, self._me, worker_id, instance, rung=False)
+            return tasks.lease(serving, self._me, worker_id, instance, woken=False)
 
         with self.log.entry(self.name, "claim", instance=instance) as entry:
             task: Task | None = self._call("claim", request)

@@ -81,7 +81,7 @@ class Shape:
     quorum: int | None = None
     """All workers if left out."""
     size: int | None = None
-    enough: int | None = None
+    target_updates: int | None = None
     tries: int = 20
     max_task_attempts: int = 100
     evaluates: bool = False

@@ -242,7 +242,7 @@ EGRESS = (
         "worker/task/upload.py",
         "if digest_at(path) != decision.update:",
         "if not decision.update:",
-        (*DECIDES, *AIRLOCK),
+        AIRLOCK,
     ),
     Mutant("worker/task/upload.py", 'if view.state == "accepted":', 'if view.state == "merged":', DECIDES),
     Mutant("worker/governance/airlock.py", 'if decision.verdict == "withhold":', "if not decision.verdict:", AIRLOCK),

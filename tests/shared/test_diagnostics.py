@@ -99,7 +99,7 @@ def test_a_coordinator_shows_its_settings_without_secrets(monkeypatch: pytest.Mo
 
 
 def test_what_a_worker_says_when_nothing_works_has_no_secret(config: Path) -> None:
-    options = ("api_key", "advertised_policy")
+    options = ("api_key", "mirror")
     config.write_text("".join(line for line in config.read_text().splitlines(True) if not line.startswith(options)))
     for command in ("check", "doctor"):
         said = CliRunner().invoke(worker_app, [command, "--config", str(config)])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import structlog
 from typer.testing import CliRunner
 
 from tessera.shared.cli.main import app
@@ -32,10 +35,23 @@ def tessera(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str
     """
     unset = dict.fromkeys((name for name in os.environ if name.startswith("TESSERA_")), None)
     wanted = {**unset, "COLUMNS": "200", "NO_COLOR": "1", **settings}
-    done = CliRunner().invoke(app, arguments, env=wanted, prog_name="tessera")
+    with _logs_restored():
+        done = CliRunner().invoke(app, arguments, env=wanted, prog_name="tessera")
     fault = done.exception
     told = "" if fault is None or isinstance(fault, SystemExit) else "".join(traceback.format_exception(fault))
     return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr + told)
+
+
+@contextmanager
+def _logs_restored() -> Iterator[None]:
+    """A command may direct this process's logs to its own standard error, which is closed when it ends."""
+    settings, handlers, level = structlog.get_config(), logging.root.handlers[:], logging.root.level
+    try:
+        yield
+    finally:
+        structlog.configure(**settings)
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
 
 
 def process(

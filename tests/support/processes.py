@@ -17,6 +17,7 @@ import psutil
 
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.client.client import Client
+from tests.support import zygote
 from tests.support.coordinator import ROOMY, until
 from tests.support.databases import url_in
 
@@ -32,13 +33,19 @@ class Process:
 
     def __init__(self, folder: Path, name: str, arguments: list[str], environment: Mapping[str, str] | None = None):
         self.log = folder / f"{name}.log"
+        module, *rest = arguments
+        told = {**os.environ, **(environment or {})}
         with self.log.open("ab") as log:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
-                env={**os.environ, **(environment or {})},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+            self.popen: subprocess.Popen[bytes] = (
+                zygote.start(module, rest, told, log)
+                if module in zygote.NEEDS
+                else subprocess.Popen(
+                    [sys.executable, "-m", *arguments],
+                    env=told,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             )
 
     @property

@@ -183,7 +183,7 @@ def test_a_proxy_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) 
     found = way("http://tessera.example")
     assert found["proxy"].detail == "requests go by http://me:***@127.0.0.1:9"
     assert found["coordinator"].verdict == "fail"
-    assert found["coordinator"].remedy.startswith("It may be the proxy")
+    assert found["coordinator"].remedy.startswith("The cause may be the proxy")
 
 
 @contextmanager

@@ -36,8 +36,8 @@ def gradient_norms(
         examples = 0
         for batch in batches:
             for name, gradient in _gradients(loss(batch), tensors).items():
-                sums[name] += gradient * _examples(batch)
-            examples += _examples(batch)
+                sums[name] += gradient * len(batch["labels"])
+            examples += len(batch["labels"])
     return {name: (square**0.5) / max(1, examples) for name, square in _squares(layered, sums).items()}
 
 
@@ -91,10 +91,6 @@ def _square(block: Block, gradient: Tensor) -> float:
     if block.part:
         gradient = gradient.index_select(block.part.axis, rows_of(block.part.index(), gradient))
     return float(gradient.float().square().sum())
-
-
-def _examples(batch: Batch) -> int:
-    return len(batch["labels"])
 
 
 def common_to_all(batch: Iterable[str], head: Head) -> set[str]:

@@ -13,8 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tessera.shared.cli.render.output import AsJson, complain, note, out, print_json, table
 from tessera.shared.problems import message_of
-from tessera.worker.data.partition.class_counts import ClassCounts, class_counts
-from tessera.worker.data.partition.division import divide, key_of_seed
+from tessera.worker.data.partition.division import ClassCounts, class_counts, divide, key_of_seed
 from tessera.worker.data.partition.schemes import Partition, Scheme
 from tessera.worker.data.registry import Dataset, load
 from tessera.worker.inventory import held_out_key, load_source, named

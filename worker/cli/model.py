@@ -33,9 +33,8 @@ from tessera.shared.model.spec import (
 )
 from tessera.shared.problems import Problem, message_of
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.model.adapters import insert, merge
 from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import AUTO_CLASSES, check_model, instantiate, load
+from tessera.worker.model.build import AUTO_CLASSES, check_model, insert, instantiate, load, merge_adapters
 from tessera.worker.model.config import config_from
 from tessera.worker.model.layouts import MappingFile, read_mapping
 from tessera.worker.model.prompts import caption_start, prompts_of
@@ -190,7 +189,7 @@ def _tell_made(out: Path, document: Model, *, as_json: bool) -> None:
 
 
 @app.command("merge")
-def merge_adapters(
+def merge(
     source: Annotated[Path, typer.Argument(help="A model folder with adapters, such as an exported version.")],
     out: Annotated[Path, typer.Argument(help="The folder to make. It may not exist yet.")],
     mapping_file: MappingOption = None,
@@ -205,7 +204,7 @@ def merge_adapters(
             raise ValueError(f"{source} has no adapters, or prompts too, which cannot become part of any matrix")
         mapping = read_mapping(mapping_file) if mapping_file else None
         model = load(folder, mapping)
-        merge(model)
+        merge_adapters(model)
         document = _document(model, folder.model.head, mapping)
         _write(out, model, document)
     _tell_made(out, document, as_json=as_json)

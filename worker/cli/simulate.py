@@ -16,7 +16,7 @@ import typer
 
 from tessera.shared.cli.export import in_place_of
 from tessera.shared.cli.render import output
-from tessera.shared.cli.render.metric_tables import telling
+from tessera.shared.cli.render.metric_tables import headlines
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.cli.render.watch import print_ended, print_ended_as_json
 from tessera.shared.metrics.site_spread import spreads
@@ -165,7 +165,7 @@ def _summary(result: Result, folder: Path) -> dict[str, Any]:
 
 
 def _conclude(results: Mapping[int, Result], *, as_json: bool) -> None:
-    """What the last versions came to: of each seed, and over all of them."""
+    """Print the metrics of the last versions, for each seed and over all seeds."""
     figures = [_figures(result) for result in results.values()]
     names = [name for name in figures[0] if all(name in found for found in figures)]
     by_name = {name: [found[name] for found in figures] for name in names}
@@ -188,7 +188,7 @@ def _figures(result: Result) -> dict[str, float]:
     last = result.versions[-1].number
     figures = dict(result.scores().get(last, {}))
     at_sites = spreads(result.measurements).get(last, {})
-    for name in telling(at_sites):
+    for name in headlines(at_sites):
         figures |= {f"{name} (mean of sites)": at_sites[name].mean, f"{name} (worst site)": at_sites[name].worst}
     moved = result.outcomes
     figures["megabytes down"] = sum(outcome.download_bytes for outcome in moved) / 1e6

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tessera.worker.data.partition.class_counts import ClassCounts
+from tessera.worker.data.partition.division import ClassCounts
 
 MAX_NAMED = 20
 """Classes that have a colour and an entry in the legend of their own; of more, neighbours look alike."""

@@ -7,8 +7,8 @@ because no loss reveals that the wrong rows were trained or sent.
 
 Roles, in order of precedence:
 
-- prompt, adapter: added by Tessera (`worker/model/adapters.py`). An adapter also has its matrix's roles (`adapts`).
-  Beside a fused matrix, factor A serves all parts, and the rows of B divide as the matrix's do;
+- prompt, adapter: added by Tessera (`worker/model/prompts.py`, `worker/model/lora.py`). An adapter also has its
+  matrix's roles (`adapts`). Beside a fused matrix, factor A serves all parts, and B's rows divide as the matrix's do;
 - the roles that a mapping file gives;
 - query, key, value, output: given by a row of `LAYOUTS`; biases go with their weights. Every other tensor that
   changes the attention scores is a query or a key too: norms of queries and keys, tables of relative positions

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -29,10 +31,10 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Head, Lora, Model, Prompts
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.model.adapters import insert
 from tessera.worker.model.block_map import DTYPES, block_table, named_tensors
 from tessera.worker.model.config import ConfigError, UnsafeConfig, config_from
 from tessera.worker.model.layouts import MappingFile
+from tessera.worker.model.prompts import add_prompts
 
 Attention = Literal["eager", "sdpa"]
 """Attention implementations that torch itself provides."""
@@ -178,6 +180,33 @@ def _differences(stated: Mapping[str, Block], built: Mapping[str, Block]) -> Ite
         for key in ("role", "adapts", "layer", "shape", "dtype", "part"):
             if (ours := getattr(built[name], key)) != (theirs := getattr(stated[name], key)):
                 yield f"{name}: {key} is {ours}, not {theirs}"
+
+
+def insert(
+    model: PreTrainedModel, prompts: Prompts | None, lora: Lora | None, mapping: MappingFile | None = None
+) -> None:
+    """Add the prompts and adapters of a model document in place. Their random values follow torch's seed.
+
+    Raises ConfigError if the model does not support them or PEFT is not installed, and as `block_table` does.
+    """
+    if lora:
+        _lora().add_lora(model, lora, block_table(model, mapping))
+    if prompts:
+        add_prompts(model, prompts)
+
+
+def merge_adapters(model: PreTrainedModel) -> None:
+    """Add the adapters to their matrices in place, so that transformers alone can run the model."""
+    _lora().merge_lora(model)
+
+
+def _lora() -> ModuleType:
+    try:
+        return importlib.import_module("tessera.worker.model.lora")
+    except ImportError as error:
+        raise ConfigError(
+            f"the model has adapters, which need a package that is missing ({error}): install tessera[lora]"
+        ) from error
 
 
 def read_block(tensors: Mapping[str, Tensor], block: Block) -> np.ndarray:

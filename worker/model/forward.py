@@ -28,11 +28,11 @@ def forward(
     cross-entropy of each image's logits over the texts.
     """
     inputs = _fitted(batch, next(model.parameters()).dtype)
-    if head != "contrastive":
-        output = _called(model, inputs, values)
+    labels = inputs.pop("labels") if head == "contrastive" else None
+    output: Any = model(**inputs) if values is None else functional_call(model, dict(values), (), inputs)
+    if labels is None:
         return Output(output.loss, output.get("logits"))
-    labels = inputs.pop("labels")
-    logits: Tensor = _called(model, inputs, values).logits_per_image  # [examples, classes]
+    logits: Tensor = output.logits_per_image  # [examples, classes]
     return Output(cross_entropy(logits, labels), logits)
 
 
@@ -42,10 +42,6 @@ def _fitted(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
         name: tensor.to(dtype) if tensor.is_floating_point() and name != "labels" else tensor
         for name, tensor in batch.items()
     }
-
-
-def _called(model: nn.Module, inputs: dict[str, Tensor], values: Mapping[str, Tensor] | None) -> Any:
-    return model(**inputs) if values is None else functional_call(model, dict(values), (), inputs)
 
 
 def losses(output: Output, head: Head, labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The epsilon of recorded events. Imports the accountant, which needs the extra `privacy`, only when asked."""
+"""The epsilon of recorded events. Imports the accountant, which needs the extra `privacy`, only when needed."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from tessera.worker.state.privacy_ledger import Event, Exact
 
 
 def epsilon_of(events: Iterable[Event], delta: float) -> float:
-    """Return what the events of a run together cost at `delta`; infinite if something exact is among them.
+    """Return the epsilon of a run's events at `delta`; infinite if one of them is exact.
 
     Raises ImportError without the extra `privacy`.
     """
-    return _found("epsilon", events, delta)
+    return _cost("epsilon", events, delta)
 
 
 def least_budget_of(events: Iterable[Event], delta: float) -> float:
     """Return the least epsilon of a site's budget at `delta` that admits the events of all runs.
 
-    Infinite if something exact is among them. Raises ImportError without the extra `privacy`.
+    Infinite if one of them is exact. Raises ImportError without the extra `privacy`.
     """
-    return _found("least_budget", events, delta)
+    return _cost("least_budget", events, delta)
 
 
-def _found(function: str, events: Iterable[Event], delta: float) -> float:
+def _cost(function: str, events: Iterable[Event], delta: float) -> float:
     events = list(events)
     if any(isinstance(event, Exact) for event in events):
         return math.inf
     if not events:
         return 0.0
-    found: float = getattr(importlib.import_module("tessera.worker.privacy.accountant"), function)(events, delta)
-    return found
+    cost: float = getattr(importlib.import_module("tessera.worker.privacy.accountant"), function)(events, delta)
+    return cost

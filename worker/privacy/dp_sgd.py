@@ -1,12 +1,11 @@
-"""DP-SGD on whatever a phase trains (Abadi et al. 2016, arXiv 1607.00133, algorithm 1).
+"""DP-SGD on all parameters that a phase trains (Abadi et al. 2016, arXiv 1607.00133, algorithm 1).
 
-Each example is in a step's batch by a throw of the dice of its own, its gradient over all that trains is clipped to
-one norm, Gaussian noise goes on the sum, and the sum is divided by the number of examples that a batch is expected to
-have, since the number that it has is private. Needs the extra `privacy`.
+Each example is drawn into a step's batch independently. Its gradient over all trained parameters is clipped to one
+norm, Gaussian noise is added to the sum, and the sum is divided by the expected batch size, since the actual size is
+private. Needs the extra `privacy`.
 
-The noisy sum is rounded to a grid that is known to everybody. Floating-point noise does not reach every number, and
-which numbers a sum can come to would tell what lies under the noise (Mironov 2012); each place of the grid can be
-reached from wherever the sum is.
+The noisy sum is rounded to a public grid. Floating-point noise does not reach every number, and the set of reachable
+sums would reveal the sum without noise (Mironov 2012); every point of the grid is reachable from every sum.
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.trainer import Trainer, autocast
 
 GRID = 1024
-"""Steps of the grid that the noise's standard deviation is at least: rounding adds less than a part in ten million to
-the noise's variance, and each step holds some 2^50 of the values that the noise can take."""
+"""Lower limit on the noise's standard deviation in steps of the grid: rounding adds less than one ten-millionth to
+the noise's variance, and each step contains about 2^50 of the noise's possible values."""
 
 NOISE_AT_ONCE = 1 << 20
-"""Values of noise that are drawn at a time."""
+"""Number of noise values to draw at a time."""
 
 ROUNDING = {EXACT: 2.0**-14, ROUGH: 2.0**-6}
-"""By how much less than the clip norm an example counts, by how its gradient is found: what the others in its batch
-change of its gradient by rounding, and it of theirs, is part of what one example changes."""
+"""Reduction of the clip norm, as a share of it, by the gradients' tolerance: the rounding errors that an example
+causes in the other gradients of its batch are part of its influence."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How batches are drawn: each of `examples` with probability `rate`, `steps` times an epoch."""
+    """Poisson sampling of batches: each of `examples` with probability `rate`, `steps` times per epoch."""
 
     examples: int
     rate: float
@@ -64,7 +63,7 @@ class Sampling:
 
 
 def sampling(examples: int, batch_size: int | None) -> Sampling:
-    """As many steps as there are batches of this size, and as many examples in each, on average."""
+    """Return the sampling whose samples have this mean size, with as many steps as there are batches."""
     size = min(batch_size or examples, examples)
     return Sampling(examples, size / examples, math.ceil(examples / size))
 
@@ -79,27 +78,27 @@ class Mechanism:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of the noise on each value of a sum."""
+        """The standard deviation of the noise on each value of a sum, in the unit of the gradients."""
         return self.noise_multiplier * self.clip_norm
 
     @property
     def grid(self) -> float:
-        """What released sums are multiples of: a power of two, which divides without rounding."""
+        """The unit of released sums: a power of two, by which floating-point numbers divide exactly."""
         return math.ldexp(1.0, math.frexp(self.deviation / GRID)[1] - 1)
 
 
 def scales(gradients: Gradients, clip_norm: float) -> Tensor:
-    """Return what each example's gradient is multiplied by, float64 [examples].
+    """Return each example's factor that clips its gradient over all parameters to `clip_norm`, float64 [examples].
 
-    So it is no longer than `clip_norm` over all parameters together; 0 is for one that is no number.
+    The factor of a gradient that is not finite is 0.
     """
     lengths = norms(gradients)
     return torch.where(lengths.isfinite(), clip_norm / lengths.clamp(min=clip_norm), 0.0)
 
 
 def scaled_sum(gradients: Gradients, scale: Tensor) -> list[Tensor]:
-    """Return the sum over the examples for each parameter, float64. A value that is no number counts as zero."""
-    # By way of `to` it is a copy even where the gradients are float64 already.
+    """Return the scaled sum over the examples for each parameter, float64. Values that are not finite count as 0."""
+    # `to` copies gradients that are float64 already, so that none is changed in place.
     return [
         torch.tensordot(scale, gradient.to(torch.float64, copy=True).nan_to_num_(0.0, 0.0, 0.0), dims=([0], [0]))
         for gradient in gradients
@@ -107,32 +106,36 @@ def scaled_sum(gradients: Gradients, scale: Tensor) -> list[Tensor]:
 
 
 def clipped_sum(gradients: Gradients, clip_norm: float) -> list[Tensor]:
-    """For each parameter the sum over the examples of their gradients, each scaled down to `clip_norm` where it is
-    longer: over all parameters together, so that one example more or less moves the sums by no more than `clip_norm`
-    in l2. A gradient that is no number counts as zero."""
+    """Return the sum over the examples of their gradients, clipped to `clip_norm`, for each parameter.
+
+    The norm is over all parameters together, so that adding or removing an example changes the sums by no more than
+    `clip_norm` in l2. A gradient that is not finite counts as 0.
+    """
     return scaled_sum(gradients, scales(gradients, clip_norm))
 
 
-def release(total: Tensor, mechanism: Mechanism, dice: NoiseSource) -> None:
+def release(total: Tensor, mechanism: Mechanism, source: NoiseSource) -> None:
     """Add the noise to a sum, float64 and contiguous, and round it to the grid, in place.
 
-    The data enter nowhere else: whatever is made of the result is made of multiples of the grid.
+    Only these multiples of the grid are released; the data are used nowhere else.
     """
     for values in torch.split(total.view(-1), NOISE_AT_ONCE):
-        noise = torch.from_numpy(dice.normal(len(values))).to(values.device)
+        noise = torch.from_numpy(source.normal(len(values))).to(values.device)
         values.add_(noise, alpha=mechanism.deviation).div_(mechanism.grid).round_().mul_(mechanism.grid)
 
 
 def known_examples(context: LocalTaskContext, dataset: Dataset, sample: Batch) -> Tensor:
-    """Return of which examples the model has all words and classes, bool [examples]: on a GPU any other would end the
-    process, and on a CPU the batch. `sample` is a batch that the model takes."""
+    """Return the mask of examples whose token ids and classes the model has, bool [examples].
+
+    On a GPU any other example would end the process, and on a CPU fail its batch. `sample` is a valid batch.
+    """
     with evaluation_mode(context.model), torch.no_grad():
         logits = context.forward(sample).logits
     config, classes = context.model.config, None if logits is None else logits.shape[-1]
     bounds = {
         "input_ids": getattr(config, "vocab_size", None),
         "token_type_ids": getattr(config, "type_vocab_size", None),
-        "labels": None if classes == 1 else classes,  # one output is a number, and no class
+        "labels": None if classes == 1 else classes,  # a single output is a number, not a class
     }
     known = torch.ones(dataset.examples, dtype=torch.bool)
     for name, bound in bounds.items():
@@ -144,21 +147,21 @@ def known_examples(context: LocalTaskContext, dataset: Dataset, sample: Batch) -
 
 
 class NoisyGradients:
-    """Gives the parameters of a phase noisy gradients, a Poisson sample for each `fill`. `close` it when done.
+    """Noisy gradients for the parameters of a phase, with one Poisson sample per `fill`. Call `close` at the end.
 
-    Whatever an example is, `fill` does not fail by it: an example whose gradient cannot be found counts as zero. How
-    the gradients of single examples are found is settled on made-up ones.
+    No example can make `fill` fail: one whose gradient cannot be computed counts as 0. The method for per-example
+    gradients is chosen on synthetic examples.
     """
 
     def __init__(
-        self, trainer: Trainer, freeze: Freeze, dataset: Dataset, mechanism: Mechanism, dice: NoiseSource
+        self, trainer: Trainer, freeze: Freeze, dataset: Dataset, mechanism: Mechanism, source: NoiseSource
     ) -> None:
         self.steps = mechanism.sampling.steps
         """Steps of one epoch."""
         self._freeze = freeze
         self._dataset = dataset
         self._mechanism = mechanism
-        self._dice = dice
+        self._noise_source = source
         self._device = trainer.device
         self._without = 0
         self._log = structlog.get_logger("worker")
@@ -176,35 +179,37 @@ class NoisyGradients:
                 return losses(context.forward(batch), context.head, batch["labels"])
 
         plain = type(half).loss is WorkerHalf.loss
-        sample = {name: tensor.to(trainer.device) for name, tensor in trainer.context.made_up(dataset, 2).items()}
+        sample = {
+            name: tensor.to(trainer.device) for name, tensor in trainer.context.synthetic_examples(dataset, 2).items()
+        }
         exact = trainer.training.precision == "float32" and all(p.dtype.itemsize >= 4 for p in freeze.parameters)
         tolerance = EXACT if exact else ROUGH
         self._clip_norm = mechanism.clip_norm * (1 - ROUNDING[tolerance])
-        self._way = fastest(model, loss, each if plain else None, freeze.parameters, common, sample, tolerance)
+        self._method = fastest(model, loss, each if plain else None, freeze.parameters, common, sample, tolerance)
         self._known = known_examples(context, dataset, {name: tensor[:1] for name, tensor in sample.items()} | common)
         self._alone = OneByOne(loss, freeze.parameters, common)
-        self._at_once = at_once(self._way, freeze.parameters)
+        self._at_once = at_once(self._method, freeze.parameters)
 
     @property
-    def way(self) -> str:
-        """How the gradients of single examples are found."""
-        return self._way.name
+    def method(self) -> str:
+        """The name of the method for per-example gradients."""
+        return self._method.name
 
     def _rows(self, rows: Tensor) -> dict[str, Tensor]:
         return {name: tensor[rows].to(self._device) for name, tensor in self._dataset.tensors.items()}
 
     def fill(self) -> None:
-        """Set each parameter's gradient to the noisy mean of clipped ones; frozen rows get neither."""
-        how = self._mechanism.sampling
-        rows = torch.from_numpy(self._dice.sample(how.examples, how.rate))
+        """Set each parameter's gradient to the noisy mean of clipped gradients, and to 0 in frozen rows."""
+        sampling = self._mechanism.sampling
+        rows = torch.from_numpy(self._noise_source.sample(sampling.examples, sampling.rate))
         for parameter, total in zip(self._freeze.parameters, self.sums(rows), strict=True):
-            release(total, self._mechanism, self._dice)
-            parameter.grad = total.div_(how.expected).to(parameter.dtype)
+            release(total, self._mechanism, self._noise_source)
+            parameter.grad = total.div_(sampling.expected).to(parameter.dtype)
         self._freeze.mask_gradients()
 
     def sums(self, rows: Tensor) -> list[Tensor]:
-        """For each parameter the sum of these examples' clipped gradients, float64, without any noise. `rows`, int64
-        [sampled], may be none at all."""
+        """Return the sum of these examples' clipped gradients for each parameter, float64, without noise. `rows`,
+        int64 [sampled], may be empty."""
         self._without += int((~self._known[rows]).sum())
         rows = rows[self._known[rows]]
         totals = [
@@ -224,17 +229,19 @@ class NoisyGradients:
     def _gradients(self, rows: Tensor) -> Iterator[Gradients]:
         """Yield the gradients of these examples: all together or, if that fails, one by one.
 
-        An example by itself gets the next way where this one fails, and none if that fails too. So what an example
-        adds follows from the example alone.
+        If the method fails for a single example, plain autograd is tried; if that fails too, the example has no
+        gradient. So an example's contribution depends on this example alone.
         """
-        ways = [self._way] if len(rows) > 1 else [self._way, self._alone]
-        for way in ways:
+        methods = [self._method] if len(rows) > 1 else [self._method, self._alone]
+        for method in methods:
             try:
-                found = way(self._rows(rows))
-            except Exception as fault:  # noqa: BLE001  (a model's own code fails in any of its own ways)
-                self._log.info("per-example-gradients-failed", way=way.name, examples=len(rows), reason=repr(fault))
+                gradients = method(self._rows(rows))
+            except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
+                self._log.info(
+                    "per-example-gradients-failed", way=method.name, examples=len(rows), reason=repr(fault)
+                )
             else:
-                yield found
+                yield gradients
                 return
         if len(rows) > 1:
             for row in torch.split(rows, 1):
@@ -243,8 +250,8 @@ class NoisyGradients:
             self._without += 1
 
     def close(self) -> None:
-        self._way.close()
+        self._method.close()
         if self._without:
-            # For the site alone: that there are such examples is an exact answer about its data.
-            reason = "their gradients are no numbers, or could not be computed"
+            # Only for the site: the existence of such examples is exact information about its data.
+            reason = "their gradients are not finite, or could not be computed"
             self._log.warning("examples-counted-as-zero", times=self._without, reason=reason)

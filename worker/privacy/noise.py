@@ -1,8 +1,7 @@
-"""Randomness that nobody outside a task can know or work out: what noise, samples and noisy choices are drawn from.
+"""Cryptographic randomness for noise, samples and noisy choices, unpredictable outside the task.
 
-The run's seed will not do: the coordinator knows it, and would take the noise off again. Nor will the generators of
-numpy and torch, whose state can be worked out from what they give, and what noise gives is published. Needs the extra
-`privacy`.
+The run's seed is unsuitable: the coordinator knows it, and could remove the noise. So are the generators of numpy and
+torch, whose state can be computed from their output, which the noise publishes. Needs the extra `privacy`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def secret_key() -> bytes:
 
 
 class NoiseSource:
-    """Draws from the key stream of AES-256 in counter mode, in float64. One key gives the same draws each time."""
+    """Random draws in float64 from the key stream of AES-256 in counter mode. The same key gives the same draws."""
 
     def __init__(self, key: bytes) -> None:
         self._stream = Cipher(AES256(key), CTR(bytes(16))).encryptor()
@@ -36,15 +35,15 @@ class NoiseSource:
         return int(self._words(1)[0] >> np.uint64(1))
 
     def sample(self, examples: int, rate: float) -> Array:
-        """Draw a Poisson sample: the places of the examples in it, int64 [sampled]."""
+        """Draw a Poisson sample: the indices of its examples, int64 [sampled]."""
         if rate >= 1:
             return np.arange(examples)
         return np.flatnonzero(self._uniform(examples) < rate)
 
     def normal(self, count: int) -> Array:
-        """Draw standard normals, float64 [count], by Box and Muller's method.
+        """Draw standard normals, float64 [count], by the Box-Muller method.
 
-        The radius takes all 64 bits of a word, so that the tails reach 9.4 and not only 8.6.
+        The radius uses all 64 bits of a word, so that the tails reach 9.4 instead of 8.6.
         """
         pairs = -(-count // 2)
         radius = np.sqrt(-2 * np.log((self._words(pairs) + 1.0) * 2.0**-64))  # a logarithm of (0, 1]
@@ -53,16 +52,16 @@ class NoiseSource:
 
     def gumbel(self, count: int) -> Array:
         """Draw from the standard Gumbel distribution, float64 [count]."""
-        # Fine steps near 0, where the upper tail comes from; at 1 it would be minus infinity.
+        # Fine steps near 0 give the upper tail; at 1 the result would be minus infinity.
         share = np.minimum((self._words(count) + 0.5) * 2.0**-64, 1 - 2.0**-53)
         gumbel: Array = -np.log(-np.log1p(-share))
         return gumbel
 
     def _uniform(self, count: int) -> Array:
-        """Multiples of 2^-53 in [0, 1), float64 [count]."""
+        """Draw multiples of 2^-53 in [0, 1), float64 [count]."""
         uniform: Array = (self._words(count) >> np.uint64(11)) * 2.0**-53
         return uniform
 
     def _words(self, count: int) -> Array:
-        """Return bits of the key stream, uint64 [count]."""
+        """Return the next words of the key stream, uint64 [count]."""
         return np.frombuffer(self._stream.update(bytes(8 * count)), "<u8")

@@ -1,12 +1,12 @@
-"""The gradient of each example of a batch by itself, which is what differentially private training clips.
+"""Per-example gradients, which differentially private training clips.
 
-There are three ways, from fast to always right. Opacus takes each layer's inputs and output gradients apart; it needs
-a loss that is a sum over the examples, and every tensor used by a layer whose first axis counts the examples.
-Batching the gradient function itself (vmap) needs neither, but cannot branch on data. And there is one example after
+There are three methods, from the fastest to the most general. Opacus computes them from each layer's inputs and
+output gradients; it needs a loss that is a sum over the examples, and layers whose inputs have the examples as first
+axis. Batching the gradient function (vmap) needs neither, but cannot branch on data. The last is one example after
 the other.
 
-Opacus has no way to notice that an axis counts classes or positions instead of examples, and what comes of that is a
-promise that does not hold. So whichever way is taken has first given the gradients that single examples give.
+Opacus cannot detect that an axis counts classes or positions instead of examples, which would void the privacy
+guarantee. So a method is used only if its gradients on a sample equal those of single examples.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from torch.nn.modules.dropout import _DropoutNd
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Batch], Tensor]
-"""A batch's loss as a scalar, or the loss of each example by itself, [examples]."""
+"""A function to a batch's loss, a scalar, or to the loss of each example, [examples]."""
 
 Gradients = list[Tensor]
-"""For each parameter the gradient of each example, [examples, *shape]."""
+"""The gradient of each example, [examples, *shape], for each parameter."""
 
 EXACT = 1e-3
-"""How far a gradient may be off in float32, as a share of its length: hundreds of times what rounding does."""
+"""Tolerance for a gradient in float32, as a share of its norm: hundreds of times the rounding error."""
 ROUGH = 5e-2
-"""The same where the model computes in 16 bits."""
+"""The tolerance for a model that computes in 16 bits."""
 
 CHUNK_BYTES = 1 << 30
-"""How much memory the gradients of single examples may take at a time."""
+"""Limit on the memory of the per-example gradients that are computed at a time."""
 
 
 class PerExample(Protocol):
-    """One way to find the gradients of single examples. Call `close` when it is no longer needed."""
+    """A method that computes per-example gradients. Call `close` at the end."""
 
     name: str
 
@@ -53,7 +53,7 @@ class PerExample(Protocol):
 
 
 class OneByOne:
-    """Plain autograd on one example after the other. `common` goes with each as it is."""
+    """Plain autograd on one example after the other. `common` is added to each."""
 
     name = "one by one"
 
@@ -83,27 +83,27 @@ class Batched:
         names = {parameter: name for name, parameter in self._loss.named_parameters()}
         self._parameters = {names[parameter]: parameter for parameter in parameters}
         self._common = common
-        # Dropout is drawn for each example by itself, as it is in a batch.
+        # Dropout is drawn for each example independently, as it is in a batch.
         self._each = vmap(grad(self._alone), in_dims=(None, 0), randomness="different")
 
     def _alone(self, values: Mapping[str, Tensor], example: Batch) -> Tensor:
         batch = {name: tensor.unsqueeze(0) for name, tensor in example.items()}
-        found: Tensor = functional_call(self._loss, dict(values), ({**batch, **self._common},))
-        return found
+        loss: Tensor = functional_call(self._loss, dict(values), ({**batch, **self._common},))
+        return loss
 
     def __call__(self, batch: Batch) -> Gradients:
         values = {name: parameter.detach() for name, parameter in self._parameters.items()}
         # The fused kernels of attention have no batching rule.
         with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-            found = self._each(values, dict(batch))
-        return [found[name].detach() for name in values]
+            gradients = self._each(values, dict(batch))
+        return [gradients[name].detach() for name in values]
 
     def close(self) -> None: ...
 
 
 class _LossModule(nn.Module):
-    """A loss as a module over the model that it calls, so that the model's tensors can be swapped for a call."""
+    """A loss as a module around its model, so that `functional_call` can replace the model's tensors."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -115,9 +115,9 @@ class _LossModule(nn.Module):
 
 
 class Hooked:
-    """Opacus' hooks on the model's layers. `losses` gives the loss of each example by itself.
+    """Opacus' hooks on the model's layers. `losses` returns the loss of each example.
 
-    Raises NotImplementedError for a model with a layer that Opacus would get wrong.
+    Raises NotImplementedError for a model with a layer for which Opacus' gradients would be wrong.
     """
 
     name = "opacus"
@@ -132,9 +132,9 @@ class Hooked:
         self._examples = 0
         holders = [module for module in model.modules() if _holds_any(module, set(parameters))]
         for holder in holders:
-            # Opacus runs a layer that it has no rule for a second time, where dropout would be drawn anew.
+            # Opacus runs a layer without a rule twice, and would draw different dropout the second time.
             if type(holder) not in GradSampleHooks.GRAD_SAMPLERS and any(map(_drops, holder.modules())):
-                raise NotImplementedError(f"{type(holder).__name__} has tensors of its own, and dropout within")
+                raise NotImplementedError(f"{type(holder).__name__} has tensors of its own and dropout within")
         self._expanding = [
             module.register_forward_pre_hook(self._expand) for module in holders if isinstance(module, nn.Embedding)
         ]
@@ -146,21 +146,20 @@ class Hooked:
         self._hooks.disable_hooks()
 
     def _expand(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Positions are looked up once for the whole batch; Opacus needs to see them looked up for each example."""
+        """Expand positions, which are looked up once per batch: Opacus needs a lookup for each example."""
         index, *rest = inputs
         if self._hooks.hooks_enabled and index.ndim > 1 and len(index) == 1:
             index = index.expand(self._examples, *index.shape[1:])
         return (index, *rest)
 
     def __call__(self, batch: Batch) -> Gradients:
-        """Raise NotImplementedError if the gradients do not add up to that of the sum, for examples where it is a
-        number."""
+        """Return the gradients. Raises NotImplementedError if they do not add up to the batch's gradient."""
         self._examples = len(next(iter(batch.values())))
         self._reset()
         self._hooks.enable_hooks()
         try:
             with warnings.catch_warnings():
-                # Of layers whose inputs need no gradient, such as the first.
+                # Layers whose inputs need no gradient warn, such as the first.
                 warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
                 self._losses(batch).sum().backward()  # type: ignore[no-untyped-call]
             each = [self._each(parameter) for parameter in self._parameters]
@@ -170,13 +169,13 @@ class Hooked:
             self._reset()
         finite = norms(each).isfinite()
         if not bool(finite.all()):
-            # One that is no number leaves no number of the sum, which then says nothing of the others.
+            # One infinite gradient makes the sum infinite, so the others are computed and checked without it.
             if bool(finite.any()):
                 others = self({name: tensor[finite] for name, tensor in batch.items()})
                 for one, other in zip(each, others, strict=True):
                     one[finite] = other
             return each
-        # By the lengths of all together: where they cancel each other out their sum is all rounding.
+        # The tolerance includes the norms over all parameters: if gradients cancel out, their sum is rounding error.
         lengths = norms(each).sum()
         for one, total in zip(each, totals, strict=True):
             allowed = self._tolerance * norms([one]).sum() + self._tolerance / 100 * lengths
@@ -187,10 +186,10 @@ class Hooked:
         return each
 
     def _reset(self) -> None:
-        """Forget what the last pass left behind, and what one that failed half way did."""
+        """Delete the state of the last pass, which may have failed half way."""
         for module in self._model.modules():
-            for left in ("activations", "max_batch_len"):
-                module.__dict__.pop(left, None)
+            for name in ("activations", "max_batch_len"):
+                module.__dict__.pop(name, None)
         for parameter in self._model.parameters():
             parameter.__dict__.pop("_current_grad_sample", None)
             if "_forward_counter" in parameter.__dict__:
@@ -205,20 +204,20 @@ class Hooked:
         each = parameter.grad_sample  # type: ignore[attr-defined]
         if not isinstance(each, Tensor) or len(each) != self._examples:
             raise NotImplementedError(
-                f"a layer with a tensor of shape {tuple(parameter.shape)} has no row an example"
+                f"a layer with a tensor of shape {tuple(parameter.shape)} has no gradient per example"
             )
         return each
 
     def close(self) -> None:
-        """Remove every trace, also of hooks that were set only in part."""
+        """Remove all hooks and their state, also after an incomplete installation."""
         for handle in (*self._expanding, *self._model.__dict__.pop("autograd_grad_sample_hooks", ())):
             handle.remove()
         for module in self._model.modules():
-            for left in ("ft_compute_sample_grad", "activations", "max_batch_len"):
-                module.__dict__.pop(left, None)
+            for name in ("ft_compute_sample_grad", "activations", "max_batch_len"):
+                module.__dict__.pop(name, None)
         for parameter in self._model.parameters():
-            for left in OPACUS_PARAM_MONKEYPATCH_ATTRS:
-                parameter.__dict__.pop(left, None)
+            for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:
+                parameter.__dict__.pop(name, None)
 
 
 def _drops(module: nn.Module) -> bool:
@@ -227,10 +226,10 @@ def _drops(module: nn.Module) -> bool:
 
 
 def isolate_examples(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Switch off dropout, which depends on an example's place in its batch, and statistics of batches.
+    """Switch off dropout, which depends on an example's position in its batch, and batch statistics.
 
-    That is, put every module into evaluation mode, but for other layers that hold any of the parameters: Opacus looks
-    only at layers in training mode.
+    All modules are put into evaluation mode, except other layers with any of the parameters: Opacus ignores layers in
+    evaluation mode.
     """
     trained = set(parameters)
     for module in model.modules():
@@ -248,63 +247,62 @@ def fastest(
     sample: Batch,
     tolerance: float = EXACT,
 ) -> PerExample:
-    """Return the fastest way that gives what single examples give on the `sample`, of two or more examples.
+    """Return the fastest method that agrees with single examples on the `sample`, of two or more examples.
 
-    Nothing of the data may be in the sample: which way is taken shows in how long a task takes.
-    `loss` is a batch's; `losses`, if known, each example's in a batch without anything in common. Leaves the model as
-    it was, bit for bit.
+    The sample must not contain data, because the choice shows in a task's duration. `loss` is a batch's; `losses`, if
+    known, is each example's in a batch without common tensors. Leaves the model as it was, bit for bit.
     """
     truth = OneByOne(loss, parameters, common)
-    ways: list[Callable[[], PerExample]] = [lambda: Batched(model, loss, parameters, common)]
+    methods: list[Callable[[], PerExample]] = [lambda: Batched(model, loss, parameters, common)]
     if losses is not None and not common:
         known = losses
-        ways.insert(0, lambda: Hooked(model, known, parameters, tolerance))
+        methods.insert(0, lambda: Hooked(model, known, parameters, tolerance))
     with _at_a_generic_point(model, parameters):
         expected = truth(sample)
-        for make in ways:
-            if way := _agreeing(make, expected, sample, tolerance):
-                return way
+        for make in methods:
+            if method := _agreeing(make, expected, sample, tolerance):
+                return method
     return truth
 
 
 def _agreeing(
     make: Callable[[], PerExample], expected: Gradients, sample: Batch, tolerance: float
 ) -> PerExample | None:
-    way: PerExample | None = None
+    method: PerExample | None = None
     try:
-        way = make()
-        if agree(way(sample), expected, tolerance):
-            return way
-        reason = "it finds other gradients than single examples give"
-    except Exception as fault:  # noqa: BLE001  (a model's own code fails in any of its own ways)
+        method = make()
+        if agree(method(sample), expected, tolerance):
+            return method
+        reason = "its gradients differ from those of single examples"
+    except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
         reason = f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
-    if way is not None:
-        way.close()
-    name = "?" if way is None else way.name
+    if method is not None:
+        method.close()
+    name = "?" if method is None else method.name
     structlog.get_logger("worker").info("per-example-gradients-refused", way=name, reason=reason)
     return None
 
 
 def agree(found: Gradients, expected: Gradients, tolerance: float = EXACT) -> bool:
-    """Return whether gradients are equal but for rounding, example by example.
+    """Return whether gradients are equal within rounding, example by example.
 
-    An example whose expected gradient is no number says nothing; there must be one that does.
+    Examples whose expected gradient is not finite are ignored; there must be others.
     """
     if [each.shape for each in found] != [each.shape for each in expected]:
         return False
     whole = norms(expected)  # [examples]
-    says = whole.isfinite()
+    finite = whole.isfinite()
     for one, other in zip(found, expected, strict=True):
         allowed = tolerance * norms([other]) + tolerance / 100 * whole
-        if not bool((norms([one - other])[says] <= allowed[says]).all()):
+        if not bool((norms([one - other])[finite] <= allowed[finite]).all()):
             return False
-    return bool(says.any())
+    return bool(finite.any())
 
 
 def norms(gradients: Gradients) -> Tensor:
     """Return the l2 norm of each example's gradient over all tensors together, float64 [examples].
 
-    In float32 the squares of small gradients would vanish, and a clip norm yet smaller would not clip them.
+    In float32 the squares of small gradients would underflow, and a still smaller clip norm would not clip them.
     """
     lengths = [
         torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1, dtype=torch.float64)
@@ -316,10 +314,10 @@ def norms(gradients: Gradients) -> Tensor:
 
 @contextmanager
 def _at_a_generic_point(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Move the parameters a little, and switches dropout off.
+    """Perturb the parameters slightly, and switch dropout off.
 
-    Where training starts, much is zero that soon is not: the gradient of one half of an adapter, or of the distance
-    to the start. A way that gets those wrong would agree there.
+    At the start of training, some gradients are zero that later are not: of one factor of an adapter, or of the
+    distance to the start. A method that computes these wrongly would agree there.
     """
     values = [parameter.detach().clone() for parameter in parameters]
     modes = [(module, module.training) for module in model.modules()]
@@ -348,10 +346,10 @@ def _examples(batch: Batch) -> Iterator[Batch]:
         yield {name: tensor[row : row + 1] for name, tensor in batch.items()}
 
 
-def at_once(way: PerExample, parameters: Sequence[nn.Parameter]) -> int:
-    """Return how many examples' gradients to hold at a time."""
-    if isinstance(way, OneByOne):
+def at_once(method: PerExample, parameters: Sequence[nn.Parameter]) -> int:
+    """Return the number of examples whose gradients are computed at a time."""
+    if isinstance(method, OneByOne):
         return 1
     sizes = [parameter.nbytes for parameter in parameters]
-    # One tensor after the other is added up in float64.
+    # Tensors are summed in float64, one after the other.
     return max(1, CHUNK_BYTES // max(1, sum(sizes) + 2 * max(sizes, default=0)))

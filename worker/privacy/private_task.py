@@ -1,7 +1,7 @@
-"""What a task with differential privacy may do: what it spends, what it may look at, and what it may tell.
+"""Differential privacy of a task: its spending, its access to data, and the metrics that it may report.
 
-Everything is reserved before it is done, so that no crash forgets it, and taken back if nothing left. Needs the extra
-`privacy`.
+Privacy is reserved before it is used, so that a crash loses no entry, and taken back if nothing left the site. Needs
+the extra `privacy`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.trainer import Batch, Trainer, seed_everything
 
 DISCLOSED = ("steps", "effective_steps")
-"""The numbers that a method may report. They follow from the settings and the number of examples."""
+"""The metrics that a method may report. They follow from the settings and the number of examples."""
 
 WEEK = timedelta(days=7)
 
@@ -46,8 +46,8 @@ WEEK = timedelta(days=7)
 class PrivateTask:
     """One task's training under differential privacy.
 
-    Raises PolicyViolation when it is made, which is before any data is looked at, if the task would spend more than
-    the run's target or the site's `budget` leaves; and LedgerError for a ledger that cannot be relied on.
+    Creation, before any data are read, raises PolicyViolation if the task would exceed the run's target or the site's
+    `budget`, and LedgerError if the ledger is damaged.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class PrivateTask:
         weekly: Budget | None = None,
         key: bytes | None = None,
     ) -> None:
-        """`key` is what all randomness follows from; a secret one of this task alone if None."""
+        """Check the task against the ledger. `key` seeds all randomness; if None, it is secret and new."""
         _check_delta(privacy.delta, examples)
         self._task = TaskRef.of(task)
         self._dataset = task.dataset
         self._rounds = task.rounds
         self._rounds_left = max(1, task.rounds - task.round + 1)
-        """With this one."""
+        """The number of rounds left, with this one."""
         self._privacy = privacy
         self._target = Budget(epsilon=privacy.epsilon, delta=privacy.delta)
         self._sampling = sampling(examples, task.training.batch_size)
@@ -77,7 +77,7 @@ class PrivateTask:
         self._weekly = weekly
         self._reserved: list[int] = []
         self._leaves = False
-        self._dice = NoiseSource(key or secret_key())
+        self._noise_source = NoiseSource(key or secret_key())
         self._mechanism: Mechanism | None = None
         self._selections = (privacy.selections or task.rounds) if privacy.selection == "noisy" else 0
         self._choice = NoisyChoice(rho=privacy.selection_share * rho_of(privacy) / max(1, self._selections))
@@ -100,16 +100,16 @@ class PrivateTask:
     # ------------------------------------------------------------ choosing blocks
 
     def watched(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """Return the batches for a method that chooses blocks by what it sees in them. Looking at them is what is
-        paid for, or refused: raises PolicyViolation then."""
+        """Return the batches for a method that chooses blocks by them. Reading them spends privacy, or raises
+        PolicyViolation."""
         return _Watched(batches, self._look)
 
     def _look(self) -> None:
         if self._privacy.selection == "refused":
             raise PolicyViolation(
                 "privacy",
-                "the method looks at the data to choose blocks, which the run's epsilon does not cover: set "
-                "privacy.selection to 'noisy', or to 'uncovered' to say so in plain sight",
+                "the method reads the data to choose blocks, which the run's epsilon does not cover: set "
+                "privacy.selection to 'noisy', or to 'uncovered' to accept this explicitly",
             )
         if self._privacy.selection == "noisy" and not self._looked:
             self._spend([self._choice])
@@ -119,11 +119,11 @@ class PrivateTask:
         self._looked = True
 
     def top_k(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
-        """As `Work.top_k`, by noisy sums if the run says so: each choice after the first is paid for here."""
+        """Return as `Work.top_k`, by noisy sums if the run sets so. Each choice after the first spends privacy."""
         if self._privacy.selection != "noisy":
             return largest(scores, count)
         if not self._looked:
-            raise PolicyViolation("privacy", "the method chooses by what it has not seen in this task")
+            raise PolicyViolation("privacy", "the method chooses blocks without reading the data of this task")
         if not self._chosen or count > self._picks_left:
             if self._chosen:
                 self._spend([self._choice])
@@ -131,46 +131,46 @@ class PrivateTask:
             self._epsilon_per_pick = epsilon_per_pick(self._choice.rho, self._picks_left)
         self._chosen = True
         self._picks_left -= count
-        return private_top_k(bounded_sums(scores), count, self._epsilon_per_pick, self._dice)
+        return private_top_k(bounded_sums(scores), count, self._epsilon_per_pick, self._noise_source)
 
     def check_choice(self) -> None:
-        """After blocks were chosen. Raises PolicyViolation if the choice went past the noise."""
+        """Raise PolicyViolation if blocks were chosen without noise. Call it after the choice."""
         if self._privacy.selection == "noisy" and self._looked and not self._chosen:
-            raise PolicyViolation("privacy", "the method looked at the data and chose blocks without any noise")
+            raise PolicyViolation("privacy", "the method read the data and chose blocks without any noise")
 
     # ------------------------------------------------------------ training
 
     def begin(self, epochs: int) -> None:
-        """Pay for so many epochs, and makes all randomness the worker's own. Raises PolicyViolation."""
+        """Reserve the privacy of a number of epochs, and reseed all randomness. Raises PolicyViolation."""
         entries = self._ledger.check(self._dataset)
-        # What takes long is worked out, and remembered, before other workers have to wait for the page.
+        # The slow computation is done, and cached, before this worker locks the page.
         self._judge(entries, [self._noisy_steps(entries, epochs)])
         with self._ledger.page(self._dataset) as page:
             event = self._noisy_steps(page.entries, epochs)
             self._write(page, [event])
         self._mechanism = Mechanism(self._sampling, self._privacy.clip_norm, event.noise_multiplier)
-        # Dropout is off. What else a model's own code may draw must not be known either.
-        seed_everything(self._dice.seed())
+        # Dropout is off. Other random draws of a model's code must be unpredictable too.
+        seed_everything(self._noise_source.seed())
 
     def phase(self, trainer: Trainer, freeze: Freeze, dataset: Dataset) -> NoisyGradients:
         if self._mechanism is None:
-            raise RuntimeError("nothing trains before it is paid for")
-        return NoisyGradients(trainer, freeze, dataset, self._mechanism, self._dice)
+            raise RuntimeError("call begin before phase: it reserves the privacy")
+        return NoisyGradients(trainer, freeze, dataset, self._mechanism, self._noise_source)
 
     def disclosed(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Of the numbers that would be reported those that no example has a part in."""
+        """Return the metrics that do not depend on the examples' content."""
         return {name: value for name, value in metrics.items() if name in DISCLOSED}
 
     def spent(self) -> float:
-        """Return the epsilon of all that the run was allowed here so far, at the run's delta."""
+        """Return the epsilon that the run has spent on this data set so far, at the run's delta."""
         return epsilon(self._of_run(self._ledger.read(self._dataset)), self._target.delta)
 
     def leave(self) -> None:
-        """Say that something made of the data is about to leave: what was reserved stays spent."""
+        """Record that a result is about to leave the site: the reserved privacy stays spent."""
         self._leaves = True
 
     def void(self) -> None:
-        """Take back what was reserved, unless something may have left."""
+        """Take back the reserved privacy, unless a result may have left the site."""
         if self._leaves or not self._reserved:
             return
         log = structlog.get_logger("worker").bind(dataset=self._dataset)
@@ -178,7 +178,7 @@ class PrivateTask:
             with self._ledger.page(self._dataset) as page:
                 page.void(self._task, self._reserved)
         except (LedgerError, OSError) as fault:
-            # It stays spent, which is safe; and why the task ended must not be lost.
+            # It stays spent, which is safe, and the task's own exception is not lost.
             log.exception("void-not-written", detail=str(fault))
         else:
             log.info("privacy-not-spent", entries=self._reserved)
@@ -187,16 +187,16 @@ class PrivateTask:
     # ------------------------------------------------------------ spending
 
     def _noisy_steps(self, entries: Sequence[LedgerEntry], epochs: int) -> NoisySteps:
-        """This task's steps, with the noise that they need. Raises PolicyViolation if the site requires more."""
+        """Return this task's steps with their noise. Raises PolicyViolation if the site requires more noise."""
         event = self._needed_steps(entries, epochs)
         if self._floor:
             self._floor.check_noise(event.noise_multiplier)
         return event
 
     def _needed_steps(self, entries: Sequence[LedgerEntry], epochs: int) -> NoisySteps:
-        """This task's steps, with noise that lets the run keep its target if the rounds to come are like this one.
+        """Return this task's steps, with noise that keeps the run within its target if the next rounds are alike.
 
-        The same in every round, unless tasks were tried more than once, which costs anew, or rounds differ.
+        The noise is the same in every round, unless tasks were retried, which spends privacy again, or rounds differ.
         """
         steps, rate = epochs * self._sampling.steps, self._sampling.rate
         spent = self._of_run(entries)
@@ -229,12 +229,12 @@ class PrivateTask:
         )
 
     def _judge(self, entries: Sequence[LedgerEntry], events: Sequence[Event]) -> None:
-        """Raise PolicyViolation if the events would take the data set beyond the site's budget, or what it allows in
-        a week."""
+        """Raise PolicyViolation if the events would exceed the data set's budget, in total or within a week."""
         name = self._dataset
         if self._budget:
             self._budget.check_exact(name, entries)
-        lately = _since(entries, datetime.now(UTC) - WEEK)
+        a_week_ago = datetime.now(UTC) - WEEK
+        lately = [entry for entry in entries if entry.at > a_week_ago]
         for allowed, counted, rule, within_what in (
             (self._budget, entries, "privacy", ""),
             (self._weekly, lately, "max_weekly_privacy", " within seven days"),
@@ -244,26 +244,26 @@ class PrivateTask:
                 needed = least_budget(together, allowed.delta)
                 raise PolicyViolation(
                     rule,
-                    f"this task would bring what is told of {name!r}{within_what} to an epsilon of "
+                    f"this task would bring {name!r}{within_what} to an epsilon of "
                     f"{_up(needed)} at delta {allowed.delta:g}, and the site allows {allowed.epsilon:g}"
                     + (self._to_the_end(allowed, counted, needed) if rule == "privacy" else ""),
                 )
 
     def _to_the_end(self, budget: Budget, entries: Sequence[LedgerEntry], least: float = 0.0) -> str:
-        """Return what budget would hold the run to its end, if the rounds to come are as this one."""
+        """Return a sentence about the budget for the whole run, if the next rounds are like this one."""
         needed = max(least, least_budget([*noisy_in(entries), *self._ahead], budget.delta))
         return f"; all rounds of the run need a budget of {_up(needed)}"
 
     def _warn_of_budget(self, entries: Sequence[LedgerEntry]) -> None:
-        """Say at the first task of a run if the budget does not hold all of its rounds. The site may not take part in
-        each, so this is no reason to refuse."""
+        """Log a warning at a run's first task if the budget does not cover all rounds. The task is not refused, since
+        the site may not take part in each."""
         if self._budget and not admits([*noisy_in(entries), *self._ahead], self._budget):
             structlog.get_logger("worker").warning(
                 "budget-below-run",
                 dataset=self._dataset,
                 run=self._task.run,
                 detail=f"the site allows {self._budget.epsilon:g}{self._to_the_end(self._budget, entries)}",
-                remedy="raise the budget, or have the run spend less: its last rounds are refused otherwise",
+                remedy="raise the budget, or let the run spend less: otherwise its last rounds are refused",
             )
 
     def _of_run(self, entries: Iterable[LedgerEntry]) -> list[Event]:
@@ -271,17 +271,13 @@ class PrivateTask:
 
 
 def _up(value: float) -> str:
-    """As a budget that is set to it holds: never rounded down."""
+    """Return an epsilon as text, rounded up, so that a budget of this value suffices."""
     return f"{math.ceil(value * 100) / 100:g}" if math.isfinite(value) else "more than 1000"
-
-
-def _since(entries: Iterable[LedgerEntry], at: datetime) -> list[LedgerEntry]:
-    return [entry for entry in entries if entry.at > at]
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """Batches of which it is noticed that somebody looks at them."""
+    """Batches that call `look` when they are read."""
 
     batches: Iterable[Batch]
     look: Callable[[], None]
@@ -296,26 +292,25 @@ def _noisy(noise: float, rate: float, steps: int) -> NoisySteps:
 
 
 def _check_delta(delta: float, examples: int) -> None:
-    """Raise PolicyViolation for a delta that would allow to give whole examples away."""
+    """Raise PolicyViolation for a delta that would permit the release of whole examples."""
     most = examples**-1.1
     if delta > most:
         raise PolicyViolation(
             "privacy",
-            f"a delta of {delta:g} promises nothing to {examples} examples: set privacy.delta to {most:.2g} or less, "
-            f"better to less than {0.1 / examples:.2g}",
+            f"a delta of {delta:g} gives no guarantee for {examples} examples: set privacy.delta to {most:.2g} or "
+            f"less, better to less than {0.1 / examples:.2g}",
         )
     if delta > 0.1 / examples:
         structlog.get_logger("worker").warning(
-            "privacy-delta-large", delta=delta, examples=examples, remedy=f"have the run set {0.1 / examples:.2g}"
+            "privacy-delta-large", delta=delta, examples=examples, remedy=f"set the run's to {0.1 / examples:.2g}"
         )
 
 
 def bounded_sums(scores: Array) -> Array:
-    """Return the sums over the examples, float64 [candidates], of scores [examples, candidates] brought into [0, 1].
+    """Return the sums over the examples, float64 [candidates], of scores [examples, candidates] clipped to [0, 1].
 
-    So one example more or less moves each sum by at most 1, and none of them the other way. A score that is no number
-    counts as 0. Scores are rounded to multiples of 2^-30, whose sums float64 holds exactly: in which order examples
-    are added up changes nothing.
+    So adding an example increases each sum by at most 1 and decreases none. A score of nan counts as 0. Scores are
+    rounded to multiples of 2^-30, whose sums are exact in float64, so that the order of the examples has no effect.
     """
     bounded = np.nan_to_num(scores.astype(np.float64)).clip(0, 1)
     sums: Array = np.ldexp(np.rint(np.ldexp(bounded, 30)).sum(axis=0), -30)
@@ -323,16 +318,16 @@ def bounded_sums(scores: Array) -> Array:
 
 
 def epsilon_per_pick(rho: float, count: int) -> float:
-    """Of `count` picks that are `rho`-zCDP together."""
+    """Return the epsilon of each of `count` picks that are `rho`-zCDP together."""
     return float(np.sqrt(8 * rho / count))
 
 
-def private_top_k(sums: Array, count: int, epsilon_per_pick: float, dice: NoiseSource) -> list[int]:
+def private_top_k(sums: Array, count: int, epsilon_per_pick: float, source: NoiseSource) -> list[int]:
     """Return the places of the `count` largest of noisy sums [candidates], largest first.
 
-    One example more or less must move each sum by at most 1, and all of them the same way. One draw of Gumbel noise
-    of scale 1/epsilon picks as the exponential mechanism does, one after the other (Durfee and Rogers 2019, arXiv
+    Adding an example must change each sum by at most 1, and all of them in the same direction. Picking by one draw of
+    Gumbel noise of scale 1/epsilon equals repeated use of the exponential mechanism (Durfee and Rogers 2019, arXiv
     1905.04273), and each pick is epsilon^2/8-zCDP (Cesar and Rogers 2021, arXiv 2004.07223).
     """
-    noisy = sums + dice.gumbel(len(sums)) / epsilon_per_pick
+    noisy = sums + source.gumbel(len(sums)) / epsilon_per_pick
     return [int(place) for place in np.argsort(-noisy)[:count]]

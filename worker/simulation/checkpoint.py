@@ -95,7 +95,7 @@ class Records:
         return {_read(Reported, file).update for file in (self._folder / "open").glob("*.json")}
 
     def forget_accepted(self) -> None:
-        """The round is over."""
+        """Delete the reports of the round that is over."""
         shutil.rmtree(self._folder / "open")
         (self._folder / "open").mkdir()
 

@@ -96,11 +96,11 @@ class Lent:
         return self._folder.path(digest)
 
     def put(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> bool:
-        """It reads where blobs lie, and makes none."""
+        """Raise NotImplementedError: the simulation reads blobs in place and stores none here."""
         raise NotImplementedError
 
     def fetch_all(self, wanted: Mapping[str, int], source: Row, progress: Progress | None = None) -> None:
-        """Nothing: each is found where it lies."""
+        """Do nothing: blobs are read in place."""
 
     @contextmanager
     def pinning(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ def written_whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_secret(path: Path, secret: str) -> None:
-    """A file that only its owner may read from its first moment on, in place of any that has the name."""
+    """Write a file that only its owner may read from the moment it exists, replacing any of that name."""
     with temporary_file(path.parent, 0o600) as (temporary, file):
         file.write(f"{secret}\n".encode("ascii"))
         file.flush()
@@ -78,7 +78,7 @@ def temporary_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[Path, Bina
 
 
 def replace(old: Path, new: Path, *, durable: bool = True) -> None:
-    """Renames a file over another in the same folder. If `durable`, that survives a power cut when it returns."""
+    """Rename a file over another in the same folder. If `durable`, the rename survives a power cut on return."""
     old.replace(new)
     if durable:
         sync_names(new.parent)

@@ -211,7 +211,7 @@ class _Shelving:
         self._left.popleft()
 
     def close(self) -> None:
-        """What is not whole by now leaves nothing behind."""
+        """Delete the blob if it is incomplete."""
         if self._hashing:
             unfinished = DigestMismatch("unfinished")
             with suppress(DigestMismatch):

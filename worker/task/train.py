@@ -35,8 +35,8 @@ def train(
     if private:
         dataset = dataset.padded()
         context.choose_top = private.top_k
-        made_up = {**context.made_up(dataset, 1), **dataset.common}
-        context.placeholder = {name: tensor.to(env.device) for name, tensor in made_up.items()}
+        synthetic_examples = {**context.synthetic_examples(dataset, 1), **dataset.common}
+        context.placeholder = {name: tensor.to(env.device) for name, tensor in synthetic_examples.items()}
     else:
         # Before training, not at upload: heartbeats already report the loss of the first batches, and a failed
         # selection is reported too.

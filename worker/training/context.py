@@ -1,4 +1,4 @@
-"""One task, as the method's worker half sees it: a model, what the plan asks of it, and the ways to reach into it."""
+"""The task context of a method's worker half: a model, the plan, and access to the model's internals."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tessera.worker.model.prompts import REMEDY, PromptError, fused_prompts, pro
 
 
 def largest(scores: Array, count: int, picks: int | None = None) -> list[int]:  # noqa: ARG001 (it is for noise)
-    """Return the places of the `count` largest sums of scores [examples, candidates], of equals the first."""
+    """Return the places of the `count` largest sums of scores [examples, candidates]; ties go to the first."""
     return [int(place) for place in np.argsort(-scores.sum(axis=0), kind="stable")[:count]]
 
 
 @dataclass
 class LocalTaskContext:
-    """Implements `shared.methods.base.Work` on a transformers model. Call `close` when the task is over."""
+    """`shared.methods.base.Work` on a transformers model. Call `close` at the end of the task."""
 
     model: PreTrainedModel
     head: Head
@@ -44,9 +44,9 @@ class LocalTaskContext:
     server_state: Mapping[str, Array] = field(default_factory=dict)
     private: list[Block] = field(default_factory=list)
     choose_top: Callable[[Array, int, int | None], list[int]] = largest
-    """How `top_k` chooses: without noise, unless the task is private."""
+    """The function behind `top_k`: without noise, unless the task is private."""
     placeholder: Mapping[str, Tensor] | None = None
-    """A made-up example, if the task is private: then no measurement fails by what the examples are."""
+    """A synthetic example for a private task, in which no measurement may fail because of the examples."""
     _added: list[str] = field(default_factory=list)
 
     def read(self, block: Block) -> Array:
@@ -55,14 +55,14 @@ class LocalTaskContext:
     def write(self, block: Block, values: Array) -> None:
         write_block(self._tensor(block), block, values)
 
-    def made_up(self, dataset: Dataset, examples: int) -> dict[str, Tensor]:
-        """Return made-up examples of a data set, whose texts end as the model's configuration says."""
+    def synthetic_examples(self, dataset: Dataset, examples: int) -> dict[str, Tensor]:
+        """Return synthetic examples of a data set, whose texts end with the model's end-of-text token."""
         end, words = (getattr(self.model.config, name, None) for name in ("eos_token_id", "vocab_size"))
         known = isinstance(end, int) and isinstance(words, int) and 0 <= end < words
         return dataset.placeholder(examples, end if known else None)
 
     def _tensor(self, block: Block) -> dict[str, Tensor]:
-        """Return the tensor of a block by its name, looked up alone: going through all of them takes long."""
+        """Return the tensor of a block by its name. It is looked up alone, because listing all tensors is slow."""
         path, _, name = block.tensor.rpartition(".")
         try:
             return {block.tensor: getattr(self.model.get_submodule(path), name)}
@@ -70,77 +70,78 @@ class LocalTaskContext:
             return {}
 
     def restore(self, private: Selector) -> None:
-        """Give the run's blocks that stay here the values that the vault holds. SelectorError as `resolve`."""
+        """Set the run's private blocks to their values in the vault. Raises SelectorError as `resolve` does."""
         for block in private.resolve(self.blocks):
-            if block.name in self.vault:
-                self.write(block, self.vault[block.name])
+            self._restore(block)
 
     def tensors(self, values: Mapping[str, Array]) -> dict[str, Tensor]:
-        wanted = {block.tensor for block in self.blocks if block.name in values}
+        blocks = [block for block in self.blocks if block.name in values]
+        wanted = {block.tensor for block in blocks}
         whole = {name: torch.zeros_like(t) for name, t in named_tensors(self.model).items() if name in wanted}
-        for block in self.blocks:
-            if block.name in values:
-                write_block(whole, block, values[block.name])
+        for block in blocks:
+            write_block(whole, block, values[block.name])
         return whole
 
     def forward(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None) -> Output:
         return forward(self.model, self.head, batch, values)
 
     def forward_with_features(self, batch: Mapping[str, Tensor]) -> tuple[Output, Tensor]:
-        return self._featured(batch, None)
+        return self._output_and_features(batch, None)
 
     def features(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Tensor:
-        # Module by module: some may be in evaluation mode already, such as normalisations of a private task.
+        # Each module's mode is restored: some are in evaluation mode, such as normalisations of a private task.
         modes = [(module, module.training) for module in self.model.modules()]
         for module, _ in modes:
             module.training = False
         try:
             with torch.no_grad():
-                return self._featured(batch, values)[1]
+                return self._output_and_features(batch, values)[1]
         finally:
             for module, training in modes:
                 module.training = training
 
-    def _featured(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None) -> tuple[Output, Tensor]:
-        handed: list[Tensor] = []
-        handle = self._head_module().register_forward_pre_hook(lambda _, inputs: handed.append(inputs[0]))
+    def _output_and_features(
+        self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None
+    ) -> tuple[Output, Tensor]:
+        inputs: list[Tensor] = []
+        handle = self._head_module().register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
         try:
             output = self.forward(batch, values)
         finally:
             handle.remove()
-        found = handed[0]  # [examples, width] or [examples, positions, width]
-        if found.ndim == 2:
-            return output, found
+        features = inputs[0]  # [examples, width] or [examples, positions, width]
+        if features.ndim == 2:
+            return output, features
         real = self._real_tokens(batch)  # [examples, positions]
-        if real is None or found.shape[:-1] != real.shape:
-            return output, found.flatten(1, -2).mean(dim=1)
-        weights = real.to(found.dtype).unsqueeze(-1)
-        return output, (found * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+        if real is None or features.shape[:-1] != real.shape:
+            return output, features.flatten(1, -2).mean(dim=1)
+        weights = real.to(features.dtype).unsqueeze(-1)
+        return output, (features * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
 
     def _real_tokens(self, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """Return which of the tokens that the head is handed are no padding; None where nothing says so."""
-        told = self._with_padding(batch)
-        return told.get("decoder_attention_mask" if self.head == "seq2seq-lm" else "attention_mask")
+        """Return the mask of the head's tokens that are not padding, or None if the batch has no such mask."""
+        name = "decoder_attention_mask" if self.head == "seq2seq-lm" else "attention_mask"
+        return self._with_padding(batch).get(name)
 
     def _head_module(self) -> nn.Module:
         paths = [block.tensor.rpartition(".")[0] for block in self.blocks if block.role == "head"]
         if not paths or not paths[0]:
-            raise ValueError("the model has no head module of its own, hence no features that lead to it")
+            raise ValueError("the model has no head module, so it has no features: choose a head or another method")
         return self.model.get_submodule(paths[0])
 
     def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
         common = partial(common_to_all, head=self.head)
-        told = map(self._with_padding, batches)
+        padded = map(self._with_padding, batches)
 
         def profile(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, LayerAttention]:
             return attention_profile(self.model, self.blocks, batches, self.forward, tokens, common)
 
         if self.placeholder is None:
-            return profile(told)
-        return isolated_profile(profile, self._with_padding(self.placeholder), told, common)
+            return profile(padded)
+        return isolated_profile(profile, self._with_padding(self.placeholder), padded, common)
 
     def _with_padding(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return a decoder that is taught by labels learns from them alone which of its tokens are padding."""
+        """Return the batch with a decoder's padding mask, which only the labels contain."""
         if self.head != "seq2seq-lm" or "decoder_attention_mask" in batch:
             return batch
         return {**batch, "decoder_attention_mask": (batch["labels"] != IGNORED).long()}
@@ -159,7 +160,7 @@ class LocalTaskContext:
 
     def add_private(self, name: str, module: nn.Module) -> None:
         if hasattr(self.model, name):
-            raise ConfigError(f"the model has a {name!r} of its own, where the method would put what stays here")
+            raise ConfigError(f"the model already has a module {name!r}, the name of the method's private module")
         self.model.add_module(name, module.to(self.model.device))
         self._added.append(name)
         for path, tensor in named_tensors(module).items():
@@ -167,8 +168,11 @@ class LocalTaskContext:
                 tensor=f"{name}.{path}", role="other", shape=tuple(tensor.shape), dtype=DTYPES[tensor.dtype]
             )
             self.private.append(block)
-            if block.name in self.vault:
-                self.write(block, self.vault[block.name])
+            self._restore(block)
+
+    def _restore(self, block: Block) -> None:
+        if block.name in self.vault:
+            self.write(block, self.vault[block.name])
 
     def fuse_prompts(
         self, modalities: Sequence[Modality], fusion: Fusion, start: LocalStart, *, shared_fusion: bool = False
@@ -183,7 +187,7 @@ class LocalTaskContext:
         tokens.transforms = {modality: partial(fused.fuse, modality) for modality in modalities}
 
     def close(self) -> None:
-        """Take what was added out of the model again."""
+        """Remove everything that was added to the model."""
         if tokens := prompts_of(self.model):
             tokens.transforms = {}
         for name in self._added:

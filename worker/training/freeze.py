@@ -1,4 +1,4 @@
-"""Training some blocks of a model, or some rows of a tensor, while every other bit stays as it is."""
+"""Training of some blocks of a model, or some rows of a tensor, that leaves every other bit unchanged."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tessera.worker.model.build import rows_of, tensor_of
 
 
 class Freeze:
-    """Trains the given blocks of a model and keeps every other bit of it as it is.
+    """The trained blocks of a model. Every other bit of the model stays unchanged.
 
-    Create it when the model is on its device. In each step call `mask_gradients` after the backward pass and before
-    clipping, so that frozen rows do not count towards the norm, and `restore` after the optimizer's step, since
-    weight decay and old moments move rows whose gradient is zero. With `keep_buffers` buffers stay as they are even
-    where a block names one. Raises ModelMismatch for a block that the model lacks.
+    Create it after moving the model to its device. In each step call `mask_gradients` after the backward pass and
+    before clipping, so that frozen rows do not count towards the norm, and `restore` after the optimizer's step,
+    since weight decay and old moments change rows whose gradient is zero. With `keep_buffers`, all buffers stay
+    unchanged too, even those of trained blocks. Raises ModelMismatch for a block that the model lacks.
     """
 
     def __init__(self, model: nn.Module, train: Sequence[Block], *, keep_buffers: bool = False) -> None:
@@ -28,7 +28,7 @@ class Freeze:
             tensor_of(tensors, block)
             trained.setdefault(block.tensor, []).append(block)
         self.parameters: list[nn.Parameter] = []
-        """What to hand to an optimizer: the parameters with a trained block."""
+        """The parameters with a trained block, for the optimizer."""
         self._rows: list[tuple[Tensor, int, Tensor, Tensor]] = []  # tensor, axis, its frozen rows, their values
         self._buffers: list[tuple[Tensor, Tensor]] = []  # buffers move in the forward pass, not by gradients
         for name, tensor in tensors.items():
@@ -57,13 +57,13 @@ class Freeze:
                 self.mask(parameter, parameter.grad)
 
     def mask(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Zero the frozen rows of one parameter in a gradient of its shape, which may have axes in front of it."""
+        """Zero a parameter's frozen rows in a gradient of its shape, which may have additional leading axes."""
         for tensor, axis, frozen, _ in self._rows:
             if tensor is parameter:
                 gradient.index_fill_(axis - tensor.ndim, frozen, 0)
 
     def restore(self) -> None:
-        """Put frozen rows and buffers back, bit for bit."""
+        """Restore frozen rows and buffers, bit for bit."""
         for tensor, axis, frozen, values in self._rows:
             tensor.detach().index_copy_(axis, frozen, values)
         for buffer, values in self._buffers:

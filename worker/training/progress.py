@@ -1,4 +1,4 @@
-"""What doing a task comes to, for the log, and how far it is, for the coordinator's people."""
+"""A task's metrics for the log, and its progress for the coordinator."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ FIGURE_DIGITS = 3
 
 
 def rounded(figure: float) -> float:
-    """Round a figure that was measured on examples to the digits that leave the site.
+    """Round a figure that was measured on examples to the precision that leaves the site.
 
-    More digits serve nobody, and tell of single examples whoever compares two versions that hardly differ.
+    More digits have no use, and would reveal single examples to a comparison of two nearly equal versions.
     """
     return float(f"{figure:.{FIGURE_DIGITS}g}")
 
 
 @dataclass
 class Report:
-    """Counted up by the thread that does the task, and read by the one that renews its lease."""
+    """Counters of a task: written by the task's thread, read by the thread that renews its lease."""
 
     examples: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -30,12 +30,12 @@ class Report:
     phase: Phase = "waiting"
     step: int = 0
     steps: int = 0
-    """0 where nobody knows."""
+    """0 if unknown."""
     loss: float | None = None
     total_bytes: int = 0
-    """Those that are to be moved in this phase, together with what was moved before."""
+    """Bytes to transfer until the end of this phase, with those already transferred."""
     by_quarter: bool = False
-    """Whether only full quarters of the steps are told: how long a single step takes tells the size of its batch."""
+    """Report only full quarters of the steps: the duration of a single step would reveal the size of its batch."""
 
     def begin(self, phase: Phase, *, steps: int = 0, total_bytes: int = 0, by_quarter: bool = False) -> None:
         self.step, self.steps, self.loss, self.total_bytes = 0, steps, None, total_bytes
@@ -43,30 +43,27 @@ class Report:
         self.phase = phase
 
     def advance(self, loss: float | None = None) -> None:
-        """One step more; `loss` is the epoch's mean so far, where it may be told."""
+        """Count a step. `loss` is the epoch's mean so far, if it may be reported."""
         self.step += 1
         self.loss = loss
 
     def progress(self) -> Progress:
-        """Return what a heartbeat says."""
-        moved = {"fetching": self.download_bytes, "uploading": self.upload_bytes}.get(self.phase)
-        works = self.phase in ("training", "evaluating")
+        """Return the progress for a heartbeat."""
         loss = None if self.loss is None else rounded(self.loss)
         return Progress(
             phase=self.phase,
-            step=self._step() if works else None,
+            step=self._step() if self.phase in ("training", "evaluating") else None,
             steps=self.steps or None,
             loss=loss if loss is not None and abs(loss) < MAX_NUMBER else None,
-            bytes=moved,
+            bytes={"fetching": self.download_bytes, "uploading": self.upload_bytes}.get(self.phase),
             total_bytes=self.total_bytes or None,
         )
 
     def _step(self) -> int:
         if not self.by_quarter:
             return self.step
-        quarters = 4 * self.step // self.steps if self.steps else 0
-        return quarters * self.steps // 4
+        return 4 * self.step // self.steps * self.steps // 4 if self.steps else 0
 
 
 Check = Callable[[], None]
-"""Called between batches; raises whatever ends the task early."""
+"""A function that is called between batches and raises an exception to end the task early."""

@@ -1,4 +1,4 @@
-"""The one local training loop: every method trains through it, and says only what differs."""
+"""The local training loop of all methods."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Batch = dict[str, Tensor]
 
 
 MIN_LOSS_SCALE = 2.0**-24
-"""Gradients that overflow float16 at this scale are not finite at any: it is float16's smallest positive number."""
+"""Gradients that overflow float16 at this scale, its smallest positive number, are not finite at any scale."""
 
 
 class PrivateGradients(Protocol):
@@ -39,26 +39,26 @@ class PrivateGradients(Protocol):
         """Set each parameter's gradient."""
 
     def close(self) -> None:
-        """Leave the model as it was found."""
+        """Restore the model as it was before."""
 
 
 class PrivateTraining(Protocol):
-    """The differential privacy of a task, as the training loop needs it (`worker.privacy` implements it)."""
+    """The differential privacy of a task, for the training loop. `worker.privacy` implements it."""
 
     def begin(self, epochs: int) -> None:
-        """Reserve the privacy of so many epochs. Raises PolicyViolation."""
+        """Reserve the privacy of a number of epochs. Raises PolicyViolation."""
 
     def phase(self, trainer: Trainer, freeze: Freeze, dataset: Dataset) -> PrivateGradients:
         """Return the gradients for one phase."""
 
 
 class TrainingDiverged(ArithmeticError):
-    """The loss is no longer a number."""
+    """A loss, a gradient or a weight that is not finite."""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """A data set in batches on a device, in a new order each time it is gone through if there is a generator."""
+    """The batches of a data set on a device, in a new order for each pass if there is a generator."""
 
     dataset: Dataset
     size: int | None
@@ -79,10 +79,10 @@ def seed_everything(seed: int) -> None:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains a model for one task.
+    """Local training of a model for one task.
 
-    In float32 on the CPU, the same model, data, seed and number of threads give the same bits; with `private` only
-    where its dice have the same key too.
+    In float32 on the CPU, the same model, data, seed and number of threads give the same bits; with `private`, its
+    noise must have the same key too.
     """
 
     half: WorkerHalf[Any]
@@ -92,18 +92,18 @@ class Trainer:
     check: Check
     private: PrivateTraining | None = None
     report: Report = field(default_factory=Report)
-    """Told of each step."""
-    least_told: int = 1
-    """Examples that a loss must be the mean of before it is told."""
+    """The progress report, updated at each step."""
+    min_loss_examples: int = 1
+    """Number of examples from which on the mean loss is reported."""
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
-    """Scales the loss for float16. Pass the run's own to begin at the scale that its last round found."""
+    """The loss scaler for float16. Pass the run's to begin at the scale of its last round."""
 
     def train(self, phases: Sequence[Phase], dataset: Dataset, seed: int) -> TrainingStats:
-        """Go through the phases, each with an optimizer of its own over the blocks that it trains.
+        """Train the phases, each with an optimizer of its own over the blocks that it trains.
 
-        The tally's loss is the mean over the examples of the last epoch; not a number if there is no phase, and
-        nothing trains, or if training is private. Raises TrainingDiverged, SelectorError for a phase that names
-        blocks which the model lacks, and what `check` and `private` raise.
+        The returned loss is the mean over the examples of the last epoch, or nan without phases or if training is
+        private. Raises TrainingDiverged, SelectorError for a phase that names blocks which the model lacks, and the
+        exceptions of `check` and `private`.
         """
         generator = torch.Generator().manual_seed(seed)
         batches = Batches(dataset, self.training.batch_size, self.device, generator)
@@ -127,12 +127,12 @@ class Trainer:
         return TrainingStats(examples=dataset.examples, steps=steps, loss=loss)
 
     def _rehearse(self, dataset: Dataset) -> None:
-        """Compute one loss on no example of the data set.
+        """Compute a loss on a synthetic example.
 
-        Raises UnsupportedRun for a model that does not fit the data set, before anything is paid for and whatever the
-        examples are; afterwards a private task does not fail by them.
+        Raises UnsupportedRun if the model does not fit the data set, before any privacy is spent and independently of
+        the examples, on which a private task must not fail afterwards.
         """
-        batch = {**self.context.made_up(dataset, 1), **dataset.common}
+        batch = {**self.context.synthetic_examples(dataset, 1), **dataset.common}
         try:
             with evaluation_mode(self.context.model), torch.no_grad(), autocast(self.training, self.device):
                 self.half.loss(self.context, {name: tensor.to(self.device) for name, tensor in batch.items()})
@@ -141,8 +141,8 @@ class Trainer:
         except (IndexError, RuntimeError, TypeError, ValueError) as fault:
             shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(batch.items()))
             raise UnsupportedRun(
-                f"the model gives no loss for a made-up example of this data set ({shapes}): {type(fault).__name__}: "
-                f"{fault}. A private run pads texts to the data set's max_length, which the model must take."
+                f"the model gives no loss for a synthetic example of this data ({shapes}): {type(fault).__name__}: "
+                f"{fault}. A private run pads texts to the data set's max_length, which the model must accept."
             ) from fault
 
     def _train_privately(self, private: PrivateTraining, epoch: _Epoch, epochs: int, dataset: Dataset) -> None:
@@ -154,13 +154,13 @@ class Trainer:
                 self.report.advance()
         finally:
             noisy.close()
-        # No loss may be told, so it is left to the weights themselves.
+        # The loss is private, so the weights show divergence.
         if not all(bool(parameter.isfinite().all()) for parameter in epoch.freeze.parameters):
-            raise TrainingDiverged(f"weights are no numbers with a learning rate of {self.training.learning_rate:g}")
+            raise TrainingDiverged(f"weights are not finite with a learning rate of {self.training.learning_rate:g}")
 
 
 def steps_in(examples: int, batch_size: int | None) -> int:
-    """Return the batches of one pass over so many examples."""
+    """Return the number of batches in one pass over the examples."""
     return 1 if batch_size is None else math.ceil(examples / batch_size)
 
 
@@ -169,7 +169,7 @@ def epochs_of(phase: Phase, training: Training) -> int:
 
 
 class _Epoch:
-    """One phase's state: what it trains, its optimizer, and the steps that it has made."""
+    """The state of a phase: its trained blocks, its optimizer, and its number of steps so far."""
 
     def __init__(self, trainer: Trainer, phase: Phase) -> None:
         self.steps = 0
@@ -177,7 +177,7 @@ class _Epoch:
         context = trainer.context
         added = context.private if phase.private else ()
         trained = [*phase.train.resolve(context.blocks), *added]
-        # What moves a buffer, such as a normalisation's statistics, is the data themselves.
+        # Buffers such as a normalisation's statistics depend on the data without noise.
         self.freeze = Freeze(context.model, trained, keep_buffers=trainer.private is not None)
         tensors = named_tensors(context.model)
         own = {id(tensors[block.tensor]) for block in added} if phase.private_learning_rate is not None else set()
@@ -188,26 +188,27 @@ class _Epoch:
         self._optimizer = _optimizer(groups, trainer.training)
 
     def run(self, batches: Batches) -> float:
-        """Go through the data once. Returns the mean loss over its examples."""
+        """Train one pass over the data. Returns the mean loss over its examples."""
         total, examples = 0.0, 0
         for batch in batches:
             self._trainer.check()
             count = len(batch["labels"])
             total += self._step(batch) * count
             examples += count
-            self._trainer.report.advance(total / examples if examples >= self._trainer.least_told else None)
+            self._trainer.report.advance(total / examples if examples >= self._trainer.min_loss_examples else None)
         return total / examples
 
     def _step(self, batch: Batch) -> float:
-        """Make one step. A step that float16 overflows is made again at half the scale, so that each batch counts."""
-        value, made = self._try_step(batch)
-        while not made:
+        """Take one step. After an overflow of float16 the step is repeated at half the scale, so each batch
+        counts."""
+        while True:
+            value, stepped = self._try_step(batch)
+            if stepped:
+                return value
             self._trainer.check()
-            value, made = self._try_step(batch)
-        return value
 
     def _try_step(self, batch: Batch) -> tuple[float, bool]:
-        """Return the loss of a batch, and whether its gradients were finite, so that the optimizer made a step."""
+        """Return the loss of a batch, and whether its gradients were finite and the optimizer took a step."""
         half, context, training = self._trainer.half, self._trainer.context, self._trainer.training
         scaler = self._trainer.scaler
         self._optimizer.zero_grad(set_to_none=True)
@@ -221,30 +222,27 @@ class _Epoch:
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.unscale_(self._optimizer)
         self._correct_gradients()
-        # The scaler leaves the step out where a gradient is not finite, and tells so only by lowering the scale.
+        # The scaler skips the step if a gradient is not finite; only the lower scale shows it.
         scaler.step(self._optimizer)
         scaler.update()
-        made = scaler.get_scale() >= scale
-        self._after_step(made)
-        return value, made
+        stepped = scaler.get_scale() >= scale
+        self.freeze.restore()
+        self.steps += stepped
+        return value, stepped
 
     def noisy_step(self, noisy: PrivateGradients) -> None:
-        """One step by a noisy gradient. Whatever follows the noise reads no data, and costs no privacy."""
+        """Take one step with a noisy gradient. What follows reads no data, so it costs no privacy."""
         noisy.fill()
         self._correct_gradients()
         self._optimizer.step()
-        self._after_step(made=True)
+        self.freeze.restore()
+        self.steps += 1
 
     def _correct_gradients(self) -> None:
-        half, context, training = self._trainer.half, self._trainer.context, self._trainer.training
-        half.after_backward(context)
+        self._trainer.half.after_backward(self._trainer.context)
         self.freeze.mask_gradients()
-        if training.max_gradient_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.freeze.parameters, training.max_gradient_norm)
-
-    def _after_step(self, made: bool) -> None:
-        self.freeze.restore()
-        self.steps += made
+        if (norm := self._trainer.training.max_gradient_norm) is not None:
+            torch.nn.utils.clip_grad_norm_(self.freeze.parameters, norm)
 
 
 def _optimizer(parameters: Sequence[dict[str, Any]], training: Training) -> torch.optim.Optimizer:
@@ -256,15 +254,15 @@ def _optimizer(parameters: Sequence[dict[str, Any]], training: Training) -> torc
 
 
 def gradient_scaler(training: Training, device: torch.device) -> torch.amp.GradScaler:
-    """Return what scales a run's loss: float16's small gradients vanish otherwise.
+    """Return a run's loss scaler, without which small gradients vanish in float16.
 
-    On the CPU 16 bits mean bfloat16, which needs no scaling.
+    On the CPU, 16 bits mean bfloat16, which needs no scaling.
     """
     scaled = training.precision == "float16" and device.type == "cuda"
     return torch.amp.GradScaler(device.type, enabled=scaled)
 
 
 def autocast(training: Training, device: torch.device) -> AbstractContextManager[object]:
-    """Return the precision of the forward pass: float16 only on a GPU, bfloat16 in its place elsewhere."""
+    """Return the context of the forward pass's precision. Where there is no GPU, bfloat16 replaces float16."""
     half = torch.float16 if training.precision == "float16" and device.type == "cuda" else torch.bfloat16
     return torch.autocast(device.type, dtype=half, enabled=training.precision != "float32")

@@ -1,4 +1,4 @@
-"""Which tasks of a run's rounds came to nothing, why, and what to do about it: as on the page under Failures."""
+"""The failed tasks of a run, with reason and remedy, as on the dashboard under Failures."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_SHOWN = 10
 MAX_FAULTS = 3
 MAX_CHARACTERS = 600
 
-# What a worker or a site says has its own code in its text, or none.
-SAID_BY_SITES = (WorkerFailed.code, Withheld.code)
+# Problems that a site words: their text has its own code, or none.
+SITE_CODES = (WorkerFailed.code, Withheld.code)
 
 
 @dataclass(frozen=True)
@@ -25,49 +25,46 @@ class TaskFailureRow:
     worker: str
     round: Round
     end: str
-    """How the task ended, in a word."""
-    said: str
+    """The task's end, in a word or two."""
+    reason: str
     remedy: str
     faults: tuple[Fault, ...] = ()
 
 
-def troubles(rounds: Sequence[Round]) -> Iterator[TaskFailureRow]:
-    """Yield the newest first. `rounds` are from the oldest on."""
+def task_failures(rounds: Sequence[Round]) -> Iterator[TaskFailureRow]:
+    """Yield the failed tasks, newest round first. `rounds` are in order, oldest first."""
     for round_ in reversed(rounds):
-        for task in round_.tasks:
-            if found := _trouble(round_, task):
-                yield found
+        yield from filter(None, (_failure(round_, task) for task in round_.tasks))
 
 
-def _trouble(round_: Round, task: TaskView) -> TaskFailureRow | None:
+def _failure(round_: Round, task: TaskView) -> TaskFailureRow | None:
     if problem := task.problem:
         end = {"cancelled": "withheld", "rejected": "refused"}.get(task.state, task.state)
-        said = problem.detail if problem.code in SAID_BY_SITES else f"{problem.code}: {problem.detail}"
-        return TaskFailureRow(task.worker, round_, end, said, problem.remedy, problem.errors)
+        reason = problem.detail if problem.code in SITE_CODES else f"{problem.code}: {problem.detail}"
+        return TaskFailureRow(task.worker, round_, end, reason, problem.remedy, problem.errors)
     if task.state == "expired":
         remedy = "Ask its site whether the worker still runs."
         return TaskFailureRow(
             task.worker, round_, "expired", "its lease ran out, and nothing was heard of it", remedy
         )
     if task.state == "cancelled" and round_.state == "abandoned":
-        said = "its update had not come" if task.attempts else "it had not taken its task"
+        missing = "its update had not come" if task.attempts else "it had not taken its task"
         late = round_.closed_at is not None and round_.closed_at >= round_.deadline_at
         remedy = "Ask its site whether the worker runs; a longer cohort.deadline_seconds waits for slow ones."
-        return TaskFailureRow(
-            task.worker, round_, "no update", f"{said} when the round ended", remedy if late else ""
-        )
+        reason = f"{missing} when the round ended"
+        return TaskFailureRow(task.worker, round_, "no update", reason, remedy if late else "")
     return None
 
 
-def print_troubles(console: Console, rounds: Sequence[Round]) -> None:
-    """The newest ones, and how many more there are."""
-    found = list(troubles(rounds))
+def print_failures(console: Console, rounds: Sequence[Round]) -> None:
+    """Print the newest failures, and the number of the others."""
+    found = list(task_failures(rounds))
     if not found:
         return
     console.print("\n[bold]without an update, the newest first[/]")
     for one in found[:MAX_SHOWN]:
         attempt = f" (try {one.round.attempt})" if one.round.attempt > 1 else ""
-        lines = [f"round {one.round.number}{attempt}  {one.worker}  {one.end}: {one.said}"]
+        lines = [f"round {one.round.number}{attempt}  {one.worker}  {one.end}: {one.reason}"]
         lines += [f"  {fault.pointer}: {fault.detail}" for fault in one.faults[:MAX_FAULTS]]
         lines += [f"  {one.remedy}"] if one.remedy else []
         for line in lines:
@@ -77,5 +74,5 @@ def print_troubles(console: Console, rounds: Sequence[Round]) -> None:
 
 
 def _plain(line: str) -> str:
-    """Without what moves a terminal's cursor or begins another line: workers say what they like."""
+    """Remove control characters and line breaks: the text comes from workers, which are not trusted."""
     return "".join(letter if letter.isprintable() else " " for letter in line[:MAX_CHARACTERS])

@@ -1,4 +1,4 @@
-"""How a run's sites fare, and what its method tells, as tables for people."""
+"""Tables of a run's metrics: over sites, of its method, of outliers, and of privacy spent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from rich.table import Table
 
 from tessera.shared.api.runs import Round
-from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
 from tessera.shared.cli.render import output
 from tessera.shared.metrics.site_spread import PERSONAL, Spread
@@ -18,21 +17,20 @@ SPREAD_COLUMNS = ("version", "at sites", "sites", "mean", "weighted", "worst", "
 SCORE_COLUMNS = ("round", "worker", "norm", "distance", "cosine", "")
 NUMBER_COLUMNS = ("version", "number", "value")
 
-# One number tells most of how well a version does; the others are in `tessera run metrics`.
-TELLING = ("accuracy", "loss")
+# The tables show the first of these that was measured; `tessera run metrics` has the others.
+HEADLINES = ("accuracy", "loss")
 
 
 def spread_table(by_version: Mapping[int, Mapping[str, Spread]]) -> Table:
-    """Return the versions' accuracies over sites, of the version itself and of the sites' own models; losses where
-    there are none."""
-    rows = [_row(number, name, names[name]) for number, names in by_version.items() for name in telling(names)]
+    """Return accuracies over sites (losses where there are none), of each version and of the personal models."""
+    rows = [_row(number, name, names[name]) for number, names in by_version.items() for name in headlines(names)]
     return output.table(SPREAD_COLUMNS, rows, right={*SPREAD_COLUMNS} - {"at sites", "where"})
 
 
-def telling(names: Mapping[str, Spread]) -> Iterator[str]:
-    """Yield the one number of a version, and the one of the sites' own models, that tell most of how well they do."""
+def headlines(names: Mapping[str, Spread]) -> Iterator[str]:
+    """Yield the names of the headline metric of a version and of the one of the personal models."""
     for prefix in ("", PERSONAL):
-        yield from [prefix + name for name in TELLING if prefix + name in names][:1]
+        yield from [prefix + name for name in HEADLINES if prefix + name in names][:1]
 
 
 def _row(number: int, name: str, spread: Spread) -> tuple[object, ...]:
@@ -47,8 +45,7 @@ def number_table(versions: Iterable[Version]) -> Table:
 
 
 def epsilon_table(rounds: Iterable[Round]) -> Table:
-    """Return what each worker said with its latest update that it has spent of the run's epsilon, of rounds from the
-    oldest on."""
+    """Return the epsilon that each worker has spent, as of its latest update. `rounds` are in order, oldest first."""
     spent = {
         task.worker: (task.worker, f"{task.metrics[EPSILON]:.4g}", round_.number)
         for round_ in rounds
@@ -60,28 +57,24 @@ def epsilon_table(rounds: Iterable[Round]) -> Table:
 
 
 def score_table(rounds: Iterable[Round]) -> Table:
-    """Return how far each worker's update is from the others of its round, for those rounds that made a version."""
+    """Return the distance of each update from the others of its round, for committed rounds."""
     rows = [
         (
             round_.number,
             task.worker,
             *(_score(task.metrics.get(name)) for name in (NORM, DISTANCE, COSINE)),
-            _aside(task),
+            "left out" if task.metrics.get(LEFT_OUT) else "",
         )
         for round_ in rounds
         if round_.state == "committed"
         for task in round_.tasks
         if task.is_accepted
     ]
-    made = output.table(SCORE_COLUMNS, rows, right=("round", "norm", "distance", "cosine"))
+    table = output.table(SCORE_COLUMNS, rows, right=("round", "norm", "distance", "cosine"))
     if any(None in row for row in rows):
-        made.caption, made.caption_justify = ABSENT, "left"
-    return made
+        table.caption, table.caption_justify = ABSENT, "left"
+    return table
 
 
 def _score(value: float | None) -> str | None:
     return None if value is None else f"{value:.2f}"
-
-
-def _aside(task: TaskView) -> str:
-    return "left out" if task.metrics.get(LEFT_OUT) else ""

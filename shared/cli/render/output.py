@@ -1,4 +1,4 @@
-"""What the commands print: results on stdout, everything about them on stderr, so that stdout can be piped."""
+"""Output of the commands: results on stdout, progress and errors on stderr, so that stdout can be piped."""
 
 from __future__ import annotations
 
@@ -24,30 +24,29 @@ from tessera.shared.sanitize import fit_to_show
 
 _JSON = "tessera.json"
 
-# A pipe has no width of its own; what reads it wants whole ids.
+# The width of a pipe, wide enough for whole ids.
 PIPE_COLUMNS = 160
 
 _ANY = TypeAdapter(Any)
 
 
 def _remember(ctx: typer.Context, value: bool) -> bool:
-    # A context shares `meta` with those above it, where a problem is shown once the command is gone.
+    # A context shares `meta` with its parents, which show a problem after the command has ended.
     ctx.meta[_JSON] = value
     return value
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.", callback=_remember)]
-"""The option that every command has."""
+"""The `--json` option of every command."""
 
 
 def wants_json(ctx: typer.Context) -> bool:
-    """Return whether the command that ran under `ctx` was given `--json`."""
+    """Return whether the command under `ctx` was run with `--json`."""
     return bool(ctx.meta.get(_JSON))
 
 
 class Terminal(Console):
-    """A console on which no text moves the cursor, changes colours or turns letters around: workers say what they
-    like of themselves, and rich lets escape sequences through."""
+    """A console that removes escape sequences and bidirectional controls, which rich passes and workers may send."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(fit_to_show(text), **options)
@@ -59,7 +58,7 @@ def out() -> Console:
 
 
 def err() -> Console:
-    """Return the console for progress and complaints."""
+    """Return the console for progress and errors."""
     return Terminal(stderr=True, width=None if sys.stderr.isatty() else PIPE_COLUMNS, highlight=False)
 
 
@@ -68,12 +67,12 @@ def complain(sentence: str) -> None:
 
 
 def note(sentence: str) -> None:
-    """Say something that is not the result."""
+    """Print a remark to stderr."""
     err().print(escape(sentence), soft_wrap=True)
 
 
 def show_problem(problem: Problem, *, as_json: bool) -> None:
-    """A problem as people read it on stderr, and with `as_json` as its document on stdout too."""
+    """Print a problem as text on stderr, and with `as_json` its document on stdout too."""
     complain(problem.detail)
     shown = problem.errors[:MAX_FAULTS]
     console = err()
@@ -87,13 +86,13 @@ def show_problem(problem: Problem, *, as_json: bool) -> None:
 
 
 def print_json(value: BaseModel | Iterable[BaseModel] | dict[str, Any], *, line: bool = False) -> None:
-    """A value as JSON on stdout: indented, or on one line."""
+    """Print a value as JSON on stdout, indented or on one line."""
     plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else _ANY.dump_python(value, mode="json")
     typer.echo(json.dumps(plain, indent=None if line else 2))
 
 
 def show(value: BaseModel | Iterable[BaseModel] | dict[str, Any], shown: RenderableType, *, as_json: bool) -> None:
-    """Print a result, as JSON or as people read it."""
+    """Print a result as JSON, or as `shown`."""
     if as_json:
         print_json(value)
     else:
@@ -102,31 +101,31 @@ def show(value: BaseModel | Iterable[BaseModel] | dict[str, Any], shown: Rendera
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()) -> Table:
     """Return a table with these columns, those in `right` aligned for numbers. None is shown as a dash."""
-    made = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
+    result = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     aligned = set(right)
     for column in columns:
-        made.add_column(
+        result.add_column(
             escape(column), justify="right" if column in aligned else "left", no_wrap=column in {"id", *aligned}
         )
     for row in rows:
-        made.add_row(*("-" if cell is None else escape(str(cell)) for cell in row))
-    return made
+        result.add_row(*("-" if cell is None else escape(str(cell)) for cell in row))
+    return result
 
 
 def progress(*, quiet: bool) -> Progress:
-    """Return a bar of bytes on stderr, unless `quiet` or nobody watches."""
+    """Return a progress bar in bytes on stderr, disabled if `quiet` or if stderr is not a terminal."""
     console = err()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     return Progress(*columns, console=console, disable=quiet or not console.is_terminal)
 
 
 def size(count: int | None) -> str | None:
-    """Return a number of bytes, as people read it."""
+    """Return a number of bytes with a decimal unit."""
     return None if count is None else decimal(count)
 
 
 def share(value: float | None) -> str | None:
-    """Return a share of one, such as an accuracy, with three decimals."""
+    """Return a fraction of one, such as an accuracy, with three decimals."""
     return None if value is None else f"{value:.3f}"
 
 
@@ -135,7 +134,7 @@ def seconds(value: float | None) -> str | None:
 
 
 def ago(instant: datetime, now: datetime | None = None) -> str:
-    """Return how long ago an instant was, in its largest unit."""
+    """Return the time since an instant, in its largest unit."""
     passed = max(0, int(((now or datetime.now(UTC)) - instant).total_seconds()))
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if passed >= length:
@@ -154,7 +153,7 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 def print_findings(findings: Iterable[Finding], *, as_json: bool) -> None:
-    """Print each finding as it comes, or all as JSON. Raises Exit with code 1 if any is `fail`."""
+    """Print each finding as soon as it is found, or all as JSON. Raises Exit with code 1 if any is `fail`."""
     seen: list[Finding] = []
     console = out()
     for finding in findings:

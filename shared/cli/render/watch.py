@@ -1,4 +1,4 @@
-"""Shows a run as it goes: a line for each round that ended, and one that changes for the round that is open."""
+"""Live view of a run: a line for each round that ended, and a line for the open round that is updated in place."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tessera.shared.cli.render import output
 from tessera.shared.client.round_outcomes import Outcome, RunProgress, at_work
 from tessera.shared.metrics.site_spread import PERSONAL
 
-# Of what was measured, as much as a line holds; `tessera run metrics` has it all.
-TELLING = ("accuracy", "macro_f1", "loss", f"{PERSONAL}accuracy")
+# Metrics that fit on a line; `tessera run metrics` has all.
+HEADLINES = ("accuracy", "macro_f1", "loss", f"{PERSONAL}accuracy")
 
 
 def watch_as_text(glimpses: Iterable[RunProgress]) -> Run:
-    """Print until the glimpses end; returns the run as it then is."""
+    """Print each round that ends, and the state of the open one; return the run as it ended."""
     console = output.out()
     with _live_line() as live:
         for glimpse in glimpses:
@@ -35,7 +35,7 @@ def watch_as_text(glimpses: Iterable[RunProgress]) -> Run:
 
 
 def watch_as_json(glimpses: Iterable[RunProgress]) -> Run:
-    """Print an object a line: an `open` round when its tasks move, a `round` that ended, the `run` at its end."""
+    """Print an object per line: `open` when an open round's tasks change, `round` when one ends, `run` at the end."""
     before: dict[str, Any] | None = None
     for glimpse in glimpses:
         for outcome in glimpse.ended:
@@ -49,7 +49,7 @@ def watch_as_json(glimpses: Iterable[RunProgress]) -> Run:
 
 
 def print_ended(console: Console, outcome: Outcome) -> None:
-    """A round that is over, in a line, and what its method warns of."""
+    """Print a line for a round that ended, and its method's warnings."""
     console.print(escape(_line(outcome)), soft_wrap=True)
     for warning in outcome.warnings:
         console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
@@ -61,19 +61,18 @@ def print_ended_as_json(outcome: Outcome) -> None:
 
 @contextmanager
 def _live_line() -> Iterator[Status]:
-    """Yield a line that changes, on a terminal; nothing elsewhere."""
+    """Yield a line that is updated in place; it is shown on terminals only."""
     with output.out().status("") as status:
         yield status
 
 
 def _line(outcome: Outcome) -> str:
-    made = outcome.round
-    attempt = f" (try {made.attempt})" if made.attempt > 1 else ""
-    begin = f"round {made.number}{attempt} {made.stage}: {outcome.accepted} of {outcome.asked} updates"
-    if made.state != "committed":
-        return f"{begin}; {made.state}: {made.reason}"
-    told = {name: outcome.scores[name] for name in TELLING if name in outcome.scores}
-    scores = "".join(f", {name} {value:.3f}" for name, value in told.items())
+    ended = outcome.round
+    attempt = f" (try {ended.attempt})" if ended.attempt > 1 else ""
+    begin = f"round {ended.number}{attempt} {ended.stage}: {outcome.accepted} of {outcome.asked} updates"
+    if ended.state != "committed":
+        return f"{begin}; {ended.state}: {ended.reason}"
+    scores = "".join(f", {name} {outcome.scores[name]:.3f}" for name in HEADLINES if name in outcome.scores)
     if spread := outcome.spreads.get("accuracy"):
         scores += f", worst site {spread.worst_site} {spread.worst:.3f}"
     moved = f"{output.size(outcome.download_bytes)} down, {output.size(outcome.upload_bytes)} up"
@@ -81,9 +80,9 @@ def _line(outcome: Outcome) -> str:
 
 
 def _open_line(glimpse: RunProgress) -> str:
-    made = glimpse.open
+    now = glimpse.open
     if glimpse.over:
         return ""
-    if made is None:
+    if now is None:
         return f"{glimpse.run.spec.name} {glimpse.run.state}: waiting for the next round"
-    return f"round {made.number} of {glimpse.run.spec.rounds}, {made.stage}, {made.state}; {at_work(made)}"
+    return f"round {now.number} of {glimpse.run.spec.rounds}, {now.stage}, {now.state}; {at_work(now)}"

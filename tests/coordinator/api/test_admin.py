@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tessera.shared.api.audit_chain import GENESIS, link
+from tessera.shared.schema import PROTOCOL
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
@@ -21,7 +22,7 @@ def test_health_and_version_answer_anybody(standing: LiveCoordinator) -> None:
         200,
         {"ready": True, "schema_at_head": True, "store_writable": True, "store_has_space": True},
     )
-    assert http.get("/version").json() == {"version": "0.1.0", "protocol_min": 1, "protocol_max": 1}
+    assert http.get("/version").json() == {"version": "0.1.0", "protocol_min": PROTOCOL, "protocol_max": PROTOCOL}
 
 
 def test_a_coordinator_whose_store_takes_nothing_is_not_ready(coordinator: LiveCoordinator) -> None:

@@ -304,7 +304,7 @@ def test_an_orchestrator_steers_the_runs_that_it_created_and_an_administrator_al
     creator, other, admin = (coordinator.client(role) for role in ("orchestrator", "orchestrator", "admin"))
     model = small_model()
     run = start_run(creator, model, values(model))
-    with pytest.raises(Exception, match="was created by another"):
+    with pytest.raises(Exception, match="was created by another caller"):
         other.set_run_state(run.id, "cancelled")
     # Orchestrators see each other's runs all the same: decision 27.
     assert other.run(run.id).state == "running"

@@ -49,7 +49,7 @@ def spec(standing: LiveCoordinator) -> dict[str, Any]:
         ({"codec": "gzip"}, ["/codec"], "unknown stages"),
         ({"codec": "zstd+delta"}, ["/codec"], "comes first"),
         ({"cohort": {"size": 2, "quorum": 3}}, ["/cohort"], "a quorum of 3 cannot come from a cohort of 2"),
-        ({"normalization": "whim"}, ["/divide"], ""),
+        ({"normalization": "whim"}, ["/normalization"], ""),
         ({"server_optimizer": {"kind": "sgd", "tau": 1}}, ["/server_optimizer/sgd/tau"], "Extra inputs"),
         ({"method": {"name": "scaffold"}}, ["/method"], "set training.optimizer to 'sgd'"),
     ],

@@ -234,4 +234,4 @@ def test_values_as_large_as_a_float_can_be_are_refused(standing: LiveCoordinator
 def test_one_is_warned_of_workers_of_a_site_that_hold_the_same_data(standing: LiveCoordinator) -> None:
     client, run, _ = begun(standing, [("a", 10), ("a", 10), ("b", 10)])
     (warning,) = client.preview_run(run.spec).warnings
-    assert warning.startswith(f"several workers of a hold a data set '{run.spec.dataset}'")
+    assert warning.startswith(f"several workers of a have a data set '{run.spec.dataset}'")

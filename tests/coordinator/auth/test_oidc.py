@@ -281,8 +281,8 @@ def test_keys_on_another_host_are_used_if_the_settings_name_them() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"oidc_issuer": "http://login.example", "oidc_audience": "t", "oidc_roles": ROLES}, "no https:// URL"),
-        ({"oidc_issuer": "https://login.example", "oidc_roles": ROLES}, "needs oidc_audience"),
+        ({"oidc_issuer": "http://login.example", "oidc_audience": "t", "oidc_roles": ROLES}, "not an https:// URL"),
+        ({"oidc_issuer": "https://login.example", "oidc_roles": ROLES}, "requires oidc_audience"),
         ({"oidc_issuer": "https://login.example", "oidc_audience": "t"}, "oidc_roles"),
         ({"oidc_roles": {"x": "site"}}, "viewer"),
     ],

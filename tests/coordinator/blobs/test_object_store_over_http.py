@@ -142,7 +142,7 @@ def _sent(http: httpx.Client, data: bytes) -> httpx.Response:
 
 
 def test_a_round_waits_for_a_store_that_is_away_and_is_not_paused(
-    live: LiveCoordinator, bucket: Bucket, capfd: pytest.CaptureFixture[str]
+    live: LiveCoordinator, bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
     client, run, _, other = half_done(live)
     merging = live.services.conductor._merging
@@ -151,7 +151,7 @@ def test_a_round_waits_for_a_store_that_is_away_and_is_not_paused(
         bucket.line.dead = True
         bucket.line.cut()
     with bucket.away():
-        until(lambda: "store.away" in "".join(capfd.readouterr()))
+        until(lambda: "store.away" in caplog.text)
         time.sleep(0.3)
         assert client.run(run.id).state == "running"
         assert client.round(run.id, 1).state == "merging"

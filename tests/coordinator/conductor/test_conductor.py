@@ -134,7 +134,7 @@ def test_a_staging_folder_on_another_file_system_is_refused(tmp_path: Path) -> N
     settings = CoordinatorSettings(
         database_url=f"sqlite:///{tmp_path}/tessera.db", blob_url=str(tmp_path / "blobs"), staging_dir=elsewhere
     )
-    with pytest.raises(StagingOnOtherDisk, match="two file systems"):
+    with pytest.raises(StagingOnOtherDisk, match="different file systems"):
         assemble(settings)
 
 

@@ -157,7 +157,7 @@ def test_pages_of_a_run_show_what_the_api_shows(coordinator: LiveCoordinator, ad
     assert failures.count("worker-failed") == 1
     assert "wards, round 2" in failures
     assert "Abandoned rounds" in failures
-    assert "log says more" in failures
+    assert "log has the details" in failures
     overview = admin.http.get("/page/").text
     assert "wards is paused" in overview
     assert "1 task failed within a day" in overview

@@ -137,7 +137,7 @@ def test_what_may_end_a_workers_part_is_told_beforehand() -> None:
 
     assert told(Policy(), 0) == {}
     assert told(Policy(), 0.1) == {}
-    both = "with the 2.4 of runs before, the run would come to an epsilon of about 3.49, and its site allows 2.5"
+    both = "with the 2.4 of runs before, the run would spend an epsilon of about 3.49, and its site allows 2.5"
     assert told(Policy(), 2.4) == {"privacy": both}
     site = Policy(max_upload_bytes=99, max_run_upload_bytes=999, airlock=True, hours=("Sat 10:00-12:00",))
     assert told(site, 0).keys() == {"max_upload_bytes", "max_run_upload_bytes", "airlock", "hours"}

@@ -93,7 +93,7 @@ def test_a_body_that_stands_still_is_cut_off_and_a_slow_one_is_not(tmp_path: Pat
         request = head("POST", "/v1/sites", {**headers, "Content-Length": str(len(body)), "Connection": "close"})
         with connected(live) as raw:
             raw.sendall(request + body[:5])
-            assert "stood still for 0.5 s" in refused(answer(raw), 408, "too-slow").detail
+            assert "was received for 0.5 s" in refused(answer(raw), 408, "too-slow").detail
         with connected(live) as raw:
             raw.sendall(request)
             # Each pause is shorter than the limit, all together are longer.

@@ -140,7 +140,7 @@ def test_plain_http_where_tls_is_spoken_and_the_reverse_are_told_apart(
 ) -> None:
     with (
         Client(standing.url.replace("http:", "https:"), verify=tls_context(authority.ca)) as client,
-        pytest.raises(Untrusted, match="speaks no TLS"),
+        pytest.raises(Untrusted, match="does not speak TLS"),
     ):
         client.about()
 
@@ -225,7 +225,7 @@ def test_serve_says_what_is_wrong_before_it_opens_anything(tmp_path: Path) -> No
     missing = tessera("coordinator", "serve", TESSERA_TLS_CERT=str(tmp_path / "none.pem"), **settings)
     assert (missing.returncode, "none.pem" in missing.stderr) == (2, True), missing.stderr
     partial = tessera("coordinator", "serve", TESSERA_TLS_KEY=str(tmp_path / "key.pem"), **settings)
-    assert (partial.returncode, "without tls_cert" in partial.stderr) == (2, True), partial.stderr
+    assert (partial.returncode, "require tls_cert" in partial.stderr) == (2, True), partial.stderr
     assert list(tmp_path.iterdir()) == []
 
 

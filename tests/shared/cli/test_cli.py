@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.shared.cli.admin import place_for
+from tessera.shared.cli.admin import new_secret_file
 from tessera.shared.cli.connection import Connection, only
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import show_problem
@@ -157,7 +157,7 @@ def test_a_spec_is_refused_before_the_coordinator_is_asked(tmp_path: Path) -> No
         (["admin", "token", "create", "x", "--role", "site", "--site", "a b"], "Invalid value for '--site': 'a b'"),
         (
             ["admin", "token", "create", "x", "--role", "site"],
-            "Invalid value for '--site': a token of role site needs",
+            "Invalid value for '--site': role site requires it",
         ),
         (["admin", "token", "create", "x", "--role", "viewer", "--site", "a"], "Invalid value for '--site'"),
         (
@@ -246,7 +246,7 @@ def test_an_abbreviation_of_several_names_them() -> None:
     with pytest.raises(Invalid, match="'ab' could be any of 2 runs") as refused:
         find("ab")
     assert [fault.pointer for fault in refused.value.errors] == ["ab12", "ab34"]
-    assert "by its id" in refused.value.advice
+    assert "Give the id" in refused.value.advice
 
 
 @pytest.mark.parametrize("named", ["", "zz", "AB12"])
@@ -262,16 +262,16 @@ def test_a_token_on_the_command_line_is_stronger_than_a_file(tmp_path: Path) -> 
 
 
 def test_a_secret_goes_into_a_new_file_of_its_owner_alone(tmp_path: Path) -> None:
-    with place_for(tmp_path / "token") as file:
+    with new_secret_file(tmp_path / "token") as file:
         assert file is not None
         file.write("s3cret")
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(Invalid, match="File exists; no token was issued"), place_for(tmp_path / "token"):
+    with pytest.raises(Invalid, match="File exists; no token was issued"), new_secret_file(tmp_path / "token"):
         pass
 
 
 def test_the_place_of_a_secret_that_never_came_is_removed(tmp_path: Path) -> None:
-    with pytest.raises(NotFound), place_for(tmp_path / "token"):
+    with pytest.raises(NotFound), new_secret_file(tmp_path / "token"):
         raise NotFound("no such site")
     assert not (tmp_path / "token").exists()
 

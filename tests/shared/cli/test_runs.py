@@ -22,7 +22,7 @@ from tessera.coordinator.db.tables import TokenRow
 from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Round
 from tessera.shared.api.tasks import Failure, Submission, TaskView
-from tessera.shared.cli.render.failures import troubles
+from tessera.shared.cli.render.failures import task_failures
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import follow
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE
@@ -264,7 +264,7 @@ def test_who_failed_and_why_is_shown_with_what_to_do(
     until(lambda: commands.json("run", "show", run)["rounds"][0]["state"] == "abandoned")
     commands.say("run", "pause", run)
     shown = commands.say("run", "show", run).stdout
-    assert "round 1  north/w  failed: policy-violation: policy-violation it  [2Jis\n  The site decides" in shown
+    assert "round 1  north/w  failed: policy-violation: policy-violation it  [2Jis\n  The site's policy" in shown
     assert "round 1  south/w  withheld: awaiting-approval it  [2Jis\n  A person at the site decides" in shown
     assert "round 1  east/w  no update: it had not taken its task when the round ended\n" in shown
     assert re.search(r"reason +0 of 3 updates came and no more can come; the quorum is 2 *\n", shown)
@@ -311,7 +311,7 @@ def test_a_lapsed_task_and_a_refused_update_are_told_too() -> None:
         run="r", number=4, attempt=1, state="open", stage="train", opened_at=now, deadline_at=now, tasks=tasks
     )
     late = open_.model_copy(update={"number": 3, "state": "abandoned", "closed_at": now, "tasks": tasks[2:]})
-    told = [(one.round.number, one.worker, one.end, one.said) for one in troubles([late, open_])]
+    told = [(one.round.number, one.worker, one.end, one.reason) for one in task_failures([late, open_])]
     assert told == [
         (4, "a/w", "expired", "its lease ran out, and nothing was heard of it"),
         (4, "b/w", "refused", "invalid-update: it has faults"),
@@ -487,5 +487,5 @@ def test_runs_of_one_name_are_told_apart_before_one_is_chosen(
     said = commands.say("run", "cancel", "twice", code=2).stderr
     assert "'twice' could be any of 2 runs" in said
     for run, state in zip(runs, ("running", "paused"), strict=True):
-        assert re.search(rf"{run.id}: twice, {state}, version 0 of 1, begun \d+ s ago", said)
-    assert "by its id" in said
+        assert re.search(rf"{run.id}: twice, {state}, version 0 of 1, created \d+ s ago", said)
+    assert "Give the id" in said

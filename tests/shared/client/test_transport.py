@@ -54,7 +54,7 @@ def test_a_proxy_that_is_in_the_way_is_named_without_its_password(monkeypatch: p
         dead.bind(("127.0.0.1", 0))
         proxies = {
             f"http://me:hunter2@127.0.0.1:{dead.getsockname()[1]}": "by the proxy {}: ConnectError",
-            url.replace("//", "//me:hunter2@"): "the proxy {} wants to know who asks (HTTP 407)",
+            url.replace("//", "//me:hunter2@"): "the proxy {} requires authentication (HTTP 407)",
         }
         for proxy, told in proxies.items():
             # What names no scheme is taken for http, and its password is one all the same.
@@ -65,7 +65,7 @@ def test_a_proxy_that_is_in_the_way_is_named_without_its_password(monkeypatch: p
                     http.request("GET", "/x")
                 http.close()
                 assert told.format(proxy.replace("hunter2", "***")) in refused.value.detail
-                assert refused.value.advice.startswith("It may be the proxy")
+                assert refused.value.advice.startswith("The cause may be the proxy")
     assert {ask.path for ask in asked} == {"http://tessera.example/x"}
 
 

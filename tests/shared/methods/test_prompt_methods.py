@@ -289,7 +289,7 @@ def test_local_prompts_may_start_as_noise() -> None:
 
 def test_what_stays_here_never_takes_the_place_of_a_part_of_the_model() -> None:
     context = prepared({})
-    with pytest.raises(ValueError, match="'text_model' of its own"):
+    with pytest.raises(ValueError, match="already has a module 'text_model'"):
         context.add_private("text_model", torch.nn.Linear(2, 2))
 
 

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,9 @@ from tessera.worker.governance.airlock import (
     UpdateWithheld,
     summary_of,
 )
+from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.state.hash_chain import TaskRef
+from tessera.worker.task.upload import Egress
 from tests.support.coordinator import until
 
 DIGEST = f"sha256:{'0' * 64}"
@@ -147,3 +151,14 @@ def test_what_a_killed_process_held_is_gone_and_cannot_be_released(tmp_path: Pat
     assert holding.ended == []
     stop.set()
     holding.outcome()
+
+
+def test_what_was_changed_after_its_release_does_not_leave(tmp_path: Path) -> None:
+    path, told = tmp_path / "update", summary()
+    path.write_bytes(b"another")
+    released = ReleaseDecision(update=told.update, verdict="release", by="a person", at=datetime.now(UTC))
+    nothing: Any = None
+    airlock: Any = SimpleNamespace(hold=lambda *_: released)
+    run: Any = SimpleNamespace(journal=SimpleNamespace(note=lambda *_, **__: None), check=lambda: None)
+    with pytest.raises(PolicyViolation, match="not what was released"):
+        Egress(run, nothing)._hold(airlock, path, told)

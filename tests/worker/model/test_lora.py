@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from tessera.shared.model.spec import Head, Lora, Model, stored_name
 from tessera.worker.data.registry import Dataset
-from tessera.worker.model.adapters import merge
 from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import ModelMismatch, build, instantiate
+from tessera.worker.model.build import ModelMismatch, build, instantiate, merge_adapters
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import forward
 from tessera.worker.model.layouts import MappingFile, TensorPattern
@@ -144,7 +143,7 @@ def test_the_update_is_alpha_over_rank_times_b_a_and_merging_adds_it_to_the_matr
             delta = 6 / 2 * b.detach() @ a.detach()  # [outputs, inputs]
             matrix = name.partition(".lora_B.")[0] + ".weight"
             updates[matrix] = delta if before[matrix].shape == delta.shape and case[:4] != "gpt2" else delta.T
-    merge(adapted)
+    merge_adapters(adapted)
     merged = named_tensors(adapted)
     assert list(merged) == list(before)
     exact = {"rtol": 0.02, "atol": 0.02} if "16 bits" in case else {"rtol": 1e-4, "atol": 1e-5}

@@ -204,7 +204,7 @@ def test_what_is_clipped_are_the_gradients_of_single_examples(
     context.model.zero_grad()
     mechanism = Mechanism(sampling(data.examples, 8), clip_norm=1e9, noise_multiplier=1.0)
     noisy = NoisyGradients(trainer, freeze, data, mechanism, NoiseSource(KEY))
-    assert noisy.way == way
+    assert noisy.method == way
     for row in range(4):
         found = noisy.sums(torch.tensor([row]))
         largest = max(float(each.abs().max()) for each in expected[row])
@@ -307,7 +307,7 @@ def test_gradients_are_held_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 def test_examples_are_clipped_in_sixteen_bits_too() -> None:
     trainer = trainer_of(work_on(), precision="bfloat16")
     noisy, freeze = gradients_of(trainer, EVERYTHING, images(), clip=1e-3)
-    assert noisy.way == "opacus"
+    assert noisy.method == "opacus"
     sums = noisy.sums(torch.tensor([0]))
     noisy.close()
     # A sixty-fourth less, for what others in the batch change of its gradient by rounding.
@@ -369,7 +369,7 @@ def test_trained_blocks_get_noise_of_variance_z_c_squared_and_frozen_ones_none()
     expected_examples = 8.0
     drawn = []
     for _ in range(30):
-        noisy._dice.sample = lambda *_: np.arange(0)  # type: ignore[method-assign]
+        noisy._noise_source.sample = lambda *_: np.arange(0)  # type: ignore[method-assign]
         noisy.fill()
         for parameter in freeze.parameters:
             assert parameter.grad is not None
@@ -387,7 +387,7 @@ def test_trained_blocks_get_noise_of_variance_z_c_squared_and_frozen_ones_none()
 def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
     noisy, freeze = gradients_of(trainer_of(work_on()), roles("head"), images())
     assert [float(total.abs().max()) for total in noisy.sums(torch.arange(0))] == [0.0, 0.0]
-    noisy._dice.sample = lambda *_: np.arange(0)  # type: ignore[method-assign]
+    noisy._noise_source.sample = lambda *_: np.arange(0)  # type: ignore[method-assign]
     noisy.fill()
     noisy.close()
     assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in freeze.parameters)
@@ -575,7 +575,7 @@ def test_a_budget_that_equals_the_runs_target_is_warned_of_at_the_runs_first_tas
 @pytest.mark.parametrize("delta", [0.01, 0.0049, 0.003])
 def test_a_delta_that_promises_nothing_is_refused(tmp_path: Path, delta: float) -> None:
     with pytest.raises(
-        PolicyViolation, match=r"promises nothing to 200 examples: set privacy.delta to 0.0029 or less"
+        PolicyViolation, match=r"gives no guarantee for 200 examples: set privacy.delta to 0.0029 or less"
     ):
         private_task(tmp_path, examples=200, privacy=Privacy(epsilon=3.0, delta=delta, clip_norm=1.0))
 

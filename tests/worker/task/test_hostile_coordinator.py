@@ -389,7 +389,7 @@ CASES = [
     ),
     Case(
         "a model type that is code",
-        "model-refused: .*transformers has none called",
+        "model-refused: .*transformers has no model type",
         lambda scene: scene.config(model_type="__import__('os').system('id')"),
     ),
     Case(
@@ -489,14 +489,14 @@ CASES = [
     ),
     Case(
         "server state of Python objects",
-        "invalid-version: /memory/m/dtype",
+        "invalid-version: /server_state/m/dtype",
         lambda scene: scene.manifest(
             server_state={"m": {"digest": "sha256:" + "0" * 64, "shape": [4], "dtype": "O"}}
         ),
     ),
     Case(
         "server state of forty axes",
-        "invalid-version: /memory/m/shape",
+        "invalid-version: /server_state/m/shape",
         lambda scene: scene.manifest(
             server_state={"m": {"digest": "sha256:" + "0" * 64, "shape": [1] * 40, "dtype": "F32"}}
         ),

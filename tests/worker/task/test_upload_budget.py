@@ -59,6 +59,11 @@ def test_an_update_keeps_to_its_budget_and_uses_most_of_it(share: float) -> None
         assert len(data) > 0.6 * budget
 
 
+def test_one_byte_too_many_is_too_many() -> None:
+    fits = len(written(WHOLE // 3)[0])
+    assert len(written(fits - 1)[0]) < fits
+
+
 def test_the_smaller_the_budget_the_larger_the_error() -> None:
     errors = [error(written(int(share * WHOLE))[1]) for share in (0.9, 0.5, 0.3, 0.2, 0.12, 0.05)]
     assert errors == sorted(errors)

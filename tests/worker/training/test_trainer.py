@@ -67,7 +67,7 @@ def train(
     seed: int = 0,
     check: Callable[[], None] = lambda: None,
     report: Report | None = None,
-    least_told: int = 1,
+    min_loss_examples: int = 1,
     scaler: torch.amp.GradScaler | None = None,
     **training: object,
 ) -> TrainingStats:
@@ -75,7 +75,7 @@ def train(
     seed_everything(seed)
     settings = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
     scaler = scaler or gradient_scaler(settings, CPU)
-    trainer = Trainer(half, context, settings, CPU, check, None, report or Report(), least_told, scaler)
+    trainer = Trainer(half, context, settings, CPU, check, None, report or Report(), min_loss_examples, scaler)
     return trainer.train(phases or [Phase(EVERYTHING)], data or images(), seed)
 
 
@@ -281,6 +281,6 @@ def test_each_step_is_told_with_the_mean_loss_of_the_epoch_so_far() -> None:
 
 def test_a_mean_of_fewer_examples_than_the_site_tells_figures_of_is_not_told() -> None:
     report, seen = Report(), []
-    train(work_on(), check=lambda: seen.append(report.loss is None), report=report, least_told=16, epochs=2)
+    train(work_on(), check=lambda: seen.append(report.loss is None), report=report, min_loss_examples=16, epochs=2)
     # Before each of three batches of 8, twice: none, 8 and 16 examples; an epoch begins anew.
     assert seen == [True, True, False, False, True, False]

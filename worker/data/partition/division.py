@@ -1,11 +1,12 @@
-"""Division of a data set among sites."""
+"""Division of a data set among sites, and its counts of classes."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -66,17 +67,13 @@ def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Datase
         )
     pixels = torch.rot90(pixels, how.quarter_turns, (-2, -1))
     if how.invert:
-        pixels = _range_sum(whole.tensors[PIXELS]) - pixels
+        everywhere, axes = whole.tensors[PIXELS], (0, 2, 3)
+        pixels = (everywhere.amin(dim=axes) + everywhere.amax(dim=axes))[:, None, None] - pixels
     if how.noise:
         drawn = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(seed))
         pixels = pixels + how.noise * drawn.to(pixels.dtype)
     tensors = {**part.tensors, PIXELS: pixels.contiguous()}
     return Dataset(tensors, part.common, domains=part.domains, sources=part.sources, groups=part.groups)
-
-
-def _range_sum(pixels: Tensor) -> Tensor:
-    """Return the sum of each channel's smallest and largest value, [channels, 1, 1]."""
-    return pixels.amin(dim=(0, 2, 3)).add(pixels.amax(dim=(0, 2, 3)))[:, None, None]
 
 
 def hold_out(dataset: Dataset, share: float, key: bytes) -> Dataset:
@@ -102,3 +99,38 @@ def hold_out(dataset: Dataset, share: float, key: bytes) -> Dataset:
 def key_of_seed(seed: int) -> bytes:
     """Return the key of a simulation: the same seed holds out the same examples. The key is not secret."""
     return hashlib.sha256(json.dumps(["tessera held out", seed]).encode()).digest()
+
+
+@dataclass(frozen=True)
+class ClassCounts:
+    """Counts of classes or of domains at each site."""
+
+    what: str
+    names: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]  # [sites][names]
+
+
+def class_counts(parts: Sequence[Dataset], names: Sequence[str] | None = None) -> list[ClassCounts]:
+    """Return the counts of the parts' classes and domains, if they have any, or else of one class `none`.
+
+    `names` are the names of the first classes, if they are known.
+    """
+    classes, domains = (
+        _counts("class", [part.classes for part in parts]),
+        _counts("domain", [part.domains for part in parts]),
+    )
+    if classes and names:
+        known = dict(enumerate(names))
+        classes = replace(classes, names=tuple(known.get(int(name), name) for name in classes.names))
+    plain = ClassCounts("class", ("none",), tuple((part.examples,) for part in parts))
+    return [counts for counts in (classes, domains) if counts] or [plain]
+
+
+def _counts(what: str, of_sites: Sequence[Tensor | None]) -> ClassCounts | None:
+    """Return the counts at each site of each value that occurs at any of them."""
+    values = [of_site.numpy() for of_site in of_sites if of_site is not None]
+    if not values:
+        return None
+    distinct = np.unique(np.concatenate(values)).tolist()
+    counts = tuple(tuple(int((of_site == value).sum()) for value in distinct) for of_site in values)
+    return ClassCounts(what, tuple(map(str, distinct)), counts)

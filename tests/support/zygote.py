@@ -1,0 +1,138 @@
+"""Programs that start without their imports: a process that has done these forks itself for each of them.
+
+To import what a coordinator needs takes a second and more, what a worker needs five. What is started so is a process
+like any other, of its own session and the caller's child, to be killed and waited for.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import ctypes
+import importlib
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import BinaryIO
+
+NEEDS = {
+    "tessera.coordinator": (
+        "tessera.coordinator.cli",
+        "tessera.coordinator.app",
+        "tessera.coordinator.server.http_limits",
+    ),
+    "tessera.shared.cli": ("tessera.worker.cli.worker", "tessera.worker.agent", "transformers.modeling_utils"),
+}
+"""What is imported before, by the module that is run."""
+
+_TURN = threading.Lock()
+_ADOPTS = 36
+"""PR_SET_CHILD_SUBREAPER: whether what loses its parent becomes a child of this process."""
+
+
+class Forked(subprocess.Popen[bytes]):
+    """A process that somebody else has started and left to this one."""
+
+    def __init__(self, pid: int) -> None:
+        self.args: Sequence[str] = ()
+        self.pid = pid
+        self.returncode = None
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created = True
+        self._waitpid_lock = threading.Lock()
+
+
+def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: BinaryIO) -> Forked:
+    """`python -m module`, which says what it says into a file."""
+    wanted = {"module": module, "arguments": arguments, "environment": dict(environment), "folder": os.getcwd()}  # noqa: PTH109
+    message = json.dumps(wanted).encode()
+    adopts = ctypes.CDLL(None).prctl
+    with _TURN:
+        line = _zygote(NEEDS[module])
+        adopts(_ADOPTS, 1, 0, 0, 0)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [log.fileno()]))]
+        line.sendmsg([len(message).to_bytes(8, "big")], rights)
+        line.sendall(message)
+        pid = int.from_bytes(_read(line, 8), "big")
+        adopts(_ADOPTS, 0, 0, 0, 0)
+    return Forked(pid)
+
+
+@cache
+def _zygote(needs: Sequence[str]) -> socket.socket:
+    here, there = socket.socketpair()
+    command = [sys.executable, "-m", "tests.support.zygote", str(there.fileno()), *needs]
+    process = subprocess.Popen(command, pass_fds=[there.fileno()], start_new_session=True)
+    there.close()
+
+    def end() -> None:
+        here.close()
+        process.wait()
+
+    atexit.register(end)
+    return here
+
+
+def _read(line: socket.socket, length: int) -> bytes:
+    read = b""
+    while len(read) < length:
+        part = line.recv(length - len(read))
+        if not part:
+            raise EOFError
+        read += part
+    return read
+
+
+def _serve(line: socket.socket) -> dict[str, object]:
+    """Forks for each request; what is asked for, in the child that is to do it."""
+    while True:
+        head, descriptors, _, _ = socket.recv_fds(line, 8, 1)
+        if not head:
+            sys.exit()
+        head += _read(line, 8 - len(head))
+        wanted: dict[str, object] = json.loads(_read(line, int.from_bytes(head, "big")))
+        told, telling = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            if pid := os.fork():
+                os.write(telling, pid.to_bytes(8, "big"))
+                # Its child goes to whoever adopts.
+                os._exit(0)
+            os.setsid()
+            with open(os.devnull) as nothing:  # noqa: PTH123 (a device)
+                os.dup2(nothing.fileno(), 0)
+            for number in (1, 2):
+                os.dup2(descriptors[0], number)
+            os.close(descriptors[0])
+            os.close(told)
+            os.close(telling)
+            line.close()
+            return wanted
+        os.waitpid(middle, 0)
+        line.sendall(os.read(told, 8))
+        for descriptor in (told, telling, *descriptors):
+            os.close(descriptor)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for those who were started
+    given = _serve(socket.socket(fileno=int(sys.argv[1])))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(str(given["folder"]))
+    os.environ.clear()
+    os.environ.update(given["environment"])  # type: ignore[call-overload]
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    sys.argv = [str(given["module"]), *given["arguments"]]  # type: ignore[misc]
+    runpy.run_module(str(given["module"]), run_name="__main__", alter_sys=True)
