@@ -105,7 +105,7 @@ class Hoarding(CoordinatorHalf[MethodSettings]):
     """Has every worker fetch a megabyte of server state."""
 
     def start(self, state: State) -> State:
-        return replace(state, memory={"ballast": ArrayTensor(np.zeros(250_000, np.float32))})
+        return replace(state, server_state={"ballast": ArrayTensor(np.zeros(250_000, np.float32))})
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
         return Plan(server_state=("bal*", "ballast"))
@@ -326,7 +326,7 @@ def test_what_may_not_be_done_fails_the_task_and_sends_nothing(
         task = task_of(client, run, 1, failed)
     assert task.problem is not None
     assert told_why in task.problem.detail
-    assert ("log says more" in task.problem.remedy) == (method == "talkative")
+    assert ("log has the details" in task.problem.remedy) == (method == "talkative")
     assert SECRET not in task.problem.detail
     assert uploads(coordinator) == uploads_before
     assert list((tmp_path / "state").glob("*.tmp")) == []

@@ -66,7 +66,7 @@ def test_a_plain_file_gives_settings_with_safe_defaults(tmp_path: Path) -> None:
     [
         ("name =", "nmae =", "nmae: no such setting"),
         ("index = 1", "index = 5", "datasets.digits.part.dirichlet: index 5 is not below count 3"),
-        (", index = 1", "", "datasets.digits.part: index: say which of the 3 parts"),
+        (", index = 1", "", "datasets.digits.part: index: give this site's part, from 0 to 2"),
         ("scheme =", "held_out = 1, scheme =", "datasets.digits.part.dirichlet.held_out: no such setting"),
         ('"north-1"', '"north 1"', "name: "),
         ("[datasets.digits]", "[policy]\nmax_epoch = 3\n[datasets.digits]", "policy.max_epoch: no such setting"),

@@ -121,7 +121,7 @@ def test_several_blobs_are_read_one_behind_the_other_from_anywhere(http: httpx.C
 
 def test_from_beyond_the_end_there_is_nothing_to_be_read(http: httpx.Client) -> None:
     answer = http.post("/v1/blobs/read", json={"digests": ALL, "start": len(TOGETHER) + 1})
-    assert "have 256200 bytes together" in refused(answer, 416, "range-unsatisfiable").detail
+    assert "have 256200 bytes in total" in refused(answer, 416, "range-unsatisfiable").detail
 
 
 def test_one_blob_out_of_reach_and_none_is_read(http: httpx.Client, standing: LiveCoordinator) -> None:

@@ -96,7 +96,7 @@ def test_the_provider_is_told_only_hashes_of_what_the_browser_keeps(
     [
         ({"state": "0" * 64}, "another browser"),
         ({"state": None}, "another browser"),
-        ({"code": "code-of-somebody-else"}, "gave no token"),
+        ({"code": "code-of-somebody-else"}, "did not exchange its code"),
         ({"code": None, "error": "access_denied", "error_description": "not <b>you</b>"}, "not &lt;b&gt;you"),
         ({"iss": "https://login.example"}, "another provider"),
     ],

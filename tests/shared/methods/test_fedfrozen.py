@@ -254,9 +254,9 @@ def test_the_warm_up_goes_on_while_clients_go_on_together_and_ends_when_they_go_
     #   noise     0.02  0.02 + 0.3 * 0.8 = 0.26   0.428   0.5456   0.628
     # From version 8 on progress is lost; but the 12 rounds that are left would still add 12 * 0.1424 to the 8 won
     # until then, more than a tenth. So version 9 is the first to call for the end, and 10 the second.
-    assert states[8].metrics["warmup.progress"] == pytest.approx(0.1424, abs=1e-5)
-    assert states[8].metrics["warmup.noise"] == pytest.approx(0.5456, abs=1e-5)
-    assert states[8].metrics["warmup.to_win"] == pytest.approx(12 * 0.1424 / 8, abs=1e-4)
+    assert states[8].scalars["warmup.progress"] == pytest.approx(0.1424, abs=1e-5)
+    assert states[8].scalars["warmup.noise"] == pytest.approx(0.5456, abs=1e-5)
+    assert states[8].scalars["warmup.to_win"] == pytest.approx(12 * 0.1424 / 8, abs=1e-4)
     quiet = [state.scalars.get("warmup.quiet_rounds") for state in states]
     assert quiet == [None, None, 0, 0, 0, 0, 0, 0, 0, 1, 2, None]
     assert [half.plan_for(state, WORKER).stage for state in states] == ["warm-up"] * 10 + ["frozen"] * 2
@@ -265,8 +265,8 @@ def test_the_warm_up_goes_on_while_clients_go_on_together_and_ends_when_they_go_
 def test_once_frozen_nothing_is_measured_and_what_was_measured_stays_with_its_version() -> None:
     *_, last, frozen = run(half_with(**AUTO), [*[ONWARD] * 5, *[FRO, TO] * 3])
     assert set(last.server_state) == {"warmup/step"}
-    assert last.metrics["frozen_from"] == 10
-    assert "warmup.signal" in last.metrics
+    assert last.scalars["frozen_from"] == 10
+    assert "warmup.signal" in last.scalars
     assert frozen.scalars == {"frozen_from": 10.0}
     assert not frozen.server_state
     np.testing.assert_array_equal(to_array(frozen.model["query"]), to_array(last.model["query"]))
@@ -278,7 +278,7 @@ def test_a_warm_up_of_a_fixed_length_measures_only_if_asked() -> None:
     )
     for states in (asked, plain):
         assert [state.scalars.get("frozen_from") for state in states] == [None, None, None, 3, 3]
-    assert asked[2].metrics["warmup.persistence"] == pytest.approx(1.0)
+    assert asked[2].scalars["warmup.persistence"] == pytest.approx(1.0)
     assert [(dict(state.scalars), dict(state.server_state)) for state in plain[:3]] == [({}, {})] * 3
 
 
@@ -320,22 +320,22 @@ def test_an_adapter_is_frozen_with_its_matrix_and_else_trains_with_it() -> None:
 
 def test_the_warm_up_is_no_shorter_than_the_least_and_no_longer_than_the_most() -> None:
     restless = [TO, FRO] * 5
-    assert run(half_with(**AUTO), restless)[-1].metrics["frozen_from"] == 3
-    assert run(half_with(**{**AUTO, "least_warmup_rounds": 7}), restless)[-1].metrics["frozen_from"] == 7
-    assert run(half_with(**AUTO, most_warmup_rounds=4), [ONWARD] * 6)[-1].metrics["frozen_from"] == 4
+    assert run(half_with(**AUTO), restless)[-1].scalars["frozen_from"] == 3
+    assert run(half_with(**{**AUTO, "least_warmup_rounds": 7}), restless)[-1].scalars["frozen_from"] == 7
+    assert run(half_with(**AUTO, most_warmup_rounds=4), [ONWARD] * 6)[-1].scalars["frozen_from"] == 4
 
 
 def test_a_round_with_one_client_neither_ends_a_warm_up_nor_begins_the_count_anew() -> None:
     alone = ((5.0, 5.0),)
     states = run(half_with(**AUTO), [TO, FRO, alone, alone, TO])
     assert [state.scalars.get("warmup.quiet_rounds") for state in states] == [None, None, 1, 1, 1, 2]
-    assert states[-1].metrics["frozen_from"] == 5
+    assert states[-1].scalars["frozen_from"] == 5
 
 
 def test_a_run_of_one_worker_is_merged_and_said_never_to_freeze() -> None:
     half = half_with(**AUTO)
     states = run(half, [((1.0, 1.0),)] * 10)
-    assert "frozen_from" not in states[-1].metrics
+    assert "frozen_from" not in states[-1].scalars
     assert half.warnings(states[9]) == ()
     (warning,) = half.warnings(states[10])
     assert warning.startswith("still warming up after 10 of 20 rounds: no round had updates from two workers")

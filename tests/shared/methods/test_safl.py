@@ -156,7 +156,7 @@ def test_k_is_a_number_or_a_share_and_a_third_if_nothing_is_said(settings: dict[
 def test_of_24_layers_8_are_chosen_by_default() -> None:
     model = instantiate({**VIT, "num_hidden_layers": 24}, "image-classification")
     half = coordinator_half(MethodSpec(name="safl"), RunInfo(block_table(model), rounds=1))
-    assert half.plan_for(state(), COHORT[0]).metrics["layers"] == 8
+    assert half.plan_for(state(), COHORT[0]).scalars["layers"] == 8
 
 
 def test_a_budget_of_bytes_counts_what_always_trains() -> None:
@@ -164,7 +164,7 @@ def test_a_budget_of_bytes_counts_what_always_trains() -> None:
         budget = ALWAYS_BYTES + count * LAYER_BYTES
         for nbytes, k in ((budget, count), (budget - 1, count - 1)):
             if k:
-                assert plans(coordinator(upload_bytes=nbytes), state())["a/w"].metrics["layers"] == k
+                assert plans(coordinator(upload_bytes=nbytes), state())["a/w"].scalars["layers"] == k
 
 
 def test_a_budget_too_small_for_a_layer_is_refused_with_what_one_needs() -> None:
@@ -426,7 +426,7 @@ def test_consensus_asks_for_fewer_of_the_same_layers_where_a_worker_is_slow() ->
 
 def test_scores_are_measured_anew_every_so_many_rounds() -> None:
     half = coordinator(chooser="consensus", profile_every=3)
-    due = [plans(half, scored(number))["a/w"].metrics["profile"] for number in range(1, 8)]
+    due = [plans(half, scored(number))["a/w"].scalars["profile"] for number in range(1, 8)]
     assert due == [0, 0, 1, 0, 0, 1, 0]
     told = task(scored(3), chooser="consensus", profile_every=3).result.metrics
     assert set(told) == {f"{what}.{i}" for what in ("score", "entropy") for i in range(6)}

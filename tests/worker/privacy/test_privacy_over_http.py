@@ -96,7 +96,7 @@ def test_a_private_run_keeps_its_target_and_tells_nothing_but_steps(
         events = [event for entry in entries for event in entry.events]
         assert [event.steps for event in events if isinstance(event, NoisySteps)] == [5, 5]
         assert 0.98 * 4.0 < epsilon(events, 1e-5) <= 4.0
-        assert 0 < first.scalars["epsilon"] < second.scalars["epsilon"] == epsilon(events, 1e-5)
+        assert 0 < first.metrics["epsilon"] < second.metrics["epsilon"] == epsilon(events, 1e-5)
         # Nothing of the budget is left for another run.
         refused = ended(client, name="again", privacy=PRIVACY)
         assert refused.state != "completed"
