@@ -263,7 +263,7 @@ def says(**changes: Any) -> Changes:
 
 def garbled(name: str, rule: str, **changes: Any) -> Case:
     """A task that is none, so that there is no failure to tell of."""
-    return Case(name, f"answer-not-understood: the answer is no Task.*{rule}", says(**changes), told=False)
+    return Case(name, f"answer-not-understood: the answer is not a valid Task.*{rule}", says(**changes), told=False)
 
 
 def named(*names: str) -> dict[str, Any]:
@@ -726,7 +726,7 @@ CASES = [
     ),
     Case(
         "a renewal for a year",
-        "answer-not-understood: the answer is no Lease",
+        "answer-not-understood: the answer is not a valid Lease",
         lies=lambda _: [
             claiming(lambda task: merged(task, LONG)),
             answering(HEARTBEAT, Answered(body=b'{"lease_seconds": 31536000}')),
@@ -744,13 +744,13 @@ CASES = [
     ),
     Case(
         "an answer nested too deep",
-        "answer-not-understood: the answer is no Task",
+        "answer-not-understood: the answer is not a valid Task",
         told=False,
         lies=lambda _: [answering(CLAIM, Answered(body=b"[" * MIB))],
     ),
     Case(
         "an answer that is a bomb",
-        "answer-not-understood: the answer is no Task",
+        "answer-not-understood: the answer is not a valid Task",
         told=False,
         lies=lambda _: [
             claiming(
