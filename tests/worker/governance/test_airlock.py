@@ -160,5 +160,5 @@ def test_what_was_changed_after_its_release_does_not_leave(tmp_path: Path) -> No
     nothing: Any = None
     airlock: Any = SimpleNamespace(hold=lambda *_: released)
     run: Any = SimpleNamespace(journal=SimpleNamespace(note=lambda *_, **__: None), check=lambda: None)
-    with pytest.raises(PolicyViolation, match="not what was released"):
+    with pytest.raises(PolicyViolation, match="the file changed after its release"):
         Egress(run, nothing)._hold(airlock, path, told)

@@ -165,7 +165,7 @@ def test_a_private_run_does_not_train_on_a_part_that_depends_on_all_examples(
         run = ended(client, privacy=PRIVACY)
     (task,) = tasks_of(client, run)
     assert task.problem
-    assert "policy-violation: part: 'digits' is a part of a partition" in task.problem.detail
+    assert "policy-violation: part: 'digits' is one part of a partition" in task.problem.detail
     assert Ledger(tmp_path / "a" / "ledger").read("digits") == ()
 
 
